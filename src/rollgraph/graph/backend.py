@@ -1,0 +1,294 @@
+"""Backends: how a function becomes something that can be replayed.
+
+`eager` runs the Python again, `cuda` records a CUDA graph, `tape` (its own file) records operations.
+All three are behind one protocol, so nothing above asks which one it has. The refusal of host reads
+is here, because every recording backend needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollgraph.graph.errors import CaptureError, GraphError, HostReadError, here, raised_at
+from rollgraph.graph.journal import no_gc, storage_of, tensors_in
+from rollgraph.graph.pool import Arena, pool_segments
+from rollgraph.graph.surface import StaticTensors
+
+Thunk = Callable[[Sequence[Tensor]], list[Tensor | None]]
+
+
+class Recording(Protocol):
+    """One recorded pass. `replay` fills the inputs, runs, and returns the outputs."""
+
+    operations: int
+    nbytes: int  # memory that stays allocated for it
+    external: Sequence[Tensor]  # tensors it reads or writes that it did not make and was not given
+
+    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]: ...
+
+    def release(self) -> None: ...
+
+
+class Backend(Protocol):
+    name: str
+    records: bool  # False: Python runs each time, so there is nothing to warm up or to bind
+
+    def stage(self, arena: Arena) -> AbstractContextManager[None]:
+        """Where warm-up runs."""
+
+    def record(
+        self,
+        thunk: Thunk,
+        inputs: StaticTensors,
+        arena: Arena,
+        generators: Sequence[torch.Generator],
+        marks: dict[Any, Any],
+    ) -> Recording:
+        """Run `thunk` on `inputs` and record it. `marks` is shared by the passes of one callable."""
+
+
+# -- eager -----------------------------------------------------------------------------------------
+
+
+class EagerRecording:
+    """Runs the Python function itself, on the caller's own tensors."""
+
+    operations = 0
+    nbytes = 0
+    external: Sequence[Tensor] = ()
+
+    def __init__(self, thunk: Thunk) -> None:
+        self._thunk = thunk
+
+    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        return self._thunk(inputs)
+
+    def release(self) -> None:
+        pass
+
+
+class EagerBackend:
+    name = "eager"
+    records = False
+
+    def stage(self, arena: Arena) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(
+        self,
+        thunk: Thunk,
+        inputs: StaticTensors,
+        arena: Arena,
+        generators: Sequence[torch.Generator],
+        marks: dict[Any, Any],
+    ) -> Recording:
+        return EagerRecording(thunk)
+
+
+# -- host reads ------------------------------------------------------------------------------------
+
+_READING_METHODS = {
+    getattr(Tensor, name): name
+    for name in (
+        "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__",
+        "__repr__", "__format__", "__contains__",
+    )
+}  # fmt: skip
+
+
+class HostReads(TorchFunctionMode):
+    """Refuses the reads that never reach the dispatcher: `.tolist()`, `.numpy()`, `bool()`, printing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = _READING_METHODS.get(func)
+        if name is not None:
+            _refuse(f"Tensor.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_host_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise if an operation's result, or the shape of it, depends on values read on the host."""
+    tags = func.tags
+    if torch.Tag.data_dependent_output in tags:
+        _refuse(str(func))
+    if torch.Tag.dynamic_output_shape in tags and _shape_depends_on_values(func, args, kwargs):
+        _refuse(str(func))
+    if func._schema.name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        by_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        accumulates = len(args) > 3 and args[3]
+        if by_mask and (accumulates or args[2].numel() != 1):  # a scalar is a masked fill
+            _refuse(f"{func} with a boolean mask")
+
+
+def _shape_depends_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    name = func._schema.name
+    if name == "aten::index":
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    if name == "aten::repeat_interleave":
+        return kwargs.get("output_size") is None
+    return True
+
+
+def _refuse(operation: str) -> None:
+    raise HostReadError(
+        f"{operation} at {here()} reads tensor values on the host: a replay would not run it again. "
+        "Keep the value in a tensor (torch.where, masked arithmetic), or move the read out of the captured function"
+        + _optimizer_hint()
+    )
+
+
+def _optimizer_hint() -> str:
+    import traceback
+
+    in_optimizer = any("/torch/optim/" in frame.filename for frame in traceback.extract_stack())
+    return "; optimizers need fused=True on a CPU, fused=True or capturable=True on a GPU" if in_optimizer else ""
+
+
+@contextmanager
+def capture_errors(what: str) -> Iterator[None]:
+    """Turn whatever the user's function raised into a CaptureError that names the place."""
+    try:
+        yield
+    except GraphError:
+        raise
+    except Exception as error:
+        message = str(error).split("\n", 1)[0]
+        raise CaptureError(f"{what} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error
+
+
+# -- CUDA ------------------------------------------------------------------------------------------
+
+
+class Sentry(TorchDispatchMode):
+    """Watches a CUDA capture: refuses host reads before they break it, and holds what it reads."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.seen: dict[int, Tensor] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        refuse_host_read(func, args, kwargs)
+        self.operations += 1
+        for tensor in tensors_in((args, kwargs)):
+            storage = storage_of(tensor)
+            if storage is not None and storage._cdata not in self._made:
+                self.seen.setdefault(id(tensor), tensor)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            storage = storage_of(tensor)
+            if storage is not None:
+                self._made.add(storage._cdata)
+        return result
+
+
+class CudaRecording:
+    """A CUDA graph with its static inputs and outputs."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, inputs: StaticTensors, outputs: list[Tensor | None], sentry: Sentry
+    ) -> None:
+        self.operations = sentry.operations
+        self.external: Sequence[Tensor] = list(sentry.seen.values())
+        self.nbytes = 0
+        self._graph = graph
+        self._inputs = inputs
+        self._outputs = outputs
+        self._written = [o for o in outputs if o is not None and not o.is_inference()]
+
+    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        self._inputs.fill(inputs)
+        self._graph.replay()
+        # Whoever saved an output of the previous replay for a backward now gets autograd's error.
+        torch.autograd.graph.increment_version(self._written)
+        return self._outputs
+
+    def release(self) -> None:
+        self._graph.reset()
+        self._outputs, self._written, self.external = [], [], ()
+
+
+class CudaBackend:
+    name = "cuda"
+    records = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    @contextmanager
+    def stage(self, arena: Arena) -> Iterator[None]:
+        stream = arena.stream(self.device)
+        caller = torch.cuda.current_stream(self.device)
+        stream.wait_stream(caller)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+        caller.wait_stream(stream)
+
+    def record(
+        self,
+        thunk: Thunk,
+        inputs: StaticTensors,
+        arena: Arena,
+        generators: Sequence[torch.Generator],
+        marks: dict[Any, Any],
+    ) -> Recording:
+        graph, sentry = torch.cuda.CUDAGraph(), Sentry()
+        for generator in generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+        with self.stage(arena), no_gc():
+            torch.cuda.synchronize(self.device)
+            torch._C._cuda_clearCublasWorkspaces()  # so that the graph's own workspace lies in its pool
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated(self.device)
+            outputs = self._capture(graph, thunk, inputs, arena, sentry)
+            torch._C._cuda_clearCublasWorkspaces()
+            recording = CudaRecording(graph, inputs, outputs, sentry)
+            recording.nbytes = torch.cuda.memory_allocated(self.device) - before
+        segments = pool_segments(arena)
+        recording.external = [
+            tensor
+            for tensor in recording.external  # the pool's own memory is the pool's to hold
+            if not any(start <= tensor.data_ptr() < start + size for start, size in segments)
+        ]
+        return recording
+
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, thunk: Thunk, inputs: StaticTensors, arena: Arena, sentry: Sentry
+    ) -> list[Tensor | None]:
+        graph.capture_begin(pool=cast(Any, arena.cuda_handle()), capture_error_mode="thread_local")
+        try:
+            with HostReads(), sentry:
+                outputs = thunk(inputs.tensors)
+        except BaseException:
+            self._abandon(graph, arena)
+            raise
+        graph.capture_end()
+        return outputs
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, arena: Arena) -> None:
+        """End a broken capture and clear what PyTorch leaves behind when CUDA invalidated it."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            torch._C._cuda_endAllocateToPool(self.device.index, arena.cuda_handle())
+            generator = torch.cuda.default_generators[self.device.index]
+            generator.graphsafe_set_state(torch.Generator(self.device))
+        graph.reset()

@@ -1,0 +1,191 @@
+"""What a graph is bound to: the memory, the slots that name it, and the gradients it writes.
+
+A graph reads addresses. This file knows whether the program still means the same memory by them:
+a parameter re-pointed by `.data =`, replaced by `load_state_dict(assign=True)`, an optimizer state
+loaded anew or a learning rate changed is found at the next replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollgraph.graph.errors import StaleGraph
+from rollgraph.graph.journal import Census, Journal
+
+Slot = tuple[dict[Any, Any], Any, Any, str]  # container, key, what it held at capture, name
+
+
+class Binding:
+    """Addresses and slots as they were at capture; `check` says what moved."""
+
+    def __init__(
+        self, tensors: Iterable[Tensor], slots: Sequence[Slot], modules: Iterable[torch.nn.Module] = ()
+    ) -> None:
+        self._names = {id(thing): name for _, _, thing, name in slots}
+        self._tensors = list({id(t): t for t in tensors}.values())
+        self._addresses = [t.data_ptr() for t in self._tensors]
+        self._trainable = [t.requires_grad for t in self._tensors]
+        self._containers = [container for container, _, _, _ in slots]
+        self._keys = [key for _, key, _, _ in slots]
+        self._held = [thing for _, _, thing, _ in slots]
+        self._slots = slots
+        self._modules = list(modules)
+        self._training = [m.training for m in self._modules]
+
+    def check(self) -> None:
+        """Raise StaleGraph if a replay would read or write something else than the program means."""
+        if [t.data_ptr() for t in self._tensors] != self._addresses:
+            raise StaleGraph(self._moved())
+        if any(map(is_not, map(dict.get, self._containers, self._keys), self._held)):
+            reason = self._replaced()
+            if reason is not None:
+                raise StaleGraph(reason)
+        if [t.requires_grad for t in self._tensors] != self._trainable:
+            raise StaleGraph(self._requires_grad())
+        if [m.training for m in self._modules] != self._training:
+            raise StaleGraph("a sub-module was switched between train() and eval() since capture")
+
+    def _name(self, tensor: Tensor) -> str:
+        return self._names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
+
+    def _moved(self) -> str:
+        pairs = zip(self._tensors, self._addresses, strict=True)
+        moved = [self._name(t) for t, address in pairs if t.data_ptr() != address]
+        return (
+            f"{', '.join(moved[:3])} moved to another address since capture (`.data = ...`?): "
+            "copy into the existing tensor instead, or capture again"
+        )
+
+    def _replaced(self) -> str | None:
+        for container, key, held, name in self._slots:
+            found = container.get(key)
+            if found is held or (not isinstance(held, (Tensor, dict)) and type(found) is type(held) and found == held):
+                continue
+            if isinstance(held, (Tensor, dict)):
+                return f"{name} was replaced by another object since capture (load_state_dict?): copy into it instead"
+            return f"{name} was {held!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it"
+        return None
+
+    def _requires_grad(self) -> str:
+        pairs = zip(self._tensors, self._trainable, strict=True)
+        changed = [self._name(t) for t, trainable in pairs if t.requires_grad != trainable]
+        return f"requires_grad of {', '.join(changed[:3])} changed since capture"
+
+
+def module_slots(modules: Iterable[torch.nn.Module], wanted: Callable[[Tensor], bool]) -> list[Slot]:
+    """Where modules keep the wanted parameters and buffers."""
+    return [
+        (container, key, tensor, f"{type(module).__name__}.{key}")
+        for module in modules
+        for container in (module._parameters, module._buffers)
+        for key, tensor in container.items()
+        if tensor is not None and wanted(tensor)
+    ]
+
+
+def optimizer_slots(census: Census, journal: Journal) -> list[Slot]:
+    """State and hyper-parameters of the optimizers that stepped while the journal watched."""
+    slots: list[Slot] = []
+    for optimizer in census.optimizers:
+        stepped = [p for p in optimizer.state if any(map(journal.wrote, _tensors(optimizer.state[p])))]
+        updated = [p for group in optimizer.param_groups for p in group["params"] if journal.wrote(p)]
+        if not stepped and not updated:
+            continue
+        name = type(optimizer).__name__
+        if stepped:
+            slots.append((optimizer.__dict__, "state", optimizer.state, f"the state of {name}"))
+        for parameter in stepped:
+            state = optimizer.state[parameter]
+            slots.append((optimizer.state, parameter, state, f"the state of {name}"))
+            slots += [(state, key, value, f"{name} state {key!r}") for key, value in state.items()]
+        for index, group in enumerate(optimizer.param_groups):
+            slots += [
+                (group, key, value, f"{name}.param_groups[{index}][{key!r}]")
+                for key, value in group.items()
+                if key != "params"
+            ]
+    return slots
+
+
+def _tensors(state: dict[Any, Any]) -> Iterable[Tensor]:
+    return (value for value in state.values() if isinstance(value, Tensor))
+
+
+@dataclass
+class BoundGradient:
+    """The gradient of one leaf that a captured function writes.
+
+    `buffer` is what the recording accumulates into. If the function binds a gradient of its own
+    (`zero_grad(set_to_none=True)` inside it), `result` is that one, or None if it ends without any.
+    """
+
+    leaf: Tensor
+    buffer: Tensor
+    accumulates: bool = True
+    result: Tensor | None = None
+
+    def check(self) -> None:
+        found = self.leaf.grad
+        if not self.accumulates or found is None or found is self.buffer:
+            return
+        if found.data_ptr() != self.buffer.data_ptr() or found.stride() != self.buffer.stride():
+            raise StaleGraph(
+                f"the gradient of a parameter of shape {tuple(self.leaf.shape)} is another tensor than the one the graph "
+                "accumulates into: zero gradients or set them to None, do not assign them"
+            )
+
+    def enter(self) -> None:
+        if self.accumulates and self.leaf.grad is None:
+            self.buffer.zero_()
+            self.leaf.grad = self.buffer
+
+    def leave(self) -> None:
+        if not self.accumulates and self.leaf.grad is not self.result:
+            self.leaf.grad = self.result
+
+
+class BoundGradients:
+    """The gradients a captured function writes, made equal to eager's at each replay."""
+
+    def __init__(self, leaves: Iterable[Tensor]) -> None:
+        self._bound = [
+            BoundGradient(leaf, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in leaves
+        ]
+        self._owned = [b for b in self._bound if b.leaf.grad is None]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [bound.leaf for bound in self._bound]
+
+    def nbytes(self) -> int:
+        return sum(bound.buffer.nbytes for bound in self._owned)
+
+    def bind(self) -> None:
+        """Before a run: every leaf has the buffer as its gradient, so that the run accumulates."""
+        for bound in self._bound:
+            bound.leaf.grad = bound.buffer
+
+    def observe(self) -> None:
+        """After recording: what did the function leave behind?"""
+        for bound in self._bound:
+            bound.accumulates = bound.leaf.grad is bound.buffer
+            bound.result = None if bound.accumulates else bound.leaf.grad
+        self._owned = [bound for bound in self._owned if bound.accumulates]
+
+    def check(self) -> None:
+        for bound in self._bound:
+            bound.check()
+
+    def enter(self) -> None:
+        for bound in self._bound:
+            bound.enter()
+
+    def leave(self) -> None:
+        for bound in self._bound:
+            bound.leave()

@@ -1,0 +1,269 @@
+"""`make_graphed_callables`: modules and functions as graphs inside a training program.
+
+Owns how a graphed callable takes the place of the original (outside the module tree), what it does
+with a call, and how samples, schedule and static inputs are laid out. `segment.py` has the graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from rollgraph.graph.capture import (
+    BackendName,
+    Captured,
+    OnMismatch,
+    callable_name,
+    choose_backend,
+    refuse_nesting,
+)
+from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch
+from rollgraph.graph.hooks import GraphHooks, Guard, check_guards, hooks_per_callable
+from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
+from rollgraph.graph.report import GraphRecord
+from rollgraph.graph.schedule import Schedule, assign_slots, check_slots, parse_order, sequential
+from rollgraph.graph.segment import CallableSpec, Segment, WarmupHook, capture_segments
+from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec, own_copy
+
+
+class GraphedCallable(Captured):
+    """A callable whose calls replay. For a module it stands in for `forward`, outside the module tree."""
+
+    def __init__(self, spec: CallableSpec, on_mismatch: OnMismatch, guards: Sequence[Guard], warmup: int) -> None:
+        super().__init__(spec.target, spec.record, spec.backend, on_mismatch)
+        self.spec = spec
+        self.module = spec.module
+        self.original = spec.original
+        self.hooks = spec.hooks
+        self._warmup = warmup
+        self._guards = list(guards)
+        self._training = self.module.training if self.module is not None else False
+        self._replaced: Any = None
+        self._segments: list[Segment] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.module is not None and self.module.training is not self._training:
+            return self._run_original("called in the other training mode", args, kwargs)
+        if not self.enabled or not self._segments:
+            return self._run_original("disabled" if self._segments else "reset", args, kwargs)
+        refuse_nesting(self.name)
+        try:
+            segment, inputs = self._find(args, kwargs)
+        except GraphError as error:
+            if self._act_on(error) == "eager":
+                return self.original(*args, **kwargs)
+            segment, inputs = self._recapture(args, kwargs), Surface(args, kwargs).tensors
+        if self._guards:
+            check_guards(self._guards, self.name)
+        self.hooks.run("pre_forward", "replay", self.target, args, kwargs)
+        try:
+            segment.binding.check()
+        except GraphError as error:
+            if self._act_on(error) == "eager":
+                output = self.original(*args, **kwargs)
+            else:
+                self._segments.remove(segment)
+                output = self._recapture(args, kwargs).replay(inputs)
+        else:
+            output = segment.replay(inputs)
+            self._count_run()
+        self.hooks.run("post_forward", "replay", self.target, args, kwargs, output)
+        return output
+
+    def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.record.eager_runs[reason] += 1
+        return self.original(*args, **kwargs)
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Segment, Sequence[Tensor]]:
+        if len(self._segments) == 1:
+            return self._segments[0], self._segments[0].surface.bind(args, kwargs)
+        first: GraphError | None = None
+        for segment in self._segments:
+            try:
+                return segment, segment.surface.bind(args, kwargs)
+            except ReplayMismatch as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _recapture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Segment:
+        surface = Surface(args, kwargs)
+        statics = StaticTensors([own_copy(t) for t in surface.tensors])
+        segment = Segment(self.spec, surface, statics, Arena())  # memory of its own: it may be replayed at any moment
+        capture_segments([segment], sequential(1), self._warmup)
+        self.adopt(segment)
+        return segment
+
+    def adopt(self, segment: Segment) -> None:
+        self._segments.insert(0, segment)
+        record = self.record
+        record.surface = str(segment.surface)
+        record.captures += self._backend.records
+        record.operations = segment.operations()
+        if self._backend.records:
+            record.bytes_owned += segment.statics.nbytes() + segment.nbytes()
+            self.static_bytes += segment.statics.nbytes() + (segment.nbytes() if self._backend.name != "cuda" else 0)
+        inner = [m for m in self.module.modules() if m is not self.module] if self.module is not None else []
+        hooked = sum(bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks) for m in inner)
+        if hooked and self._backend.records:
+            record.notes.append(f"hooks on {hooked} sub-modules ran at capture and do not run at replay")
+
+    def install(self) -> None:
+        """Stand in for the module's forward."""
+        assert self.module is not None
+        self._replaced = self.module.__dict__.get("forward")
+        self.module.forward = self
+
+    def reset(self) -> None:
+        """Give the graphs back and put the original forward in place."""
+        for segment in self._segments:
+            segment.release()
+        self._segments.clear()
+        self.static_bytes = 0
+        if self.module is not None and self.module.__dict__.get("forward") is self:
+            if self._replaced is None:
+                del self.module.forward
+            else:
+                self.module.forward = self._replaced
+
+    def __reduce__(self) -> Any:
+        """A copy or pickle of the module gets its own, ungraphed forward."""
+        if self.module is None:
+            return _identity, (self.original,)
+        if self._replaced is not None:
+            return _identity, (self._replaced,)
+        return getattr, (self.module, "forward")  # the copy is still empty here: its class answers
+
+
+def make_graphed_callables(
+    callables: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    pool: GraphPool | PoolHandle | None = None,
+    *,
+    sample_kwargs: Any = None,
+    order: Sequence[int] | None = None,
+    layers_per_chunk: int | Sequence[int] | None = None,
+    reuse_buffers: bool = True,
+    hooks: GraphHooks | Sequence[GraphHooks | None] | None = None,
+    guards: Sequence[Guard] = (),
+    pre_warmup_hook: WarmupHook | None = None,
+    post_warmup_hook: WarmupHook | None = None,
+    grad_buffers: Mapping[Tensor, Tensor] | None = None,
+    backend: BackendName = "auto",
+    on_mismatch: OnMismatch = "raise",
+) -> Any:
+    """Graph modules or functions, each a drop-in replacement inside a training program.
+
+    Takes the calls of `torch.cuda.make_graphed_callables`: one callable and its arguments, or tuples of both; a
+    module comes back as itself, with its `forward` replaced. Samples are copied, never written to.
+
+    With `order`, +c is the forward of chunk c's next microbatch and -c the backward of its oldest pending one. The
+    result is then a tuple with a callable for each chunk, microbatch and layer, in that nesting;
+    `sample_args` has an entry for each of them, or one for each layer.
+
+    `grad_buffers` maps parameters to tensors, of any dtype, into which the backward graph adds their gradient;
+    `param.grad` stays untouched.
+    """
+    single = not isinstance(callables, (tuple, list))
+    targets = [callables] if single else list(callables)
+    args, kwargs = _samples(targets, single, sample_args, sample_kwargs)
+    pool = GraphPool.of(pool)
+    chosen = choose_backend(backend, (args, kwargs), nn.ModuleList(t for t in targets if isinstance(t, nn.Module)))
+    _check_targets(targets, num_warmup_iters)
+    schedule = sequential(len(targets)) if order is None else parse_order(order, len(targets), layers_per_chunk)
+    samples = _spread(schedule, args, kwargs)
+    per_callable = hooks_per_callable(hooks, len(targets))
+    graphs: list[GraphedCallable] = []
+    for chunk, microbatch, layer in _entries(schedule):
+        index = schedule.callable_index(chunk, layer)
+        name = callable_name(targets[index])
+        name = pool.unique_name(name if order is None else f"{name}[{layer}]@{microbatch}")
+        record, buffers = GraphRecord(name, chosen.name), dict(grad_buffers or {})
+        spec = CallableSpec(targets[index], chosen, record, per_callable[index], allow_unused_input, buffers)
+        graphs.append(GraphedCallable(spec, on_mismatch, guards, num_warmup_iters))
+    surfaces = [Surface(*sample) for sample in samples]
+    statics = _static_inputs(schedule, surfaces, reuse_buffers and order is not None)
+    segments = [Segment(g.spec, u, s, pool.arena) for g, u, s in zip(graphs, surfaces, statics, strict=True)]
+    capture_segments(segments, schedule, num_warmup_iters, pre_warmup_hook, post_warmup_hook)
+    for graph, segment in zip(graphs, segments, strict=True):
+        graph.adopt(segment)
+        pool.add(graph)
+        if order is None and graph.module is not None:
+            graph.install()
+    results = [graph.target if order is None and graph.module is not None else graph for graph in graphs]
+    return results[0] if single and order is None else tuple(results)
+
+
+def _samples(targets: list[Any], single: bool, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+    """Sample arguments as one tuple and one dict for each of the given entries."""
+    if single and not (isinstance(args, (tuple, list)) and args and isinstance(args[0], (tuple, list))):
+        args = (args,)
+    if single and kwargs is not None and isinstance(kwargs, Mapping):
+        kwargs = (kwargs,)
+    args = list(args)
+    if any(not isinstance(sample, (tuple, list)) for sample in args):
+        raise CaptureError("sample_args must be a tuple of arguments for each callable")
+    kwargs = [{}] * len(args) if kwargs is None else list(kwargs)
+    if len(kwargs) != len(args):
+        raise CaptureError(f"{len(args)} sample_args, but {len(kwargs)} sample_kwargs")
+    return [tuple(sample) for sample in args], kwargs
+
+
+def _spread(schedule: Schedule, args: list[Any], kwargs: list[Any]) -> list[tuple[Any, Any]]:
+    """A sample for each entry; one for each callable serves all of its microbatches."""
+    pairs = list(zip(args, kwargs, strict=True))
+    if len(pairs) == schedule.entries:
+        return pairs
+    if len(pairs) != schedule.callables:
+        raise CaptureError(
+            f"{len(pairs)} sample_args: expected {schedule.callables} (one for each callable)"
+            + (f" or {schedule.entries} (one for each microbatch too)" if schedule.microbatches > 1 else "")
+        )
+    return [pairs[schedule.callable_index(chunk, layer)] for chunk, _, layer in _entries(schedule)]
+
+
+def _entries(schedule: Schedule) -> Iterable[tuple[int, int, int]]:
+    for chunk, layers in enumerate(schedule.layers_per_chunk):
+        for microbatch in range(schedule.microbatches):
+            for layer in range(layers):
+                yield chunk, microbatch, layer
+
+
+def _check_targets(targets: list[Any], warmup: int) -> None:
+    if warmup < 1:
+        raise CaptureError(f"num_warmup_iters={warmup}: at least one run is needed, to find what a callable writes")
+    for index, target in enumerate(targets):
+        if not callable(target):
+            raise CaptureError(f"callables[{index}] is a {type(target).__name__}, not a module or function")
+        if any(target is other for other in targets[:index]):
+            raise CaptureError(f"callables[{index}] is given twice: use `order` to graph several microbatches")
+        if isinstance(target, nn.Module):
+            if isinstance(target.__dict__.get("forward"), GraphedCallable):
+                raise CaptureError(f"callables[{index}] is graphed already: `module.forward.reset()` first")
+            trainable = [name for name, buffer in target.named_buffers() if buffer.requires_grad]
+            if trainable:
+                raise CaptureError(f"buffers of callables[{index}] require grad: {', '.join(trainable)}")
+    refuse_nesting(callable_name(targets[0]))
+
+
+def _static_inputs(schedule: Schedule, surfaces: list[Surface], reuse: bool) -> list[StaticTensors]:
+    """Static inputs for each entry; entries that are never alive together share theirs."""
+    if not reuse:
+        return [StaticTensors([own_copy(t) for t in surface.tensors]) for surface in surfaces]
+    keys = [tuple((TensorSpec.of(t), t.stride(), t.requires_grad) for t in s.tensors) for s in surfaces]
+    ranges = schedule.live_ranges()
+    slots = assign_slots(ranges, keys)
+    check_slots(ranges, keys, slots)
+    made: dict[int, StaticTensors] = {}
+    for slot, surface in zip(slots, surfaces, strict=True):
+        if slot not in made:
+            made[slot] = StaticTensors([own_copy(t) for t in surface.tensors])
+    return [made[slot] for slot in slots]
+
+
+def _identity(thing: Any) -> Any:
+    return thing

@@ -1,0 +1,388 @@
+"""`capture`: a whole function, with any backward and optimizer step inside it, as one graph.
+
+Owns the steps every capture takes (warm up, record, bind) and what a captured thing does with a call
+that does not fit. A captured function is opaque to autograd; `callables.py` has the autograd boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from rollgraph.graph.backend import Backend, CudaBackend, EagerBackend, Recording, Sentry, capture_errors
+from rollgraph.graph.binding import Binding, BoundGradients, module_slots, optimizer_slots
+from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
+from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard, check_guards
+from rollgraph.graph.journal import Journal, Transaction
+from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
+from rollgraph.graph.report import GraphRecord
+from rollgraph.graph.surface import StaticTensors, Surface, own_copy
+from rollgraph.graph.tape import Recorder, TapeBackend
+
+P = ParamSpec("P")
+R = TypeVar("R")
+OnMismatch = Literal["raise", "eager", "recapture"]
+BackendName = Literal["auto", "cuda", "tape", "eager"]
+
+
+class Captured:
+    """What captured functions and callables share: counting, switching, and acting on a mismatch."""
+
+    def __init__(self, target: Any, record: GraphRecord, backend: Backend, on_mismatch: OnMismatch) -> None:
+        if on_mismatch not in ("raise", "eager", "recapture"):
+            raise ValueError(f"on_mismatch={on_mismatch!r}: expected 'raise', 'eager' or 'recapture'")
+        self.target = target
+        self.record = record
+        self.enabled = True
+        self.static_bytes = 0
+        self._backend = backend
+        self._on_mismatch = on_mismatch
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    def enable(self) -> None:
+        self.enabled = True
+
+    def disable(self) -> None:
+        """Run the original code, counted as eager, until enabled again."""
+        self.enabled = False
+
+    def _count_run(self) -> None:
+        if self._backend.records:
+            self.record.replays += 1
+        else:
+            self.record.eager_runs["backend is eager"] += 1
+
+    def _act_on(self, error: GraphError) -> OnMismatch:
+        """Raise, or count an eager run and say what to do instead."""
+        if self._on_mismatch == "raise" or not isinstance(error, (ReplayMismatch, StaleGraph)):
+            error.add_note(f"in graph {self.name!r} (on_mismatch={self._on_mismatch!r})")
+            raise error
+        if self._on_mismatch == "eager":
+            self.record.eager_runs[str(error)] += 1
+        return self._on_mismatch
+
+
+class OutputTree:
+    """The structure of a function's output, with a fast way back from its tensors."""
+
+    def __init__(self, output: Any, where: str) -> None:
+        self._leaves, self._tree = pytree.tree_flatten(output)
+        self.tensors: list[Tensor] = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self._leaves]
+        self._kind = "tree"
+        if isinstance(output, Tensor):
+            self._kind = "tensor"
+        elif type(output) is tuple and all(isinstance(leaf, Tensor) for leaf in output):
+            self._kind = "tuple"
+        for leaf in self._leaves:
+            if leaf is not None and not isinstance(leaf[0], (type(None), bool, int, float, str)):
+                raise CaptureError(
+                    f"{where} returns a {type(leaf[0]).__name__}, which a replay would return unchanged for ever: "
+                    "return tensors, or containers of them"
+                )
+
+    def without_tensors(self) -> OutputTree:
+        self.tensors = []  # so that nothing of the recording's autograd graph is kept
+        return self
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        if self._kind == "tensor":
+            return tensors[0]
+        if self._kind == "tuple":
+            return tuple(tensors)
+        supply = iter(tensors)
+        leaves = [next(supply) if leaf is None else leaf[0] for leaf in self._leaves]
+        return pytree.tree_unflatten(leaves, self._tree)
+
+
+@dataclass
+class Variant:
+    """One capture of a function, for one surface."""
+
+    surface: Surface
+    recording: Recording
+    outputs: OutputTree | None
+    binding: Binding
+    gradients: BoundGradients
+    arena: Arena
+    capture: int  # its place in the arena's order of captures
+
+
+class GraphedFunction(Captured, Generic[P, R]):
+    """A captured function: call it like the original, and it replays.
+
+    What it returns is lent: the next replay writes over it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        pool: GraphPool,
+        hooks: GraphHooks,
+        guards: Sequence[Guard],
+        backend: Backend,
+        on_mismatch: OnMismatch,
+        warmup: int,
+        name: str,
+    ) -> None:
+        super().__init__(function, GraphRecord(name, backend.name), backend, on_mismatch)
+        self._function = function
+        self._pool = pool
+        self._hooks = hooks
+        self._guards = list(guards)
+        self._warmup = warmup
+        self._variants: list[Variant] = []
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self.enabled or not self._variants:
+            self.record.eager_runs["disabled" if self._variants else "reset"] += 1
+            return self._function(*args, **kwargs)
+        refuse_nesting(self.name)
+        try:
+            variant, inputs = self._find(args, kwargs)
+        except GraphError as error:
+            if self._act_on(error) == "eager":
+                return self._function(*args, **kwargs)
+            variant, inputs = self._recapture(args, kwargs), Surface(args, kwargs).tensors
+        check_guards(self._guards, self.name)
+        self._hooks.run("pre_forward", "replay", self.target, args, kwargs)
+        try:
+            variant.binding.check()
+            variant.gradients.check()
+        except GraphError as error:
+            if self._act_on(error) == "eager":
+                output: R = self._function(*args, **kwargs)
+            else:
+                self._variants.remove(variant)
+                output = self._replay(self._recapture(args, kwargs), inputs)
+        else:
+            output = self._replay(variant, inputs)
+        self._hooks.run("post_forward", "replay", self.target, args, kwargs, output)
+        return output
+
+    def reset(self) -> None:
+        """Give the graphs back; calls run the original function from now on."""
+        for variant in self._variants:
+            variant.recording.release()
+        self._variants.clear()
+        self.static_bytes = 0
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], arena: Arena) -> Variant:
+        """Capture one call in `arena`; on an error nothing has changed."""
+        surface = Surface(args, kwargs)
+        _refuse_differentiable(surface.tensors, surface.names)
+        statics = StaticTensors([own_copy(tensor) for tensor in surface.tensors])
+        if not self._backend.records:
+            variant = self._eager_variant(surface, arena)
+        else:
+            with Transaction(self.target) as transaction:
+                gradients = self._warm_up(transaction, surface, statics)
+                variant = self._record(transaction, surface, statics, gradients, arena)
+        self._variants.insert(0, variant)
+        self.record.surface = str(surface)
+        self.record.captures += variant.recording.operations > 0
+        self.record.operations = variant.recording.operations
+        owned = statics.nbytes() + variant.gradients.nbytes() if self._backend.records else 0
+        self.record.bytes_owned += owned + variant.recording.nbytes
+        self.static_bytes += owned + (variant.recording.nbytes if self._backend.name != "cuda" else 0)
+        return variant
+
+    def _eager_variant(self, surface: Surface, arena: Arena) -> Variant:
+        def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:
+            args, kwargs = surface.arguments(inputs)
+            variant.outputs = OutputTree(self._function(*args, **kwargs), self.name)
+            return [tensor.detach() for tensor in variant.outputs.tensors]
+
+        recording = self._backend.record(thunk, StaticTensors([]), arena, (), {})
+        variant = Variant(surface, recording, None, Binding((), ()), BoundGradients(()), arena, arena.next_capture())
+        return variant
+
+    def _warm_up(self, transaction: Transaction, surface: Surface, statics: StaticTensors) -> BoundGradients:
+        """Run the function for real: find the gradients it writes and the optimizer state it creates."""
+        args, kwargs = surface.arguments(statics.tensors)
+        gradients = BoundGradients(())
+        with self._backend.stage(self._pool.arena), capture_errors(f"warm-up of {self.name!r}"):
+            for run in range(self._warmup):
+                self._hooks.run("pre_forward", "warmup", self.target, args, kwargs)
+                with transaction.journal.run():
+                    output = self._function(*args, **kwargs)
+                self._hooks.run("post_forward", "warmup", self.target, args, kwargs, output)
+                del output
+                if run == 0:
+                    leaves = transaction.changed_gradients()
+                    transaction.restore_gradients()
+                    gradients = BoundGradients(leaves)
+                    transaction.create_optimizer_state()
+                gradients.bind()
+        return gradients
+
+    def _record(
+        self,
+        transaction: Transaction,
+        surface: Surface,
+        statics: StaticTensors,
+        gradients: BoundGradients,
+        arena: Arena,
+    ) -> Variant:
+        args, kwargs = surface.arguments(statics.tensors)
+        journal, trees = transaction.journal, []
+
+        def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:
+            output = self._function(*args, **kwargs)
+            trees.append((output, OutputTree(output, self.name)))
+            return [tensor.detach() for tensor in trees[0][1].tensors]
+
+        self._hooks.run("pre_forward", "capture", self.target, args, kwargs)
+        number = arena.next_capture()
+        generators = [generator for generator, _ in journal.generators.values()]
+        with capture_errors(f"capture of {self.name!r}"), journaled(journal, self._backend):
+            recording = self._backend.record(thunk, statics, arena, generators, {})
+        try:
+            output, tree = trees.pop()
+            self._hooks.run("post_forward", "capture", self.target, args, kwargs, output)
+            gradients.observe()
+            binding = self._bind(transaction, recording, statics, gradients)
+        except BaseException:
+            recording.release()
+            raise
+        return Variant(surface, recording, tree.without_tensors(), binding, gradients, arena, number)
+
+    def _bind(
+        self, transaction: Transaction, recording: Recording, statics: StaticTensors, gradients: BoundGradients
+    ) -> Binding:
+        census, given = transaction.census, set(map(id, statics.tensors))
+        tensors = [t for t in (*recording.external, *gradients.leaves) if id(t) not in given]
+        if isinstance(self.target, torch.nn.Module):
+            tensors += [*self.target.parameters(), *self.target.buffers()]
+        ids = set(map(id, tensors))
+        modules = list({id(m): m for m in census.modules}.values())
+        slots = module_slots(modules, lambda t: id(t) in ids) + optimizer_slots(census, transaction.journal)
+        return Binding(tensors, slots)
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, Sequence[Tensor]]:
+        """The variant that fits the call; the newest one's difference if none does."""
+        first: GraphError | None = None
+        for variant in self._variants:
+            try:
+                inputs = variant.surface.bind(args, kwargs)
+            except ReplayMismatch as error:
+                first = first or error
+                continue
+            if torch.is_grad_enabled():
+                _refuse_differentiable(inputs, variant.surface.names, ReplayMismatch)
+            return variant, inputs
+        assert first is not None
+        raise first
+
+    def _recapture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        return self.capture(args, kwargs, Arena())  # memory of its own: it may be replayed at any moment
+
+    def _replay(self, variant: Variant, inputs: Sequence[Tensor]) -> R:
+        variant.arena.admit(variant.capture, self.name)
+        with torch.no_grad() if self._backend.records else nullcontext():
+            variant.gradients.enter()
+            tensors = variant.recording.replay(inputs)
+            variant.gradients.leave()
+            self._count_run()
+            assert variant.outputs is not None
+            output: R = variant.outputs.build([t.detach() for t in tensors if t is not None])
+            return output
+
+
+def capture(
+    fn: Callable[P, R],
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    pool: GraphPool | PoolHandle | None = None,
+    hooks: GraphHooks | None = None,
+    guards: Sequence[Guard] = (),
+    backend: BackendName = "auto",
+    on_mismatch: OnMismatch = "raise",
+    warmup: int = 3,
+    name: str | None = None,
+) -> GraphedFunction[P, R]:
+    """Capture `fn(*example_inputs, **example_kwargs)`, backward and optimizer step inside it included.
+
+    Afterwards everything is as it was: parameters, gradients, optimizer state, RNG. The result replays when
+    called with arguments of the same surface; what it does with others is `on_mismatch`. A gradient that
+    exists at capture is the buffer that replays accumulate into.
+    """
+    if not callable(fn):
+        raise CaptureError(f"capture takes a function, got {type(fn).__name__}")
+    if isinstance(example_inputs, Tensor) or not isinstance(example_inputs, (tuple, list)):
+        raise CaptureError(f"example_inputs must be a tuple of arguments, got {type(example_inputs).__name__}")
+    if warmup < 1:
+        raise CaptureError(f"warmup={warmup}: at least one run is needed, to find what the function writes")
+    hooks = hooks or NO_HOOKS
+    if hooks.pre_backward or hooks.post_backward:
+        raise CaptureError("a captured function has no backward of its own: use make_graphed_callables")
+    kwargs = example_kwargs or {}
+    chosen = choose_backend(backend, (example_inputs, kwargs), fn)
+    pool = GraphPool.of(pool)
+    refuse_nesting(name or callable_name(fn))
+    graphed = GraphedFunction(
+        fn, pool, hooks, guards, chosen, on_mismatch, warmup, pool.unique_name(name or callable_name(fn))
+    )
+    graphed.capture(tuple(example_inputs), kwargs, pool.arena)
+    pool.add(graphed)
+    return graphed
+
+
+def choose_backend(name: BackendName, arguments: Any, target: Any) -> Backend:
+    """The backend by name, or by the device of the arguments and of the module's parameters."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    if isinstance(target, torch.nn.Module):
+        tensors += list(target.parameters())
+    device = next((t.device for t in tensors if t.is_cuda), None)
+    if name == "eager":
+        return EagerBackend()
+    if name == "tape" or (name == "auto" and device is None and (tensors or not torch.cuda.is_available())):
+        return TapeBackend()
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CaptureError("backend='cuda' needs a CUDA device; use 'tape' or 'auto' on a CPU")
+    if name == "auto" and device is None:
+        raise CaptureError("no tensor argument to tell the device by: pass backend='cuda' or backend='tape'")
+    if name in ("cuda", "auto"):
+        return CudaBackend(device or torch.device("cuda"))
+    raise ValueError(f"backend={name!r}: expected 'auto', 'cuda', 'tape' or 'eager'")
+
+
+def callable_name(target: Any) -> str:
+    return getattr(target, "__name__", None) or type(target).__name__
+
+
+def refuse_nesting(name: str) -> None:
+    """A graph cannot hold another graph's replay."""
+    if torch._C._len_torch_dispatch_stack() and any(
+        isinstance(mode, (Journal, Recorder, Sentry)) for mode in _get_current_dispatch_mode_stack()
+    ):
+        raise CaptureError(
+            f"graph {name!r} is used inside another capture: switch it off there, `with pool.disabled(): capture(...)`"
+        )
+
+
+def journaled(journal: Journal, backend: Backend) -> Any:
+    """A tape's recording runs for real and must be undone; a CUDA capture runs nothing."""
+    return journal.run() if backend.name == "tape" else nullcontext()
+
+
+def _refuse_differentiable(
+    tensors: Iterable[Tensor], names: Iterable[str], kind: type[GraphError] = CaptureError
+) -> None:
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise kind(
+                f"argument {name} requires grad, but a captured function passes none through: detach it, or use "
+                "make_graphed_callables"
+            )

@@ -1,0 +1,322 @@
+"""The journal: runs code for real and puts everything back.
+
+Warm-up (and a tape's recording) executes the user's function. The journal sees each operation by
+dispatch, saves a storage before its first write, and on rollback restores values, gradients, RNG and
+modes. What kernels launched outside PyTorch's dispatcher write, it cannot see.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollgraph.graph.errors import CaptureError, here
+
+# Operations that write arguments their schema does not mark as written: argument positions.
+_UNMARKED_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
+_UNINITIALISED = ("aten::empty", "aten::new_empty")  # prefixes: the first write is the initial value
+
+
+class Census:
+    """Every leaf, module and optimizer alive in the process, found without knowing the function.
+
+    A function reaches its model through closures, globals or attributes; the garbage collector is the
+    one place that knows them all.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        leaves: dict[int, Tensor] = {}
+        self.modules: list[torch.nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        for thing in gc.get_objects():
+            kind = type(thing)  # never isinstance: a lazy proxy's __class__ may run code
+            if issubclass(kind, Tensor):
+                if _is_trainable_leaf(thing):
+                    leaves[id(thing)] = thing
+            elif issubclass(kind, torch.nn.Module):
+                self.modules.append(thing)
+            elif issubclass(kind, torch.optim.Optimizer):
+                self.optimizers.append(thing)
+        for root in roots:  # reachable by name even if gc.freeze() hides them
+            if isinstance(root, torch.nn.Module):
+                known = set(map(id, self.modules))
+                self.modules += [m for m in root.modules() if id(m) not in known]
+        for module in self.modules:
+            for parameter in module.__dict__.get("_parameters", {}).values():
+                if parameter is not None and parameter.requires_grad:
+                    leaves[id(parameter)] = parameter
+        self.leaves = list(leaves.values())
+
+
+def _is_trainable_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:  # a view that autograd has given up on is nobody's parameter
+        return False
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The tensor's storage, or None where it has none of its own (sparse, meta, wrappers)."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors an operation writes in place."""
+    written: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        unmarked = _UNMARKED_WRITES.get(func._schema.name)
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        if marked or (unmarked is not None and index in unmarked):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += tensors_in(value)
+    return written
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class Journal(TorchDispatchMode):
+    """Saves what operations overwrite while it is entered; `rollback()` restores it."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled regions run compiled in warm-up, as they will in capture
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._saved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        # Storages the function made itself: weak, because most are intermediates.
+        self._fresh: dict[int, StorageWeakRef] = {}
+        self._made_here: dict[int, str] = {}  # created in the current run, with how
+        self._fresh_saved: dict[int, Tensor] = {}
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """One execution of the user's function."""
+        self._forget_dead()
+        self._made_here.clear()
+        with self:
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator) and id(value) not in self.generators:
+                self.generators[id(value)] = (value, value.get_state())
+        for tensor in written_arguments(func, args, kwargs):
+            self._save(tensor, func)
+        inputs = {s._cdata for t in tensors_in((args, kwargs)) if (s := storage_of(t)) is not None}
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            storage = storage_of(tensor)
+            if storage is not None and storage._cdata not in inputs and storage._cdata not in self._fresh:
+                self._fresh[storage._cdata] = StorageWeakRef(storage)
+                self._made_here[storage._cdata] = func._schema.name
+        return result
+
+    def _save(self, tensor: Tensor, func: Any) -> None:
+        storage = storage_of(tensor)
+        if storage is None or storage._cdata in self._saved:
+            return
+        key = storage._cdata
+        if key not in self._fresh:
+            self._saved[key] = (storage, _bytes_of(storage).clone())
+        elif key in self._fresh_saved:
+            return
+        elif key not in self._made_here:
+            raise CaptureError(
+                f"{func} at {here()} updates state that an earlier call created: its value before the first call is "
+                "not known. Create the state before capturing, or run the function once"
+            )
+        elif self._made_here[key].startswith(_UNINITIALISED):
+            self._made_here[key] = "initialised"
+        else:
+            self._fresh_saved[key] = _bytes_of(storage).clone()
+
+    def _forget_dead(self) -> None:
+        for key in [key for key, ref in self._fresh.items() if ref.expired()]:
+            del self._fresh[key]
+            self._fresh_saved.pop(key, None)
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Treat state that the function created as if it had always been there, at its initial value."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is None or self._fresh.pop(storage._cdata, None) is None:
+                continue
+            initial = self._fresh_saved.pop(storage._cdata, None)
+            if initial is not None:
+                _bytes_of(storage).copy_(initial)
+
+    def wrote(self, tensor: Tensor) -> bool:
+        storage = storage_of(tensor)
+        return storage is not None and (storage._cdata in self._saved or storage._cdata in self._fresh_saved)
+
+    def rollback(self) -> None:
+        """Restore every saved storage to its bytes, in place."""
+        self._forget_dead()
+        with torch.no_grad():
+            for storage, saved in self._saved.values():
+                if storage.nbytes() == saved.numel():
+                    _bytes_of(storage).copy_(saved)
+            for key, saved in self._fresh_saved.items():
+                storage = torch.UntypedStorage._new_with_weak_ptr(key)
+                if storage is not None:
+                    _bytes_of(storage).copy_(saved)
+        for generator, state in self.generators.values():
+            generator.set_state(state)
+
+
+class RngState:
+    """All random streams of the process: PyTorch's per device, Python's and NumPy's."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.default_generator.get_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._python = random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+    def restore(self) -> None:
+        torch.default_generator.set_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class Transaction:
+    """A capture attempt: whatever happens inside, the process is afterwards as it was before.
+
+    Gradients may be rebound inside (`leaf.grad = ...`); each leaf gets back the gradient it had.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self.journal = Journal()
+        self._roots = roots
+
+    def __enter__(self) -> Transaction:
+        self._rng = RngState()
+        self._gc = gc.isenabled()
+        self._grad_mode = torch.is_grad_enabled()
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self.census = Census(*self._roots)
+        self.entry_gradients = [(leaf, leaf.grad) for leaf in self.census.leaves]
+        self._states = [(o, {p: set(s) for p, s in o.state.items()}) for o in self.census.optimizers]
+        torch.set_autocast_cache_enabled(False)  # a cached cast would freeze the weights of another moment
+        torch.clear_autocast_cache()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(self._autocast_cache)
+        torch.set_grad_enabled(self._grad_mode)
+        try:
+            self.journal.rollback()
+            self.restore_gradients()
+            if error is not None:
+                self._drop_new_optimizer_state()
+        finally:
+            self._rng.restore()
+            (gc.enable if self._gc else gc.disable)()
+
+    def restore_gradients(self) -> None:
+        for leaf, gradient in self.entry_gradients:
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+
+    def changed_gradients(self) -> list[Tensor]:
+        """Leaves whose gradient the function bound anew or wrote."""
+        return [
+            leaf
+            for leaf, gradient in self.entry_gradients
+            if leaf.grad is not gradient or (gradient is not None and self.journal.wrote(gradient))
+        ]
+
+    def create_optimizer_state(self) -> None:
+        """Give optimizers that the function steps for the first time their state, at its initial value.
+
+        An optimizer creates its state inside its first step. A graph holds a later step, so that state must
+        exist before it is recorded. A step on zero gradients creates it; the journal undoes the step.
+        """
+        for optimizer, known in self._states:
+            created = [p for p, state in optimizer.state.items() if set(state) - known.get(p, set())]
+            if created:
+                self._drop_new_optimizer_state(optimizer)
+                self._step_on_zeros(optimizer, created)
+                self.journal.adopt(tensors_in([optimizer.state[p] for p in created]))
+
+    def _step_on_zeros(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+        name, groups = type(optimizer).__name__, optimizer.param_groups
+        gradients = [(p, p.grad) for group in groups for p in group["params"]]
+        decays = [(group, group["weight_decay"]) for group in groups if "weight_decay" in group]
+        if any(group.get("dampening") for group in groups):
+            raise CaptureError(f"the first step of {name} with dampening differs from all others: run it first")
+        try:
+            for group, _ in decays:
+                group["weight_decay"] = 0
+            for parameter, _ in gradients:
+                parameter.grad = None
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            with self.journal.run():
+                optimizer.step()
+        except TypeError as error:  # a step that needs a closure
+            raise CaptureError(f"{name} creates state in its first step: run one step before capturing") from error
+        finally:
+            for group, decay in decays:
+                group["weight_decay"] = decay
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def _drop_new_optimizer_state(self, only: torch.optim.Optimizer | None = None) -> None:
+        for optimizer, known in self._states:
+            if only is not None and optimizer is not only:
+                continue
+            for parameter in list(optimizer.state):
+                if parameter not in known:
+                    del optimizer.state[parameter]
+                else:
+                    for key in set(optimizer.state[parameter]) - known[parameter]:
+                        del optimizer.state[parameter][key]
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """No collection inside: a destructor that frees CUDA memory would break a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

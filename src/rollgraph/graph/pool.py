@@ -1,0 +1,190 @@
+"""The pool: owns graph memory and knows every graph in it.
+
+Graphs of one arena share memory: what one frees, a later capture reuses. A graph that ran its
+forward and waits for its backward is an open interval. While it is open, exactly the graphs captured
+between its forward and its backward may replay: only their captures saw its memory as taken. The
+rule depends on the order of captures alone, so a laptop and a GPU refuse the same programs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from rollgraph.graph.errors import CaptureError, MemoryInUse
+from rollgraph.graph.report import GraphRecord, Report
+
+PoolHandle = tuple[int, int]  # what torch.cuda.graph_pool_handle() returns
+_FOREVER = sys.maxsize
+
+
+class Graph(Protocol):
+    """What a pool knows of a captured thing."""
+
+    record: GraphRecord
+    enabled: bool
+    target: Any  # the module or function it was captured from
+    static_bytes: int  # owned outside of the arena's segments
+
+    def reset(self) -> None: ...
+
+
+class Interval:
+    """A forward that waits for its backward; closed by it, or when nobody can call it any more."""
+
+    __slots__ = ("_arena", "is_open", "key")
+
+    def __init__(self, arena: Arena, key: int) -> None:
+        self._arena = arena
+        self.key = key
+        self.is_open = True
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._arena._close(self.key)
+
+    __del__ = close
+
+
+class Arena:
+    """Memory shared by the captures made in it, with their order and their open intervals."""
+
+    def __init__(self, handle: PoolHandle | None = None) -> None:
+        self.handle = handle
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.scratch: dict[Any, torch.Tensor] = {}  # live only inside one backward, so shared by all
+        self._captures = 0
+        self._opened = 0
+        self._open: dict[int, tuple[str, int, int]] = {}  # key -> graph, forward, backward
+        self._low, self._high = -1, _FOREVER  # captures strictly between may replay
+
+    def cuda_handle(self) -> PoolHandle:
+        if self.handle is None:
+            self.handle = torch.cuda.graph_pool_handle()
+        return self.handle
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """One capture stream for each device: blocks are reused only within a stream."""
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        return self.streams[device]
+
+    def next_capture(self) -> int:
+        """The place of a new recording in the order of captures."""
+        self._captures += 1
+        return self._captures
+
+    def admit(self, capture: int, graph: str) -> None:
+        """Refuse a replay that would overwrite what an open interval still needs."""
+        if self._low < capture < self._high:
+            return
+        waiting = next(name for name, low, high in self._open.values() if not low < capture < high)
+        if waiting == graph:
+            raise MemoryInUse(
+                f"graph {graph!r} was called again before the backward of its last call: a second forward would "
+                "overwrite its activations. Run the backward first, or capture a schedule with `order`"
+            )
+        raise MemoryInUse(
+            f"graph {graph!r} shares memory with {waiting!r}, which waits for its backward. Run that backward first, "
+            "replay in capture order, or capture the two in different pools"
+        )
+
+    def open(self, graph: str, forward: int, backward: int) -> Interval:
+        self._opened += 1
+        self._open[self._opened] = (graph, forward, backward)
+        self._low, self._high = max(self._low, forward), min(self._high, backward)
+        return Interval(self, self._opened)
+
+    def _close(self, key: int) -> None:
+        self._open.pop(key, None)
+        self._low = max((low for _, low, _ in self._open.values()), default=-1)
+        self._high = min((high for _, _, high in self._open.values()), default=_FOREVER)
+
+    def open_intervals(self) -> list[str]:
+        return [name for name, _, _ in self._open.values()]
+
+
+class GraphPool:
+    """Owns the graphs captured in it and their memory; one for each worker.
+
+    `handle` is a raw pool of `torch.cuda.graph_pool_handle()`, to share memory with other captures.
+    """
+
+    def __init__(self, handle: PoolHandle | None = None) -> None:
+        self.arena = Arena(handle)
+        self.graphs: list[Graph] = []
+        self._names: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, pool: GraphPool | PoolHandle | None) -> GraphPool:
+        if isinstance(pool, GraphPool):
+            return pool
+        if pool is None or (isinstance(pool, tuple) and len(pool) == 2):
+            return cls(pool)
+        raise CaptureError(f"pool={pool!r}: expected a GraphPool, a torch.cuda.graph_pool_handle() or None")
+
+    def unique_name(self, name: str) -> str:
+        """`name`, or `name#2`, `name#3`, ... where graphs of that name are already here."""
+        self._names[name] = count = self._names.get(name, 0) + 1
+        return name if count == 1 else f"{name}#{count}"
+
+    def add(self, graph: Graph) -> None:
+        self.graphs.append(graph)
+
+    # -- on and off ------------------------------------------------------------------------------
+
+    def disable(self, model: torch.nn.Module | None = None) -> None:
+        """Run the original code instead of every graph (of `model`), counted, until enabled again."""
+        for graph in self._of(model):
+            graph.enabled = False
+
+    def enable(self, model: torch.nn.Module | None = None) -> None:
+        for graph in self._of(model):
+            graph.enabled = True
+
+    @contextmanager
+    def disabled(self, model: torch.nn.Module | None = None) -> Iterator[None]:
+        """Graphs off inside; afterwards each is as it was found, whatever left the tree meanwhile."""
+        found = [(graph, graph.enabled) for graph in self._of(model)]
+        try:
+            self.disable(model)
+            yield
+        finally:
+            for graph, enabled in found:
+                graph.enabled = enabled
+
+    def _of(self, model: torch.nn.Module | None) -> Sequence[Graph]:
+        if model is None:
+            return list(self.graphs)
+        members = set(model.modules())
+        return [g for g in self.graphs if isinstance(g.target, torch.nn.Module) and g.target in members]
+
+    # -- end of life and report ------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Give back every graph and put every original callable back in place."""
+        for graph in list(self.graphs):
+            graph.reset()
+        self.graphs.clear()
+
+    def report(self) -> Report:
+        records = tuple(graph.record for graph in self.graphs)
+        return Report(records, self.memory_bytes())
+
+    def memory_bytes(self) -> int:
+        """Reserved by the pool on the GPU, plus what its graphs own outside of it."""
+        outside = sum(graph.static_bytes for graph in self.graphs)
+        return outside + sum(size for _, size in pool_segments(self.arena))
+
+
+def pool_segments(arena: Arena) -> list[tuple[int, int]]:
+    """(address, bytes) of each segment that CUDA reserved for the arena."""
+    if arena.handle is None or not arena.streams:
+        return []
+    segments = torch.cuda.memory_snapshot()
+    return [(s["address"], s["total_size"]) for s in segments if tuple(s["segment_pool_id"]) == arena.handle]

@@ -1,0 +1,383 @@
+"""A segment: one callable as a forward graph and a backward graph behind one autograd node.
+
+Owns that boundary: what is recorded, which gradients leave it and in whose memory, and the order in
+which the passes of several segments are recorded. Knows nothing of modules standing in for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
+from rollgraph.graph.binding import Binding, module_slots
+from rollgraph.graph.capture import OutputTree, journaled
+from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
+from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
+from rollgraph.graph.journal import Transaction
+from rollgraph.graph.pool import Arena, Interval
+from rollgraph.graph.report import GraphRecord
+from rollgraph.graph.schedule import Schedule
+from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
+
+WarmupHook = Callable[[Any], None]
+
+
+@dataclass
+class CallableSpec:
+    """What is to be graphed, and how."""
+
+    target: Any  # the module or function
+    backend: Backend
+    record: GraphRecord
+    hooks: GraphHooks
+    allow_unused: bool = False
+    grad_buffers: Mapping[Tensor, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.module = self.target if isinstance(self.target, nn.Module) else None
+        self.original: Callable[..., Any] = self.target.forward if self.module is not None else self.target
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+
+class Segment:
+    """One callable for one surface: its forward and backward recordings and what lies between them."""
+
+    def __init__(self, spec: CallableSpec, surface: Surface, statics: StaticTensors, arena: Arena) -> None:
+        self.spec = spec
+        self.surface = surface
+        self.statics = statics
+        self.arena = arena
+        self.forward: Recording = EagerRecording(self._run_forward)
+        self.backward: Recording | None = None
+        self.outputs: OutputTree | None = None
+        self.parameters: list[Tensor] = []  # leaves that get a gradient, besides the inputs
+        self.passed: tuple[Tensor, ...] = ()  # those that autograd must see
+        self.binding = Binding((), ())
+        self.forward_number = self.backward_number = 0
+        self._inputs: Sequence[Tensor] = ()
+        self._results: list[Tensor] = []  # outputs with their autograd graph, until the backward is recorded
+        self._trains = False
+        self._output_specs: list[TensorSpec] = []
+        self._opaque_outputs: list[int] = []
+        self._unused: list[int] = []
+        self.raw_output: Any = None
+        self._differentiable = [t.requires_grad for t in surface.tensors]
+        self._marks: dict[Any, Any] = {}
+
+    # -- the Python that is recorded -------------------------------------------------------------
+
+    def _run_forward(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        if not self.spec.backend.records:  # eager: cut from the caller's autograd, as a graph is
+            inputs = [t.detach().requires_grad_(d) for t, d in zip(inputs, self._differentiable, strict=True)]
+        self._inputs = inputs
+        args, kwargs = self.surface.arguments(inputs)
+        with torch.set_grad_enabled(self.surface.modes[0]):
+            output = self.spec.original(*args, **kwargs)
+        self.outputs = OutputTree(output, self.spec.name)
+        self._results = self.outputs.tensors
+        self._opaque_outputs = [i for i, result in enumerate(self._results) if not result.requires_grad]
+        self._output_specs = [TensorSpec.of(result) for result in self._results]
+        self.raw_output = output
+        return [result.detach() for result in self._results]
+
+    def _run_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        inputs = [t for t, d in zip(self._inputs, self._differentiable, strict=True) if d]
+        targets = [*inputs, *self.parameters]
+        results = [result for result in self._results if result.requires_grad]
+        found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
+        buffers = self.spec.grad_buffers
+        kept: list[Tensor | None] = list(found[: len(inputs)])
+        for parameter, gradient in zip(self.parameters, found[len(inputs) :], strict=True):
+            buffer = buffers.get(parameter)
+            if buffer is None:
+                kept.append(gradient)
+            elif gradient is not None:
+                buffer.add_(gradient)
+        self._unused = [i for i, gradient in enumerate(found) if gradient is None]
+        return kept
+
+    def _find_parameters(self) -> None:
+        """The module's trainable parameters, and every other leaf its output depends on."""
+        module, given = self.spec.module, {id(t) for t in self._inputs}
+        found: dict[int, Tensor] = {
+            id(p): p for p in (module.parameters() if module is not None else ()) if p.requires_grad
+        }
+        for leaf in _leaves_behind(self._results):
+            found.setdefault(id(leaf), leaf)
+        self.parameters = [leaf for key, leaf in found.items() if key not in given]
+        buffered = [p for p in self.parameters if p in self.spec.grad_buffers]
+        self.passed = tuple(p for p in self.parameters if p not in self.spec.grad_buffers)
+        if buffered:  # one of them keeps the node in the autograd graph; its gradient goes to its buffer
+            self.passed += (buffered[0],)
+        trainable = any(self._differentiable) or bool(self.parameters)
+        self._trains = trainable and any(result.requires_grad for result in self._results)
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def warm_up(self, transaction: Transaction, iterations: int) -> None:
+        spec, hooks = self.spec, self.spec.hooks
+        args, kwargs = self.surface.arguments(self.statics.tensors)
+        for _ in range(iterations):
+            hooks.run("pre_forward", "warmup", spec.target, args, kwargs)
+            with transaction.journal.run():
+                self._run_forward(self.statics.tensors)
+            hooks.run("post_forward", "warmup", spec.target, args, kwargs, self.raw_output)
+            self._find_parameters()
+            if self._trains:
+                hooks.run("pre_backward", "warmup", spec.target)
+                gradients = [torch.zeros_like(r) for r in self._results if r.requires_grad]
+                with transaction.journal.run(), torch._C._DisableAutocast():
+                    self._run_backward(gradients)
+                hooks.run("post_backward", "warmup", spec.target)
+            self._forget_results()
+
+    def record_forward(self, transaction: Transaction) -> None:
+        spec = self.spec
+        args, kwargs = self.surface.arguments(self.statics.tensors)
+        spec.hooks.run("pre_forward", "capture", spec.target, args, kwargs)
+        self.forward_number = self.arena.next_capture()
+        self.forward = self._record(transaction, self._run_forward, self.statics, "forward")
+        if spec.backend.records:
+            self._find_parameters()
+        spec.hooks.run("post_forward", "capture", spec.target, args, kwargs, self.raw_output)
+        self._bind()
+
+    def record_backward(self, transaction: Transaction) -> None:
+        if not self._trains:
+            self._forget_results()
+            return
+        spec = self.spec
+        spec.hooks.run("pre_backward", "capture", spec.target)
+        self.backward_number = self.arena.next_capture()
+        incoming = StaticTensors(self._scratch())
+        with torch._C._DisableAutocast():
+            self.backward = self._record(transaction, self._run_backward, incoming, "backward")
+        self._check_unused()
+        spec.hooks.run("post_backward", "capture", spec.target)
+        self._forget_results()
+
+    def _record(self, transaction: Transaction, thunk: Any, statics: StaticTensors, which: str) -> Recording:
+        backend, journal = self.spec.backend, transaction.journal
+        generators = [generator for generator, _ in journal.generators.values()]
+        with capture_errors(f"capture of {self.spec.name!r} ({which})"), journaled(journal, backend):
+            return backend.record(thunk, statics, self.arena, generators, self._marks)
+
+    def _scratch(self) -> list[Tensor]:
+        """Buffers for incoming gradients. Full only during a backward, so all segments share them."""
+        buffers: list[Tensor] = []
+        for place, result in enumerate(r for r in self._results if r.requires_grad):
+            key = (place, TensorSpec.of(result), result.stride())
+            if key not in self.arena.scratch:
+                self.arena.scratch[key] = torch.empty_like(result, requires_grad=False)
+            buffers.append(self.arena.scratch[key])
+        return buffers
+
+    def _check_unused(self) -> None:
+        if not self._unused or self.spec.allow_unused:
+            return
+        names = [f"input {n}" for n, d in zip(self.surface.names, self._differentiable, strict=True) if d]
+        module = self.spec.module
+        known = {id(p): n for n, p in module.named_parameters()} if module is not None else {}
+        names += [f"parameter {known.get(id(p), tuple(p.shape))}" for p in self.parameters]
+        raise CaptureError(
+            f"{', '.join(names[i] for i in self._unused)} of {self.spec.name!r} did not take part in the output: pass "
+            "allow_unused_input=True if that is meant"
+        )
+
+    def _bind(self) -> None:
+        module = self.spec.module
+        given = {id(t) for t in self.statics.tensors}
+        tensors = [t for t in (*self.forward.external, *self.parameters) if id(t) not in given and t.is_leaf]
+        modules = list(module.modules()) if module is not None else []
+        if module is not None:
+            tensors += [*module.parameters(), *module.buffers()]
+        slots = module_slots(modules, lambda _: True)
+        self.binding = Binding([*tensors, *self.spec.grad_buffers.values()], slots, modules)
+
+    def _forget_results(self) -> None:
+        """Drop the autograd graph: on CUDA its activations become free for the captures that follow."""
+        self._results, self.raw_output = [], None
+        if self.outputs is not None:
+            self.outputs.without_tensors()
+
+    def nbytes(self) -> int:
+        return self.forward.nbytes + (self.backward.nbytes if self.backward is not None else 0)
+
+    def operations(self) -> int:
+        return self.forward.operations + (self.backward.operations if self.backward is not None else 0)
+
+    def release(self) -> None:
+        self.forward.release()
+        if self.backward is not None:
+            self.backward.release()
+        self._forget_results()
+        self.forward_number = -1
+
+    # -- replay ----------------------------------------------------------------------------------
+
+    def replay(self, inputs: Sequence[Tensor]) -> Any:
+        if self.backward is None:
+            self.arena.admit(self.forward_number, self.spec.name)
+            with torch.no_grad():
+                tensors: Sequence[Tensor] = [t.detach() for t in self.forward.replay(inputs) if t is not None]
+        else:
+            tensors = _boundary(self, *inputs, *self.passed)
+        assert self.outputs is not None
+        return self.outputs.build(tensors)
+
+    def replay_forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.arena.admit(self.forward_number, self.spec.name)
+        outputs = self.forward.replay(tensors[: len(self._differentiable)])
+        ctx.segment = self
+        ctx.interval = self.arena.open(self.spec.name, self.forward_number, self.backward_number)
+        ctx.set_materialize_grads(False)
+        results = tuple([output.detach() for output in outputs if output is not None])
+        if self._opaque_outputs:
+            ctx.mark_non_differentiable(*(results[i] for i in self._opaque_outputs))
+        return results
+
+    def replay_backward(
+        self, needs: tuple[bool, ...], interval: Interval, gradients: tuple[Tensor | None, ...]
+    ) -> list[Tensor | None]:
+        """Gradients for `(inputs, passed)`, each in memory of its own."""
+        spec = self.spec
+        self._check_backward(needs, interval)
+        spec.hooks.run("pre_backward", "replay", spec.target)
+        interval.close()
+        self.arena.admit(self.backward_number, spec.name)
+        assert self.backward is not None
+        incoming = [self._incoming(i, g) for i, g in enumerate(gradients) if i not in self._opaque_outputs]
+        made = iter(self.backward.replay(incoming))
+        if spec.backend.records:
+            spec.record.backward_replays += 1
+        found = [next(made) if d else None for d in self._differentiable]
+        of_parameters = list(made)
+        spec.hooks.run("post_backward", "replay", spec.target)
+        if spec.backend.records:
+            found, of_parameters = self._own_memory(found, of_parameters)
+        return [*found, *of_parameters, *([None] * (len(self.passed) - len(of_parameters)))]
+
+    def _check_backward(self, needs: tuple[bool, ...], interval: Interval) -> None:
+        if torch.is_grad_enabled():
+            raise GraphError(f"graph {self.spec.name!r} has no double backward: create_graph=True cannot pass it")
+        if self.forward_number < 0:
+            raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
+        if not interval.is_open:
+            raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
+        for needed, differentiable, name in zip(needs, self._differentiable, self.surface.names, strict=False):
+            if needed and not differentiable:
+                raise ReplayMismatch(
+                    f"input {name} of graph {self.spec.name!r} requires grad, but did not at capture: its gradient was "
+                    "not recorded. Give a sample that requires grad"
+                )
+
+    def _incoming(self, index: int, gradient: Tensor | None) -> Tensor:
+        if gradient is not None:
+            return gradient
+        shape = self._output_specs[index]
+        return torch.zeros(shape.shape, dtype=shape.dtype, device=shape.device)
+
+    def _own_memory(
+        self, inputs: list[Tensor | None], parameters: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients the user may keep. The static ones may be passed on only to an accumulation.
+
+        AccumulateGrad adds in place to a gradient that exists, and copies a tensor that others hold. Handing it a
+        detached static tensor instead would let it steal the memory that the next replay overwrites.
+        """
+        first = self.passed[0] if self.passed else None
+        if first is not None and first.grad is not None and not any(p._backward_hooks for p in self.passed):
+            try:
+                accumulates = torch._C._will_engine_execute_node(get_gradient_edge(first).node)
+            except RuntimeError:  # torch.autograd.grad() asked for it
+                accumulates = False
+            if accumulates:
+                return _clones(inputs), parameters
+        clones = _clones([*inputs, *parameters])
+        return clones[: len(inputs)], clones[len(inputs) :]
+
+
+class _Boundary(torch.autograd.Function):
+    """The one autograd node of a segment."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: Segment, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return segment.replay_forward(ctx, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = ctx.segment.replay_backward(ctx.needs_input_grad[1:], ctx.interval, gradients)
+        return (None, *found)
+
+
+# Function.apply without its scan of all arguments for functorch wrappers, which a graph cannot take anyway.
+_boundary: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Boundary).apply
+
+
+def capture_segments(
+    segments: Sequence[Segment],
+    schedule: Schedule,
+    warmup: int,
+    pre_warmup_hook: WarmupHook | None = None,
+    post_warmup_hook: WarmupHook | None = None,
+) -> None:
+    """Warm up each callable, then record every pass in the order in which it will be replayed."""
+    backend = segments[0].spec.backend
+    targets = [segment.spec.target for segment in segments]
+    try:
+        with Transaction(*targets) as transaction:
+            warmed: set[int] = set()
+            for step in schedule.steps:
+                segment = segments[schedule.entry(step)]
+                index = schedule.callable_index(step.chunk, step.layer)
+                if index in warmed:
+                    continue
+                warmed.add(index)
+                run_warmup_hook(pre_warmup_hook, "pre_warmup_hook", segment.spec.target)
+                with backend.stage(segment.arena), capture_errors(f"warm-up of {segment.spec.name!r}"):
+                    segment.warm_up(transaction, warmup if backend.records else 1)
+                run_warmup_hook(post_warmup_hook, "post_warmup_hook", segment.spec.target)
+            for step in schedule.steps:
+                segment = segments[schedule.entry(step)]
+                if step.kind == "forward":
+                    segment.record_forward(transaction)
+                else:
+                    segment.record_backward(transaction)
+    except BaseException:
+        for segment in segments:
+            segment.release()
+        raise
+
+
+def _leaves_behind(outputs: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Every leaf that the outputs depend on, read off the autograd graph."""
+    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        pending += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def _clones(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    """Copies, in one launch on a GPU."""
+    present = [t for t in tensors if t is not None]
+    if len(present) > 1 and present[0].is_cuda and not any(t.is_complex() for t in present):
+        copies = iter(torch._foreach_mul(present, 1))
+    else:
+        copies = iter([t.clone() for t in present])
+    return [None if t is None else next(copies) for t in tensors]

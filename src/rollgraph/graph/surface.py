@@ -1,0 +1,192 @@
+"""The surface of a graph: what a call must look like for a replay to mean the same as the capture.
+
+Owns the comparison of a call with the captured one and the value-exact copy into static tensors.
+It never broadcasts, casts, or ignores an argument.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from rollgraph.graph.errors import CaptureError, ReplayMismatch
+
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, torch.dtype, torch.device,
+    torch.Size, torch.layout, torch.memory_format, torch.Generator, torch.nn.Module, type,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is fixed about a tensor: everything but its values, strides and requires_grad."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tensor.shape, tensor.dtype, tensor.device)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}[{', '.join(map(str, self.shape))}]@{self.device}"
+
+
+Modes = tuple[bool, bool, torch.dtype | None, torch.dtype | None]
+
+
+def current_modes() -> Modes:
+    """Grad mode, inference mode, and the autocast dtypes of the GPU and the CPU (None when off)."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+    )
+
+
+class Surface:
+    """Structure, shapes, dtypes, devices, constants and modes of one captured call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._tree = pytree.tree_flatten((args, _sorted(kwargs)))
+        paths, _ = pytree.tree_flatten_with_path((args, _sorted(kwargs)))
+        self._names = [_argument_name(path) for path, _ in paths]
+        self._expected = [self._expectation(leaf, name) for leaf, name in zip(leaves, self._names, strict=True)]
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        self._plain = not kwargs and len(args) == len(leaves)  # no containers: a call needs no flattening
+        self._all_tensors = all(self._is_tensor)
+        self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.names = [n for n, is_tensor in zip(self._names, self._is_tensor, strict=True) if is_tensor]
+        self.modes = current_modes()
+
+    @staticmethod
+    def _expectation(leaf: Any, name: str) -> Any:
+        if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided:
+                raise CaptureError(f"argument {name} has layout {leaf.layout}; a graph takes strided tensors")
+            return TensorSpec.of(leaf)
+        if isinstance(leaf, _CONSTANTS) or inspect.isroutine(leaf):
+            return leaf
+        raise CaptureError(
+            f"argument {name} is a {type(leaf).__name__}, which a graph would freeze unseen: pass tensors, numbers "
+            "or containers of them, or register the type with torch.utils._pytree.register_pytree_node"
+        )
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The captured call's arguments with `tensors` in the places of its own."""
+        supply = iter(tensors)
+        leaves = [
+            next(supply) if is_tensor else constant
+            for is_tensor, constant in zip(self._is_tensor, self._expected, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self._tree)
+        return args, kwargs
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+        """The tensors of a call, in order; ReplayMismatch with the difference if it does not fit."""
+        modes = current_modes()
+        if modes != self.modes:
+            raise ReplayMismatch(f"captured with {_describe_modes(self.modes)}, called with {_describe_modes(modes)}")
+        leaves: Sequence[Any] = args
+        if not self._plain or kwargs or len(args) != len(self._expected):
+            leaves, tree = pytree.tree_flatten((args, _sorted(kwargs)))
+            if tree != self._tree:
+                raise ReplayMismatch(self._structure_difference(args, kwargs))
+        for index, expected in enumerate(self._expected):
+            leaf = leaves[index]
+            if expected.__class__ is TensorSpec:
+                if (
+                    not isinstance(leaf, Tensor)
+                    or leaf.shape != expected.shape
+                    or leaf.dtype is not expected.dtype
+                    or leaf.device != expected.device
+                    or leaf.layout is not torch.strided
+                ):
+                    found = TensorSpec.of(leaf) if isinstance(leaf, Tensor) else f"{type(leaf).__name__} {leaf!r}"
+                    raise ReplayMismatch(f"argument {self._names[index]}: captured as {expected}, called with {found}")
+            elif leaf is not expected and not _same_constant(leaf, expected):
+                raise ReplayMismatch(
+                    f"argument {self._names[index]} was frozen as {expected!r} at capture and is {leaf!r} now; "
+                    "pass what varies as a tensor"
+                )
+        if self._all_tensors:
+            return leaves
+        return [leaf for leaf, is_tensor in zip(leaves, self._is_tensor, strict=True) if is_tensor]
+
+    def _structure_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        paths, _ = pytree.tree_flatten_with_path((args, _sorted(kwargs)))
+        names = [_argument_name(path) for path, _ in paths]
+        missing = [name for name in self._names if name not in names]
+        extra = [name for name in names if name not in self._names]
+        parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unexpected {', '.join(extra)}"] * bool(extra)
+        return "arguments differ from the captured call: " + ("; ".join(parts) or "other containers")
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name}: {expected}" if isinstance(expected, TensorSpec) else f"{name}={expected!r}"
+            for name, expected in zip(self._names, self._expected, strict=True)
+        ]
+        return f"({', '.join(parts)})"
+
+
+class StaticTensors:
+    """The tensors a graph reads its inputs from: owned by it, at addresses that never change."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._places = [
+            (t, t.data_ptr(), t.data_ptr() + max(1, t.untyped_storage().nbytes()), t.stride()) for t in tensors
+        ]
+
+    def fill(self, sources: Sequence[Tensor]) -> None:
+        """Copy value-exactly; skip only what already is at the same address with the same strides."""
+        for source, (static, start, end, strides) in zip(sources, self._places, strict=True):
+            address = source.data_ptr()
+            if start <= address < end:  # a view of the static tensor itself
+                if address == start and source.stride() == strides:
+                    continue
+                source = source.clone()
+            static.copy_(source)
+
+    def nbytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.tensors)
+
+
+def own_copy(sample: Tensor) -> Tensor:
+    """A static tensor for a sample: a copy, so that replays never write into the user's own tensor."""
+    return sample.detach().clone().requires_grad_(sample.requires_grad)
+
+
+def _sorted(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(sorted(kwargs.items())) if len(kwargs) > 1 else kwargs
+
+
+def _same_constant(found: Any, expected: Any) -> bool:
+    if type(found) is not type(expected):
+        return False
+    if isinstance(expected, (torch.nn.Module, torch.Generator, type)) or inspect.isfunction(expected):
+        return False  # compared by identity, and they were not identical
+    return bool(found == expected) or (found != found and expected != expected)  # NaN equals NaN here
+
+
+def _argument_name(path: tuple[Any, ...]) -> str:
+    """`0`, `0['mask']` or `scale=`: the position or keyword, then the place inside it."""
+    top, rest = path[1], pytree.keystr(path[2:])
+    return f"{top.idx}{rest}" if isinstance(top, pytree.SequenceKey) else f"{top.key}{rest}"
+
+
+def _describe_modes(modes: Modes) -> str:
+    grad, inference, cuda, cpu = modes
+    parts = ["inference mode" if inference else "grad on" if grad else "grad off"]
+    parts += [f"autocast({device}, {dtype})" for device, dtype in (("cuda", cuda), ("cpu", cpu)) if dtype]
+    return ", ".join(parts)

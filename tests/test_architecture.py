@@ -1,0 +1,335 @@
+"""Who may import whom, checked on the source without importing it.
+
+The table below is the architecture. A file imports from the layers before its own and, in its own layer,
+from the entries before it; in a layer of `independent` parts, only from its own part. An `__init__.py`
+comes after all files of its package. An import in a function or under TYPE_CHECKING counts like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "rollgraph"
+SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
+BASE = frozenset({"torch", "numpy", "safetensors", "tokenizers"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Files in import order; an entry ending in `/` is a folder whose files may import one another."""
+
+    name: str
+    files: tuple[str, ...]
+    packages: frozenset[str] | None  # what it may import beside the standard library; None is anything
+    independent: bool = False  # its parts (a package, or a file that is in none) do not know each other
+    of_graph: frozenset[str] | None = None  # the only files of graph/ it may import; None is any
+
+
+# fmt: off
+LAYERS = (
+    Layer("values", (
+        "config.py", "types.py", "world.py", "metrics.py",
+    ), packages=frozenset()),
+    Layer("graph", (
+        "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/report.py", "graph/pool.py",
+        "graph/journal.py", "graph/binding.py", "graph/backend.py", "graph/tape.py", "graph/capture.py", "graph/schedule.py", "graph/segment.py",
+        "graph/callables.py", "graph/sanitizer.py",
+    ), packages=BASE),
+    Layer("parts", (
+        "sharding/flat_buffer.py", "sharding/hook_set.py", "sharding/overlap.py", "sharding/sharded_model.py",
+        "sharding/optimizer.py",
+        "model/attention.py", "model/decoder.py", "model/logprobs.py", "model/hf_weights.py",
+        "tokenizer.py",
+    ), packages=BASE, independent=True, of_graph=frozenset({"graph/errors.py", "graph/hooks.py"})),
+    Layer("uses", (
+        "inference/kv_cache.py", "inference/scheduler.py", "inference/sampler.py",
+        "inference/decode_graphs.py", "inference/engine.py",
+        "rl/data.py", "rl/rewards.py", "rl/environment.py", "rl/losses.py", "rl/algorithms/",
+    ), packages=BASE, independent=True),
+    Layer("policy", (
+        "policy/weights.py", "policy/phases.py", "policy/worker.py",
+        "checkpoint.py",
+    ), packages=None),
+    Layer("run", (
+        "train.py", "launch.py", "dashboard/", "compat/", "cli.py",
+    ), packages=None),
+)
+# fmt: on
+
+# Additions to a layer's `packages`, by part: kernels and chat templates.
+EXTRA = {part: frozenset({"triton", "jinja2"}) for part in ("model", "inference", "tokenizer.py")}
+# Additions by file that hold inside functions and under TYPE_CHECKING only: importing the file stays instant.
+LAZY = {file: frozenset({"torch"}) for file in ("world.py", "metrics.py")}
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a file stands in the table; files import from smaller places."""
+
+    layer: int
+    entry: int
+    closes: tuple[int, str] = (-1000, "")  # an __init__.py closes its package, after those inside it
+
+
+@dataclass(frozen=True)
+class Import:
+    line: int
+    module: str
+    name: str | None  # of `from module import name`
+    lazy: bool
+
+
+def find_violations(root: Path) -> list[str]:
+    """Every breach of the table in the package whose source is `root`, as `file:line: what is wrong`."""
+    files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    known = {*files, *(entry for layer in LAYERS for entry in layer.files)}
+    found = []
+    for file in files:
+        place = find_place(file)
+        if place is None:
+            found.append(f"{file}: is not in the table of layers")
+            continue
+        for item in read_imports((root / file).read_text(encoding="utf-8"), file):
+            if item.module.split(".")[0] == PACKAGE:
+                wrong = check_internal(file, place, item, known)
+            else:
+                wrong = check_external(file, place, item)
+            if wrong:
+                found.append(f"{file}:{item.line}: {wrong}")
+    return found
+
+
+def find_place(file: str) -> Place | None:
+    folder, _, name = file.rpartition("/")
+    inside = f"{folder}/" if folder else ""
+    place = None
+    for number, layer in enumerate(LAYERS):
+        for index, entry in enumerate(layer.files):
+            if name in ("__init__.py", "__main__.py") and entry.startswith(inside):
+                place = Place(number, index, (-len(inside.split("/")), name))  # the last such entry wins
+            elif file == entry or (entry.endswith("/") and file.startswith(entry)):
+                return Place(number, index)
+    return place
+
+
+def read_imports(source: str, file: str) -> Iterator[Import]:
+    package = [PACKAGE, *file.split("/")[:-1]]
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name, None, lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: max(0, len(package) - node.level + 1)] if node.level else []
+            outside = node.level and not base
+            module = "" if outside else ".".join([*base, *([node.module] if node.module else [])])
+            yield from (Import(node.lineno, module, alias.name, lazy) for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for statement in node.body:
+                yield from visit(statement, True)
+            for statement in node.orelse:
+                yield from visit(statement, lazy)
+        else:
+            lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            for child in ast.iter_child_nodes(node):
+                yield from visit(child, lazy)
+
+    yield from visit(ast.parse(source, file), False)
+
+
+def check_internal(file: str, place: Place, item: Import, known: set[str]) -> str | None:
+    target = find_file(item, known)
+    there = find_place(target) if target else None
+    if target is None or there is None:
+        return f"imports {spell(item)}, which is not in the table of layers"
+    layer, whole = LAYERS[place.layer], f"imports {target}"
+    if file == "__init__.py" and there.layer > 0 and not item.lazy:
+        return f"{whole}, and with it all that imports any part of {PACKAGE}"
+    if there.layer > place.layer:
+        return f"{whole} of the later layer {LAYERS[there.layer].name!r}"
+    if there.layer == place.layer:
+        if layer.independent and part_of(file) != part_of(target):
+            return f"{whole}, but {part_of(file)} and {part_of(target)} do not know each other"
+        shares_folder = there == place and layer.files[place.entry].endswith("/")
+        if there >= place and not shares_folder:
+            return f"{whole}, which does not come before it"
+    if layer.of_graph is not None and part_of(target) == "graph" and target not in layer.of_graph:
+        return f"{whole}; of graph/ it may import only {', '.join(sorted(layer.of_graph))}"
+    return None
+
+
+def check_external(file: str, place: Place, item: Import) -> str | None:
+    name = item.module.split(".")[0]
+    if not name:
+        return "imports from outside the package"
+    # The package's own __init__.py runs before any part of it is imported, so it is as light as the lightest.
+    allowed = LAYERS[0 if file == "__init__.py" and not item.lazy else place.layer].packages
+    if name in sys.stdlib_module_names or allowed is None:
+        return None
+    if name in allowed | EXTRA.get(part_of(file), frozenset()):
+        return None
+    if name in LAZY.get(file, frozenset()):
+        return None if item.lazy else f"imports {name} outside a function or TYPE_CHECKING"
+    return f"imports {name}, which layer {LAYERS[place.layer].name!r} may not"
+
+
+def find_file(item: Import, known: set[str]) -> str | None:
+    """The file an import is for; in `from package import name`, the name may be a module or not."""
+    modules = [item.module] if item.name is None else [f"{item.module}.{item.name}", item.module]
+    for module in modules:
+        path = "/".join(module.split(".")[1:])
+        if f"{path}.py" in known:
+            return f"{path}.py"
+        if any(file.startswith(f"{path}/" if path else "") for file in known):
+            return f"{path}/__init__.py".lstrip("/")
+    return None
+
+
+def part_of(file: str) -> str:
+    return file.split("/")[0]
+
+
+def spell(item: Import) -> str:
+    return item.module if item.name is None else f"{item.module}.{item.name}"
+
+
+def test_the_package_follows_the_table() -> None:
+    assert (SOURCE / "__init__.py").is_file()
+    assert find_violations(SOURCE) == []
+
+
+def test_the_table_names_each_file_once() -> None:
+    files = [file for layer in LAYERS for file in layer.files]
+    assert len(files) == len(set(files))
+    assert all(file.endswith((".py", "/")) for file in files)
+
+
+# The checker itself, on small trees.
+
+
+def check_tree(root: Path, sources: dict[str, str]) -> list[str]:
+    for file, source in sources.items():
+        path = root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    return find_violations(root)
+
+
+NEIGHBOURS = {"dashboard/page.py": "", "rl/algorithms/grpo.py": "", "graph/__init__.py": ""}
+
+ALLOWED = [
+    # earlier layers and files, however they are spelled
+    ("graph/pool.py", "from rollgraph.config import Config"),
+    ("graph/hooks.py", "from rollgraph.graph.errors import GraphError"),
+    ("graph/hooks.py", "from .errors import GraphError"),
+    ("graph/hooks.py", "from . import errors"),
+    ("graph/hooks.py", "from .. import config; from ..types import Batch"),
+    ("graph/hooks.py", "import rollgraph.graph.errors as e"),
+    ("world.py", "from rollgraph import config; from . import types"),
+    ("rl/algorithms/rloo.py", "from ..losses import clip; from ...types import T"),
+    # packages
+    ("inference/engine.py", "from rollgraph.graph import capture_it"),
+    ("graph/__init__.py", "from .sanitizer import check; from . import errors"),
+    ("rl/__init__.py", "from .algorithms import grpo, pick"),
+    ("rl/algorithms/rloo.py", "from rollgraph.rl.algorithms.grpo import advantages"),
+    ("__main__.py", "from rollgraph.cli import main"),
+    ("__init__.py", "def __getattr__(name):\n    import rollgraph.graph"),
+    # parts
+    ("sharding/overlap.py", "from rollgraph.graph import errors, hooks"),
+    ("model/decoder.py", "from rollgraph.graph.hooks import GraphHooks"),
+    ("checkpoint.py", "from rollgraph.policy.weights import Slots"),
+    ("cli.py", "from rollgraph import train; import rollgraph.dashboard.page"),
+    # other packages
+    ("config.py", "from __future__ import annotations; import json, os.path"),
+    ("world.py", "def f():\n    import torch.distributed as dist"),
+    ("metrics.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
+    ("graph/tape.py", "import torch.nn, numpy as np; from safetensors.torch import load"),
+    ("model/attention.py", "import triton.language as tl"),
+    ("tokenizer.py", "import jinja2, tokenizers"),
+    ("launch.py", "import ray"),
+]
+
+FORBIDDEN = [
+    # files outside the table
+    ("graph/helpers.py", "", "graph/helpers.py: is not in the table"),
+    ("utils/__init__.py", "", "utils/__init__.py: is not in the table"),
+    ("cli.py", "import rollgraph.utils", "imports rollgraph.utils, which is not in the table"),
+    ("cli.py", "from ..neighbour import thing", "imports from outside the package"),
+    ("graph/hooks.py", "from ..... import thing", "imports from outside the package"),
+    # later layers and files, however they are spelled and wherever they stand
+    ("graph/pool.py", "import rollgraph.policy.worker", "policy/worker.py of the later layer 'policy'"),
+    ("graph/hooks.py", "from ..model.decoder import D", "model/decoder.py of the later layer 'parts'"),
+    ("graph/hooks.py", "\nfrom rollgraph.graph.tape import T", "graph/hooks.py:2: imports graph/tape.py"),
+    ("graph/hooks.py", "from .tape import T", "graph/tape.py, which does not come before"),
+    ("graph/hooks.py", "from . import errors, tape", "graph/tape.py, which does not come before"),
+    ("graph/hooks.py", "def f():\n    from . import tape", ":2: imports graph/tape.py"),
+    ("graph/hooks.py", "if TYPE_CHECKING:\n    from .tape import T", ":2: imports graph/tape.py"),
+    ("config.py", "class C:\n  async def f(self):\n    from . import types", ":3: imports types.py"),
+    ("config.py", "try:\n    from .types import T\nexcept ImportError:\n    pass", ":2: imports types.py"),
+    ("config.py", "from rollgraph.metrics import M", "metrics.py, which does not come before"),
+    ("config.py", "import rollgraph.config", "config.py, which does not come before"),
+    ("rl/losses.py", "from .algorithms import grpo", "rl/algorithms/grpo.py, which does not come before"),
+    ("policy/worker.py", "from .. import checkpoint", "checkpoint.py, which does not come before"),
+    # packages
+    ("graph/tape.py", "from rollgraph.graph import capture_it", "graph/__init__.py, which does not come"),
+    ("graph/tape.py", "from . import capture_it", "graph/__init__.py, which does not come"),
+    ("graph/tape.py", "from . import *", "graph/__init__.py, which does not come"),
+    ("rl/algorithms/rloo.py", "from . import pick", "rl/algorithms/__init__.py, which does not come"),
+    ("rl/algorithms/__init__.py", "from .. import pick", "rl/__init__.py, which does not come"),
+    ("graph/tape.py", "from rollgraph import __version__", "__init__.py of the later layer 'run'"),
+    ("__init__.py", "from rollgraph.graph import x", "all that imports any part"),
+    ("__init__.py", "import torch", "__init__.py:1: imports torch"),
+    # parts
+    ("sharding/overlap.py", "from rollgraph.graph.pool import P", "only graph/errors.py, graph/hooks.py"),
+    ("model/decoder.py", "from rollgraph.graph import GraphHooks", "only graph/errors.py, graph/hooks.py"),
+    ("sharding/overlap.py", "import rollgraph.model.decoder", "sharding and model do not know each other"),
+    ("model/decoder.py", "from ..sharding import hook_set", "model and sharding do not know each other"),
+    ("tokenizer.py", "from .model import decoder", "tokenizer.py and model do not know each other"),
+    ("model/decoder.py", "from .. import tokenizer", "model and tokenizer.py do not know each other"),
+    ("inference/engine.py", "from rollgraph.rl import data", "inference and rl do not know each other"),
+    ("rl/algorithms/grpo.py", "import rollgraph.inference", "rl and inference do not know each other"),
+    # other packages
+    ("config.py", "import torch", "imports torch, which layer 'values' may not"),
+    ("config.py", "def f():\n    import torch", "imports torch, which layer 'values' may not"),
+    ("types.py", "if TYPE_CHECKING:\n    import torch", "imports torch, which layer 'values' may not"),
+    ("metrics.py", "import numpy", "imports numpy, which layer 'values' may not"),
+    ("world.py", "import torch.distributed", "imports torch outside a function"),
+    ("world.py", "class W:\n    from torch import device", "imports torch outside a function"),
+    ("world.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "imports torch outside a function"),
+    ("graph/tape.py", "import transformers.utils", "imports transformers, which layer 'graph' may not"),
+    ("graph/tape.py", "import triton", "imports triton, which layer 'graph' may not"),
+    ("rl/data.py", "def f():\n    import datasets", "imports datasets, which layer 'uses' may not"),
+    ("rl/data.py", "from jinja2 import Template", "imports jinja2, which layer 'uses' may not"),
+]
+
+
+@pytest.mark.parametrize(("file", "source"), ALLOWED)
+def test_allows(tmp_path: Path, file: str, source: str) -> None:
+    assert check_tree(tmp_path, {**NEIGHBOURS, file: source}) == []
+
+
+@pytest.mark.parametrize(("file", "source", "message"), FORBIDDEN)
+def test_forbids(tmp_path: Path, file: str, source: str, message: str) -> None:
+    (violation,) = check_tree(tmp_path, {**NEIGHBOURS, file: source})
+    assert message in violation
+
+
+def test_reports_every_violation_of_every_file(tmp_path: Path) -> None:
+    sources = {
+        "config.py": "import torch\nimport json\nimport numpy",
+        "graph/hooks.py": "from . import errors, tape, pool",
+        "graph/errors.py": "import torch",
+        "stray.py": "import torch",
+    }
+    assert [violation.split(" ")[0] for violation in check_tree(tmp_path, sources)] == [
+        "config.py:1:",
+        "config.py:3:",
+        "graph/hooks.py:1:",
+        "graph/hooks.py:1:",
+        "stray.py:",
+    ]
