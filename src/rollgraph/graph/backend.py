@@ -176,7 +176,7 @@ class Sentry(TorchDispatchMode):
         return True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
         self.seen: dict[int, Tensor] = {}
         self._made: set[int] = set()

@@ -136,8 +136,8 @@ class BoundGradient:
             return
         if found.data_ptr() != self.buffer.data_ptr() or found.stride() != self.buffer.stride():
             raise StaleGraph(
-                f"the gradient of a parameter of shape {tuple(self.leaf.shape)} is another tensor than the one the graph "
-                "accumulates into: zero gradients or set them to None, do not assign them"
+                f"the gradient of a parameter of shape {tuple(self.leaf.shape)} is another tensor than the one the "
+                "graph accumulates into: zero gradients or set them to None, do not assign them"
             )
 
     def enter(self) -> None:

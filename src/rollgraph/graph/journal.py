@@ -107,7 +107,7 @@ class Journal(TorchDispatchMode):
         return True  # compiled regions run compiled in warm-up, as they will in capture
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._saved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         # Storages the function made itself: weak, because most are intermediates.
         self._fresh: dict[int, StorageWeakRef] = {}

@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
     """Writes down the operations that run while it is entered."""
 
     def __init__(self, marks: dict[Any, RngMark]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
         self.values: list[Value] = []
         self.external: dict[int, Tensor] = {}  # register -> tensor that was there before
