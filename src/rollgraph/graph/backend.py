@@ -150,7 +150,7 @@ def _optimizer_hint() -> str:
     import traceback
 
     in_optimizer = any("/torch/optim/" in frame.filename for frame in traceback.extract_stack())
-    return "; optimizers need fused=True on a CPU, fused=True or capturable=True on a GPU" if in_optimizer else ""
+    return "; optimizers need fused=True on a CPU and capturable=True on a GPU" if in_optimizer else ""
 
 
 @contextmanager
@@ -190,7 +190,11 @@ class Sentry(TorchDispatchMode):
         for tensor in tensors_in((args, kwargs)):
             storage = storage_of(tensor)
             if storage is not None and storage._cdata not in self._made:
-                self.seen.setdefault(id(tensor), tensor)
+                # A leaf by identity, to see it re-pointed; of others only the memory, not their autograd graph.
+                if tensor.is_leaf:
+                    self.seen[id(tensor)] = tensor
+                elif -storage._cdata not in self.seen:
+                    self.seen[-storage._cdata] = tensor.detach()
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             storage = storage_of(tensor)
@@ -209,15 +213,16 @@ class CudaRecording:
         self.external: Sequence[Tensor] = list(sentry.seen.values())
         self.nbytes = 0
         self._graph = graph
-        self._inputs = inputs
+        self._fill = inputs.fill
+        self._launch = super(torch.cuda.CUDAGraph, graph).replay
         self._outputs = outputs
         self._written = [o for o in outputs if o is not None and not o.is_inference()]
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        self._inputs.fill(inputs)
-        self._graph.replay()
+        self._fill(inputs)
+        self._launch()
         # Whoever saved an output of the previous replay for a backward now gets autograd's error.
-        torch.autograd.graph.increment_version(self._written)
+        torch._C._increment_version(self._written)
         return self._outputs
 
     def release(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import is_not
+from operator import is_not, itemgetter
 from typing import Any
 
 import torch
@@ -18,37 +18,50 @@ from torch import Tensor
 from rollgraph.graph.errors import StaleGraph
 from rollgraph.graph.journal import Census, Journal
 
+_training = itemgetter("training")
+
 Slot = tuple[dict[Any, Any], Any, Any, str]  # container, key, what it held at capture, name
 
 
 class Binding:
-    """Addresses and slots as they were at capture; `check` says what moved."""
+    """Addresses and slots as they were at capture; `check` says what moved.
+
+    Autograd itself leaves out the gradient of a parameter that was frozen since. `trained` are those whose
+    gradient it does not see.
+    """
 
     def __init__(
-        self, tensors: Iterable[Tensor], slots: Sequence[Slot], modules: Iterable[torch.nn.Module] = ()
+        self,
+        tensors: Iterable[Tensor],
+        slots: Sequence[Slot] = (),
+        modules: Iterable[torch.nn.Module] = (),
+        trained: Iterable[Tensor] = (),
     ) -> None:
         self._names = {id(thing): name for _, _, thing, name in slots}
         self._tensors = list({id(t): t for t in tensors}.values())
-        self._addresses = [t.data_ptr() for t in self._tensors]
-        self._trainable = [t.requires_grad for t in self._tensors]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._frozen = [t for t in self._tensors if not t.requires_grad and t.is_leaf]
+        self._trained = list(trained)
         self._containers = [container for container, _, _, _ in slots]
         self._keys = [key for _, key, _, _ in slots]
         self._held = [thing for _, _, thing, _ in slots]
         self._slots = slots
-        self._modules = list(modules)
-        self._training = [m.training for m in self._modules]
+        self._modules = [module.__dict__ for module in modules]
+        self._training = list(map(_training, self._modules))
 
     def check(self) -> None:
         """Raise StaleGraph if a replay would read or write something else than the program means."""
-        if [t.data_ptr() for t in self._tensors] != self._addresses:
+        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             raise StaleGraph(self._moved())
         if any(map(is_not, map(dict.get, self._containers, self._keys), self._held)):
             reason = self._replaced()
             if reason is not None:
                 raise StaleGraph(reason)
-        if [t.requires_grad for t in self._tensors] != self._trainable:
+        if self._frozen and any([t.requires_grad for t in self._frozen]):
             raise StaleGraph(self._requires_grad())
-        if [m.training for m in self._modules] != self._training:
+        if self._trained and not all([t.requires_grad for t in self._trained]):
+            raise StaleGraph(self._requires_grad())
+        if list(map(_training, self._modules)) != self._training:
             raise StaleGraph("a sub-module was switched between train() and eval() since capture")
 
     def _name(self, tensor: Tensor) -> str:
@@ -73,9 +86,8 @@ class Binding:
         return None
 
     def _requires_grad(self) -> str:
-        pairs = zip(self._tensors, self._trainable, strict=True)
-        changed = [self._name(t) for t, trainable in pairs if t.requires_grad != trainable]
-        return f"requires_grad of {', '.join(changed[:3])} changed since capture"
+        changed = [t for t in self._frozen if t.requires_grad] + [t for t in self._trained if not t.requires_grad]
+        return f"requires_grad of {', '.join(map(self._name, changed[:3]))} changed since capture"
 
 
 def module_slots(modules: Iterable[torch.nn.Module], wanted: Callable[[Tensor], bool]) -> list[Slot]:

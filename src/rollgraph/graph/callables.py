@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rollgraph.graph.capture import (
@@ -48,16 +49,22 @@ class GraphedCallable(Captured):
             return self._run_original("called in the other training mode", args, kwargs)
         if not self.enabled or not self._segments:
             return self._run_original("disabled" if self._segments else "reset", args, kwargs)
-        refuse_nesting(self.name)
+        if torch._C._len_torch_dispatch_stack():
+            refuse_nesting(self.name)
         try:
-            segment, inputs = self._find(args, kwargs)
+            if len(self._segments) == 1:
+                segment = self._segments[0]
+                inputs = segment.surface.bind(args, kwargs)
+            else:
+                segment, inputs = self._find(args, kwargs)
         except GraphError as error:
             if self._act_on(error) == "eager":
                 return self.original(*args, **kwargs)
             segment, inputs = self._recapture(args, kwargs), Surface(args, kwargs).tensors
         if self._guards:
             check_guards(self._guards, self.name)
-        self.hooks.run("pre_forward", "replay", self.target, args, kwargs)
+        if self.spec.hooked:
+            self.hooks.run("pre_forward", "replay", self.target, args, kwargs)
         try:
             segment.binding.check()
         except GraphError as error:
@@ -69,7 +76,8 @@ class GraphedCallable(Captured):
         else:
             output = segment.replay(inputs)
             self._count_run()
-        self.hooks.run("post_forward", "replay", self.target, args, kwargs, output)
+        if self.spec.hooked:
+            self.hooks.run("post_forward", "replay", self.target, args, kwargs, output)
         return output
 
     def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,8 +85,6 @@ class GraphedCallable(Captured):
         return self.original(*args, **kwargs)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Segment, Sequence[Tensor]]:
-        if len(self._segments) == 1:
-            return self._segments[0], self._segments[0].surface.bind(args, kwargs)
         first: GraphError | None = None
         for segment in self._segments:
             try:

@@ -204,7 +204,7 @@ class GraphedFunction(Captured, Generic[P, R]):
             return [tensor.detach() for tensor in variant.outputs.tensors]
 
         recording = self._backend.record(thunk, StaticTensors([]), arena, (), {})
-        variant = Variant(surface, recording, None, Binding((), ()), BoundGradients(()), arena, arena.next_capture())
+        variant = Variant(surface, recording, None, Binding(()), BoundGradients(()), arena, arena.next_capture())
         return variant
 
     def _warm_up(self, transaction: Transaction, surface: Surface, statics: StaticTensors) -> BoundGradients:
@@ -267,7 +267,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         ids = set(map(id, tensors))
         modules = list({id(m): m for m in census.modules}.values())
         slots = module_slots(modules, lambda t: id(t) in ids) + optimizer_slots(census, transaction.journal)
-        return Binding(tensors, slots)
+        return Binding(tensors, slots, trained=gradients.leaves)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, Sequence[Tensor]]:
         """The variant that fits the call; the newest one's difference if none does."""
@@ -364,9 +364,7 @@ def callable_name(target: Any) -> str:
 
 def refuse_nesting(name: str) -> None:
     """A graph cannot hold another graph's replay."""
-    if torch._C._len_torch_dispatch_stack() and any(
-        isinstance(mode, (Journal, Recorder, Sentry)) for mode in _get_current_dispatch_mode_stack()
-    ):
+    if any(isinstance(mode, (Journal, Recorder, Sentry)) for mode in _get_current_dispatch_mode_stack()):
         raise CaptureError(
             f"graph {name!r} is used inside another capture: switch it off there, `with pool.disabled(): capture(...)`"
         )

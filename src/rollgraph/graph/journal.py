@@ -114,12 +114,14 @@ class Journal(TorchDispatchMode):
         self._made_here: dict[int, str] = {}  # created in the current run, with how
         self._fresh_saved: dict[int, Tensor] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self._cuda_rng: dict[int, Tensor] = {}  # state of each CUDA stream after its last draw in this run
 
     @contextmanager
     def run(self) -> Iterator[None]:
         """One execution of the user's function."""
         self._forget_dead()
         self._made_here.clear()
+        self._cuda_rng.clear()
         with self:
             yield
 
@@ -133,13 +135,35 @@ class Journal(TorchDispatchMode):
         for tensor in written_arguments(func, args, kwargs):
             self._save(tensor, func)
         inputs = {s._cdata for t in tensors_in((args, kwargs)) if (s := storage_of(t)) is not None}
-        result = func(*args, **kwargs)
+        with self._following_cuda_rng(func, args, kwargs):
+            result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             storage = storage_of(tensor)
             if storage is not None and storage._cdata not in inputs and storage._cdata not in self._fresh:
                 self._fresh[storage._cdata] = StorageWeakRef(storage)
                 self._made_here[storage._cdata] = func._schema.name
         return result
+
+    @contextmanager
+    def _following_cuda_rng(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Find RNG states set inside the function: a CUDA capture ignores them without a word.
+
+        Activation checkpointing does it to draw a region's dropout again. (A tape can hold that.)
+        """
+        if torch.Tag.nondeterministic_seeded not in func.tags or not torch.cuda.is_initialized():
+            yield
+            return
+        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
+        generator = given or torch.cuda.default_generators[torch.cuda.current_device()]
+        before = generator.get_state()
+        known = self._cuda_rng.setdefault(id(generator), before)
+        if generator.device.type == "cuda" and not torch.equal(known, before):
+            raise CaptureError(
+                f"{func} at {here()} draws after the RNG state was set inside the function, which a CUDA graph cannot "
+                "hold: seed before the call, and keep dropout out of checkpointed regions (or preserve_rng_state=False)"
+            )
+        yield
+        self._cuda_rng[id(generator)] = generator.get_state()
 
     def _save(self, tensor: Tensor, func: Any) -> None:
         storage = storage_of(tensor)

@@ -36,17 +36,17 @@ class Graph(Protocol):
 class Interval:
     """A forward that waits for its backward; closed by it, or when nobody can call it any more."""
 
-    __slots__ = ("_arena", "is_open", "key")
+    __slots__ = ("_arena", "_forward", "is_open")
 
-    def __init__(self, arena: Arena, key: int) -> None:
+    def __init__(self, arena: Arena, forward: int) -> None:
         self._arena = arena
-        self.key = key
+        self._forward = forward
         self.is_open = True
 
     def close(self) -> None:
         if self.is_open:
             self.is_open = False
-            self._arena._close(self.key)
+            self._arena._close(self._forward)
 
     __del__ = close
 
@@ -59,8 +59,7 @@ class Arena:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.scratch: dict[Any, torch.Tensor] = {}  # live only inside one backward, so shared by all
         self._captures = 0
-        self._opened = 0
-        self._open: dict[int, tuple[str, int, int]] = {}  # key -> graph, forward, backward
+        self._open: dict[int, tuple[str, int, tuple[int, int]]] = {}  # forward -> graph, backward, bounds before
         self._low, self._high = -1, _FOREVER  # captures strictly between may replay
 
     def cuda_handle(self) -> PoolHandle:
@@ -83,7 +82,7 @@ class Arena:
         """Refuse a replay that would overwrite what an open interval still needs."""
         if self._low < capture < self._high:
             return
-        waiting = next(name for name, low, high in self._open.values() if not low < capture < high)
+        waiting = next(graph for forward, (graph, back, _) in self._open.items() if not forward < capture < back)
         if waiting == graph:
             raise MemoryInUse(
                 f"graph {graph!r} was called again before the backward of its last call: a second forward would "
@@ -95,18 +94,29 @@ class Arena:
         )
 
     def open(self, graph: str, forward: int, backward: int) -> Interval:
-        self._opened += 1
-        self._open[self._opened] = (graph, forward, backward)
-        self._low, self._high = max(self._low, forward), min(self._high, backward)
-        return Interval(self, self._opened)
+        """Start an interval; the caller was admitted, so no other one of this graph is open."""
+        self._open[forward] = (graph, backward, (self._low, self._high))
+        if forward > self._low:
+            self._low = forward
+        if backward < self._high:
+            self._high = backward
+        return Interval(self, forward)
 
-    def _close(self, key: int) -> None:
-        self._open.pop(key, None)
-        self._low = max((low for _, low, _ in self._open.values()), default=-1)
-        self._high = min((high for _, _, high in self._open.values()), default=_FOREVER)
+    def _close(self, forward: int) -> None:
+        last = next(reversed(self._open)) == forward
+        _, _, bounds = self._open.pop(forward)
+        if last:  # the usual order: what was opened last is closed first
+            self._low, self._high = bounds
+            return
+        remaining = list(self._open.items())
+        self._open.clear()
+        self._low, self._high = -1, _FOREVER
+        for start, (graph, end, _) in remaining:
+            self._open[start] = (graph, end, (self._low, self._high))
+            self._low, self._high = max(self._low, start), min(self._high, end)
 
     def open_intervals(self) -> list[str]:
-        return [name for name, _, _ in self._open.values()]
+        return [graph for graph, _, _ in self._open.values()]
 
 
 class GraphPool:

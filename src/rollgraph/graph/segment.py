@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
 from rollgraph.graph.binding import Binding, module_slots
@@ -40,6 +39,7 @@ class CallableSpec:
     grad_buffers: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.hooked = "replay" in self.hooks.when
         self.module = self.target if isinstance(self.target, nn.Module) else None
         self.original: Callable[..., Any] = self.target.forward if self.module is not None else self.target
 
@@ -61,16 +61,19 @@ class Segment:
         self.outputs: OutputTree | None = None
         self.parameters: list[Tensor] = []  # leaves that get a gradient, besides the inputs
         self.passed: tuple[Tensor, ...] = ()  # those that autograd must see
-        self.binding = Binding((), ())
+        self.binding = Binding(())
         self.forward_number = self.backward_number = 0
         self._inputs: Sequence[Tensor] = ()
         self._results: list[Tensor] = []  # outputs with their autograd graph, until the backward is recorded
         self._trains = False
         self._output_specs: list[TensorSpec] = []
         self._opaque_outputs: list[int] = []
+        self._differentiable_outputs: list[int] = []
         self._unused: list[int] = []
         self.raw_output: Any = None
         self._differentiable = [t.requires_grad for t in surface.tensors]
+        self._all_differentiable = all(self._differentiable)
+        self._no_gradients: tuple[None, ...] = ()  # for parameters whose gradient goes to a buffer
         self._marks: dict[Any, Any] = {}
 
     # -- the Python that is recorded -------------------------------------------------------------
@@ -85,6 +88,7 @@ class Segment:
         self.outputs = OutputTree(output, self.spec.name)
         self._results = self.outputs.tensors
         self._opaque_outputs = [i for i, result in enumerate(self._results) if not result.requires_grad]
+        self._differentiable_outputs = [i for i, result in enumerate(self._results) if result.requires_grad]
         self._output_specs = [TensorSpec.of(result) for result in self._results]
         self.raw_output = output
         return [result.detach() for result in self._results]
@@ -118,6 +122,7 @@ class Segment:
         self.passed = tuple(p for p in self.parameters if p not in self.spec.grad_buffers)
         if buffered:  # one of them keeps the node in the autograd graph; its gradient goes to its buffer
             self.passed += (buffered[0],)
+            self._no_gradients = (None,)
         trainable = any(self._differentiable) or bool(self.parameters)
         self._trains = trainable and any(result.requires_grad for result in self._results)
 
@@ -162,6 +167,7 @@ class Segment:
         with torch._C._DisableAutocast():
             self.backward = self._record(transaction, self._run_backward, incoming, "backward")
         self._check_unused()
+        self._boundary = self._make_boundary()
         spec.hooks.run("post_backward", "capture", spec.target)
         self._forget_results()
 
@@ -201,7 +207,9 @@ class Segment:
         if module is not None:
             tensors += [*module.parameters(), *module.buffers()]
         slots = module_slots(modules, lambda _: True)
-        self.binding = Binding([*tensors, *self.spec.grad_buffers.values()], slots, modules)
+        buffers = self.spec.grad_buffers
+        buffered = [p for p in self.parameters if p in buffers]
+        self.binding = Binding([*tensors, *buffers.values()], slots, modules, trained=buffered)
 
     def _forget_results(self) -> None:
         """Drop the autograd graph: on CUDA its activations become free for the captures that follow."""
@@ -225,46 +233,60 @@ class Segment:
     # -- replay ----------------------------------------------------------------------------------
 
     def replay(self, inputs: Sequence[Tensor]) -> Any:
-        if self.backward is None:
+        if self.backward is not None:
+            tensors: Sequence[Tensor] = self._boundary(*inputs, *self.passed)
+        else:
             self.arena.admit(self.forward_number, self.spec.name)
             with torch.no_grad():
-                tensors: Sequence[Tensor] = [t.detach() for t in self.forward.replay(inputs) if t is not None]
-        else:
-            tensors = _boundary(self, *inputs, *self.passed)
+                tensors = [t.detach() for t in self.forward.replay(inputs) if t is not None]
         assert self.outputs is not None
         return self.outputs.build(tensors)
 
-    def replay_forward(self, ctx: Any, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self.arena.admit(self.forward_number, self.spec.name)
-        outputs = self.forward.replay(tensors[: len(self._differentiable)])
-        ctx.segment = self
-        ctx.interval = self.arena.open(self.spec.name, self.forward_number, self.backward_number)
-        ctx.set_materialize_grads(False)
-        results = tuple([output.detach() for output in outputs if output is not None])
-        if self._opaque_outputs:
-            ctx.mark_non_differentiable(*(results[i] for i in self._opaque_outputs))
-        return results
+    def _make_boundary(self) -> Callable[..., tuple[Tensor, ...]]:
+        """The one autograd node of the segment: `(*inputs, *passed)` to outputs."""
+        segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
+        replay, forward, backward = self.forward.replay, self.forward_number, self.backward_number
 
-    def replay_backward(
-        self, needs: tuple[bool, ...], interval: Interval, gradients: tuple[Tensor | None, ...]
-    ) -> list[Tensor | None]:
+        class Boundary(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+                arena.admit(forward, name)
+                outputs = replay(tensors[:inputs])
+                ctx.interval = arena.open(name, forward, backward)
+                ctx.set_materialize_grads(False)
+                results = tuple([output.detach() for output in outputs if output is not None])
+                if segment._opaque_outputs:
+                    ctx.mark_non_differentiable(*[results[i] for i in segment._opaque_outputs])
+                return results
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+                return segment.replay_backward(ctx, gradients)
+
+        # Function.apply without its scan of the arguments for functorch wrappers, which no graph can take.
+        apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Boundary).apply
+        return apply
+
+    def replay_backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Gradients for `(inputs, passed)`, each in memory of its own."""
-        spec = self.spec
-        self._check_backward(needs, interval)
-        spec.hooks.run("pre_backward", "replay", spec.target)
+        spec, interval = self.spec, ctx.interval
+        self._check_backward(ctx.needs_input_grad, interval)
+        if spec.hooked:
+            spec.hooks.run("pre_backward", "replay", spec.target)
         interval.close()
-        self.arena.admit(self.backward_number, spec.name)
+        self.arena.admit(self.backward_number, spec.record.name)
         assert self.backward is not None
-        incoming = [self._incoming(i, g) for i, g in enumerate(gradients) if i not in self._opaque_outputs]
-        made = iter(self.backward.replay(incoming))
+        made = self.backward.replay([self._incoming(i, gradients[i]) for i in self._differentiable_outputs])
+        spec.record.backward_replays += spec.backend.records
+        if spec.hooked:
+            spec.hooks.run("post_backward", "replay", spec.target)
         if spec.backend.records:
-            spec.record.backward_replays += 1
-        found = [next(made) if d else None for d in self._differentiable]
-        of_parameters = list(made)
-        spec.hooks.run("post_backward", "replay", spec.target)
-        if spec.backend.records:
-            found, of_parameters = self._own_memory(found, of_parameters)
-        return [*found, *of_parameters, *([None] * (len(self.passed) - len(of_parameters)))]
+            made = self._own_memory(ctx, made)
+        if self._all_differentiable:
+            return (*made, *self._no_gradients)
+        supply = iter(made)
+        of_inputs = [next(supply) if d else None for d in self._differentiable]
+        return (*of_inputs, *supply, *self._no_gradients)
 
     def _check_backward(self, needs: tuple[bool, ...], interval: Interval) -> None:
         if torch.is_grad_enabled():
@@ -273,6 +295,8 @@ class Segment:
             raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
         if not interval.is_open:
             raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
+        if self._all_differentiable:
+            return
         for needed, differentiable, name in zip(needs, self._differentiable, self.surface.names, strict=False):
             if needed and not differentiable:
                 raise ReplayMismatch(
@@ -286,41 +310,22 @@ class Segment:
         shape = self._output_specs[index]
         return torch.zeros(shape.shape, dtype=shape.dtype, device=shape.device)
 
-    def _own_memory(
-        self, inputs: list[Tensor | None], parameters: list[Tensor | None]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def _own_memory(self, node: Any, made: list[Tensor | None]) -> list[Tensor | None]:
         """Gradients the user may keep. The static ones may be passed on only to an accumulation.
 
         AccumulateGrad adds in place to a gradient that exists, and copies a tensor that others hold. Handing it a
         detached static tensor instead would let it steal the memory that the next replay overwrites.
         """
         first = self.passed[0] if self.passed else None
-        if first is not None and first.grad is not None and not any(p._backward_hooks for p in self.passed):
-            try:
-                accumulates = torch._C._will_engine_execute_node(get_gradient_edge(first).node)
-            except RuntimeError:  # torch.autograd.grad() asked for it
-                accumulates = False
-            if accumulates:
-                return _clones(inputs), parameters
-        clones = _clones([*inputs, *parameters])
-        return clones[: len(inputs)], clones[len(inputs) :]
-
-
-class _Boundary(torch.autograd.Function):
-    """The one autograd node of a segment."""
-
-    @staticmethod
-    def forward(ctx: Any, segment: Segment, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return segment.replay_forward(ctx, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        found = ctx.segment.replay_backward(ctx.needs_input_grad[1:], ctx.interval, gradients)
-        return (None, *found)
-
-
-# Function.apply without its scan of all arguments for functorch wrappers, which a graph cannot take anyway.
-_boundary: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Boundary).apply
+        if first is None or first.grad is None or any([p._backward_hooks for p in self.passed]):
+            return _clones(made)
+        try:
+            accumulation = node.next_functions[len(self._differentiable)][0]
+            accumulates = torch._C._will_engine_execute_node(accumulation)
+        except RuntimeError:  # torch.autograd.grad() asked for it
+            return _clones(made)
+        inputs = sum(self._differentiable)
+        return _clones(made[:inputs]) + (made[inputs:] if accumulates else _clones(made[inputs:]))
 
 
 def capture_segments(

@@ -10,7 +10,7 @@ import enum
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from rollgraph.graph.errors import CaptureError, ReplayMismatch
 
+_STRIDED = torch.strided
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, torch.dtype, torch.device,
     torch.Size, torch.layout, torch.memory_format, torch.Generator, torch.nn.Module, type,
@@ -41,6 +42,10 @@ class TensorSpec:
         return f"{name}[{', '.join(map(str, self.shape))}]@{self.device}"
 
 
+class _Constant(NamedTuple):
+    value: Any
+
+
 Modes = tuple[bool, bool, torch.dtype | None, torch.dtype | None]
 
 
@@ -62,6 +67,9 @@ class Surface:
         paths, _ = pytree.tree_flatten_with_path((args, _sorted(kwargs)))
         self._names = [_argument_name(path) for path, _ in paths]
         self._expected = [self._expectation(leaf, name) for leaf, name in zip(leaves, self._names, strict=True)]
+        self._checks = [  # the same, in the form that `bind` compares fastest
+            (e.shape, e.dtype, e.device) if isinstance(e, TensorSpec) else _Constant(e) for e in self._expected
+        ]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         self._plain = not kwargs and len(args) == len(leaves)  # no containers: a call needs no flattening
         self._all_tensors = all(self._is_tensor)
@@ -94,34 +102,46 @@ class Surface:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in order; ReplayMismatch with the difference if it does not fit."""
-        modes = current_modes()
-        if modes != self.modes:
-            raise ReplayMismatch(f"captured with {_describe_modes(self.modes)}, called with {_describe_modes(modes)}")
+        if current_modes() != self.modes:
+            modes = _describe_modes(current_modes())
+            raise ReplayMismatch(f"captured with {_describe_modes(self.modes)}, called with {modes}")
         leaves: Sequence[Any] = args
-        if not self._plain or kwargs or len(args) != len(self._expected):
+        if kwargs or not self._plain or len(args) != len(self._expected):
             leaves, tree = pytree.tree_flatten((args, _sorted(kwargs)))
             if tree != self._tree:
                 raise ReplayMismatch(self._structure_difference(args, kwargs))
-        for index, expected in enumerate(self._expected):
-            leaf = leaves[index]
-            if expected.__class__ is TensorSpec:
+        for leaf, expected in zip(leaves, self._checks, strict=True):
+            if expected.__class__ is tuple:
+                shape, dtype, device = expected
                 if (
                     not isinstance(leaf, Tensor)
-                    or leaf.shape != expected.shape
-                    or leaf.dtype is not expected.dtype
-                    or leaf.device != expected.device
-                    or leaf.layout is not torch.strided
+                    or leaf.shape != shape
+                    or leaf.dtype is not dtype
+                    or leaf.device != device
+                    or leaf.layout is not _STRIDED
                 ):
-                    found = TensorSpec.of(leaf) if isinstance(leaf, Tensor) else f"{type(leaf).__name__} {leaf!r}"
-                    raise ReplayMismatch(f"argument {self._names[index]}: captured as {expected}, called with {found}")
-            elif leaf is not expected and not _same_constant(leaf, expected):
-                raise ReplayMismatch(
-                    f"argument {self._names[index]} was frozen as {expected!r} at capture and is {leaf!r} now; "
-                    "pass what varies as a tensor"
-                )
+                    raise ReplayMismatch(self._difference(leaves))
+            elif leaf is not expected.value and not _same_constant(leaf, expected.value):
+                raise ReplayMismatch(self._difference(leaves))
         if self._all_tensors:
             return leaves
         return [leaf for leaf, is_tensor in zip(leaves, self._is_tensor, strict=True) if is_tensor]
+
+    def _difference(self, leaves: Sequence[Any]) -> str:
+        for leaf, expected, name in zip(leaves, self._expected, self._names, strict=True):
+            if not isinstance(expected, TensorSpec):
+                if leaf is not expected and not _same_constant(leaf, expected):
+                    return (
+                        f"argument {name} was frozen as {expected!r} at capture and is {leaf!r} now; "
+                        "pass what varies as a tensor"
+                    )
+            elif not isinstance(leaf, Tensor):
+                return f"argument {name}: captured as {expected}, called with {type(leaf).__name__} {leaf!r}"
+            elif leaf.layout is not _STRIDED:
+                return f"argument {name}: captured as {expected}, called with layout {leaf.layout}"
+            elif TensorSpec.of(leaf) != expected:
+                return f"argument {name}: captured as {expected}, called with {TensorSpec.of(leaf)}"
+        raise AssertionError("no difference")
 
     def _structure_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         paths, _ = pytree.tree_flatten_with_path((args, _sorted(kwargs)))
@@ -150,7 +170,7 @@ class StaticTensors:
 
     def fill(self, sources: Sequence[Tensor]) -> None:
         """Copy value-exactly; skip only what already is at the same address with the same strides."""
-        for source, (static, start, end, strides) in zip(sources, self._places, strict=True):
+        for source, (static, start, end, strides) in zip(sources, self._places):  # noqa: B905 bind() counted them
             address = source.data_ptr()
             if start <= address < end:  # a view of the static tensor itself
                 if address == start and source.stride() == strides:

@@ -155,7 +155,8 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(f"a {tensor.layout} tensor on {tensor.device} at {here()} cannot be recorded")
         register = self._new(tensor, storage)
         if storage._cdata not in self.made:
-            self.external[register] = tensor
+            # A leaf by identity, to see it re-pointed; of others only the memory, not their autograd graph.
+            self.external[register] = tensor if tensor.is_leaf else tensor.detach()
             return register
         # Another tensor object over memory of this recording: autograd unpacked a saved tensor.
         if tensor.is_conj() or tensor.is_neg():
@@ -176,7 +177,7 @@ class Recorder(TorchDispatchMode):
         register = self._new(output, storage)
         if storage._cdata in inputs:
             if storage._cdata not in self.made:
-                self.views[register] = output
+                self.views[register] = output.detach()
         elif storage._cdata not in self.made:
             self.made[storage._cdata] = StorageWeakRef(storage)
             self._first_in[storage._cdata] = register

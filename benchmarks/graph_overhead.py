@@ -1,0 +1,234 @@
+"""What a replay costs: `make bench`, or `python benchmarks/graph_overhead.py` on a machine with a CUDA device.
+
+1. Host time of a replay with all checks on, against torch.cuda.make_graphed_callables, for a layer of 12 parameters.
+2. Memory of a 28-layer chain in one pool, against the same.
+3. Forward + backward of a decoder in the shape of Qwen2.5-1.5B at 512 tokens: eager and cuda backend, per layer and
+   whole.
+Without a CUDA device it times the first part on the tape, against eager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rollgraph.graph import GraphPool, capture, make_graphed_callables
+
+
+class Layer(nn.Module):
+    """A decoder layer with grouped-query attention, attention bias and SwiGLU: 12 parameters."""
+
+    def __init__(self, hidden: int, mlp: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.q = nn.Linear(hidden, heads * head_dim)
+        self.k, self.v = nn.Linear(hidden, kv_heads * head_dim), nn.Linear(hidden, kv_heads * head_dim)
+        self.o = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.gate, self.up = nn.Linear(hidden, mlp, bias=False), nn.Linear(hidden, mlp, bias=False)
+        self.down = nn.Linear(mlp, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [sequences, tokens, hidden]
+        batch, tokens, _ = x.shape
+        h = self.norm1(x)
+        q, k, v = (
+            projection(h).view(batch, tokens, heads, self.head_dim).transpose(1, 2)
+            for projection, heads in ((self.q, self.heads), (self.k, self.kv_heads), (self.v, self.kv_heads))
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(attended.transpose(1, 2).reshape(batch, tokens, -1))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.layers = nn.ModuleList(Layer(hidden, mlp, heads, kv_heads, 128) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.norm(x), self.embedding.weight)  # tied
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def host_time(run: Callable[[], object], calls: int = 50, repeats: int = 30) -> float:
+    """Median microseconds of host time for a call, with the device's queue emptied in between."""
+    times = []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    return statistics.median(times[3:])
+
+
+def device_time(run: Callable[[], object], repeats: int = 20) -> float:
+    """Median milliseconds of a call, by events."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def table(title: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    cells = [header, *[tuple(f"{c:.2f}" if isinstance(c, float) else str(c) for c in row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    print(f"\n{title}")
+    for row in cells:
+        print("  " + "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))))
+
+
+def measure_replay(peer: Callable[..., Any], device: str) -> None:
+    """Host time for one small layer: the forward alone, and with backward in both states of the gradients."""
+
+    def calls(graph: Callable[..., Any]) -> list[float]:
+        torch.manual_seed(0)
+        layer = Layer(64, 128, 4, 2, 16).to(device)
+        sample = torch.randn(1, 16, 64, device=device, requires_grad=True)
+        graphed = graph(layer, (sample,))
+        x, gradient = torch.randn_like(sample, requires_grad=True), torch.randn_like(sample)
+
+        def forward() -> None:
+            graphed(x)
+
+        def both() -> None:
+            graphed(x).backward(gradient)
+
+        def fresh() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            both()
+
+        parameters = [x, *layer.parameters()]
+        timed = [host_time(forward), host_time(fresh)]
+        both()
+        return [*timed, host_time(both)]
+
+    ours, theirs = calls(make_graphed_callables), calls(peer)
+    again, peer_again = calls(make_graphed_callables), calls(peer)
+    names = ("forward", "forward + backward, gradients None", "forward + backward, accumulating")
+    rows = [
+        (name, min(o, a), min(t, b), min(o, a) / min(t, b))
+        for name, o, a, t, b in zip(names, ours, again, theirs, peer_again)
+    ]
+    table("host time of a replay, µs", ("layer of 12 parameters", "rollgraph", "peer", "ratio"), rows)
+
+
+def used_memory(build: Callable[[], object]) -> float:
+    """MiB that the device has less of after building and running, everything counted."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    kept = build()
+    synchronize()
+    torch.cuda.empty_cache()
+    used = (before - torch.cuda.mem_get_info()[0]) / 2**20
+    del kept
+    return used
+
+
+def measure_chain_memory(layers: int = 28, tokens: int = 512) -> None:
+    def chain(graph: Callable[..., Any]) -> Callable[[], object]:
+        def build() -> object:
+            stack = [Layer(1536, 8960, 12, 2, 128).to("cuda", torch.bfloat16) for _ in range(layers)]
+            samples = tuple(
+                (torch.randn(1, tokens, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True),) for _ in stack
+            )
+            graphed = graph(tuple(stack), samples)
+            x = torch.randn_like(samples[0][0])
+            for _ in range(2):
+                out = x
+                for layer in graphed:
+                    out = layer(out)
+                out.sum().backward()
+                for parameter in (p for layer in stack for p in layer.parameters()):
+                    parameter.grad = None
+            return stack, samples, graphed
+
+        return build
+
+    theirs = used_memory(chain(torch.cuda.make_graphed_callables))
+    ours = used_memory(chain(make_graphed_callables))
+    rows = [("weights, samples and graphs", ours, theirs, ours / theirs)]
+    table(f"memory of a {layers}-layer chain, MiB", ("", "rollgraph", "torch.cuda", "ratio"), rows)
+
+
+def measure_decoder(layers: int, tokens: int) -> None:
+    torch.manual_seed(0)
+    model = Decoder(layers, 1536, 8960, 12, 2, 151_936).to("cuda", torch.bfloat16)
+    ids = torch.randint(0, 151_936, (1, tokens), device="cuda")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = model(ids)
+        loss.backward()
+        return loss
+
+    rows = []
+    for backend in ("eager", "cuda"):
+        pool = GraphPool()
+        whole = capture(step, (ids,), pool=pool, backend=backend)
+        rows.append((f"whole step, {backend} backend", device_time(lambda w=whole: w(ids))))
+        pool.reset()
+    sample = torch.randn(1, tokens, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    buffers = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.layers.parameters()}
+    for backend, given in (("eager", None), ("cuda", None), ("cuda", buffers)):
+        pool = GraphPool()
+        make_graphed_callables(
+            tuple(model.layers), ((sample,),) * layers, pool=pool, backend=backend, grad_buffers=given
+        )
+        name = f"per layer, {backend} backend" + (", fp32 gradient buffers" if given else "")
+        rows.append((name, device_time(lambda: step(ids))))
+        pool.reset()
+    floor = 6 * sum(p.numel() for p in model.parameters()) * tokens / 785e12 * 1e3
+    rows = [(name, ms, ms / floor) for name, ms in rows]
+    table(f"forward + backward, {layers} layers, {tokens} tokens", ("", "ms", "x floor"), [*rows, ("floor", floor, 1.0)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("replay", "memory", "decoder"), help="run one part")
+    chosen = parser.parse_args().only
+    if not torch.cuda.is_available():
+        print(f"no CUDA device: the tape against eager, torch {torch.__version__}")
+        measure_replay(lambda layer, _: layer, "cpu")
+        return
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if chosen in (None, "replay"):
+        measure_replay(torch.cuda.make_graphed_callables, "cuda")
+    if chosen in (None, "memory"):
+        measure_chain_memory()
+    if chosen in (None, "decoder"):
+        measure_decoder(28, 512)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Graph = eager for generated modules, input trees and programs: an ungraphed twin is driven by the same sequence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollgraph.graph import GraphPool, ReplayMismatch, capture, make_graphed_callables
+from tests.parity.models import Fn
+from tests.parity.test_graph_equals_eager import assert_same, copies, state
+
+WIDTH = 4
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+# -- modules ------------------------------------------------------------------------------------------
+
+
+def _halves(m: Any, x: Tensor) -> Tensor:
+    a, b = m.inner(x).chunk(2, -1)
+    return torch.cat([a * b.sigmoid(), b], -1)
+
+
+def _overwrite(m: Any, x: Tensor) -> Tensor:
+    y = m.inner(x)
+    y[..., 1:3] = y[..., :2] * 2
+    return y.add_(x.detach().mean())
+
+
+def _residual(m: Any, x: Tensor) -> Tensor:
+    return x + m.inner(x)
+
+
+def _counted(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.count.add_(1)
+    return x * m.count.rsqrt()
+
+
+def _checkpointed(m: Any, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(m.inner, x, use_reentrant=False)
+
+
+def _twice(m: Any, x: Tensor) -> Tensor:
+    return m.inner(m.inner(x).tanh())
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+LEAVES: list[Callable[[], nn.Module]] = [
+    linear,
+    nn.GELU,
+    lambda: nn.ReLU(inplace=True),
+    lambda: nn.LayerNorm(WIDTH),
+    lambda: nn.RMSNorm(WIDTH),
+    lambda: nn.BatchNorm1d(WIDTH),
+    lambda: nn.Dropout(0.3),
+    lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    lambda: Fn(_halves, inner=linear()),
+    lambda: Fn(_overwrite, inner=linear()),
+    lambda: Fn(_counted, count=torch.ones(())),
+]
+WRAPPERS: list[Callable[[nn.Module], nn.Module]] = [
+    lambda inner: Fn(_residual, inner=inner),
+    lambda inner: Fn(_twice, inner=inner),
+    lambda inner: Fn(_checkpointed, inner=inner),
+]
+Recipe = Callable[[], nn.Module]
+
+
+def _sequence(recipes: list[Recipe]) -> Recipe:
+    return lambda: nn.Sequential(*(recipe() for recipe in recipes))
+
+
+def _wrapped(wrap: Callable[[nn.Module], nn.Module], recipe: Recipe) -> Recipe:
+    return lambda: wrap(recipe())
+
+
+stacks = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(_sequence),
+        st.tuples(st.sampled_from(WRAPPERS), inner).map(lambda pair: _wrapped(*pair)),
+    ),
+    max_leaves=5,
+)
+
+
+def build(recipe: Recipe) -> nn.Sequential:
+    """Something trainable at both ends; nothing in-place meets the caller's tensor."""
+    return nn.Sequential(linear(), recipe(), linear())
+
+
+def can_graph(model: nn.Module, backend: str) -> bool:
+    # A checkpoint rewinds the generator, which CUDA cannot do inside a capture.
+    return backend != "cuda" or not any(isinstance(m, Fn) and m.body is _checkpointed for m in model.modules())
+
+
+# -- programs -----------------------------------------------------------------------------------------
+
+ACTIONS = ["train", "train", "train", "eval", "no_grad", "disabled", "zero", "none", "step", "rand", "other_shape"]
+programs = st.lists(st.sampled_from(ACTIONS), min_size=3, max_size=10)
+
+
+def run_modules(model: nn.Sequential, program: list[str], pool: GraphPool | None) -> list[Tensor | None]:
+    """Drive the model; with a pool it is graphed, and what a graph refuses must cost nothing."""
+    opt, trace = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9), []
+    for position, action in enumerate(program):
+        x = torch.full((3, WIDTH), position + 1.0).cumsum(0).sin_().requires_grad_()
+        if action == "train":
+            loss = model(x).square().mean()
+            loss.backward()
+            trace += copies(loss, x.grad)
+        elif action == "eval":
+            model.eval()
+            trace += copies(model(x[:2]))  # another shape is fine where the original runs
+            model.train()
+        elif action == "disabled":
+            if pool is not None:
+                pool.disable(model)
+            model(x * 2).mean().backward()
+            if pool is not None:
+                pool.enable(model)
+        elif action in ("no_grad", "other_shape") and pool is not None:
+            with torch.set_grad_enabled(action != "no_grad"), pytest.raises(ReplayMismatch):
+                model(x[:2] if action == "other_shape" else x)
+        elif action in ("zero", "none"):
+            opt.zero_grad(set_to_none=action == "none")
+        elif action == "step":
+            opt.step()
+        elif action == "rand":
+            trace.append(torch.rand(2))
+        trace += state(model)
+    return [*trace, torch.rand(2)]
+
+
+@few
+@given(recipe=stacks, program=programs, layered=st.booleans(), seed=st.integers(0, 99))
+def test_random_modules(
+    recipe: Recipe, program: list[str], layered: bool, seed: int, backend: str, device: torch.device
+) -> None:
+    torch.manual_seed(seed)
+    eager = build(recipe)
+    if not can_graph(eager, backend):
+        return
+    graphed, pool, sample = copy.deepcopy(eager), GraphPool(), torch.randn(3, WIDTH, requires_grad=True)
+    torch.manual_seed(seed)
+    # one graph, or one for each of the three parts; the first sees every mismatch first
+    parts = tuple(graphed) if layered and any(p.requires_grad for p in graphed[1].parameters()) else (graphed,)
+    make_graphed_callables(parts, tuple((sample,) for _ in parts), pool=pool, backend=backend)
+    ours = run_modules(graphed, program, pool)
+    torch.manual_seed(seed)
+    assert_same(ours, run_modules(eager, program, None))
+
+
+@few
+@given(recipe=stacks, program=programs, warm=st.booleans(), seed=st.integers(0, 99))
+def test_random_training_steps(
+    recipe: Recipe, program: list[str], warm: bool, seed: int, backend: str, device: torch.device
+) -> None:
+    """Whole steps: switched off and on, refused calls in between, gradients zeroed inside."""
+    torch.manual_seed(seed)
+    model, results = build(recipe), []
+    if not can_graph(model, backend):
+        return
+    for graph in (True, False):
+        twin = copy.deepcopy(model)
+        opt = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], 0.01, fused=True)
+
+        def step(x: Tensor, twin: nn.Module = twin, opt: Any = opt) -> Tensor:
+            loss = twin(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad(set_to_none="none" in program)
+            return loss.detach()
+
+        torch.manual_seed(seed)
+        if warm:
+            step(torch.ones(3, WIDTH))
+        run: Any = capture(step, (torch.randn(3, WIDTH).mul_(0),), backend=backend) if graph else step
+        if not graph:
+            torch.randn(3, WIDTH)
+        trace: list[Tensor | None] = []
+        for position, action in enumerate(program):
+            x = torch.full((3, WIDTH), position + 1.0).cumsum(0).sin_()
+            if action in ("train", "step"):
+                trace += copies(run(x))
+            elif action == "disabled":
+                if graph:
+                    run.disable()
+                trace += copies(run(x))
+                if graph:
+                    run.enable()
+            elif action in ("no_grad", "other_shape") and graph:
+                with torch.set_grad_enabled(action != "no_grad"), pytest.raises(ReplayMismatch):
+                    run(x[:2] if action == "other_shape" else x)
+            elif action == "rand":
+                trace.append(torch.rand(2))
+            trace += state(twin)
+        results.append([*trace, torch.rand(2)])
+    assert_same(*results)
+
+
+# -- input trees --------------------------------------------------------------------------------------
+
+leaves = st.one_of(
+    st.tuples(st.just("tensor"), st.lists(st.integers(1, 3), max_size=2), st.booleans()),
+    st.sampled_from([None, True, 2, 0.5, "name"]),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=2),
+    ),
+    max_leaves=6,
+)
+
+
+def plant(tree: Any) -> Any:
+    """New tensors in the places of the descriptions."""
+    if isinstance(tree, tuple) and tree and tree[0] == "tensor":
+        return torch.randn(tree[1]).requires_grad_(tree[2])
+    if isinstance(tree, dict):
+        return {key: plant(value) for key, value in tree.items()}
+    return type(tree)(map(plant, tree)) if isinstance(tree, (list, tuple)) else tree
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class OverTree(nn.Module):
+    """Scales every tensor by a weight and by the constants, and returns the same tree with a sum beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = torch.utils._pytree.tree_leaves((args, kwargs))
+        scale = sum((leaf for leaf in found if isinstance(leaf, (int, float))), 1.0)
+        out = torch.utils._pytree.tree_map_only(
+            Tensor, lambda t: F.dropout(t * self.weight, 0.2) * scale, (args, kwargs)
+        )
+        return {"tree": out, "sum": sum((t.sum() for t in tensors(out)), self.weight * 1)}
+
+
+@few
+@given(args=st.lists(trees, min_size=1, max_size=3), kwargs=st.dictionaries(st.sampled_from("xyz"), trees, max_size=2))
+def test_random_input_trees(args: list[Any], kwargs: dict[str, Any], backend: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    graphed, eager = OverTree(), OverTree()
+    sample, keywords = tuple(plant(args)), plant(kwargs)
+    make_graphed_callables((graphed,), (sample,), sample_kwargs=(keywords,), backend=backend)
+    results, calls = [], [(plant(args), plant(kwargs)) for _ in range(3)]
+    for model in (graphed, eager):
+        trace: list[Tensor | None] = []
+        torch.manual_seed(1)
+        for given_args, given_kwargs in calls:
+            given_args, given_kwargs = copy.deepcopy((given_args, given_kwargs))
+            out = model(*given_args, **dict(reversed(given_kwargs.items())))
+            sum(t.square().sum() for t in tensors(out)).backward()
+            trace += copies(*tensors(out), *(t.grad for t in tensors((given_args, given_kwargs))), model.weight.grad)
+        results.append([*trace, torch.rand(2)])
+        assert (
+            torch.utils._pytree.tree_structure(out["tree"])
+            == torch.utils._pytree.tree_structure((tuple(given_args), given_kwargs))
+            or len(given_kwargs) > 1
+        )
+    assert_same(*results)
+
+
+@few
+@given(tree=trees, other=trees)
+def test_another_tree_is_refused(tree: Any, other: Any, backend: str, device: torch.device) -> None:
+    """A call fits if and only if its tree, shapes and constants are those of the capture."""
+
+    def f(tree: Any, x: Tensor) -> Tensor:
+        return sum((t.sum() for t in tensors(tree)), x.sum())
+
+    x, first, second = torch.ones(2), plant(tree), plant(other)
+    graphed = make_graphed_callables((f,), ((first, x),), backend=backend)[0]
+
+    def shape(tree: Any) -> Any:
+        leaves, spec = torch.utils._pytree.tree_flatten(tree)
+        return spec, [(type(t), t.shape if isinstance(t, Tensor) else t) for t in leaves]
+
+    if shape(first) == shape(second):
+        assert torch.equal(graphed(second, x), f(second, x))
+    else:
+        with pytest.raises(ReplayMismatch):
+            graphed(second, x)
