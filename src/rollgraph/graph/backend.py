@@ -39,6 +39,7 @@ class Recording(Protocol):
 class Backend(Protocol):
     name: str
     records: bool  # False: Python runs each time, so there is nothing to warm up or to bind
+    executes: bool  # recording runs the function for real
 
     def stage(self, arena: Arena) -> AbstractContextManager[None]:
         """Where warm-up runs."""
@@ -77,6 +78,7 @@ class EagerRecording:
 class EagerBackend:
     name = "eager"
     records = False
+    executes = False
 
     def stage(self, arena: Arena) -> AbstractContextManager[None]:
         return nullcontext()
@@ -98,9 +100,12 @@ _READING_METHODS = {
     getattr(Tensor, name): name
     for name in (
         "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__",
-        "__repr__", "__format__", "__contains__",
+        "__repr__", "__format__", "__contains__", "__dlpack__",
     )
 }  # fmt: skip
+
+
+_CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 
 
 class HostReads(TorchFunctionMode):
@@ -112,12 +117,39 @@ class HostReads(TorchFunctionMode):
         name = _READING_METHODS.get(func)
         if name is not None:
             _refuse(f"Tensor.{name}")
+        if func in _CONSTRUCTORS and any(map(_lists_tensors, args)):
+            _refuse(f"{func.__name__} of a list of tensors")
+        if func in (torch.tensor_split, Tensor.tensor_split) and any(isinstance(a, Tensor) for a in args[1:]):
+            _refuse("tensor_split by a tensor")
         return func(*args, **(kwargs or {}))
+
+
+def _lists_tensors(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple)) and next(tensors_in(argument), None) is not None
+
+
+@contextmanager
+def refusing_host_reads() -> Iterator[None]:
+    """HostReads, in backward too: PyTorch runs `backward` itself with the mode off, so the engine turns it on."""
+    engine = torch.autograd._engine_run_backward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with HostReads():
+            return engine(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = watched
+    try:
+        with HostReads():
+            yield
+    finally:
+        torch.autograd._engine_run_backward = engine
 
 
 def refuse_host_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise if an operation's result, or the shape of it, depends on values read on the host."""
     tags = func.tags
+    if func._schema.name == "aten::_pack_padded_sequence":
+        _refuse(str(func))
     if torch.Tag.data_dependent_output in tags:
         _refuse(str(func))
     if torch.Tag.dynamic_output_shape in tags and _shape_depends_on_values(func, args, kwargs):
@@ -233,6 +265,7 @@ class CudaRecording:
 class CudaBackend:
     name = "cuda"
     records = True
+    executes = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -280,7 +313,7 @@ class CudaBackend:
     ) -> list[Tensor | None]:
         graph.capture_begin(pool=cast(Any, arena.cuda_handle()), capture_error_mode="thread_local")
         try:
-            with HostReads(), sentry:
+            with refusing_host_reads(), sentry:
                 outputs = thunk(inputs.tensors)
         except BaseException:
             self._abandon(graph, arena)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import is_not, itemgetter
+from operator import attrgetter, is_not, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollgraph.graph.errors import StaleGraph
-from rollgraph.graph.journal import Census, Journal
+from rollgraph.graph.census import Census
+from rollgraph.graph.errors import CaptureError, StaleGraph
+from rollgraph.graph.journal import Journal
 
 _training = itemgetter("training")
+_requires_grad = attrgetter("requires_grad")
 
 Slot = tuple[dict[Any, Any], Any, Any, str]  # container, key, what it held at capture, name
 
@@ -57,9 +59,9 @@ class Binding:
             reason = self._replaced()
             if reason is not None:
                 raise StaleGraph(reason)
-        if self._frozen and any([t.requires_grad for t in self._frozen]):
-            raise StaleGraph(self._requires_grad())
-        if self._trained and not all([t.requires_grad for t in self._trained]):
+        if (self._frozen and any(map(_requires_grad, self._frozen))) or (
+            self._trained and not all(map(_requires_grad, self._trained))
+        ):
             raise StaleGraph(self._requires_grad())
         if list(map(_training, self._modules)) != self._training:
             raise StaleGraph("a sub-module was switched between train() and eval() since capture")
@@ -183,10 +185,16 @@ class BoundGradients:
         for bound in self._bound:
             bound.leaf.grad = bound.buffer
 
-    def observe(self) -> None:
+    def observe(self, read: Iterable[Tensor]) -> None:
         """After recording: what did the function leave behind?"""
+        touched = {t.data_ptr() for t in read}
         for bound in self._bound:
             bound.accumulates = bound.leaf.grad is bound.buffer
+            if not bound.accumulates and bound.buffer.numel() and bound.buffer.data_ptr() in touched:
+                raise CaptureError(
+                    f"the gradient of a parameter of shape {tuple(bound.leaf.shape)} is read and then replaced: "
+                    "change it in place"
+                )
             bound.result = None if bound.accumulates else bound.leaf.grad
         self._owned = [bound for bound in self._owned if bound.accumulates]
 

@@ -127,7 +127,7 @@ class GraphedCallable(Captured):
         for segment in self._segments:
             segment.release()
         self._segments.clear()
-        self.static_bytes = 0
+        self.static_bytes = self.record.bytes_owned = 0
         if self.module is not None and self.module.__dict__.get("forward") is self:
             if self._replaced is None:
                 del self.module.forward

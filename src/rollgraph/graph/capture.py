@@ -175,7 +175,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         for variant in self._variants:
             variant.recording.release()
         self._variants.clear()
-        self.static_bytes = 0
+        self.static_bytes = self.record.bytes_owned = 0
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], arena: Arena) -> Variant:
         """Capture one call in `arena`; on an error nothing has changed."""
@@ -214,7 +214,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         with self._backend.stage(self._pool.arena), capture_errors(f"warm-up of {self.name!r}"):
             for run in range(self._warmup):
                 self._hooks.run("pre_forward", "warmup", self.target, args, kwargs)
-                with transaction.journal.run():
+                with transaction.journal.run(again=run > 0):
                     output = self._function(*args, **kwargs)
                 self._hooks.run("post_forward", "warmup", self.target, args, kwargs, output)
                 del output
@@ -245,13 +245,14 @@ class GraphedFunction(Captured, Generic[P, R]):
         self._hooks.run("pre_forward", "capture", self.target, args, kwargs)
         number = arena.next_capture()
         generators = [generator for generator, _ in journal.generators.values()]
-        with capture_errors(f"capture of {self.name!r}"), journaled(journal, self._backend):
+        with capture_errors(f"capture of {self.name!r}"), transaction.recording(self._backend.executes):
             recording = self._backend.record(thunk, statics, arena, generators, {})
         try:
             output, tree = trees.pop()
-            self._hooks.run("post_forward", "capture", self.target, args, kwargs, output)
-            gradients.observe()
+            journal.check_reads(recording.external)
+            gradients.observe(recording.external)
             binding = self._bind(transaction, recording, statics, gradients)
+            self._hooks.run("post_forward", "capture", self.target, args, kwargs, output)
         except BaseException:
             recording.release()
             raise
@@ -368,11 +369,6 @@ def refuse_nesting(name: str) -> None:
         raise CaptureError(
             f"graph {name!r} is used inside another capture: switch it off there, `with pool.disabled(): capture(...)`"
         )
-
-
-def journaled(journal: Journal, backend: Backend) -> Any:
-    """A tape's recording runs for real and must be undone; a CUDA capture runs nothing."""
-    return journal.run() if backend.name == "tape" else nullcontext()
 
 
 def _refuse_differentiable(

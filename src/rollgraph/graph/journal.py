@@ -11,7 +11,7 @@ import gc
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -21,49 +21,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollgraph.graph.census import Census, PythonState
 from rollgraph.graph.errors import CaptureError, here
 
 # Operations that write arguments their schema does not mark as written: argument positions.
 _UNMARKED_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
 _UNINITIALISED = ("aten::empty", "aten::new_empty")  # prefixes: the first write is the initial value
-
-
-class Census:
-    """Every leaf, module and optimizer alive in the process, found without knowing the function.
-
-    A function reaches its model through closures, globals or attributes; the garbage collector is the
-    one place that knows them all.
-    """
-
-    def __init__(self, *roots: Any) -> None:
-        leaves: dict[int, Tensor] = {}
-        self.modules: list[torch.nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        for thing in gc.get_objects():
-            kind = type(thing)  # never isinstance: a lazy proxy's __class__ may run code
-            if issubclass(kind, Tensor):
-                if _is_trainable_leaf(thing):
-                    leaves[id(thing)] = thing
-            elif issubclass(kind, torch.nn.Module):
-                self.modules.append(thing)
-            elif issubclass(kind, torch.optim.Optimizer):
-                self.optimizers.append(thing)
-        for root in roots:  # reachable by name even if gc.freeze() hides them
-            if isinstance(root, torch.nn.Module):
-                known = set(map(id, self.modules))
-                self.modules += [m for m in root.modules() if id(m) not in known]
-        for module in self.modules:
-            for parameter in module.__dict__.get("_parameters", {}).values():
-                if parameter is not None and parameter.requires_grad:
-                    leaves[id(parameter)] = parameter
-        self.leaves = list(leaves.values())
-
-
-def _is_trainable_leaf(tensor: Tensor) -> bool:
-    try:
-        return tensor.requires_grad and tensor.is_leaf
-    except RuntimeError:  # a view that autograd has given up on is nobody's parameter
-        return False
+_FACTORIES = tuple(
+    f"aten::{prefix}{name}" for prefix in ("", "new_") for name in ("zeros", "ones", "full", "empty", "arange")
+)  # state made by these has the same initial value in every call
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
@@ -111,19 +77,23 @@ class Journal(TorchDispatchMode):
         self._saved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         # Storages the function made itself: weak, because most are intermediates.
         self._fresh: dict[int, StorageWeakRef] = {}
-        self._made_here: dict[int, str] = {}  # created in the current run, with how
+        self._made_by: dict[int, str] = {}  # with the operation that made them
+        self._made_here: set[int] = set()  # those of the current run
+        self._made_again: set[int] = set()  # those of a call that was not the first
         self._fresh_saved: dict[int, Tensor] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._cuda_rng: dict[int, Tensor] = {}  # state of each CUDA stream after its last draw in this run
 
     @contextmanager
-    def run(self) -> Iterator[None]:
-        """One execution of the user's function."""
+    def run(self, again: bool = False) -> Iterator[None]:
+        """One execution of the user's function; `again` if it was called before."""
         self._forget_dead()
-        self._made_here.clear()
+        self._made_here = set()
         self._cuda_rng.clear()
         with self:
             yield
+        if again:
+            self._made_again |= self._made_here
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -132,7 +102,10 @@ class Journal(TorchDispatchMode):
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator) and id(value) not in self.generators:
                 self.generators[id(value)] = (value, value.get_state())
-        for tensor in written_arguments(func, args, kwargs):
+        written = written_arguments(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            self._refuse_reshape(func, written)
+        for tensor in written:
             self._save(tensor, func)
         inputs = {s._cdata for t in tensors_in((args, kwargs)) if (s := storage_of(t)) is not None}
         with self._following_cuda_rng(func, args, kwargs):
@@ -141,7 +114,8 @@ class Journal(TorchDispatchMode):
             storage = storage_of(tensor)
             if storage is not None and storage._cdata not in inputs and storage._cdata not in self._fresh:
                 self._fresh[storage._cdata] = StorageWeakRef(storage)
-                self._made_here[storage._cdata] = func._schema.name
+                self._made_by[storage._cdata] = func._schema.name
+                self._made_here.add(storage._cdata)
         return result
 
     @contextmanager
@@ -165,6 +139,25 @@ class Journal(TorchDispatchMode):
         yield
         self._cuda_rng[id(generator)] = generator.get_state()
 
+    def _refuse_reshape(self, func: Any, written: list[Tensor]) -> None:
+        for tensor in written:
+            storage = storage_of(tensor)
+            if storage is None or storage._cdata not in self._fresh:
+                raise CaptureError(f"{func} at {here()} changes the shape of a tensor that the function did not make")
+
+    def check_reads(self, tensors: Iterable[Tensor]) -> None:
+        """Refuse a recording that reads what the call before it made: a replay would read that for ever.
+
+        What the first call made and all others read is a cache, and fine.
+        """
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is not None and storage._cdata in self._made_again:
+                raise CaptureError(
+                    f"a tensor of shape {tuple(tensor.shape)} passes from one call to the next through an attribute: "
+                    "keep it in one tensor and update that with copy_"
+                )
+
     def _save(self, tensor: Tensor, func: Any) -> None:
         storage = storage_of(tensor)
         if storage is None or storage._cdata in self._saved:
@@ -172,21 +165,21 @@ class Journal(TorchDispatchMode):
         key = storage._cdata
         if key not in self._fresh:
             self._saved[key] = (storage, _bytes_of(storage).clone())
-        elif key in self._fresh_saved:
-            return
-        elif key not in self._made_here:
+        elif key in self._made_here:
+            if self._made_by[key].startswith(_UNINITIALISED):
+                self._made_by[key] = "aten::full"  # initialised by this write
+            elif key not in self._fresh_saved:
+                self._fresh_saved[key] = _bytes_of(storage).clone()
+        elif key not in self._fresh_saved or not self._made_by[key].startswith(_FACTORIES):
             raise CaptureError(
                 f"{func} at {here()} updates state that an earlier call created: its value before the first call is "
                 "not known. Create the state before capturing, or run the function once"
             )
-        elif self._made_here[key].startswith(_UNINITIALISED):
-            self._made_here[key] = "initialised"
-        else:
-            self._fresh_saved[key] = _bytes_of(storage).clone()
 
     def _forget_dead(self) -> None:
         for key in [key for key, ref in self._fresh.items() if ref.expired()]:
-            del self._fresh[key]
+            del self._fresh[key], self._made_by[key]
+            self._made_again.discard(key)
             self._fresh_saved.pop(key, None)
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
@@ -195,6 +188,7 @@ class Journal(TorchDispatchMode):
             storage = storage_of(tensor)
             if storage is None or self._fresh.pop(storage._cdata, None) is None:
                 continue
+            del self._made_by[storage._cdata]
             initial = self._fresh_saved.pop(storage._cdata, None)
             if initial is not None:
                 _bytes_of(storage).copy_(initial)
@@ -212,7 +206,7 @@ class Journal(TorchDispatchMode):
                     _bytes_of(storage).copy_(saved)
             for key, saved in self._fresh_saved.items():
                 storage = torch.UntypedStorage._new_with_weak_ptr(key)
-                if storage is not None:
+                if storage is not None and storage.nbytes() == saved.numel():
                     _bytes_of(storage).copy_(saved)
         for generator, state in self.generators.values():
             generator.set_state(state)
@@ -252,6 +246,7 @@ class Transaction:
         self._grad_mode = torch.is_grad_enabled()
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self.census = Census(*self._roots)
+        self._python = PythonState(self.census)
         self.entry_gradients = [(leaf, leaf.grad) for leaf in self.census.leaves]
         self._states = [(o, {p: set(s) for p, s in o.state.items()}) for o in self.census.optimizers]
         torch.set_autocast_cache_enabled(False)  # a cached cast would freeze the weights of another moment
@@ -264,14 +259,24 @@ class Transaction:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(self._autocast_cache)
         torch.set_grad_enabled(self._grad_mode)
-        try:
-            self.journal.rollback()
-            self.restore_gradients()
+        with ExitStack() as restore:  # each of them, even if another one fails
+            restore.callback(gc.enable if self._gc else gc.disable)
+            restore.callback(self._rng.restore)
+            restore.callback(self._python.restore)
             if error is not None:
-                self._drop_new_optimizer_state()
-        finally:
-            self._rng.restore()
-            (gc.enable if self._gc else gc.disable)()
+                restore.callback(self._drop_new_optimizer_state)
+                restore.callback(self._python.restore_slots)
+            restore.callback(self.restore_gradients)
+            restore.callback(self.journal.rollback)
+
+    @contextmanager
+    def recording(self, runs: bool) -> Iterator[None]:
+        """Around the recording of a pass; `runs` says that the recording executes it for real."""
+        before = PythonState(self.census)
+        with self.journal.run() if runs else nullcontext():
+            yield
+        for what in before.rebound():
+            raise CaptureError(f"the function replaces {what}: a replay would not do that again")
 
     def restore_gradients(self) -> None:
         for leaf, gradient in self.entry_gradients:

@@ -8,6 +8,7 @@ rule depends on the order of captures alone, so a laptop and a GPU refuse the sa
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -183,7 +184,7 @@ class GraphPool:
         self.graphs.clear()
 
     def report(self) -> Report:
-        records = tuple(graph.record for graph in self.graphs)
+        records = tuple(copy.deepcopy(graph.record) for graph in self.graphs)
         return Report(records, self.memory_bytes())
 
     def memory_bytes(self) -> int:

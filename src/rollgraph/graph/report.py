@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Report:
         return sum(graph.eager_runs.total() for graph in self.graphs)
 
     def to_json(self) -> str:
-        return json.dumps({"pool_bytes": self.pool_bytes, "graphs": [asdict(g) for g in self.graphs]}, indent=2)
+        return json.dumps({"pool_bytes": self.pool_bytes, "graphs": [vars(g) for g in self.graphs]}, indent=2)
 
     def __str__(self) -> str:
         header = ("graph", "backend", "ops", "owned", "captures", "replays", "eager", "surface")

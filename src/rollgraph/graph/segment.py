@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
 from rollgraph.graph.binding import Binding, module_slots
-from rollgraph.graph.capture import OutputTree, journaled
+from rollgraph.graph.capture import OutputTree
 from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
 from rollgraph.graph.journal import Transaction
@@ -24,6 +25,7 @@ from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
 
+_hooks_of = attrgetter("_backward_hooks")
 WarmupHook = Callable[[Any], None]
 
 
@@ -131,9 +133,9 @@ class Segment:
     def warm_up(self, transaction: Transaction, iterations: int) -> None:
         spec, hooks = self.spec, self.spec.hooks
         args, kwargs = self.surface.arguments(self.statics.tensors)
-        for _ in range(iterations):
+        for iteration in range(iterations):
             hooks.run("pre_forward", "warmup", spec.target, args, kwargs)
-            with transaction.journal.run():
+            with transaction.journal.run(again=iteration > 0):
                 self._run_forward(self.statics.tensors)
             hooks.run("post_forward", "warmup", spec.target, args, kwargs, self.raw_output)
             self._find_parameters()
@@ -153,8 +155,9 @@ class Segment:
         self.forward = self._record(transaction, self._run_forward, self.statics, "forward")
         if spec.backend.records:
             self._find_parameters()
-        spec.hooks.run("post_forward", "capture", spec.target, args, kwargs, self.raw_output)
+        transaction.journal.check_reads(self.forward.external)
         self._bind()
+        spec.hooks.run("post_forward", "capture", spec.target, args, kwargs, self.raw_output)
 
     def record_backward(self, transaction: Transaction) -> None:
         if not self._trains:
@@ -174,7 +177,7 @@ class Segment:
     def _record(self, transaction: Transaction, thunk: Any, statics: StaticTensors, which: str) -> Recording:
         backend, journal = self.spec.backend, transaction.journal
         generators = [generator for generator, _ in journal.generators.values()]
-        with capture_errors(f"capture of {self.spec.name!r} ({which})"), journaled(journal, backend):
+        with capture_errors(f"capture of {self.spec.name!r} ({which})"), transaction.recording(backend.executes):
             return backend.record(thunk, statics, self.arena, generators, self._marks)
 
     def _scratch(self) -> list[Tensor]:
@@ -317,7 +320,7 @@ class Segment:
         detached static tensor instead would let it steal the memory that the next replay overwrites.
         """
         first = self.passed[0] if self.passed else None
-        if first is None or first.grad is None or any([p._backward_hooks for p in self.passed]):
+        if first is None or first.grad is None or any(map(_hooks_of, self.passed)):
             return _clones(made)
         try:
             accumulation = node.next_functions[len(self._differentiable)][0]

@@ -67,7 +67,7 @@ class Surface:
         paths, _ = pytree.tree_flatten_with_path((args, _sorted(kwargs)))
         self._names = [_argument_name(path) for path, _ in paths]
         self._expected = [self._expectation(leaf, name) for leaf, name in zip(leaves, self._names, strict=True)]
-        self._checks = [  # the same, in the form that `bind` compares fastest
+        self._checks: list[Any] = [  # the same, in the form that `bind` compares fastest
             (e.shape, e.dtype, e.device) if isinstance(e, TensorSpec) else _Constant(e) for e in self._expected
         ]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]

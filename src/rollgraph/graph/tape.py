@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollgraph.graph.backend import HostReads, Recording, Thunk, refuse_host_read
+from rollgraph.graph.backend import Recording, Thunk, refuse_host_read, refusing_host_reads
 from rollgraph.graph.errors import CaptureError, here
 from rollgraph.graph.journal import storage_of, tensors_in, written_arguments
 from rollgraph.graph.pool import Arena
@@ -89,7 +89,7 @@ class Entry:
 class Recorder(TorchDispatchMode):
     """Writes down the operations that run while it is entered."""
 
-    def __init__(self, marks: dict[Any, RngMark]) -> None:
+    def __init__(self, marks: dict[Any, RngMark], generators: Sequence[torch.Generator]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
         self.values: list[Value] = []
@@ -101,14 +101,17 @@ class Recorder(TorchDispatchMode):
         self._first_in: dict[int, int] = {}  # storage -> the register it was made as
         self._marks = marks
         self._streams: dict[int, tuple[torch.Generator, bytes]] = {}
-        torch.default_generator.seed()  # a state no other recording has; the transaction restores it
-        self._mark(torch.default_generator)
+        for generator in (torch.default_generator, *generators):
+            generator.seed()  # a state no other recording has; the transaction restores it
+            self._mark(generator)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         refuse_host_read(func, args, kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            return self._lift(func, args[0])
         written = written_arguments(func, args, kwargs)
         recorded_args, recorded_kwargs = self._encode(args), self._encode(kwargs)
         if torch.Tag.inplace_view in func.tags:
@@ -118,16 +121,13 @@ class Recorder(TorchDispatchMode):
         if draws:
             generator = generator or torch.default_generator
             if id(generator) not in self._streams:
-                self._mark(generator)
+                raise CaptureError(f"{func} at {here()} draws from a generator made inside the captured function")
             self._rewind_if_moved(generator)
         inputs = {s._cdata for t in tensors_in((args, kwargs)) if (s := storage_of(t)) is not None}
         result = func(*args, **kwargs)
         sequence = isinstance(result, (list, tuple))
         entry = Entry(func, recorded_args, recorded_kwargs, [], sequence, bool(written) or draws)
         entry.uninitialised = func._schema.name.startswith(("aten::empty", "aten::new_empty"))
-        if func is torch.ops.aten.lift_fresh.default:
-            self._lift(entry, args[0], result)
-            return result
         for output in result if sequence else (result,):
             entry.outputs.append(self._output(entry, output, inputs))
         self.entries.append(entry)
@@ -148,9 +148,9 @@ class Recorder(TorchDispatchMode):
 
     def _read(self, tensor: Tensor) -> int:
         register = self._register_of.get(id(tensor))
-        if register is not None:
-            return register
         storage = storage_of(tensor)
+        if register is not None and storage is not None and self.values[register] == _value(tensor, storage):
+            return register  # the same tensor; `.data =` may have given it other memory since
         if storage is None:
             raise CaptureError(f"a {tensor.layout} tensor on {tensor.device} at {here()} cannot be recorded")
         register = self._new(tensor, storage)
@@ -184,17 +184,17 @@ class Recorder(TorchDispatchMode):
             entry.creates.append(register)
         return register
 
-    def _lift(self, entry: Entry, source: Tensor, result: Tensor) -> None:
+    def _lift(self, func: Any, source: Tensor) -> Tensor:
         """`torch.tensor(...)`: a constant of the program, made anew by every replay."""
         constant = source.clone()
-        register = self._output(entry, result, set())
-        if register is not None and register in entry.creates:
-            entry.function, entry.args, entry.outputs = torch.clone, (constant,), [register]
-            self.entries.append(entry)
+        result: Tensor = func(source)
+        entry = Entry(torch.clone, (constant,), {}, [], sequence=False, keep=False)
+        entry.outputs.append(self._output(entry, result, set()))
+        self.entries.append(entry)
+        return result
 
     def _new(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
-        value = Value(storage._cdata, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
-        self.values.append(value)
+        self.values.append(_value(tensor, storage))
         self._register_of[id(tensor)] = len(self.values) - 1
         self._held.append(tensor)
         return len(self.values) - 1
@@ -245,6 +245,10 @@ class Recorder(TorchDispatchMode):
             self._rewind_if_moved(generator)
         self._held.clear()
         self._register_of.clear()
+
+
+def _value(tensor: Tensor, storage: torch.UntypedStorage) -> Value:
+    return Value(storage._cdata, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
 
 def _state(generator: torch.Generator) -> bytes:
@@ -407,6 +411,7 @@ class TapeRecording:
 class TapeBackend:
     name = "tape"
     records = True
+    executes = True
 
     def stage(self, arena: Arena) -> AbstractContextManager[None]:
         return nullcontext()
@@ -419,7 +424,7 @@ class TapeBackend:
         generators: Sequence[torch.Generator],
         marks: dict[Any, Any],
     ) -> Recording:
-        recorder = Recorder(marks)
-        with HostReads(), recorder:
+        recorder = Recorder(marks, generators)
+        with refusing_host_reads(), recorder:
             outputs = thunk(inputs.tensors)
         return TapeRecording(recorder, inputs, outputs)

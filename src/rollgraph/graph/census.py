@@ -1,0 +1,132 @@
+"""The census: what Python state is alive in the process, and what it looked like before a capture.
+
+A function reaches its model through closures, globals or attributes; the garbage collector is the
+one place that knows them all. Values in memory are the journal's; names, flags and slots are here.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Census:
+    """Every trainable leaf, module and optimizer alive. `roots` are found even if gc.freeze() hides them."""
+
+    def __init__(self, *roots: Any) -> None:
+        leaves: dict[int, Tensor] = {}
+        modules: dict[int, nn.Module] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        verdicts: dict[type, int] = {}
+        for thing in gc.get_objects():
+            kind = type(thing)  # never isinstance: a lazy proxy's __class__ may run code
+            verdict = verdicts.get(kind)
+            if verdict is None:
+                verdict = verdicts[kind] = _verdict(kind)
+            if verdict == 0:
+                continue
+            if verdict == 1 and _is_trainable_leaf(thing):
+                leaves[id(thing)] = thing
+            elif verdict == 2 and "_modules" in thing.__dict__:
+                modules[id(thing)] = thing
+            elif verdict == 3:
+                self.optimizers.append(thing)
+        for root in roots:
+            if isinstance(root, nn.Module):
+                modules.update((id(module), module) for module in root.modules())
+        self.modules = list(modules.values())
+        for module in self.modules:
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.requires_grad:
+                    leaves[id(parameter)] = parameter
+        self.leaves = list(leaves.values())
+
+
+def _verdict(kind: type) -> int:
+    return 1 if issubclass(kind, Tensor) else 2 if issubclass(kind, nn.Module) else 3 * _is_optimizer(kind)
+
+
+def _is_optimizer(kind: type) -> bool:
+    return issubclass(kind, torch.optim.Optimizer)
+
+
+def _is_trainable_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:  # a view that autograd has given up on is nobody's parameter
+        return False
+
+
+class PythonState:
+    """Flags, hooks and slots of the modules and leaves of a census, and how to put them back."""
+
+    def __init__(self, census: Census) -> None:
+        self._training = [(module, module.training) for module in census.modules]
+        self._hooks = [(d, dict(d)) for m in census.modules for d in _hook_dicts(m)]
+        self._tensor_hooks = [(t, dict(t._backward_hooks or {})) for t in census.leaves]
+        self._slots: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
+            (m, d, dict(d)) for m in census.modules for d in (m._parameters, m._buffers)
+        ]
+        tensors = {id(t): t for _, _, saved in self._slots for t in saved.values() if t is not None}
+        self._memory = [(t, t.data_ptr(), t.detach()) for t in tensors.values() if t.layout is torch.strided]
+        self._requires_grad = [(t, t.requires_grad) for t in (*census.leaves, *tensors.values()) if t.is_leaf]
+        self._numbers = [
+            (type(optimizer).__name__, state, dict(state))
+            for optimizer in census.optimizers
+            for state in optimizer.state.values()
+            if isinstance(state, dict)
+        ]
+
+    def rebound(self) -> Iterator[str]:
+        """What the program gave another object or other memory since, which a replay would not do again."""
+        for module, slots, saved in self._slots:
+            for key, tensor in saved.items():
+                if slots.get(key) is not tensor:
+                    yield f"{type(module).__name__}.{key} (assign with copy_ instead)"
+        for tensor, address, _ in self._memory:
+            if tensor.data_ptr() != address:
+                yield f"the memory of a tensor of shape {tuple(tensor.shape)} (`.data =`; use copy_ instead)"
+        for name, state, saved in self._numbers:
+            for key, value in saved.items():
+                if isinstance(value, (int, float)) and state.get(key) != value:
+                    yield f"{name} state {key!r}, a Python number (it must be a tensor)"
+
+    def restore(self) -> None:
+        for module, training in self._training:
+            module.training = training
+        for hooks, saved in self._hooks:
+            if hooks.keys() != saved.keys():
+                hooks.clear()
+                hooks.update(saved)
+        for tensor, saved in self._tensor_hooks:
+            current: dict[Any, Any] = tensor._backward_hooks or {}
+            if current.keys() != saved.keys():
+                current.clear()
+                current.update(saved)
+        for tensor, requires_grad in self._requires_grad:
+            if tensor.requires_grad != requires_grad and tensor.is_leaf:
+                tensor.requires_grad_(requires_grad)
+
+    def restore_slots(self) -> None:
+        """After a failure: the objects and the memory that modules and optimizers had."""
+        for _, slots, saved in self._slots:
+            if any(slots.get(key) is not value for key, value in saved.items()) or slots.keys() != saved.keys():
+                slots.clear()
+                slots.update(saved)
+        for tensor, address, original in self._memory:
+            if tensor.data_ptr() != address:
+                tensor.data = original
+        for _, state, saved in self._numbers:
+            for key, value in saved.items():
+                if isinstance(value, (int, float)):
+                    state[key] = value
+
+
+def _hook_dicts(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    return (module.__dict__[name] for name in _HOOKS if name in module.__dict__)
