@@ -346,7 +346,7 @@ def test_a_gradient_assigned_by_the_user(backend: str, device: torch.device, zer
 
 @pytest.mark.parametrize("at_capture", ["none", "existing"])
 def test_a_kept_gradient_is_not_overwritten(backend: str, device: torch.device, at_capture: str) -> None:
-    """`kept = p.grad; p.grad = None; step()` leaves `kept` alone in eager."""
+    """`kept = p.grad; p.grad = None; step()` leaves `kept` alone in eager; a graph has one buffer, and says so."""
     program = Program("sgd", None, False)
     if at_capture == "existing":
         for p in program.model.parameters():
@@ -356,8 +356,11 @@ def test_a_kept_gradient_is_not_overwritten(backend: str, device: torch.device, 
     kept = program.model.last.bias.grad
     value = kept.clone()
     program.optimizer.zero_grad(set_to_none=True)
-    graphed(torch.randn(3, 4))
+    with pytest.raises(StaleGraph, match="still held"):
+        graphed(torch.randn(3, 4))
     assert torch.equal(kept, value)
+    del kept
+    graphed(torch.randn(3, 4))
 
 
 def test_only_the_functions_own_gradients_are_touched(backend: str, device: torch.device) -> None:

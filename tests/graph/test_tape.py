@@ -284,7 +284,6 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
     "integers": lambda x: (x > 0, x.long(), x.argmax(1), x.to(torch.uint8)),
     "input": lambda x: x,
     "view of input": lambda x: (x.t(), x[1:]),
-    "input written": lambda x: (x.add_(1), x.t()),
     "aliases": lambda x: (lambda z: (z, z, z[0], z.t()))(x + 1),
     "alias written later": lambda x: (lambda z: (z[0], z.mul_(2)))(x + 1),
     "split": lambda x: (x * 2).split(2),

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch._dynamo  # noqa: F401: what the first checkpoint would import
+import torch._dynamo  # noqa: F401 (else imported by the first checkpoint)
 
 from tests.graph.conftest import backend, device  # noqa: F401
 

@@ -316,7 +316,31 @@ def test_output_that_nobody_differentiates(backend: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_retain_graph_and_autograd_grad(set_to_none: bool, backend: str, device: torch.device) -> None:
+def test_switched_off_and_on(set_to_none: bool, backend: str, device: torch.device) -> None:
+    """A call that runs eagerly makes gradients of its own, which the graph must go on from."""
+    (graphed, eager), inputs, results = twins(mlp), batches(), []
+    for model in (graphed, eager):
+        opt = OPTIMIZERS["momentum"](model.parameters())
+
+        def run(x: Tensor, model: nn.Module = model) -> Any:
+            return backward(model, x)
+
+        if model is graphed:
+            run = capture(run, (inputs[0],), backend=backend)
+        trace: Trace = []
+        for x, off in zip(inputs, (True, False, False, True, False, True), strict=True):
+            if model is graphed:
+                run.enabled = not off
+            trace += copies(*run(x))
+            opt.step()
+            opt.zero_grad(set_to_none)
+            trace += state(model)
+        results.append(trace)
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_autograd_grad(set_to_none: bool, backend: str, device: torch.device) -> None:
     """torch.autograd.grad through a graph, with and without gradients that exist."""
     graphed, eager = twins(mlp)
     sample = torch.randn(3, WIDTH, requires_grad=True)

@@ -7,7 +7,8 @@ loaded anew or a learning rate changed is found at the next replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_not, itemgetter
 from typing import Any
@@ -42,6 +43,9 @@ class Binding:
         self._names = {id(thing): name for _, _, thing, name in slots}
         self._tensors = list({id(t): t for t in tensors}.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        # Same address, other view: autograd finds another shape of what it trains, but not another stride.
+        self._views = [t for t in self._tensors if not t.requires_grad or len(set(t.shape)) < t.dim()]
+        self._strides = [(t.size(), t.stride()) for t in self._views]
         self._frozen = [t for t in self._tensors if not t.requires_grad and t.is_leaf]
         self._trained = list(trained)
         self._containers = [container for container, _, _, _ in slots]
@@ -50,11 +54,15 @@ class Binding:
         self._slots = slots
         self._modules = [module.__dict__ for module in modules]
         self._training = list(map(_training, self._modules))
+        self._lists = [held for _, _, held, _ in slots if isinstance(held, list)]
+        self._lengths = list(map(len, self._lists))
 
     def check(self) -> None:
         """Raise StaleGraph if a replay would read or write something else than the program means."""
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             raise StaleGraph(self._moved())
+        if [(t.size(), t.stride()) for t in self._views] != self._strides:
+            raise StaleGraph("a parameter or buffer got another shape or other strides since capture (`.data = ...`?)")
         if any(map(is_not, map(dict.get, self._containers, self._keys), self._held)):
             reason = self._replaced()
             if reason is not None:
@@ -63,6 +71,8 @@ class Binding:
             self._trained and not all(map(_requires_grad, self._trained))
         ):
             raise StaleGraph(self._requires_grad())
+        if list(map(len, self._lists)) != self._lengths:
+            raise StaleGraph("a parameter group was added to an optimizer since capture")
         if list(map(_training, self._modules)) != self._training:
             raise StaleGraph("a sub-module was switched between train() and eval() since capture")
 
@@ -80,11 +90,13 @@ class Binding:
     def _replaced(self) -> str | None:
         for container, key, held, name in self._slots:
             found = container.get(key)
-            if found is held or (not isinstance(held, (Tensor, dict)) and type(found) is type(held) and found == held):
+            if found is held:
                 continue
-            if isinstance(held, (Tensor, dict)):
-                return f"{name} was replaced by another object since capture (load_state_dict?): copy into it instead"
-            return f"{name} was {held!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it"
+            if not isinstance(held, (Tensor, dict, list, torch.nn.Module, type(None))):
+                if type(found) is type(held) and found == held:
+                    continue
+                return f"{name} was {held!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it"
+            return f"{name} was replaced by another object since capture (load_state_dict?): copy into it instead"
         return None
 
     def _requires_grad(self) -> str:
@@ -92,15 +104,20 @@ class Binding:
         return f"requires_grad of {', '.join(map(self._name, changed[:3]))} changed since capture"
 
 
-def module_slots(modules: Iterable[torch.nn.Module], wanted: Callable[[Tensor], bool]) -> list[Slot]:
-    """Where modules keep the wanted parameters and buffers."""
+def module_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
+    """Where the modules keep their parameters, buffers and children, empty places included."""
     return [
-        (container, key, tensor, f"{type(module).__name__}.{key}")
+        (container, key, held, f"{type(module).__name__}.{key}")
         for module in modules
-        for container in (module._parameters, module._buffers)
-        for key, tensor in container.items()
-        if tensor is not None and wanted(tensor)
+        for container in (module._parameters, module._buffers, module._modules)
+        for key, held in container.items()
     ]
+
+
+def holders_of(tensors: Iterable[Tensor], modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules that keep one of the tensors."""
+    ids = set(map(id, tensors))
+    return [m for m in modules if any(id(t) in ids for d in (m._parameters, m._buffers) for t in d.values())]
 
 
 def optimizer_slots(census: Census, journal: Journal) -> list[Slot]:
@@ -118,12 +135,9 @@ def optimizer_slots(census: Census, journal: Journal) -> list[Slot]:
             state = optimizer.state[parameter]
             slots.append((optimizer.state, parameter, state, f"the state of {name}"))
             slots += [(state, key, value, f"{name} state {key!r}") for key, value in state.items()]
+        slots.append((optimizer.__dict__, "param_groups", optimizer.param_groups, f"{name}.param_groups"))
         for index, group in enumerate(optimizer.param_groups):
-            slots += [
-                (group, key, value, f"{name}.param_groups[{index}][{key!r}]")
-                for key, value in group.items()
-                if key != "params"
-            ]
+            slots += [(group, key, value, f"{name}.param_groups[{index}][{key!r}]") for key, value in group.items()]
     return slots
 
 
@@ -141,12 +155,21 @@ class BoundGradient:
 
     leaf: Tensor
     buffer: Tensor
+    owned: bool
     accumulates: bool = True
     result: Tensor | None = None
+    holders: int = 0
 
     def check(self) -> None:
         found = self.leaf.grad
-        if not self.accumulates or found is None or found is self.buffer:
+        if not self.accumulates or found is self.buffer:
+            return
+        if found is None:
+            if self.others_hold_it():
+                raise StaleGraph(
+                    f"a gradient of shape {tuple(self.leaf.shape)} that the graph accumulates into is still held after "
+                    "it was set to None: a replay would overwrite it. Keep a clone instead"
+                )
             return
         if found.data_ptr() != self.buffer.data_ptr() or found.stride() != self.buffer.stride():
             raise StaleGraph(
@@ -159,6 +182,18 @@ class BoundGradient:
             self.buffer.zero_()
             self.leaf.grad = self.buffer
 
+    def others_hold_it(self) -> bool:
+        """Somebody kept the gradient that `zero_grad(set_to_none=True)` took from the leaf."""
+        return self._holders() > self.holders
+
+    def count_holders(self) -> None:
+        self.holders = self._holders()
+
+    def _holders(self) -> int:
+        if self.owned:
+            return int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
+        return sys.getrefcount(self.buffer)  # a view of somebody's flat buffer: its storage has many holders
+
     def leave(self) -> None:
         if not self.accumulates and self.leaf.grad is not self.result:
             self.leaf.grad = self.result
@@ -169,16 +204,18 @@ class BoundGradients:
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._bound = [
-            BoundGradient(leaf, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for leaf in leaves
+            BoundGradient(leaf, torch.zeros_like(leaf), owned=True)
+            if leaf.grad is None
+            else BoundGradient(leaf, leaf.grad, owned=False)
+            for leaf in leaves
         ]
-        self._owned = [b for b in self._bound if b.leaf.grad is None]
 
     @property
     def leaves(self) -> list[Tensor]:
         return [bound.leaf for bound in self._bound]
 
     def nbytes(self) -> int:
-        return sum(bound.buffer.nbytes for bound in self._owned)
+        return sum(bound.buffer.nbytes for bound in self._bound if bound.owned and bound.accumulates)
 
     def bind(self) -> None:
         """Before a run: every leaf has the buffer as its gradient, so that the run accumulates."""
@@ -196,7 +233,11 @@ class BoundGradients:
                     "change it in place"
                 )
             bound.result = None if bound.accumulates else bound.leaf.grad
-        self._owned = [bound for bound in self._owned if bound.accumulates]
+
+    def settle(self) -> None:
+        """After the capture: from now on, a new holder of a buffer is the user."""
+        for bound in self._bound:
+            bound.count_holders()
 
     def check(self) -> None:
         for bound in self._bound:

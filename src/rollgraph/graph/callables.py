@@ -64,6 +64,7 @@ class GraphedCallable(Captured):
         if self._guards:
             check_guards(self._guards, self.name)
         if self.spec.hooked:
+            segment.arena.admit(segment.forward_number, self.name)  # before a hook has changed anything
             self.hooks.run("pre_forward", "replay", self.target, args, kwargs)
         try:
             segment.binding.check()
@@ -71,8 +72,9 @@ class GraphedCallable(Captured):
             if self._act_on(error) == "eager":
                 output = self.original(*args, **kwargs)
             else:
-                self._segments.remove(segment)
+                self._drop(segment)
                 output = self._recapture(args, kwargs).replay(inputs)
+                self._count_run()
         else:
             output = segment.replay(inputs)
             self._count_run()
@@ -109,12 +111,22 @@ class GraphedCallable(Captured):
         record.captures += self._backend.records
         record.operations = segment.operations()
         if self._backend.records:
-            record.bytes_owned += segment.statics.nbytes() + segment.nbytes()
-            self.static_bytes += segment.statics.nbytes() + (segment.nbytes() if self._backend.name != "cuda" else 0)
+            self._own(1, segment)
         inner = [m for m in self.module.modules() if m is not self.module] if self.module is not None else []
         hooked = sum(bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks) for m in inner)
         if hooked and self._backend.records:
             record.notes.append(f"hooks on {hooked} sub-modules ran at capture and do not run at replay")
+
+    def _drop(self, segment: Segment) -> None:
+        self._segments.remove(segment)
+        segment.release()
+        if self._backend.records:
+            self._own(-1, segment)
+
+    def _own(self, sign: int, segment: Segment) -> None:
+        recorded = segment.nbytes() if self._backend.name != "cuda" else 0
+        self.record.bytes_owned += sign * (segment.statics.nbytes() + segment.nbytes())
+        self.static_bytes += sign * (segment.statics.nbytes() + recorded)
 
     def install(self) -> None:
         """Stand in for the module's forward."""
@@ -176,7 +188,7 @@ def make_graphed_callables(
     """
     single = not isinstance(callables, (tuple, list))
     targets = [callables] if single else list(callables)
-    args, kwargs = _samples(targets, single, sample_args, sample_kwargs)
+    args, kwargs = _samples(single and order is None, sample_args, sample_kwargs)
     pool = GraphPool.of(pool)
     chosen = choose_backend(backend, (args, kwargs), nn.ModuleList(t for t in targets if isinstance(t, nn.Module)))
     _check_targets(targets, num_warmup_iters)
@@ -204,12 +216,10 @@ def make_graphed_callables(
     return results[0] if single and order is None else tuple(results)
 
 
-def _samples(targets: list[Any], single: bool, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+def _samples(single: bool, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
     """Sample arguments as one tuple and one dict for each of the given entries."""
-    if single and not (isinstance(args, (tuple, list)) and args and isinstance(args[0], (tuple, list))):
-        args = (args,)
-    if single and kwargs is not None and isinstance(kwargs, Mapping):
-        kwargs = (kwargs,)
+    if single:
+        args, kwargs = (args,), None if kwargs is None else (kwargs,)
     args = list(args)
     if any(not isinstance(sample, (tuple, list)) for sample in args):
         raise CaptureError("sample_args must be a tuple of arguments for each callable")

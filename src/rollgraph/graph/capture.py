@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rollgraph.graph.backend import Backend, CudaBackend, EagerBackend, Recording, Sentry, capture_errors
-from rollgraph.graph.binding import Binding, BoundGradients, module_slots, optimizer_slots
+from rollgraph.graph.binding import Binding, BoundGradients, holders_of, module_slots, optimizer_slots
+from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard, check_guards
 from rollgraph.graph.journal import Journal, Transaction
@@ -141,6 +142,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         self._hooks = hooks
         self._guards = list(guards)
         self._warmup = warmup
+        self._called: dict[int, torch.nn.Module] = {}
         self._variants: list[Variant] = []
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -155,6 +157,7 @@ class GraphedFunction(Captured, Generic[P, R]):
                 return self._function(*args, **kwargs)
             variant, inputs = self._recapture(args, kwargs), Surface(args, kwargs).tensors
         check_guards(self._guards, self.name)
+        variant.arena.admit(variant.capture, self.name)  # before a hook has changed anything
         self._hooks.run("pre_forward", "replay", self.target, args, kwargs)
         try:
             variant.binding.check()
@@ -177,6 +180,10 @@ class GraphedFunction(Captured, Generic[P, R]):
         self._variants.clear()
         self.static_bytes = self.record.bytes_owned = 0
 
+    def __reduce__(self) -> Any:
+        """A copy or pickle is the function itself, ungraphed."""
+        return _identity, (self._function,)
+
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], arena: Arena) -> Variant:
         """Capture one call in `arena`; on an error nothing has changed."""
         surface = Surface(args, kwargs)
@@ -188,6 +195,7 @@ class GraphedFunction(Captured, Generic[P, R]):
             with Transaction(self.target) as transaction:
                 gradients = self._warm_up(transaction, surface, statics)
                 variant = self._record(transaction, surface, statics, gradients, arena)
+        variant.gradients.settle()
         self._variants.insert(0, variant)
         self.record.surface = str(surface)
         self.record.captures += variant.recording.operations > 0
@@ -214,16 +222,18 @@ class GraphedFunction(Captured, Generic[P, R]):
         with self._backend.stage(self._pool.arena), capture_errors(f"warm-up of {self.name!r}"):
             for run in range(self._warmup):
                 self._hooks.run("pre_forward", "warmup", self.target, args, kwargs)
-                with transaction.journal.run(again=run > 0):
+                with transaction.journal.run(again=run > 0), noting_calls(self._called):
                     output = self._function(*args, **kwargs)
                 self._hooks.run("post_forward", "warmup", self.target, args, kwargs, output)
                 del output
-                if run == 0:
-                    leaves = transaction.changed_gradients()
-                    transaction.restore_gradients()
+                leaves = transaction.changed_gradients()
+                transaction.restore_gradients()
+                if len(leaves) > len(gradients.leaves):
                     gradients = BoundGradients(leaves)
+                if run == 0:
                     transaction.create_optimizer_state()
                 gradients.bind()
+        refuse_written(transaction.journal, surface, statics)
         return gradients
 
     def _record(
@@ -250,6 +260,10 @@ class GraphedFunction(Captured, Generic[P, R]):
         try:
             output, tree = trees.pop()
             journal.check_reads(recording.external)
+            if len(transaction.changed_gradients()) > len(gradients.leaves):
+                raise CaptureError(
+                    f"a parameter first gets a gradient after {self._warmup} runs of {self.name!r}: raise warmup"
+                )
             gradients.observe(recording.external)
             binding = self._bind(transaction, recording, statics, gradients)
             self._hooks.run("post_forward", "capture", self.target, args, kwargs, output)
@@ -263,12 +277,9 @@ class GraphedFunction(Captured, Generic[P, R]):
     ) -> Binding:
         census, given = transaction.census, set(map(id, statics.tensors))
         tensors = [t for t in (*recording.external, *gradients.leaves) if id(t) not in given]
-        if isinstance(self.target, torch.nn.Module):
-            tensors += [*self.target.parameters(), *self.target.buffers()]
-        ids = set(map(id, tensors))
-        modules = list({id(m): m for m in census.modules}.values())
-        slots = module_slots(modules, lambda t: id(t) in ids) + optimizer_slots(census, transaction.journal)
-        return Binding(tensors, slots, trained=gradients.leaves)
+        modules = bound_modules(self.target, self._called, tensors, census)
+        slots = module_slots(modules) + optimizer_slots(census, transaction.journal)
+        return Binding(tensors, slots, modules, trained=gradients.leaves)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, Sequence[Tensor]]:
         """The variant that fits the call; the newest one's difference if none does."""
@@ -289,7 +300,6 @@ class GraphedFunction(Captured, Generic[P, R]):
         return self.capture(args, kwargs, Arena())  # memory of its own: it may be replayed at any moment
 
     def _replay(self, variant: Variant, inputs: Sequence[Tensor]) -> R:
-        variant.arena.admit(variant.capture, self.name)
         with torch.no_grad() if self._backend.records else nullcontext():
             variant.gradients.enter()
             tensors = variant.recording.replay(inputs)
@@ -359,6 +369,10 @@ def choose_backend(name: BackendName, arguments: Any, target: Any) -> Backend:
     raise ValueError(f"backend={name!r}: expected 'auto', 'cuda', 'tape' or 'eager'")
 
 
+def _identity(thing: Any) -> Any:
+    return thing
+
+
 def callable_name(target: Any) -> str:
     return getattr(target, "__name__", None) or type(target).__name__
 
@@ -369,6 +383,27 @@ def refuse_nesting(name: str) -> None:
         raise CaptureError(
             f"graph {name!r} is used inside another capture: switch it off there, `with pool.disabled(): capture(...)`"
         )
+
+
+def bound_modules(
+    target: Any, called: dict[int, torch.nn.Module], tensors: Iterable[Tensor], census: Census
+) -> list[torch.nn.Module]:
+    """The modules whose state a recording depends on."""
+    found = dict(called)
+    if isinstance(target, torch.nn.Module):
+        found.update((id(module), module) for module in target.modules())
+    found.update((id(module), module) for module in holders_of(tensors, census.modules))
+    return list(found.values())
+
+
+def refuse_written(journal: Journal, surface: Surface, statics: StaticTensors) -> None:
+    """A function may not write its arguments: a graph would write its own copies of them."""
+    for name, static in zip(surface.names, statics.tensors, strict=True):
+        if journal.wrote(static):
+            raise CaptureError(
+                f"argument {name} is written in place, which the caller would not see: let the function reach that "
+                "tensor from outside its arguments, or write to a copy"
+            )
 
 
 def _refuse_differentiable(

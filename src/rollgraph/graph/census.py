@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -61,6 +63,20 @@ def _is_trainable_leaf(tensor: Tensor) -> bool:
         return tensor.requires_grad and tensor.is_leaf
     except RuntimeError:  # a view that autograd has given up on is nobody's parameter
         return False
+
+
+@contextmanager
+def noting_calls(called: dict[int, nn.Module]) -> Iterator[None]:
+    """Collect the modules that are called inside."""
+
+    def note(module: nn.Module, _: Any) -> None:
+        called[id(module)] = module
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class PythonState:

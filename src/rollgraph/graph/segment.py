@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
 from rollgraph.graph.binding import Binding, module_slots
-from rollgraph.graph.capture import OutputTree
-from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
+from rollgraph.graph.capture import OutputTree, bound_modules, refuse_written
+from rollgraph.graph.census import Census, noting_calls
+from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
 from rollgraph.graph.journal import Transaction
 from rollgraph.graph.pool import Arena, Interval
@@ -26,6 +27,7 @@ from rollgraph.graph.schedule import Schedule
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
 
 _hooks_of = attrgetter("_backward_hooks")
+_requires_grad = attrgetter("requires_grad")
 WarmupHook = Callable[[Any], None]
 
 
@@ -77,6 +79,7 @@ class Segment:
         self._all_differentiable = all(self._differentiable)
         self._no_gradients: tuple[None, ...] = ()  # for parameters whose gradient goes to a buffer
         self._marks: dict[Any, Any] = {}
+        self._called: dict[int, nn.Module] = {}
 
     # -- the Python that is recorded -------------------------------------------------------------
 
@@ -101,6 +104,9 @@ class Segment:
         results = [result for result in self._results if result.requires_grad]
         found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
         buffers = self.spec.grad_buffers
+        # The incoming gradients lie in memory that all segments share: none of it may leave this one.
+        incoming = {g.untyped_storage()._cdata for g in gradients}
+        found = tuple(g.clone() if g is not None and g.untyped_storage()._cdata in incoming else g for g in found)
         kept: list[Tensor | None] = list(found[: len(inputs)])
         for parameter, gradient in zip(self.parameters, found[len(inputs) :], strict=True):
             buffer = buffers.get(parameter)
@@ -135,7 +141,7 @@ class Segment:
         args, kwargs = self.surface.arguments(self.statics.tensors)
         for iteration in range(iterations):
             hooks.run("pre_forward", "warmup", spec.target, args, kwargs)
-            with transaction.journal.run(again=iteration > 0):
+            with transaction.journal.run(again=iteration > 0), noting_calls(self._called):
                 self._run_forward(self.statics.tensors)
             hooks.run("post_forward", "warmup", spec.target, args, kwargs, self.raw_output)
             self._find_parameters()
@@ -146,6 +152,7 @@ class Segment:
                     self._run_backward(gradients)
                 hooks.run("post_backward", "warmup", spec.target)
             self._forget_results()
+        refuse_written(transaction.journal, self.surface, self.statics)
 
     def record_forward(self, transaction: Transaction) -> None:
         spec = self.spec
@@ -156,7 +163,7 @@ class Segment:
         if spec.backend.records:
             self._find_parameters()
         transaction.journal.check_reads(self.forward.external)
-        self._bind()
+        self._bind(transaction.census)
         spec.hooks.run("post_forward", "capture", spec.target, args, kwargs, self.raw_output)
 
     def record_backward(self, transaction: Transaction) -> None:
@@ -202,17 +209,14 @@ class Segment:
             "allow_unused_input=True if that is meant"
         )
 
-    def _bind(self) -> None:
-        module = self.spec.module
-        given = {id(t) for t in self.statics.tensors}
+    def _bind(self, census: Census) -> None:
+        given, buffers = {id(t) for t in self.statics.tensors}, self.spec.grad_buffers
         tensors = [t for t in (*self.forward.external, *self.parameters) if id(t) not in given and t.is_leaf]
-        modules = list(module.modules()) if module is not None else []
-        if module is not None:
-            tensors += [*module.parameters(), *module.buffers()]
-        slots = module_slots(modules, lambda _: True)
-        buffers = self.spec.grad_buffers
+        modules = bound_modules(self.spec.target, self._called, tensors, census)
+        if self.spec.module is not None:
+            tensors += [*self.spec.module.parameters(), *self.spec.module.buffers()]
         buffered = [p for p in self.parameters if p in buffers]
-        self.binding = Binding([*tensors, *buffers.values()], slots, modules, trained=buffered)
+        self.binding = Binding([*tensors, *buffers.values()], module_slots(modules), modules, trained=buffered)
 
     def _forget_results(self) -> None:
         """Drop the autograd graph: on CUDA its activations become free for the captures that follow."""
@@ -242,6 +246,8 @@ class Segment:
             self.arena.admit(self.forward_number, self.spec.name)
             with torch.no_grad():
                 tensors = [t.detach() for t in self.forward.replay(inputs) if t is not None]
+            if torch.is_grad_enabled() and any(map(_requires_grad, inputs)):
+                tensors = _NoBackward.apply(self.spec.name, tensors, *inputs)  # type: ignore[no-untyped-call]
         assert self.outputs is not None
         return self.outputs.build(tensors)
 
@@ -258,7 +264,7 @@ class Segment:
                 ctx.interval = arena.open(name, forward, backward)
                 ctx.set_materialize_grads(False)
                 results = tuple([output.detach() for output in outputs if output is not None])
-                if segment._opaque_outputs:
+                if segment._opaque_outputs and not segment._newly_required(ctx.needs_input_grad):
                     ctx.mark_non_differentiable(*[results[i] for i in segment._opaque_outputs])
                 return results
 
@@ -274,10 +280,14 @@ class Segment:
         """Gradients for `(inputs, passed)`, each in memory of its own."""
         spec, interval = self.spec, ctx.interval
         self._check_backward(ctx.needs_input_grad, interval)
+        interval.close()
+        try:
+            self.arena.admit(self.backward_number, spec.record.name)
+        except MemoryInUse:
+            ctx.interval = self.arena.open(spec.record.name, self.forward_number, self.backward_number)
+            raise
         if spec.hooked:
             spec.hooks.run("pre_backward", "replay", spec.target)
-        interval.close()
-        self.arena.admit(self.backward_number, spec.record.name)
         assert self.backward is not None
         made = self.backward.replay([self._incoming(i, gradients[i]) for i in self._differentiable_outputs])
         spec.record.backward_replays += spec.backend.records
@@ -298,14 +308,14 @@ class Segment:
             raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
         if not interval.is_open:
             raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
-        if self._all_differentiable:
-            return
-        for needed, differentiable, name in zip(needs, self._differentiable, self.surface.names, strict=False):
-            if needed and not differentiable:
-                raise ReplayMismatch(
-                    f"input {name} of graph {self.spec.name!r} requires grad, but did not at capture: its gradient was "
-                    "not recorded. Give a sample that requires grad"
-                )
+        unexpected = [] if self._all_differentiable else self._newly_required(needs)
+        if unexpected:
+            raise ReplayMismatch(_NO_GRADIENT.format(", ".join(unexpected), self.spec.name))
+
+    def _newly_required(self, needs: tuple[bool, ...]) -> list[str]:
+        """Inputs that require grad and did not at capture."""
+        flags = zip(needs, self._differentiable, self.surface.names, strict=False)
+        return [name for needed, differentiable, name in flags if needed and not differentiable]
 
     def _incoming(self, index: int, gradient: Tensor | None) -> Tensor:
         if gradient is not None:
@@ -329,6 +339,26 @@ class Segment:
             return _clones(made)
         inputs = sum(self._differentiable)
         return _clones(made[:inputs]) + (made[inputs:] if accumulates else _clones(made[inputs:]))
+
+
+_NO_GRADIENT = (
+    "input {} of graph {!r} requires grad, but did not at capture: its gradient was not recorded. Give a sample that "
+    "requires grad"
+)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Stands where a backward graph would be, so that a gradient that was not recorded raises."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, outputs: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        names = [str(i) for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        raise ReplayMismatch(_NO_GRADIENT.format(", ".join(names), ctx.name))
 
 
 def capture_segments(

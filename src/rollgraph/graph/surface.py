@@ -10,6 +10,7 @@ import enum
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,8 @@ class Surface:
             (e.shape, e.dtype, e.device) if isinstance(e, TensorSpec) else _Constant(e) for e in self._expected
         ]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        self._plain = not kwargs and len(args) == len(leaves)  # no containers: a call needs no flattening
+        # No containers: a call needs no flattening.
+        self._plain = not kwargs and len(args) == len(leaves) and all(map(is_, args, leaves))
         self._all_tensors = all(self._is_tensor)
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.names = [n for n, is_tensor in zip(self._names, self._is_tensor, strict=True) if is_tensor]
@@ -164,18 +166,31 @@ class StaticTensors:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
-        self._places = [
-            (t, t.data_ptr(), t.data_ptr() + max(1, t.untyped_storage().nbytes()), t.stride()) for t in tensors
-        ]
+        self._ranges = [(t.data_ptr(), t.data_ptr() + max(1, t.untyped_storage().nbytes())) for t in tensors]
+        self._low = min((start for start, _ in self._ranges), default=0)
+        self._high = max((end for _, end in self._ranges), default=0)
 
     def fill(self, sources: Sequence[Tensor]) -> None:
         """Copy value-exactly; skip only what already is at the same address with the same strides."""
-        for source, (static, start, end, strides) in zip(sources, self._places):  # noqa: B905 bind() counted them
+        low, high = self._low, self._high
+        for source in sources:
+            if low <= source.data_ptr() < high:
+                self._fill_with_aliases(sources)
+                return
+        for static, source in zip(self.tensors, sources):  # noqa: B905 bind() counted them
+            static.copy_(source)
+
+    def _fill_with_aliases(self, sources: Sequence[Tensor]) -> None:
+        """Some sources may lie in the static tensors themselves, in their own place or in another's."""
+        pending = []
+        for static, source in zip(self.tensors, sources, strict=True):
             address = source.data_ptr()
-            if start <= address < end:  # a view of the static tensor itself
-                if address == start and source.stride() == strides:
-                    continue
-                source = source.clone()
+            viewed = any(start <= address < end for start, end in self._ranges)
+            same = viewed and address == static.data_ptr() and source.stride() == static.stride()
+            if same and not source.is_conj() and not source.is_neg():
+                continue
+            pending.append((static, source.clone() if viewed else source))
+        for static, source in pending:
             static.copy_(source)
 
     def nbytes(self) -> int:
@@ -196,7 +211,9 @@ def _same_constant(found: Any, expected: Any) -> bool:
         return False
     if isinstance(expected, (torch.nn.Module, torch.Generator, type)) or inspect.isfunction(expected):
         return False  # compared by identity, and they were not identical
-    return bool(found == expected) or (found != found and expected != expected)  # NaN equals NaN here
+    if isinstance(expected, (float, complex)):
+        return repr(found) == repr(expected)  # NaN equals NaN here, and 0.0 is not -0.0
+    return bool(found == expected)
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:

@@ -367,6 +367,7 @@ class TapeRecording:
         self._inference = torch.is_inference_mode_enabled()
         self._inputs = inputs
         self._outputs = outputs
+        self._written = [o for o in outputs if o is not None and not o.is_inference()]
         self.external: Sequence[Tensor] = list(recorder.external.values())
         storages = self._surviving(recorder)
         self.nbytes = sum(storage.nbytes() for storage in storages.values())
@@ -402,10 +403,18 @@ class TapeRecording:
         with torch.inference_mode(self._inference), torch.no_grad(), torch._C._DisableAutocast():
             self._inputs.fill(inputs)
             self.program.run()
+        torch._C._increment_version(self._written)  # whoever saved an output for a backward gets autograd's error
         return self._outputs
 
     def release(self) -> None:
-        self._recorder, self._program, self._static, self._outputs, self.external = None, None, {}, [], ()
+        self._recorder, self._program, self._static, self._outputs, self._written, self.external = (
+            None,
+            None,
+            {},
+            [],
+            [],
+            (),
+        )
 
 
 class TapeBackend:
