@@ -31,6 +31,9 @@ class Recording(Protocol):
     nbytes: int  # memory that stays allocated for it
     external: Sequence[Tensor]  # tensors it reads or writes that it did not make and was not given
 
+    def seal(self) -> None:
+        """All passes of its callable are recorded; none will refer to this one any more."""
+
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]: ...
 
     def release(self) -> None: ...
@@ -67,6 +70,9 @@ class EagerRecording:
 
     def __init__(self, thunk: Thunk) -> None:
         self._thunk = thunk
+
+    def seal(self) -> None:
+        pass
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         return self._thunk(inputs)
@@ -249,6 +255,9 @@ class CudaRecording:
         self._launch = super(torch.cuda.CUDAGraph, graph).replay
         self._outputs = outputs
         self._written = [o for o in outputs if o is not None and not o.is_inference()]
+
+    def seal(self) -> None:
+        pass
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         self._fill(inputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_not, itemgetter
+from operator import attrgetter, gt, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -158,7 +158,7 @@ class BoundGradient:
     owned: bool
     accumulates: bool = True
     result: Tensor | None = None
-    holders: int = 0
+    holders: tuple[int, int] = (0, 0)
 
     def check(self) -> None:
         found = self.leaf.grad
@@ -184,15 +184,20 @@ class BoundGradient:
 
     def others_hold_it(self) -> bool:
         """Somebody kept the gradient that `zero_grad(set_to_none=True)` took from the leaf."""
-        return self._holders() > self.holders
+        return any(map(gt, self._holders(), self.holders))
 
     def count_holders(self) -> None:
+        bound = self.leaf.grad is self.buffer
+        if bound:
+            self.leaf.grad = None
         self.holders = self._holders()
+        if bound:
+            self.leaf.grad = self.buffer
 
-    def _holders(self) -> int:
-        if self.owned:
-            return int(torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata))
-        return sys.getrefcount(self.buffer)  # a view of somebody's flat buffer: its storage has many holders
+    def _holders(self) -> tuple[int, int]:
+        """References to the tensor and to its memory (not if that is somebody's flat buffer, with many users)."""
+        storage = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata) if self.owned else 0
+        return sys.getrefcount(self.buffer), storage
 
     def leave(self) -> None:
         if not self.accumulates and self.leaf.grad is not self.result:

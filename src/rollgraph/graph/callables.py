@@ -105,6 +105,7 @@ class GraphedCallable(Captured):
         return segment
 
     def adopt(self, segment: Segment) -> None:
+        segment.seal()
         self._segments.insert(0, segment)
         record = self.record
         record.surface = str(segment.surface)

@@ -192,10 +192,9 @@ class GraphedFunction(Captured, Generic[P, R]):
         if not self._backend.records:
             variant = self._eager_variant(surface, arena)
         else:
-            with Transaction(self.target) as transaction:
-                gradients = self._warm_up(transaction, surface, statics)
-                variant = self._record(transaction, surface, statics, gradients, arena)
-        variant.gradients.settle()
+            variant = self._recorded_variant(surface, statics, arena)
+            variant.recording.seal()
+            variant.gradients.settle()
         self._variants.insert(0, variant)
         self.record.surface = str(surface)
         self.record.captures += variant.recording.operations > 0
@@ -204,6 +203,11 @@ class GraphedFunction(Captured, Generic[P, R]):
         self.record.bytes_owned += owned + variant.recording.nbytes
         self.static_bytes += owned + (variant.recording.nbytes if self._backend.name != "cuda" else 0)
         return variant
+
+    def _recorded_variant(self, surface: Surface, statics: StaticTensors, arena: Arena) -> Variant:
+        with Transaction(self.target) as transaction:
+            gradients = self._warm_up(transaction, surface, statics)
+            return self._record(transaction, surface, statics, gradients, arena)
 
     def _eager_variant(self, surface: Surface, arena: Arena) -> Variant:
         def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:

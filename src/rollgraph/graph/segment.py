@@ -230,6 +230,11 @@ class Segment:
     def operations(self) -> int:
         return self.forward.operations + (self.backward.operations if self.backward is not None else 0)
 
+    def seal(self) -> None:
+        self.forward.seal()
+        if self.backward is not None:
+            self.backward.seal()
+
     def release(self) -> None:
         self.forward.release()
         if self.backward is not None:

@@ -359,7 +359,7 @@ class TapeProgram:
 
 
 class TapeRecording:
-    """A tape with its static inputs and outputs; the program is written at the first replay."""
+    """A tape with its static inputs and outputs."""
 
     def __init__(self, recorder: Recorder, inputs: StaticTensors, outputs: list[Tensor | None]) -> None:
         recorder.finish()
@@ -376,7 +376,7 @@ class TapeRecording:
             if value.storage in storages:
                 self._static[register] = value.over(storages[value.storage])
         self.operations = _operations(recorder.entries)
-        self._program: TapeProgram | None = None
+        self.program: TapeProgram | None = None
 
     @staticmethod
     def _surviving(recorder: Recorder) -> dict[int, torch.UntypedStorage]:
@@ -389,19 +389,17 @@ class TapeRecording:
                     alive[key] = storage
         return alive
 
-    @property
-    def program(self) -> TapeProgram:
-        # Not before: a backward recorded later may need this pass to save a random state.
-        if self._program is None:
-            assert self._recorder is not None
-            self._program = TapeProgram(self._recorder, self._static)
-            self._recorder = None
-            self.operations = self._program.operations
-        return self._program
+    def seal(self) -> None:
+        """Write the program. Not before: a backward recorded later may need this pass to save a random state."""
+        assert self._recorder is not None
+        self.program = TapeProgram(self._recorder, self._static)
+        self.operations = self.program.operations
+        self._recorder = None
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         with torch.inference_mode(self._inference), torch.no_grad(), torch._C._DisableAutocast():
             self._inputs.fill(inputs)
+            assert self.program is not None
             self.program.run()
         torch._C._increment_version(self._written)  # whoever saved an output for a backward gets autograd's error
         return self._outputs
