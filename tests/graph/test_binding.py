@@ -29,8 +29,8 @@ def optimizers(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
     return {
         "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
         "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-        "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
-        "adamw, tensor lr": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.1), fused=True),
+        "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True, capturable=True),
+        "adamw, tensor lr": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.1), fused=True, capturable=True),
     }[kind]
 
 

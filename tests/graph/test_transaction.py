@@ -153,7 +153,9 @@ class Trainer:
 
     def __init__(self, device: torch.device, make: Callable[[], nn.Module] = make_model) -> None:
         self.model = make()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, fused=True, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.05, fused=True, capturable=True, weight_decay=0.1
+        )
         self.device = device
 
     def step(self, x: Tensor) -> Tensor:
@@ -561,9 +563,9 @@ OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
     "sgd foreach": lambda p, gpu: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
     "sgd fused": lambda p, gpu: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, fused=True),
     "sgd nesterov": lambda p, gpu: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=False),
-    "adam": lambda p, gpu: torch.optim.Adam(p, 0.1, fused=True, weight_decay=0.1, amsgrad=True),
-    "adamw": lambda p, gpu: torch.optim.AdamW(p, 0.1, fused=True, weight_decay=0.1),
-    "adamw tensor lr": lambda p, gpu: torch.optim.AdamW(p, torch.tensor(0.1), fused=True),
+    "adam": lambda p, gpu: torch.optim.Adam(p, 0.1, fused=True, capturable=True, weight_decay=0.1, amsgrad=True),
+    "adamw": lambda p, gpu: torch.optim.AdamW(p, 0.1, fused=True, capturable=True, weight_decay=0.1),
+    "adamw tensor lr": lambda p, gpu: torch.optim.AdamW(p, torch.tensor(0.1), fused=True, capturable=True),
     "rmsprop": lambda p, gpu: torch.optim.RMSprop(p, 0.1, momentum=0.9, centered=True, capturable=gpu),
     "adadelta": lambda p, gpu: torch.optim.Adadelta(p, 0.1, weight_decay=0.1, capturable=gpu),
     "rprop": lambda p, gpu: torch.optim.Rprop(p, 0.1, capturable=gpu),

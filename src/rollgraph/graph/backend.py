@@ -8,7 +8,7 @@ is here, because every recording backend needs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol, cast
 
 import torch
@@ -200,6 +200,8 @@ def capture_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         message = str(error).split("\n", 1)[0]
+        if "legacy stream" in message:
+            message += " (is an output or a loss of an earlier run still alive? It ties the parameters to its stream)"
         raise CaptureError(f"{what} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error
 
 
@@ -245,15 +247,21 @@ class CudaRecording:
     """A CUDA graph with its static inputs and outputs."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, inputs: StaticTensors, outputs: list[Tensor | None], sentry: Sentry
+        self,
+        graph: torch.cuda.CUDAGraph,
+        inputs: StaticTensors,
+        outputs: list[Tensor | None],
+        sentry: Sentry,
+        arena: Arena,
     ) -> None:
+        self._arena = arena
         self.operations = sentry.operations
         self.external: Sequence[Tensor] = list(sentry.seen.values())
         self.nbytes = 0
         self._graph = graph
         self._fill = inputs.fill
         self._launch = super(torch.cuda.CUDAGraph, graph).replay
-        self._outputs = outputs
+        self._outputs: list[Tensor | None] | None = outputs
         self._written = [o for o in outputs if o is not None and not o.is_inference()]
 
     def seal(self) -> None:
@@ -264,11 +272,14 @@ class CudaRecording:
         self._launch()
         # Whoever saved an output of the previous replay for a backward now gets autograd's error.
         torch._C._increment_version(self._written)
+        assert self._outputs is not None
         return self._outputs
 
     def release(self) -> None:
-        self._graph.reset()
-        self._outputs, self._written, self.external = [], [], ()
+        if self._outputs is not None:
+            self._graph.reset()
+            self._arena.release()
+        self._outputs, self._written, self.external = None, [], ()
 
 
 class CudaBackend:
@@ -307,7 +318,7 @@ class CudaBackend:
             before = torch.cuda.memory_allocated(self.device)
             outputs = self._capture(graph, thunk, inputs, arena, sentry)
             torch._C._cuda_clearCublasWorkspaces()
-            recording = CudaRecording(graph, inputs, outputs, sentry)
+            recording = CudaRecording(graph, inputs, outputs, sentry, arena)
             recording.nbytes = torch.cuda.memory_allocated(self.device) - before
         segments = pool_segments(arena)
         recording.external = [
@@ -320,14 +331,15 @@ class CudaBackend:
     def _capture(
         self, graph: torch.cuda.CUDAGraph, thunk: Thunk, inputs: StaticTensors, arena: Arena, sentry: Sentry
     ) -> list[Tensor | None]:
-        graph.capture_begin(pool=cast(Any, arena.cuda_handle()), capture_error_mode="thread_local")
+        arena.retain()
         try:
+            graph.capture_begin(pool=cast(Any, arena.cuda_handle()), capture_error_mode="thread_local")
             with refusing_host_reads(), sentry:
                 outputs = thunk(inputs.tensors)
+            graph.capture_end()
         except BaseException:
             self._abandon(graph, arena)
             raise
-        graph.capture_end()
         return outputs
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, arena: Arena) -> None:
@@ -335,7 +347,10 @@ class CudaBackend:
         try:
             graph.capture_end()
         except RuntimeError:
-            torch._C._cuda_endAllocateToPool(self.device.index, arena.cuda_handle())
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, arena.cuda_handle())
             generator = torch.cuda.default_generators[self.device.index]
-            generator.graphsafe_set_state(torch.Generator(self.device))
+            generator.graphsafe_set_state(torch.Generator(self.device))  # the old one believes it is captured
+            arena.handle = None
         graph.reset()
+        arena.release()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, gt, is_not, itemgetter
+from operator import attrgetter, gt, is_not, itemgetter, le
 from typing import Any
 
 import torch
@@ -161,16 +161,18 @@ class BoundGradient:
     holders: tuple[int, int] = (0, 0)
 
     def check(self) -> None:
-        found = self.leaf.grad
-        if not self.accumulates or found is self.buffer:
+        if not self.accumulates or self.leaf.grad is self.buffer:
             return
-        if found is None:
+        if self.leaf.grad is None:
             if self.others_hold_it():
                 raise StaleGraph(
                     f"a gradient of shape {tuple(self.leaf.shape)} that the graph accumulates into is still held after "
                     "it was set to None: a replay would overwrite it. Keep a clone instead"
                 )
             return
+        if self.owned and _only_gradient(self.leaf):
+            return  # nobody else sees that tensor: its value moves into the buffer
+        found = self.leaf.grad
         if found.data_ptr() != self.buffer.data_ptr() or found.stride() != self.buffer.stride():
             raise StaleGraph(
                 f"the gradient of a parameter of shape {tuple(self.leaf.shape)} is another tensor than the one the "
@@ -178,8 +180,13 @@ class BoundGradient:
             )
 
     def enter(self) -> None:
-        if self.accumulates and self.leaf.grad is None:
+        if not self.accumulates or self.leaf.grad is self.buffer:
+            return
+        if self.leaf.grad is None:
             self.buffer.zero_()
+            self.leaf.grad = self.buffer
+        elif self.owned:
+            self.buffer.copy_(self.leaf.grad)
             self.leaf.grad = self.buffer
 
     def others_hold_it(self) -> bool:
@@ -204,6 +211,19 @@ class BoundGradient:
             self.leaf.grad = self.result
 
 
+def _only_gradient(leaf: Tensor) -> bool:
+    """Nothing but `leaf.grad` holds that tensor and its memory."""
+    alone = torch.zeros((), requires_grad=True)
+    alone.grad = torch.zeros(())
+    return all(map(le, _references(leaf), _references(alone)))
+
+
+def _references(leaf: Tensor) -> tuple[int, int]:
+    gradient = leaf.grad
+    assert gradient is not None
+    return sys.getrefcount(gradient), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+
+
 class BoundGradients:
     """The gradients a captured function writes, made equal to eager's at each replay."""
 
@@ -214,6 +234,10 @@ class BoundGradients:
             else BoundGradient(leaf, leaf.grad, owned=False)
             for leaf in leaves
         ]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [bound.buffer for bound in self._bound]
 
     @property
     def leaves(self) -> list[Tensor]:

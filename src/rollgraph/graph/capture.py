@@ -234,6 +234,7 @@ class GraphedFunction(Captured, Generic[P, R]):
                 transaction.restore_gradients()
                 if len(leaves) > len(gradients.leaves):
                     gradients = BoundGradients(leaves)
+                    transaction.journal.expect(gradients.buffers)
                 if run == 0:
                     transaction.create_optimizer_state()
                 gradients.bind()

@@ -11,7 +11,7 @@ import gc
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +28,7 @@ from rollgraph.graph.errors import CaptureError, here
 _UNMARKED_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
 _UNINITIALISED = ("aten::empty", "aten::new_empty")  # prefixes: the first write is the initial value
 _FACTORIES = tuple(
-    f"aten::{prefix}{name}" for prefix in ("", "new_") for name in ("zeros", "ones", "full", "empty", "arange")
+    f"aten::{prefix}{name}" for prefix in ("", "new_") for name in ("zeros", "ones", "full", "empty", "arange", "lift")
 )  # state made by these has the same initial value in every call
 
 
@@ -75,6 +75,8 @@ class Journal(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._expected: set[int] = set()  # storages that a recording may be the first to write
+        self.refuse_new_writes = False
         # Storages the function made itself: weak, because most are intermediates.
         self._fresh: dict[int, StorageWeakRef] = {}
         self._made_by: dict[int, str] = {}  # with the operation that made them
@@ -90,7 +92,7 @@ class Journal(TorchDispatchMode):
         self._forget_dead()
         self._made_here = set()
         self._cuda_rng.clear()
-        with self:
+        with own_autocast_cache(), self:
             yield
         if again:
             self._made_again |= self._made_here
@@ -108,6 +110,8 @@ class Journal(TorchDispatchMode):
         for tensor in written:
             self._save(tensor, func)
         inputs = {s._cdata for t in tensors_in((args, kwargs)) if (s := storage_of(t)) is not None}
+        if func is torch.ops.aten.lift_fresh.default:
+            inputs.clear()  # torch.tensor(...): a new constant, whose memory only now comes into sight
         with self._following_cuda_rng(func, args, kwargs):
             result = func(*args, **kwargs)
         for tensor in tensors_in(result):
@@ -164,6 +168,11 @@ class Journal(TorchDispatchMode):
             return
         key = storage._cdata
         if key not in self._fresh:
+            if self.refuse_new_writes and key not in self._expected:
+                raise CaptureError(
+                    f"{func} at {here()} writes memory that no call before it wrote: it came into the function by "
+                    "another way than PyTorch's factories (frombuffer, from_numpy). Clone it first"
+                )
             self._saved[key] = (storage, _bytes_of(storage).clone())
         elif key in self._made_here:
             if self._made_by[key].startswith(_UNINITIALISED):
@@ -182,8 +191,14 @@ class Journal(TorchDispatchMode):
             self._made_again.discard(key)
             self._fresh_saved.pop(key, None)
 
+    def expect(self, tensors: Iterable[Tensor]) -> None:
+        """These may be written for the first time by a recording."""
+        self._expected |= {storage._cdata for t in tensors if (storage := storage_of(t)) is not None}
+
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         """Treat state that the function created as if it had always been there, at its initial value."""
+        tensors = list(tensors)
+        self.expect(tensors)
         for tensor in tensors:
             storage = storage_of(tensor)
             if storage is None or self._fresh.pop(storage._cdata, None) is None:
@@ -244,20 +259,15 @@ class Transaction:
         self._rng = RngState()
         self._gc = gc.isenabled()
         self._grad_mode = torch.is_grad_enabled()
-        self._autocast_cache = torch.is_autocast_cache_enabled()
         self.census = Census(*self._roots)
         self._python = PythonState(self.census)
         self.entry_gradients = [(leaf, leaf.grad) for leaf in self.census.leaves]
         self._states = [(o, {p: set(s) for p, s in o.state.items()}) for o in self.census.optimizers]
-        torch.set_autocast_cache_enabled(False)  # a cached cast would freeze the weights of another moment
-        torch.clear_autocast_cache()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(self._autocast_cache)
         torch.set_grad_enabled(self._grad_mode)
         with ExitStack() as restore:  # each of them, even if another one fails
             restore.callback(gc.enable if self._gc else gc.disable)
@@ -273,8 +283,12 @@ class Transaction:
     def recording(self, runs: bool) -> Iterator[None]:
         """Around the recording of a pass; `runs` says that the recording executes it for real."""
         before = PythonState(self.census)
-        with self.journal.run() if runs else nullcontext():
-            yield
+        self.journal.refuse_new_writes = True
+        try:
+            with self.journal.run() if runs else own_autocast_cache():
+                yield
+        finally:
+            self.journal.refuse_new_writes = False
         for what in before.rebound():
             raise CaptureError(f"the function replaces {what}: a replay would not do that again")
 
@@ -337,6 +351,16 @@ class Transaction:
                 else:
                     for key in set(optimizer.state[parameter]) - known[parameter]:
                         del optimizer.state[parameter][key]
+
+
+@contextmanager
+def own_autocast_cache() -> Iterator[None]:
+    """Weights cast inside are cast anew, and their casts are not used outside: they belong to one moment."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -61,6 +61,7 @@ class Arena:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.scratch: dict[Any, torch.Tensor] = {}  # live only inside one backward, so shared by all
         self._captures = 0
+        self._recordings = 0
         self._open: dict[int, tuple[str, int, tuple[int, int]]] = {}  # forward -> graph, backward, bounds before
         self._low, self._high = -1, _FOREVER  # captures strictly between may replay
 
@@ -68,6 +69,16 @@ class Arena:
         if self.handle is None:
             self.handle = torch.cuda.graph_pool_handle()
         return self.handle
+
+    def retain(self) -> None:
+        """A recording uses the arena's CUDA pool."""
+        self._recordings += 1
+
+    def release(self) -> None:
+        """One of them is gone. CUDA frees a pool with its last graph, and its handle is then dead."""
+        self._recordings -= 1
+        if self._recordings == 0:
+            self.handle = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """One capture stream for each device: blocks are reused only within a stream."""
@@ -186,7 +197,7 @@ class GraphPool:
         for graph in list(self.graphs):
             graph.reset()
         self.graphs.clear()
-        self.arena = Arena(self.arena.handle)  # no interval of the old graphs is left open
+        self.arena = Arena()  # no interval of the old graphs is left open
 
     def report(self) -> Report:
         records = tuple(copy.deepcopy(graph.record) for graph in self.graphs)

@@ -6,9 +6,11 @@ which the passes of several segments are recorded. Knows nothing of modules stan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
 
 _hooks_of = attrgetter("_backward_hooks")
 _requires_grad = attrgetter("requires_grad")
+_is_none = partial(is_, None)
 WarmupHook = Callable[[Any], None]
 
 
@@ -74,6 +77,7 @@ class Segment:
         self._opaque_outputs: list[int] = []
         self._differentiable_outputs: list[int] = []
         self._unused: list[int] = []
+        self._reached: list[set[int]] = []  # for each output, the places in (inputs, parameters) behind it
         self.raw_output: Any = None
         self._differentiable = [t.requires_grad for t in surface.tensors]
         self._all_differentiable = all(self._differentiable)
@@ -102,7 +106,8 @@ class Segment:
         inputs = [t for t, d in zip(self._inputs, self._differentiable, strict=True) if d]
         targets = [*inputs, *self.parameters]
         results = [result for result in self._results if result.requires_grad]
-        found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
+        with _without_tensor_hooks(self.parameters):  # they run where the gradients leave, at replay
+            found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
         buffers = self.spec.grad_buffers
         # The incoming gradients lie in memory that all segments share: none of it may leave this one.
         incoming = {g.untyped_storage()._cdata for g in gradients}
@@ -131,6 +136,10 @@ class Segment:
         if buffered:  # one of them keeps the node in the autograd graph; its gradient goes to its buffer
             self.passed += (buffered[0],)
             self._no_gradients = (None,)
+        places = {id(t): i for i, t in enumerate([*self._inputs, *self.parameters])}
+        self._reached = [
+            {places[id(leaf)] for leaf in _leaves_behind([r]) if id(leaf) in places} for r in self._results
+        ]
         trainable = any(self._differentiable) or bool(self.parameters)
         self._trains = trainable and any(result.requires_grad for result in self._results)
 
@@ -300,11 +309,21 @@ class Segment:
             spec.hooks.run("post_backward", "replay", spec.target)
         if spec.backend.records:
             made = self._own_memory(ctx, made)
+        if any(map(_is_none, gradients)):
+            made = self._without_unreached(made, gradients)
         if self._all_differentiable:
             return (*made, *self._no_gradients)
         supply = iter(made)
         of_inputs = [next(supply) if d else None for d in self._differentiable]
         return (*of_inputs, *supply, *self._no_gradients)
+
+    def _without_unreached(self, made: list[Tensor | None], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Where no output with a gradient depends on a leaf, eager gives it None, not zeros."""
+        reached = set().union(*(self._reached[i] for i, gradient in enumerate(incoming) if gradient is not None))
+        inputs, buffers = len(self._differentiable), self.spec.grad_buffers
+        places = [i for i, differentiable in enumerate(self._differentiable) if differentiable]
+        places += [inputs + i for i, parameter in enumerate(self.parameters) if parameter not in buffers]
+        return [gradient if place in reached else None for gradient, place in zip(made, places, strict=True)]
 
     def _check_backward(self, needs: tuple[bool, ...], interval: Interval) -> None:
         if torch.is_grad_enabled():
@@ -399,6 +418,18 @@ def capture_segments(
         for segment in segments:
             segment.release()
         raise
+
+
+@contextmanager
+def _without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    found = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
+    for hooks, _ in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, saved in found:
+            hooks.update(saved)
 
 
 def _leaves_behind(outputs: Iterable[Tensor]) -> Iterable[Tensor]:

@@ -78,6 +78,7 @@ class Surface:
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.names = [n for n, is_tensor in zip(self._names, self._is_tensor, strict=True) if is_tensor]
         self.modes = current_modes()
+        self._keywords = list(kwargs)
 
     @staticmethod
     def _expectation(leaf: Any, name: str) -> Any:
@@ -100,7 +101,7 @@ class Surface:
             for is_tensor, constant in zip(self._is_tensor, self._expected, strict=True)
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
-        return args, kwargs
+        return args, {key: kwargs[key] for key in self._keywords}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in order; ReplayMismatch with the difference if it does not fit."""

@@ -25,6 +25,7 @@ from rollgraph.graph.pool import Arena
 from rollgraph.graph.surface import StaticTensors
 
 _LITERALS = (type(None), bool, int)
+_GRAD_SENSITIVE = ("aten::mkldnn_rnn_layer",)  # what they return depends on the grad mode
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ class Recorder(TorchDispatchMode):
         sequence = isinstance(result, (list, tuple))
         entry = Entry(func, recorded_args, recorded_kwargs, [], sequence, bool(written) or draws)
         entry.uninitialised = func._schema.name.startswith(("aten::empty", "aten::new_empty"))
+        if func._schema.name in _GRAD_SENSITIVE and torch.is_grad_enabled():
+            entry.function = _InGradMode(func)
         for output in result if sequence else (result,):
             entry.outputs.append(self._output(entry, output, inputs))
         self.entries.append(entry)
@@ -167,6 +170,10 @@ class Recorder(TorchDispatchMode):
 
     def _output(self, entry: Entry, output: Any, inputs: set[int]) -> int | None:
         if not isinstance(output, Tensor):
+            if isinstance(output, (list, tuple)) and next(tensors_in(output), None) is not None:
+                raise CaptureError(
+                    f"{entry.function} at {here()} returns nested lists of tensors: it cannot be recorded"
+                )
             return None
         known = self._register_of.get(id(output))
         if known is not None:
@@ -245,6 +252,20 @@ class Recorder(TorchDispatchMode):
             self._rewind_if_moved(generator)
         self._held.clear()
         self._register_of.clear()
+
+
+@dataclass
+class _InGradMode:
+    """Runs an operation as it ran while recording: with grad mode on, below autograd."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+            return self.function(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return f"{self.function}_in_grad_mode"
 
 
 def _value(tensor: Tensor, storage: torch.UntypedStorage) -> Value:
