@@ -478,10 +478,10 @@ def _views(m: State, x: Tensor) -> None:
 
 
 def _indices(m: State, x: Tensor) -> None:
-    m.a[torch.tensor([1, 0]), torch.tensor([3, 2])] = x[0, :2]
-    m.b.index_add_(0, torch.tensor([0, 2]), x[0, :2])
-    m.b.index_copy_(0, torch.tensor([1]), x[0, :1])
-    m.b.scatter_(0, torch.tensor([3]), x[1, :1])
+    m.a[torch.arange(1, -1, -1), torch.arange(3, 1, -1)] = x[0, :2]
+    m.b.index_add_(0, torch.arange(0, 4, 2), x[0, :2])
+    m.b.index_copy_(0, torch.arange(1, 2), x[0, :1])
+    m.b.scatter_(0, torch.arange(3, 4), x[1, :1])
     m.a.masked_fill_(m.a > 3, 0.5)
 
 

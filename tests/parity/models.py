@@ -217,7 +217,8 @@ def reductions(m: Any, x: Tensor) -> Tensor:
     values, places = y.topk(3, -1)
     z = y.cumsum(1).gather(-1, places) + values.logsumexp(-1, keepdim=True)
     z = torch.where(z > 0, z, z * 0.1) + torch.einsum("btd,bsd->bts", y, y).sort(-1).values[..., :3]
-    return z + y.var(-1, keepdim=True) + y.median(-1, keepdim=True).values + y.cumprod(-1)[..., :3] + y.norm()
+    middle = y.amax(-1, keepdim=True) if y.is_cuda else y.median(-1, keepdim=True).values  # CUDA's is not deterministic
+    return z + y.var(-1, keepdim=True) + middle + y.cumprod(-1)[..., :3] + y.norm()
 
 
 @body(one=linear, two=linear)
@@ -303,5 +304,7 @@ def inner_gradient(m: Any, x: Tensor) -> Tensor:
 @body(inner=linear)
 def randomness(m: Any, x: Tensor) -> Tensor:
     y = F.alpha_dropout(m.inner(x), 0.2, training=True) + torch.randn_like(x) * F.rrelu(x, training=True)
-    noise = torch.empty(WIDTH).exponential_() + torch.normal(0.0, 1.0, (WIDTH,)) + torch.randperm(WIDTH)
+    noise = (
+        torch.empty(WIDTH).exponential_() + torch.normal(0.0, 1.0, (WIDTH,), device=x.device) + torch.randperm(WIDTH)
+    )
     return F.gumbel_softmax(y, dim=-1) + noise * torch.bernoulli(torch.full((WIDTH,), 0.5)) + torch.randint(3, (WIDTH,))

@@ -22,8 +22,8 @@ Trace = list[Tensor | None]
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
-    "adamw-warm": lambda p: torch.optim.AdamW(p, 0.01, fused=True, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, fused=True, capturable=True),
+    "adamw-warm": lambda p: torch.optim.AdamW(p, 0.01, fused=True, capturable=True, amsgrad=True),
 }
 # CUDA refuses to set a generator's state while it captures, so a checkpoint there cannot draw its mask again.
 REWINDS_RNG = {"checkpointed", "checkpointed_dropout", "nested_checkpoint", "autocast_checkpoint"}

@@ -185,7 +185,7 @@ def test_random_training_steps(
         return
     for graph in (True, False):
         twin = copy.deepcopy(model)
-        opt = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], 0.01, fused=True)
+        opt = torch.optim.AdamW([p for p in twin.parameters() if p.requires_grad], 0.01, fused=True, capturable=True)
 
         def step(x: Tensor, twin: nn.Module = twin, opt: Any = opt) -> Tensor:
             loss = twin(x).square().mean()

@@ -167,6 +167,18 @@ def refuse_host_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
             _refuse(f"{func} with a boolean mask")
 
 
+def _refuse_copy_to_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """A copy into pageable memory cannot be captured, and would only be made to be read."""
+    name, source = func._schema.name, next(tensors_in(args[1:2] if "copy_" in func._schema.name else args[:1]), None)
+    if source is None or not source.is_cuda:
+        return
+    target = kwargs.get("device")
+    if name == "aten::_to_copy" and target is not None and target.type == "cpu" and not kwargs.get("pin_memory"):
+        _refuse(f"{func} to the CPU")
+    if name == "aten::copy_" and args[0].device.type == "cpu" and not args[0].is_pinned():
+        _refuse(f"{func} to the CPU")
+
+
 def _shape_depends_on_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     name = func._schema.name
     if name == "aten::index":
@@ -226,6 +238,7 @@ class Sentry(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_host_read(func, args, kwargs)
+        _refuse_copy_to_host(func, args, kwargs)
         self.operations += 1
         for tensor in tensors_in((args, kwargs)):
             storage = storage_of(tensor)

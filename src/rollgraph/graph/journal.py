@@ -91,7 +91,7 @@ class Journal(TorchDispatchMode):
         """One execution of the user's function; `again` if it was called before."""
         self._forget_dead()
         self._made_here = set()
-        self._cuda_rng.clear()
+        self._cuda_rng = {id(g): g.get_state() for g in self._cuda_generators()}
         with own_autocast_cache(), self:
             yield
         if again:
@@ -121,6 +121,10 @@ class Journal(TorchDispatchMode):
                 self._made_by[storage._cdata] = func._schema.name
                 self._made_here.add(storage._cdata)
         return result
+
+    def _cuda_generators(self) -> list[torch.Generator]:
+        known = [generator for generator, _ in self.generators.values() if generator.device.type == "cuda"]
+        return [*torch.cuda.default_generators, *known] if torch.cuda.is_initialized() else known
 
     @contextmanager
     def _following_cuda_rng(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,7 @@ class Segment:
         self._no_gradients: tuple[None, ...] = ()  # for parameters whose gradient goes to a buffer
         self._marks: dict[Any, Any] = {}
         self._called: dict[int, nn.Module] = {}
+        self._aliases: dict[Tensor, Tensor] = {}  # parameter -> the leaf that stands for it
 
     # -- the Python that is recorded -------------------------------------------------------------
 
@@ -92,7 +93,8 @@ class Segment:
             inputs = [t.detach().requires_grad_(d) for t, d in zip(inputs, self._differentiable, strict=True)]
         self._inputs = inputs
         args, kwargs = self.surface.arguments(inputs)
-        with torch.set_grad_enabled(self.surface.modes[0]):
+        self._aliases = {}
+        with torch.set_grad_enabled(self.surface.modes[0]), _aliased_parameters(self.spec.module, self._aliases):
             output = self.spec.original(*args, **kwargs)
         self.outputs = OutputTree(output, self.spec.name)
         self._results = self.outputs.tensors
@@ -104,7 +106,7 @@ class Segment:
 
     def _run_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         inputs = [t for t, d in zip(self._inputs, self._differentiable, strict=True) if d]
-        targets = [*inputs, *self.parameters]
+        targets = [*inputs, *(self._aliases.get(p, p) for p in self.parameters)]
         results = [result for result in self._results if result.requires_grad]
         with _without_tensor_hooks(self.parameters):  # they run where the gradients leave, at replay
             found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
@@ -125,10 +127,12 @@ class Segment:
     def _find_parameters(self) -> None:
         """The module's trainable parameters, and every other leaf its output depends on."""
         module, given = self.spec.module, {id(t) for t in self._inputs}
+        original = {id(alias): parameter for parameter, alias in self._aliases.items()}
         found: dict[int, Tensor] = {
             id(p): p for p in (module.parameters() if module is not None else ()) if p.requires_grad
         }
         for leaf in _leaves_behind(self._results):
+            leaf = original.get(id(leaf), leaf)
             found.setdefault(id(leaf), leaf)
         self.parameters = [leaf for key, leaf in found.items() if key not in given]
         buffered = [p for p in self.parameters if p in self.spec.grad_buffers]
@@ -136,7 +140,8 @@ class Segment:
         if buffered:  # one of them keeps the node in the autograd graph; its gradient goes to its buffer
             self.passed += (buffered[0],)
             self._no_gradients = (None,)
-        places = {id(t): i for i, t in enumerate([*self._inputs, *self.parameters])}
+        leaves = [self._aliases.get(p, p) for p in self.parameters]
+        places = {id(t): i for i, t in enumerate([*self._inputs, *leaves])}
         self._reached = [
             {places[id(leaf)] for leaf in _leaves_behind([r]) if id(leaf) in places} for r in self._results
         ]
@@ -219,7 +224,8 @@ class Segment:
         )
 
     def _bind(self, census: Census) -> None:
-        given, buffers = {id(t) for t in self.statics.tensors}, self.spec.grad_buffers
+        given = {id(t) for t in (*self.statics.tensors, *self._aliases.values())}
+        buffers = self.spec.grad_buffers
         tensors = [t for t in (*self.forward.external, *self.parameters) if id(t) not in given and t.is_leaf]
         modules = bound_modules(self.spec.target, self._called, tensors, census)
         if self.spec.module is not None:
@@ -418,6 +424,30 @@ def capture_segments(
         for segment in segments:
             segment.release()
         raise
+
+
+@contextmanager
+def _aliased_parameters(module: nn.Module | None, aliases: dict[Tensor, Tensor]) -> Iterator[None]:
+    """Put leaves over the same memory in the places of a module's trainable parameters.
+
+    A parameter that an autograd graph of the user's holds is tied to the stream of that graph, which a capture in
+    another stream cannot touch. These leaves are new.
+    """
+    places = [
+        (child._parameters, name, parameter)
+        for child in (module.modules() if module is not None else ())
+        for name, parameter in child._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    for parameters, name, parameter in places:
+        if parameter not in aliases:
+            aliases[parameter] = parameter.detach().requires_grad_()
+        parameters[name] = cast(nn.Parameter, aliases[parameter])
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
 
 
 @contextmanager
