@@ -37,7 +37,7 @@ LAYERS = (
         "config.py", "types.py", "world.py", "metrics.py",
     ), packages=frozenset()),
     Layer("graph", (
-        "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/report.py", "graph/pool.py",
+        "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/lending.py", "graph/report.py", "graph/pool.py",
         "graph/census.py", "graph/journal.py", "graph/binding.py", "graph/backend.py", "graph/tape.py",
         "graph/capture.py", "graph/schedule.py", "graph/segment.py", "graph/callables.py", "graph/sanitizer.py",
     ), packages=BASE),

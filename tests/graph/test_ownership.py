@@ -294,10 +294,11 @@ def test_kept_gradients_are_not_overwritten(backend: str, device: torch.device) 
     assert all(torch.equal(tensor, value) for tensor, value in kept)
 
 
-@pytest.mark.parametrize("where", ["tensor", "post accumulate"])
+@pytest.mark.parametrize("where", ["tensor", "accumulate node", "post accumulate"])
 def test_a_gradient_kept_by_a_hook_is_not_overwritten(backend: str, device: torch.device, where: str) -> None:
     (graphed,), _ = chain(1, backend)
     weight, kept = graphed[0].weight, []
+    node = torch.autograd.graph.get_gradient_edge(weight).node  # held: a hook lives as long as its node
     weight.grad, graphed[0].bias.grad = torch.zeros(4, 4), torch.zeros(4)
 
     def hook(*gradients: Any) -> None:
@@ -306,6 +307,8 @@ def test_a_gradient_kept_by_a_hook_is_not_overwritten(backend: str, device: torc
 
     if where == "tensor":
         weight.register_hook(hook)
+    elif where == "accumulate node":
+        node.register_prehook(hook)
     else:
         weight.register_post_accumulate_grad_hook(lambda p: hook(p.grad.clone()))
     for _ in range(3):

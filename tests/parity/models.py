@@ -304,7 +304,6 @@ def inner_gradient(m: Any, x: Tensor) -> Tensor:
 @body(inner=linear)
 def randomness(m: Any, x: Tensor) -> Tensor:
     y = F.alpha_dropout(m.inner(x), 0.2, training=True) + torch.randn_like(x) * F.rrelu(x, training=True)
-    noise = (
-        torch.empty(WIDTH).exponential_() + torch.normal(0.0, 1.0, (WIDTH,), device=x.device) + torch.randperm(WIDTH)
-    )
+    noise = torch.empty(WIDTH).exponential_() + torch.normal(0.0, 1.0, (WIDTH,), device=x.device)
+    noise = noise + torch.randperm(WIDTH)
     return F.gumbel_softmax(y, dim=-1) + noise * torch.bernoulli(torch.full((WIDTH,), 0.5)) + torch.randint(3, (WIDTH,))

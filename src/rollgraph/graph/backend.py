@@ -13,8 +13,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from rollgraph.graph.errors import CaptureError, GraphError, HostReadError, here, raised_at
 from rollgraph.graph.journal import no_gc, storage_of, tensors_in
@@ -30,6 +31,7 @@ class Recording(Protocol):
     operations: int
     nbytes: int  # memory that stays allocated for it
     external: Sequence[Tensor]  # tensors it reads or writes that it did not make and was not given
+    outputs: list[Tensor | None]
 
     def seal(self) -> None:
         """All passes of its callable are recorded; none will refer to this one any more."""
@@ -69,6 +71,7 @@ class EagerRecording:
     external: Sequence[Tensor] = ()
 
     def __init__(self, thunk: Thunk) -> None:
+        self.outputs: list[Tensor | None] = []
         self._thunk = thunk
 
     def seal(self) -> None:
@@ -231,7 +234,7 @@ class Sentry(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
         self.seen: dict[int, Tensor] = {}
-        self._made: set[int] = set()
+        self.made: dict[int, StorageWeakRef] = {}  # weak, but a key is not used again while it is here
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -240,20 +243,32 @@ class Sentry(TorchDispatchMode):
         refuse_host_read(func, args, kwargs)
         _refuse_copy_to_host(func, args, kwargs)
         self.operations += 1
+        inputs = set()
         for tensor in tensors_in((args, kwargs)):
             storage = storage_of(tensor)
-            if storage is not None and storage._cdata not in self._made:
-                # A leaf by identity, to see it re-pointed; of others only the memory, not their autograd graph.
-                if tensor.is_leaf:
-                    self.seen[id(tensor)] = tensor
-                elif -storage._cdata not in self.seen:
-                    self.seen[-storage._cdata] = tensor.detach()
+            if storage is None or storage._cdata in self.made:
+                continue
+            inputs.add(storage._cdata)
+            # A leaf by identity, to see it re-pointed; of others only the memory, not their autograd graph.
+            if tensor.is_leaf:
+                self.seen[id(tensor)] = tensor
+            elif -storage._cdata not in self.seen:
+                self.seen[-storage._cdata] = tensor.detach()
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             storage = storage_of(tensor)
-            if storage is not None:
-                self._made.add(storage._cdata)
+            if storage is not None and storage._cdata not in inputs:
+                self.made.setdefault(storage._cdata, StorageWeakRef(storage))
         return result
+
+
+def made_in_recording(tensor: Tensor) -> bool:
+    """Whether the recording that runs now made the tensor's memory (outside of one: yes)."""
+    for mode in _get_current_dispatch_mode_stack():
+        made = getattr(mode, "made", None)
+        if made is not None:
+            return tensor.untyped_storage()._cdata in made
+    return True
 
 
 class CudaRecording:
@@ -274,7 +289,8 @@ class CudaRecording:
         self._graph = graph
         self._fill = inputs.fill
         self._launch = super(torch.cuda.CUDAGraph, graph).replay
-        self._outputs: list[Tensor | None] | None = outputs
+        self.outputs = outputs
+        self._released = False
         self._written = [o for o in outputs if o is not None and not o.is_inference()]
 
     def seal(self) -> None:
@@ -285,14 +301,14 @@ class CudaRecording:
         self._launch()
         # Whoever saved an output of the previous replay for a backward now gets autograd's error.
         torch._C._increment_version(self._written)
-        assert self._outputs is not None
-        return self._outputs
+        return self.outputs
 
     def release(self) -> None:
-        if self._outputs is not None:
+        if not self._released:
             self._graph.reset()
             self._arena.release()
-        self._outputs, self._written, self.external = None, [], ()
+        self._released = True
+        self.outputs, self._written, self.external = [], [], ()
 
 
 class CudaBackend:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, gt, is_not, itemgetter, le
+from operator import attrgetter, gt, itemgetter, le
 from typing import Any
 
 import torch
@@ -48,10 +48,13 @@ class Binding:
         self._strides = [(t.size(), t.stride()) for t in self._views]
         self._frozen = [t for t in self._tensors if not t.requires_grad and t.is_leaf]
         self._trained = list(trained)
-        self._containers = [container for container, _, _, _ in slots]
-        self._keys = [key for _, key, _, _ in slots]
-        self._held = [thing for _, _, thing, _ in slots]
         self._slots = slots
+        containers = {id(container): container for container, _, _, _ in slots}
+        self._containers = list(containers.values())
+        self._contents = [dict(container) for container in self._containers]
+        # One comparison for all of them: the same objects are equal without a look at their values. Numbers in
+        # tensors could be equal though the tensors are not the same.
+        self._numbers = [(c, k, t) for c, k, t, _ in slots if isinstance(t, Tensor) and t.numel() < 2]
         self._modules = [module.__dict__ for module in modules]
         self._training = list(map(_training, self._modules))
         self._lists = [held for _, _, held, _ in slots if isinstance(held, list)]
@@ -61,9 +64,9 @@ class Binding:
         """Raise StaleGraph if a replay would read or write something else than the program means."""
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             raise StaleGraph(self._moved())
-        if [(t.size(), t.stride()) for t in self._views] != self._strides:
+        if self._views and [(t.size(), t.stride()) for t in self._views] != self._strides:
             raise StaleGraph("a parameter or buffer got another shape or other strides since capture (`.data = ...`?)")
-        if any(map(is_not, map(dict.get, self._containers, self._keys), self._held)):
+        if self._contents_differ():
             reason = self._replaced()
             if reason is not None:
                 raise StaleGraph(reason)
@@ -71,10 +74,16 @@ class Binding:
             self._trained and not all(map(_requires_grad, self._trained))
         ):
             raise StaleGraph(self._requires_grad())
-        if list(map(len, self._lists)) != self._lengths:
+        if self._lists and list(map(len, self._lists)) != self._lengths:
             raise StaleGraph("a parameter group was added to an optimizer since capture")
         if list(map(_training, self._modules)) != self._training:
             raise StaleGraph("a sub-module was switched between train() and eval() since capture")
+
+    def _contents_differ(self) -> bool:
+        try:
+            return self._containers != self._contents or any(c.get(k) is not t for c, k, t in self._numbers)
+        except (RuntimeError, ValueError):  # two tensors that are not the same were compared
+            return True
 
     def _name(self, tensor: Tensor) -> str:
         return self._names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")

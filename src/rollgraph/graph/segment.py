@@ -16,19 +16,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
+from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors, made_in_recording
 from rollgraph.graph.binding import Binding, module_slots
 from rollgraph.graph.capture import OutputTree, bound_modules, refuse_written
 from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
 from rollgraph.graph.journal import Transaction
+from rollgraph.graph.lending import LentTensors
 from rollgraph.graph.pool import Arena, Interval
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
 
-_hooks_of = attrgetter("_backward_hooks")
 _requires_grad = attrgetter("requires_grad")
 _is_none = partial(is_, None)
 WarmupHook = Callable[[Any], None]
@@ -84,6 +84,7 @@ class Segment:
         self._no_gradients: tuple[None, ...] = ()  # for parameters whose gradient goes to a buffer
         self._marks: dict[Any, Any] = {}
         self._called: dict[int, nn.Module] = {}
+        self._lent: LentTensors | None = None  # the backward's results, where they are static
         self._aliases: dict[Tensor, Tensor] = {}  # parameter -> the leaf that stands for it
 
     # -- the Python that is recorded -------------------------------------------------------------
@@ -111,9 +112,9 @@ class Segment:
         with _without_tensor_hooks(self.parameters):  # they run where the gradients leave, at replay
             found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
         buffers = self.spec.grad_buffers
-        # The incoming gradients lie in memory that all segments share: none of it may leave this one.
-        incoming = {g.untyped_storage()._cdata for g in gradients}
-        found = tuple(g.clone() if g is not None and g.untyped_storage()._cdata in incoming else g for g in found)
+        # What leaves the segment must be its backward's own: not an incoming gradient, whose memory all segments
+        # share, and not an activation, which the next forward overwrites.
+        found = tuple(g if g is None or made_in_recording(g) else g.clone() for g in found)
         kept: list[Tensor | None] = list(found[: len(inputs)])
         for parameter, gradient in zip(self.parameters, found[len(inputs) :], strict=True):
             buffer = buffers.get(parameter)
@@ -249,6 +250,8 @@ class Segment:
         self.forward.seal()
         if self.backward is not None:
             self.backward.seal()
+            if self.spec.backend.records:
+                self._lent = LentTensors(self.backward.outputs)
 
     def release(self) -> None:
         self.forward.release()
@@ -282,6 +285,7 @@ class Segment:
                 arena.admit(forward, name)
                 outputs = replay(tensors[:inputs])
                 ctx.interval = arena.open(name, forward, backward)
+                ctx.leaves = [t for t in tensors[:inputs] if t.requires_grad and t.is_leaf]
                 ctx.set_materialize_grads(False)
                 results = tuple([output.detach() for output in outputs if output is not None])
                 if segment._opaque_outputs and not segment._newly_required(ctx.needs_input_grad):
@@ -297,7 +301,7 @@ class Segment:
         return apply
 
     def replay_backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Gradients for `(inputs, passed)`, each in memory of its own."""
+        """Gradients for `(inputs, passed)`."""
         spec, interval = self.spec, ctx.interval
         self._check_backward(ctx.needs_input_grad, interval)
         interval.close()
@@ -308,13 +312,15 @@ class Segment:
             raise
         if spec.hooked:
             spec.hooks.run("pre_backward", "replay", spec.target)
+        if self._lent is not None:
+            self._lent.before_replay([*ctx.leaves, *self.passed])
         assert self.backward is not None
         made = self.backward.replay([self._incoming(i, gradients[i]) for i in self._differentiable_outputs])
         spec.record.backward_replays += spec.backend.records
         if spec.hooked:
             spec.hooks.run("post_backward", "replay", spec.target)
-        if spec.backend.records:
-            made = self._own_memory(ctx, made)
+        if self._lent is not None:
+            made = self._lent.lend()
         if any(map(_is_none, gradients)):
             made = self._without_unreached(made, gradients)
         if self._all_differentiable:
@@ -352,23 +358,6 @@ class Segment:
             return gradient
         shape = self._output_specs[index]
         return torch.zeros(shape.shape, dtype=shape.dtype, device=shape.device)
-
-    def _own_memory(self, node: Any, made: list[Tensor | None]) -> list[Tensor | None]:
-        """Gradients the user may keep. The static ones may be passed on only to an accumulation.
-
-        AccumulateGrad adds in place to a gradient that exists, and copies a tensor that others hold. Handing it a
-        detached static tensor instead would let it steal the memory that the next replay overwrites.
-        """
-        first = self.passed[0] if self.passed else None
-        if first is None or first.grad is None or any(map(_hooks_of, self.passed)):
-            return _clones(made)
-        try:
-            accumulation = node.next_functions[len(self._differentiable)][0]
-            accumulates = torch._C._will_engine_execute_node(accumulation)
-        except RuntimeError:  # torch.autograd.grad() asked for it
-            return _clones(made)
-        inputs = sum(self._differentiable)
-        return _clones(made[:inputs]) + (made[inputs:] if accumulates else _clones(made[inputs:]))
 
 
 _NO_GRADIENT = (
@@ -475,13 +464,3 @@ def _leaves_behind(outputs: Iterable[Tensor]) -> Iterable[Tensor]:
         if variable is not None:
             yield variable
         pending += [parent for parent, _ in node.next_functions if parent is not None]
-
-
-def _clones(tensors: list[Tensor | None]) -> list[Tensor | None]:
-    """Copies, in one launch on a GPU."""
-    present = [t for t in tensors if t is not None]
-    if len(present) > 1 and present[0].is_cuda and not any(t.is_complex() for t in present):
-        copies = iter(torch._foreach_mul(present, 1))
-    else:
-        copies = iter([t.clone() for t in present])
-    return [None if t is None else next(copies) for t in tensors]

@@ -387,7 +387,7 @@ class TapeRecording:
         self._recorder: Recorder | None = recorder
         self._inference = torch.is_inference_mode_enabled()
         self._inputs = inputs
-        self._outputs = outputs
+        self.outputs = outputs
         self._written = [o for o in outputs if o is not None and not o.is_inference()]
         self.external: Sequence[Tensor] = list(recorder.external.values())
         storages = self._surviving(recorder)
@@ -423,17 +423,11 @@ class TapeRecording:
             assert self.program is not None
             self.program.run()
         torch._C._increment_version(self._written)  # whoever saved an output for a backward gets autograd's error
-        return self._outputs
+        return self.outputs
 
     def release(self) -> None:
-        self._recorder, self._program, self._static, self._outputs, self._written, self.external = (
-            None,
-            None,
-            {},
-            [],
-            [],
-            (),
-        )
+        self._recorder, self.program = None, None
+        self._static, self.outputs, self._written, self.external = {}, [], [], ()
 
 
 class TapeBackend:
