@@ -157,29 +157,31 @@ def used_memory(build: Callable[[], object]) -> float:
     return used
 
 
+def chain_memory(graph: Callable[..., Any], layers: int, tokens: int, hidden: int, mlp: int) -> float:
+    """MiB for a chain of layers, each a graph of one pool, after two steps and with the gradients of the second."""
+
+    def build() -> object:
+        stack = [Layer(hidden, mlp, hidden // 128, 2, 128).to("cuda", torch.bfloat16) for _ in range(layers)]
+        samples = tuple(
+            (torch.randn(1, tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True),) for _ in stack
+        )
+        graphed = graph(tuple(stack), samples)
+        x = torch.randn_like(samples[0][0])
+        for _ in range(2):
+            for parameter in (p for layer in stack for p in layer.parameters()):
+                parameter.grad = None
+            out = x
+            for layer in graphed:
+                out = layer(out)
+            out.sum().backward()
+        return stack, samples, graphed
+
+    return used_memory(build)
+
+
 def measure_chain_memory(layers: int = 28, tokens: int = 512) -> None:
-    def chain(graph: Callable[..., Any]) -> Callable[[], object]:
-        def build() -> object:
-            stack = [Layer(1536, 8960, 12, 2, 128).to("cuda", torch.bfloat16) for _ in range(layers)]
-            samples = tuple(
-                (torch.randn(1, tokens, 1536, device="cuda", dtype=torch.bfloat16, requires_grad=True),) for _ in stack
-            )
-            graphed = graph(tuple(stack), samples)
-            x = torch.randn_like(samples[0][0])
-            for step in range(2):
-                out = x
-                for layer in graphed:
-                    out = layer(out)
-                out.sum().backward()
-                if step == 0:
-                    for parameter in (p for layer in stack for p in layer.parameters()):
-                        parameter.grad = None
-            return stack, samples, graphed  # with the gradients of the second step
-
-        return build
-
-    theirs = used_memory(chain(torch.cuda.make_graphed_callables))
-    ours = used_memory(chain(make_graphed_callables))
+    theirs = chain_memory(torch.cuda.make_graphed_callables, layers, tokens, 1536, 8960)
+    ours = chain_memory(make_graphed_callables, layers, tokens, 1536, 8960)
     rows = [("weights, gradients, samples, graphs", ours, theirs, ours / theirs)]
     table(f"memory of a {layers}-layer chain, MiB", ("", "rollgraph", "torch.cuda", "ratio"), rows)
 

@@ -136,7 +136,8 @@ def test_host_reads_are_refused_with_their_place(backend: str, device: torch.dev
     with pytest.raises(HostReadError) as caught:
         capture(model, (example(),), backend=backend)
     message = str(caught.value)
-    assert operation in message
+    copied = backend == "cuda" and "_to_copy" in message  # there the copy to the CPU is refused already
+    assert copied or operation in message
     assert "Sequential.1.0" in message
     assert f"{__file__}:{read.__code__.co_firstlineno + (2 if read is _assign_by_mask else 0)}" in message or (
         name in ("pack_padded",) and __file__ in message

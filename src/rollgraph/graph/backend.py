@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.errors import CaptureError, GraphError, HostReadError, here, raised_at
 from rollgraph.graph.journal import no_gc, storage_of, tensors_in
@@ -260,15 +260,6 @@ class Sentry(TorchDispatchMode):
             if storage is not None and storage._cdata not in inputs:
                 self.made.setdefault(storage._cdata, StorageWeakRef(storage))
         return result
-
-
-def made_in_recording(tensor: Tensor) -> bool:
-    """Whether the recording that runs now made the tensor's memory (outside of one: yes)."""
-    for mode in _get_current_dispatch_mode_stack():
-        made = getattr(mode, "made", None)
-        if made is not None:
-            return tensor.untyped_storage()._cdata in made
-    return True
 
 
 class CudaRecording:

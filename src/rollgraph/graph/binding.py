@@ -158,8 +158,8 @@ def _tensors(state: dict[Any, Any]) -> Iterable[Tensor]:
 class BoundGradient:
     """The gradient of one leaf that a captured function writes.
 
-    `buffer` is what the recording accumulates into. If the function binds a gradient of its own
-    (`zero_grad(set_to_none=True)` inside it), `result` is that one, or None if it ends without any.
+    `buffer` is what the recording accumulates into. If the function drops the gradient it finds
+    (`zero_grad(set_to_none=True)` inside it), the recording leaves its own in the buffer: `result`, or None.
     """
 
     leaf: Tensor
@@ -243,6 +243,7 @@ class BoundGradients:
             else BoundGradient(leaf, leaf.grad, owned=False)
             for leaf in leaves
         ]
+        self._decoys: list[Tensor] = []
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -255,22 +256,42 @@ class BoundGradients:
     def nbytes(self) -> int:
         return sum(bound.buffer.nbytes for bound in self._bound if bound.owned and bound.accumulates)
 
-    def bind(self) -> None:
-        """Before a run: every leaf has the buffer as its gradient, so that the run accumulates."""
+    def prepare_recording(self) -> None:
+        """After warm-up: where the function drops the gradient it finds, give it a decoy to drop.
+
+        Its own gradient then goes to a buffer of ours. A decoy that is read shows that it needed the old one.
+        """
         for bound in self._bound:
-            bound.leaf.grad = bound.buffer
+            if bound.leaf.grad is not bound.buffer:
+                self._decoys.append(torch.zeros_like(bound.leaf))
+                bound.leaf.grad = self._decoys[-1]
+                if not bound.owned:
+                    bound.buffer, bound.owned = torch.zeros_like(bound.leaf), True
+
+    def keep_results(self) -> None:
+        """Inside the recording: out of the pool's memory, which other graphs reuse."""
+        for bound in self._bound:
+            found = bound.leaf.grad
+            bound.accumulates = found is bound.buffer
+            bound.result = None if found is None else bound.buffer
+            if found is not None and not bound.accumulates:
+                bound.buffer.copy_(found)
 
     def observe(self, read: Iterable[Tensor]) -> None:
-        """After recording: what did the function leave behind?"""
-        touched = {t.data_ptr() for t in read}
-        for bound in self._bound:
-            bound.accumulates = bound.leaf.grad is bound.buffer
-            if not bound.accumulates and bound.buffer.numel() and bound.buffer.data_ptr() in touched:
+        """After recording: a gradient that is read and then dropped cannot be followed."""
+        touched = {t.data_ptr() for t in read if t.numel()}
+        for decoy in self._decoys:
+            if decoy.data_ptr() in touched:
                 raise CaptureError(
-                    f"the gradient of a parameter of shape {tuple(bound.leaf.shape)} is read and then replaced: "
+                    f"the gradient of a parameter of shape {tuple(decoy.shape)} is read and then replaced: "
                     "change it in place"
                 )
-            bound.result = None if bound.accumulates else bound.leaf.grad
+        self._decoys.clear()
+
+    def bind(self) -> None:
+        """Before a warm-up run: every leaf has the buffer as its gradient, so that the run accumulates."""
+        for bound in self._bound:
+            bound.leaf.grad = bound.buffer
 
     def settle(self) -> None:
         """After the capture: from now on, a new holder of a buffer is the user."""

@@ -120,14 +120,14 @@ class GraphedCallable(Captured):
 
     def _drop(self, segment: Segment) -> None:
         self._segments.remove(segment)
-        segment.release()
         if self._backend.records:
             self._own(-1, segment)
+        segment.release()
 
     def _own(self, sign: int, segment: Segment) -> None:
         recorded = segment.nbytes() if self._backend.name != "cuda" else 0
-        self.record.bytes_owned += sign * (segment.statics.nbytes() + segment.nbytes())
-        self.static_bytes += sign * (segment.statics.nbytes() + recorded)
+        self.record.bytes_owned += sign * (segment.static_bytes() + segment.nbytes())
+        self.static_bytes += sign * (segment.static_bytes() + recorded)
 
     def install(self) -> None:
         """Stand in for the module's forward."""

@@ -222,22 +222,25 @@ class GraphedFunction(Captured, Generic[P, R]):
     def _warm_up(self, transaction: Transaction, surface: Surface, statics: StaticTensors) -> BoundGradients:
         """Run the function for real: find the gradients it writes and the optimizer state it creates."""
         args, kwargs = surface.arguments(statics.tensors)
-        gradients = BoundGradients(())
+        gradients, last = BoundGradients(()), max(self._warmup, 2) - 1  # the second run shows what happens to gradients
         with self._backend.stage(self._pool.arena), capture_errors(f"warm-up of {self.name!r}"):
-            for run in range(self._warmup):
+            for run in range(last + 1):
+                gradients.bind()
                 self._hooks.run("pre_forward", "warmup", self.target, args, kwargs)
                 with transaction.journal.run(again=run > 0), noting_calls(self._called):
                     output = self._function(*args, **kwargs)
                 self._hooks.run("post_forward", "warmup", self.target, args, kwargs, output)
                 del output
                 leaves = transaction.changed_gradients()
-                transaction.restore_gradients()
                 if len(leaves) > len(gradients.leaves):
+                    if run == last:
+                        raise CaptureError(f"a parameter first gets a gradient in run {run + 1}: raise warmup")
+                    transaction.restore_gradients()
                     gradients = BoundGradients(leaves)
-                    transaction.journal.expect(gradients.buffers)
                 if run == 0:
                     transaction.create_optimizer_state()
-                gradients.bind()
+            gradients.prepare_recording()
+        transaction.journal.expect(gradients.buffers)
         refuse_written(transaction.journal, surface, statics)
         return gradients
 
@@ -254,6 +257,8 @@ class GraphedFunction(Captured, Generic[P, R]):
 
         def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:
             output = self._function(*args, **kwargs)
+            with torch.no_grad():
+                gradients.keep_results()
             trees.append((output, OutputTree(output, self.name)))
             return [tensor.detach() for tensor in trees[0][1].tensors]
 
@@ -266,9 +271,7 @@ class GraphedFunction(Captured, Generic[P, R]):
             output, tree = trees.pop()
             journal.check_reads(recording.external)
             if len(transaction.changed_gradients()) > len(gradients.leaves):
-                raise CaptureError(
-                    f"a parameter first gets a gradient after {self._warmup} runs of {self.name!r}: raise warmup"
-                )
+                raise CaptureError(f"a parameter of {self.name!r} first gets a gradient in the recording: raise warmup")
             gradients.observe(recording.external)
             binding = self._bind(transaction, recording, statics, gradients)
             self._hooks.run("post_forward", "capture", self.target, args, kwargs, output)

@@ -1,9 +1,9 @@
 """Lending: handing out a graph's static tensors without a copy, and never overwriting what is still held.
 
-Gradients leave a backward graph as aliases of its static memory. Before the next replay writes there,
-whoever still holds one is found by the reference count of its storage. A gradient that sits in
-`param.grad` moves to memory of its own; anything else keeps its value where it is, and the new result
-is handed out as a copy.
+Gradients leave a backward graph as aliases of static memory that only that graph writes. Before the
+next replay writes there, whoever still holds one is found by the reference count of its storage. A
+gradient that sits in `param.grad` moves to memory of its own; anything else keeps its value where it
+is, and the new result is handed out as a copy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ class LentTensors:
 
     def _holders(self) -> list[int]:
         return list(map(torch._C._storage_Use_Count, self._storages))
+
+    def nbytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self._tensors)
 
     def before_replay(self, leaves: Sequence[Tensor]) -> None:
         """Take out of the way what is still held from earlier replays."""

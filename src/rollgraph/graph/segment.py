@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors, made_in_recording
+from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
 from rollgraph.graph.binding import Binding, module_slots
 from rollgraph.graph.capture import OutputTree, bound_modules, refuse_written
 from rollgraph.graph.census import Census, noting_calls
@@ -84,6 +84,8 @@ class Segment:
         self._no_gradients: tuple[None, ...] = ()  # for parameters whose gradient goes to a buffer
         self._marks: dict[Any, Any] = {}
         self._called: dict[int, nn.Module] = {}
+        self._like: list[tuple[Tensor, torch.device] | None] = []  # what each gradient looks like
+        self._gradients: list[Tensor | None] | None = None  # where the recorded backward leaves them
         self._lent: LentTensors | None = None  # the backward's results, where they are static
         self._aliases: dict[Tensor, Tensor] = {}  # parameter -> the leaf that stands for it
 
@@ -112,9 +114,6 @@ class Segment:
         with _without_tensor_hooks(self.parameters):  # they run where the gradients leave, at replay
             found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
         buffers = self.spec.grad_buffers
-        # What leaves the segment must be its backward's own: not an incoming gradient, whose memory all segments
-        # share, and not an activation, which the next forward overwrites.
-        found = tuple(g if g is None or made_in_recording(g) else g.clone() for g in found)
         kept: list[Tensor | None] = list(found[: len(inputs)])
         for parameter, gradient in zip(self.parameters, found[len(inputs) :], strict=True):
             buffer = buffers.get(parameter)
@@ -123,7 +122,19 @@ class Segment:
             elif gradient is not None:
                 buffer.add_(gradient)
         self._unused = [i for i, gradient in enumerate(found) if gradient is None]
-        return kept
+        return kept if self._gradients is None else self._moved_out(kept, self._gradients)
+
+    def _moved_out(self, made: list[Tensor | None], buffers: list[Tensor | None]) -> list[Tensor | None]:
+        """The results in memory that no other graph writes: that of the pool is reused by all of them."""
+        if [g is None for g in made] != [b is None for b in buffers]:
+            raise CaptureError(
+                f"{self.spec.name!r} gives other inputs or parameters a gradient than in its last warm-up run: raise "
+                "the number of warm-up runs"
+            )
+        present = [b for b in buffers if b is not None]
+        if present:
+            torch._foreach_copy_(present, [g for g in made if g is not None])
+        return buffers
 
     def _find_parameters(self) -> None:
         """The module's trainable parameters, and every other leaf its output depends on."""
@@ -164,10 +175,20 @@ class Segment:
                 hooks.run("pre_backward", "warmup", spec.target)
                 gradients = [torch.zeros_like(r) for r in self._results if r.requires_grad]
                 with transaction.journal.run(), torch._C._DisableAutocast():
-                    self._run_backward(gradients)
+                    made = self._run_backward(gradients)
+                self._like = [None if g is None else (torch.empty_like(g, device="meta"), g.device) for g in made]
+                del made
                 hooks.run("post_backward", "warmup", spec.target)
             self._forget_results()
         refuse_written(transaction.journal, self.surface, self.statics)
+
+    def learn_from(self, warmed: Segment, transaction: Transaction) -> None:
+        """Another microbatch of a callable that was warmed up; its own run only if its inputs differ."""
+        if str(self.surface) != str(warmed.surface):
+            self.warm_up(transaction, 1)
+        self._like, self._trains = self._like or warmed._like, warmed._trains
+        self.parameters, self.passed, self._no_gradients = warmed.parameters, warmed.passed, warmed._no_gradients
+        self._called = warmed._called
 
     def record_forward(self, transaction: Transaction) -> None:
         spec = self.spec
@@ -189,6 +210,11 @@ class Segment:
         spec.hooks.run("pre_backward", "capture", spec.target)
         self.backward_number = self.arena.next_capture()
         incoming = StaticTensors(self._scratch())
+        if spec.backend.records:
+            self._gradients = [
+                None if like is None else torch.empty_like(like[0], device=like[1]) for like in self._like
+            ]
+            transaction.journal.expect(g for g in self._gradients if g is not None)
         with torch._C._DisableAutocast():
             self.backward = self._record(transaction, self._run_backward, incoming, "backward")
         self._check_unused()
@@ -241,7 +267,12 @@ class Segment:
             self.outputs.without_tensors()
 
     def nbytes(self) -> int:
+        """Memory of the recordings, in the pool where there is one."""
         return self.forward.nbytes + (self.backward.nbytes if self.backward is not None else 0)
+
+    def static_bytes(self) -> int:
+        """Memory of the static inputs and gradients."""
+        return self.statics.nbytes() + (self._lent.nbytes() if self._lent is not None else 0)
 
     def operations(self) -> int:
         return self.forward.operations + (self.backward.operations if self.backward is not None else 0)
@@ -252,6 +283,7 @@ class Segment:
             self.backward.seal()
             if self.spec.backend.records:
                 self._lent = LentTensors(self.backward.outputs)
+                self._gradients = None
 
     def release(self) -> None:
         self.forward.release()
@@ -392,17 +424,13 @@ def capture_segments(
     targets = [segment.spec.target for segment in segments]
     try:
         with Transaction(*targets) as transaction:
-            warmed: set[int] = set()
-            for step in schedule.steps:
-                segment = segments[schedule.entry(step)]
-                index = schedule.callable_index(step.chunk, step.layer)
-                if index in warmed:
-                    continue
-                warmed.add(index)
-                run_warmup_hook(pre_warmup_hook, "pre_warmup_hook", segment.spec.target)
-                with backend.stage(segment.arena), capture_errors(f"warm-up of {segment.spec.name!r}"):
-                    segment.warm_up(transaction, warmup if backend.records else 1)
-                run_warmup_hook(post_warmup_hook, "post_warmup_hook", segment.spec.target)
+            for first, *others in _microbatches(segments, schedule):
+                run_warmup_hook(pre_warmup_hook, "pre_warmup_hook", first.spec.target)
+                with backend.stage(first.arena), capture_errors(f"warm-up of {first.spec.name!r}"):
+                    first.warm_up(transaction, warmup if backend.records else 1)
+                    for other in others:
+                        other.learn_from(first, transaction)
+                run_warmup_hook(post_warmup_hook, "post_warmup_hook", first.spec.target)
             for step in schedule.steps:
                 segment = segments[schedule.entry(step)]
                 if step.kind == "forward":
@@ -413,6 +441,16 @@ def capture_segments(
         for segment in segments:
             segment.release()
         raise
+
+
+def _microbatches(segments: Sequence[Segment], schedule: Schedule) -> Iterable[list[Segment]]:
+    """The segments of each callable, in the order of their forwards."""
+    found: dict[int, list[Segment]] = {}
+    for step in schedule.steps:
+        if step.kind == "forward":
+            index = schedule.callable_index(step.chunk, step.layer)
+            found.setdefault(index, []).append(segments[schedule.entry(step)])
+    return found.values()
 
 
 @contextmanager

@@ -1,0 +1,82 @@
+"""What only CUDA can show: memory of a pool, memory that graphs share, and compute-sanitizer's verdict."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.graph_overhead import chain_memory
+from rollgraph.graph import CaptureError, GraphPool, capture, make_graphed_callables
+
+pytestmark = pytest.mark.gpu
+HERE = Path(__file__).parent
+
+
+def test_a_chain_needs_no_more_memory_than_pytorchs() -> None:
+    theirs = chain_memory(torch.cuda.make_graphed_callables, 28, 512, 512, 2048)
+    ours = chain_memory(make_graphed_callables, 28, 512, 512, 2048)
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_gradients_survive_the_other_graphs_of_a_pool(accumulate: bool) -> None:
+    """Graphs reuse each other's memory; a gradient that waits for the optimizer is not part of that."""
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.5)).cuda() for _ in range(4)]
+    twins, pool = copy.deepcopy(blocks), GraphPool()
+    sample = torch.randn(8, 16, device="cuda", requires_grad=True)
+    make_graphed_callables(tuple(blocks), ((sample,),) * 4, pool=pool)
+    scale = torch.ones((), device="cuda")
+    other = capture(lambda x: (x @ x.T @ x).tanh() * scale, (torch.randn(64, 64, device="cuda"),), pool=pool)
+    for step in range(4):
+        x = torch.randn(8, 16, device="cuda")
+        for modules in (blocks, twins):
+            torch.manual_seed(step)
+            nn.Sequential(*modules)(x).square().sum().backward()
+        other(torch.randn(64, 64, device="cuda"))
+        pairs = zip(nn.ModuleList(blocks).parameters(), nn.ModuleList(twins).parameters(), strict=True)
+        assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+        if not accumulate:
+            for module in (*blocks, *twins):
+                module.zero_grad(set_to_none=True)
+
+
+def test_gradients_of_a_captured_step_survive_another_capture_in_its_pool() -> None:
+    layer, pool = nn.Linear(32, 32).cuda(), GraphPool()
+
+    def step(x: Tensor) -> None:
+        layer.zero_grad(set_to_none=True)
+        layer(x).square().sum().backward()
+
+    x = torch.randn(16, 32, device="cuda")
+    graphed = capture(step, (x,), pool=pool)
+    other = capture(lambda x: (x @ x.T).tanh() @ x, (torch.randn(128, 128, device="cuda"),), pool=pool)
+    graphed(x)
+    kept = layer.weight.grad.clone()
+    other(torch.randn(128, 128, device="cuda"))
+    assert torch.equal(layer.weight.grad, kept)
+
+
+def test_dropout_in_a_checkpointed_region_is_refused() -> None:
+    """A CUDA capture ignores the RNG state that checkpointing sets, without a word."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).cuda()
+    sample = torch.randn(2, 4, device="cuda", requires_grad=True)
+    with pytest.raises(CaptureError, match="RNG state"):
+        make_graphed_callables(lambda x: checkpoint(inner, x, use_reentrant=False), (sample,))
+
+
+def test_compute_sanitizer_is_clean() -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(HERE / "small_program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
