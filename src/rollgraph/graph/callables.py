@@ -43,20 +43,35 @@ class GraphedCallable(Captured):
         self._training = self.module.training if self.module is not None else False
         self._replaced: Any = None
         self._segments: list[Segment] = []
+        self._only: Segment | None = None  # the segment, where there is one and neither hook nor guard
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay. The usual call takes the short way; whatever is special about one is sorted out with care."""
+        segment, module = self._only, self.module
+        if (
+            segment is None
+            or not self.enabled
+            or (module is not None and module.training is not self._training)
+            or torch._C._len_torch_dispatch_stack()
+        ):
+            return self._call_with_care(args, kwargs)
+        try:
+            inputs = segment.surface.bind(args, kwargs)
+            segment.binding.check()
+        except GraphError:
+            return self._call_with_care(args, kwargs)
+        output = segment.replay(inputs)
+        self.record.replays += 1
+        return output
+
+    def _call_with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.module is not None and self.module.training is not self._training:
             return self._run_original("called in the other training mode", args, kwargs)
         if not self.enabled or not self._segments:
             return self._run_original("disabled" if self._segments else "reset", args, kwargs)
-        if torch._C._len_torch_dispatch_stack():
-            refuse_nesting(self.name)
+        refuse_nesting(self.name)
         try:
-            if len(self._segments) == 1:
-                segment = self._segments[0]
-                inputs = segment.surface.bind(args, kwargs)
-            else:
-                segment, inputs = self._find(args, kwargs)
+            segment, inputs = self._find(args, kwargs)
         except GraphError as error:
             if self._act_on(error) == "eager":
                 return self.original(*args, **kwargs)
@@ -107,6 +122,8 @@ class GraphedCallable(Captured):
     def adopt(self, segment: Segment) -> None:
         segment.seal()
         self._segments.insert(0, segment)
+        simple = len(self._segments) == 1 and not self._guards and not self.spec.hooked and self._backend.records
+        self._only = segment if simple else None
         record = self.record
         record.surface = str(segment.surface)
         record.captures += self._backend.records
@@ -120,6 +137,7 @@ class GraphedCallable(Captured):
 
     def _drop(self, segment: Segment) -> None:
         self._segments.remove(segment)
+        self._only = None
         if self._backend.records:
             self._own(-1, segment)
         segment.release()
@@ -140,6 +158,7 @@ class GraphedCallable(Captured):
         for segment in self._segments:
             segment.release()
         self._segments.clear()
+        self._only = None
         self.static_bytes = self.record.bytes_owned = 0
         if self.module is not None and self.module.__dict__.get("forward") is self:
             if self._replaced is None:

@@ -135,11 +135,12 @@ class Journal(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or not torch.cuda.is_initialized():
             yield
             return
+        once = func._schema.name == "aten::_cudnn_init_dropout_state"  # draws for the process, not for the call
         given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
         generator = given or torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.get_state()
         known = self._cuda_rng.setdefault(id(generator), before)
-        if generator.device.type == "cuda" and not torch.equal(known, before):
+        if generator.device.type == "cuda" and not once and not torch.equal(known, before):
             raise CaptureError(
                 f"{func} at {here()} draws after the RNG state was set inside the function, which a CUDA graph cannot "
                 "hold: seed before the call, and keep dropout out of checkpointed regions (or preserve_rng_state=False)"
