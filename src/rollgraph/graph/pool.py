@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 
@@ -35,24 +36,6 @@ class Graph(Protocol):
     def reset(self) -> None: ...
 
 
-class Interval:
-    """A forward that waits for its backward; closed by it, or when nobody can call it any more."""
-
-    __slots__ = ("_arena", "_forward", "is_open")
-
-    def __init__(self, arena: Arena, forward: int) -> None:
-        self._arena = arena
-        self._forward = forward
-        self.is_open = True
-
-    def close(self) -> None:
-        if self.is_open:
-            self.is_open = False
-            self._arena._close(self._forward)
-
-    __del__ = close
-
-
 class Arena:
     """Memory shared by the captures made in it, with their order and their open intervals."""
 
@@ -62,7 +45,8 @@ class Arena:
         self.scratch: dict[Any, torch.Tensor] = {}  # live only inside one backward, so shared by all
         self._captures = 0
         self._recordings = 0
-        self._open: dict[int, tuple[str, int, tuple[int, int]]] = {}  # forward -> graph, backward, bounds before
+        # forward -> graph, backward, bounds before it was opened, the autograd node that can still run it
+        self._open: dict[int, tuple[str, int, tuple[int, int], ref[Any]]] = {}
         self._low, self._high = -1, _FOREVER  # captures strictly between may replay
 
     def cuda_handle(self) -> PoolHandle:
@@ -95,10 +79,14 @@ class Arena:
         """Refuse a replay that would overwrite what an open interval still needs."""
         if self._low < capture < self._high:
             return
-        gc.collect()  # an output that nobody can reach any more may wait in a reference cycle
+        self._close_abandoned()
         if self._low < capture < self._high:
             return
-        waiting = next(graph for forward, (graph, back, _) in self._open.items() if not forward < capture < back)
+        gc.collect()  # a node that nobody can reach any more may wait in a reference cycle
+        self._close_abandoned()
+        if self._low < capture < self._high:
+            return
+        waiting = next(name for forward, (name, back, _, _) in self._open.items() if not forward < capture < back)
         if waiting == graph:
             raise MemoryInUse(
                 f"graph {graph!r} was called again before the backward of its last call: a second forward would "
@@ -109,30 +97,39 @@ class Arena:
             "replay in capture order, or capture the two in different pools"
         )
 
-    def open(self, graph: str, forward: int, backward: int) -> Interval:
-        """Start an interval; the caller was admitted, so no other one of this graph is open."""
-        self._open[forward] = (graph, backward, (self._low, self._high))
+    def open(self, graph: str, forward: int, backward: int, node: Any) -> None:
+        """Start the interval of an autograd node; it was admitted, so no other one of this graph is open."""
+        self._open[forward] = (graph, backward, (self._low, self._high), ref(node))
         if forward > self._low:
             self._low = forward
         if backward < self._high:
             self._high = backward
-        return Interval(self, forward)
 
-    def _close(self, forward: int) -> None:
+    def is_open(self, forward: int, node: Any) -> bool:
+        interval = self._open.get(forward)
+        return interval is not None and interval[3]() is node
+
+    def close(self, forward: int) -> None:
         last = next(reversed(self._open)) == forward
-        _, _, bounds = self._open.pop(forward)
+        _, _, bounds, _ = self._open.pop(forward)
         if last:  # the usual order: what was opened last is closed first
             self._low, self._high = bounds
             return
         remaining = list(self._open.items())
         self._open.clear()
         self._low, self._high = -1, _FOREVER
-        for start, (graph, end, _) in remaining:
-            self._open[start] = (graph, end, (self._low, self._high))
+        for start, (graph, end, _, node) in remaining:
+            self._open[start] = (graph, end, (self._low, self._high), node)
             self._low, self._high = max(self._low, start), min(self._high, end)
 
+    def _close_abandoned(self) -> None:
+        """Close the intervals whose backward nobody can call any more."""
+        for forward in [f for f, (_, _, _, node) in reversed(self._open.items()) if node() is None]:
+            self.close(forward)
+
     def open_intervals(self) -> list[str]:
-        return [graph for graph, _, _ in self._open.values()]
+        self._close_abandoned()
+        return [graph for graph, _, _, _ in self._open.values()]
 
 
 class GraphPool:

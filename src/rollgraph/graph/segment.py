@@ -24,7 +24,7 @@ from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, Replay
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
 from rollgraph.graph.journal import Transaction
 from rollgraph.graph.lending import LentTensors
-from rollgraph.graph.pool import Arena, Interval
+from rollgraph.graph.pool import Arena
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
@@ -316,7 +316,7 @@ class Segment:
             def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
                 arena.admit(forward, name)
                 outputs = replay(tensors[:inputs])
-                ctx.interval = arena.open(name, forward, backward)
+                arena.open(name, forward, backward, ctx)
                 ctx.leaves = [t for t in tensors[:inputs] if t.requires_grad and t.is_leaf]
                 ctx.set_materialize_grads(False)
                 results = tuple([output.detach() for output in outputs if output is not None])
@@ -334,13 +334,13 @@ class Segment:
 
     def replay_backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Gradients for `(inputs, passed)`."""
-        spec, interval = self.spec, ctx.interval
-        self._check_backward(ctx.needs_input_grad, interval)
-        interval.close()
+        spec = self.spec
+        self._check_backward(ctx)
+        self.arena.close(self.forward_number)
         try:
             self.arena.admit(self.backward_number, spec.record.name)
         except MemoryInUse:
-            ctx.interval = self.arena.open(spec.record.name, self.forward_number, self.backward_number)
+            self.arena.open(spec.record.name, self.forward_number, self.backward_number, ctx)
             raise
         if spec.hooked:
             spec.hooks.run("pre_backward", "replay", spec.target)
@@ -369,14 +369,14 @@ class Segment:
         places += [inputs + i for i, parameter in enumerate(self.parameters) if parameter not in buffers]
         return [gradient if place in reached else None for gradient, place in zip(made, places, strict=True)]
 
-    def _check_backward(self, needs: tuple[bool, ...], interval: Interval) -> None:
+    def _check_backward(self, ctx: Any) -> None:
         if torch.is_grad_enabled():
             raise GraphError(f"graph {self.spec.name!r} has no double backward: create_graph=True cannot pass it")
         if self.forward_number < 0:
             raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
-        if not interval.is_open:
+        if not self.arena.is_open(self.forward_number, ctx):
             raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
-        unexpected = [] if self._all_differentiable else self._newly_required(needs)
+        unexpected = [] if self._all_differentiable else self._newly_required(ctx.needs_input_grad)
         if unexpected:
             raise ReplayMismatch(_NO_GRADIENT.format(", ".join(unexpected), self.spec.name))
 

@@ -105,7 +105,15 @@ class Surface:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in order; ReplayMismatch with the difference if it does not fit."""
-        if current_modes() != self.modes:
+        grad, inference, cuda, cpu = self.modes
+        if (
+            torch.is_grad_enabled() is not grad
+            or torch.is_inference_mode_enabled() is not inference
+            or (
+                (cuda or cpu or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+                and current_modes() != self.modes
+            )
+        ):
             modes = _describe_modes(current_modes())
             raise ReplayMismatch(f"captured with {_describe_modes(self.modes)}, called with {modes}")
         leaves: Sequence[Any] = args
