@@ -9,9 +9,7 @@ from rollgraph.world import World
 def test_alone_and_among_others() -> None:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     assert World.current({}) == World(0, 1, device)
-    second = World.current({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"})
-    assert second == World(1, 4, device)
-    assert not second.is_first
+    assert World.current({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}) == World(1, 4, device)
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:

@@ -15,10 +15,6 @@ class World:
     size: int
     device: str
 
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
     @classmethod
     def current(cls, environ: Mapping[str, str] = os.environ) -> World:
         """This process as `torchrun` describes it, or the only one there is."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,16 +16,6 @@ from rollgraph.graph import make_graphed_callables as graph
 
 ALL = ("warmup", "capture", "replay")
 KINDS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_census() -> Iterator[None]:
-    """A capture looks through everything alive; leave out what was alive before these tests."""
-    importlib.import_module("torch._dynamo")  # which the first optimizer step would import
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Log:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
-import importlib
 import io
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +13,6 @@ from torch import Tensor, nn
 
 from rollgraph.graph import CaptureError, GraphedCallable, GraphPool, capture
 from rollgraph.graph import make_graphed_callables as graph
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_census() -> Iterator[None]:
-    """A capture looks through everything alive; leave out what was alive before these tests."""
-    importlib.import_module("torch._dynamo")  # which the first optimizer step would import
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Block(nn.Module):

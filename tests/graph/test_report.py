@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,16 +10,6 @@ from torch import Tensor, nn
 
 from rollgraph.graph import CaptureError, GraphPool, ReplayMismatch, capture
 from rollgraph.graph import make_graphed_callables as graph
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_census() -> Iterator[None]:
-    """A capture looks through everything alive; leave out what was alive before these tests."""
-    importlib.import_module("torch._dynamo")  # which the first optimizer step would import
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def sample(rows: int = 2) -> Tensor:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
-import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,16 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rollgraph.graph import CaptureError, GraphPool, HostReadError, capture
 from rollgraph.graph import make_graphed_callables as graph
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_census() -> Iterator[None]:
-    """A capture looks through everything alive; leave out what was alive before these tests."""
-    importlib.import_module("torch._dynamo")  # which the first optimizer step would import
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def example() -> Tensor:

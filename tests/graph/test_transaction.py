@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import importlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,16 +22,6 @@ from rollgraph.graph import make_graphed_callables as graph
 
 WARMUP = 3
 CLASSES = (nn.Module, Tensor, nn.Parameter, torch.optim.Optimizer, torch.Generator, torch.autograd.Function)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_census() -> Iterator[None]:
-    """A capture looks through everything alive; leave out what was alive before these tests."""
-    importlib.import_module("torch._dynamo")  # which the first optimizer step would import
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # -- photographs -----------------------------------------------------------------------------------

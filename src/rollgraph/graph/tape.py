@@ -300,7 +300,6 @@ class TapeProgram:
         self._names: dict[str, Any] = {}
         self._bound: dict[int, str] = {}  # id -> name; the names keep the things alive
         self._static = static  # register -> tensor at a fixed address
-        self._values = recorder.values
         kept = self._live(recorder.entries)
         self.operations = _operations(kept)
         self.source = self._write(kept)
