@@ -60,8 +60,8 @@ class Location:
     line: int
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}"
-        return f"module {self.module}, {place}" if self.module else place
+        parts = [f"module {self.module}"] * bool(self.module) + [f"{self.file}:{self.line}"] * bool(self.file)
+        return ", ".join(parts) or "a place outside your program"
 
 
 def here() -> Location:
@@ -86,7 +86,7 @@ def _frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int
 
 
 def _locate(frames: list[tuple[FrameType, int]]) -> Location:
-    file, line = "<unknown>", 0
+    file, line = "", 0
     for frame, lineno in reversed(frames):
         filename = frame.f_code.co_filename
         if not filename.startswith(_LIBRARIES) and not filename.startswith("<frozen"):
