@@ -7,6 +7,7 @@ is here, because every recording backend needs it.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol, cast
@@ -200,8 +201,6 @@ def _refuse(operation: str) -> None:
 
 
 def _optimizer_hint() -> str:
-    import traceback
-
     in_optimizer = any("/torch/optim/" in frame.filename for frame in traceback.extract_stack())
     return "; optimizers need fused=True on a CPU and capturable=True on a GPU" if in_optimizer else ""
 

@@ -18,6 +18,7 @@ from rollgraph.graph.capture import (
     OnMismatch,
     callable_name,
     choose_backend,
+    identity,
     refuse_nesting,
 )
 from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch
@@ -169,9 +170,9 @@ class GraphedCallable(Captured):
     def __reduce__(self) -> Any:
         """A copy or pickle of the module gets its own, ungraphed forward."""
         if self.module is None:
-            return _identity, (self.original,)
+            return identity, (self.original,)
         if self._replaced is not None:
-            return _identity, (self._replaced,)
+            return identity, (self._replaced,)
         return getattr, (self.module, "forward")  # the copy is still empty here: its class answers
 
 
@@ -299,7 +300,3 @@ def _static_inputs(schedule: Schedule, surfaces: list[Surface], reuse: bool) -> 
         if slot not in made:
             made[slot] = StaticTensors([own_copy(t) for t in surface.tensors])
     return [made[slot] for slot in slots]
-
-
-def _identity(thing: Any) -> Any:
-    return thing

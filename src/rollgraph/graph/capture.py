@@ -128,7 +128,6 @@ class GraphedFunction(Captured, Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        pool: GraphPool,
         hooks: GraphHooks,
         guards: Sequence[Guard],
         backend: Backend,
@@ -138,7 +137,6 @@ class GraphedFunction(Captured, Generic[P, R]):
     ) -> None:
         super().__init__(function, GraphRecord(name, backend.name), backend, on_mismatch)
         self._function = function
-        self._pool = pool
         self._hooks = hooks
         self._guards = list(guards)
         self._warmup = warmup
@@ -167,6 +165,7 @@ class GraphedFunction(Captured, Generic[P, R]):
                 output: R = self._function(*args, **kwargs)
             else:
                 self._variants.remove(variant)
+                variant.recording.release()
                 output = self._replay(self._recapture(args, kwargs), inputs)
         else:
             output = self._replay(variant, inputs)
@@ -182,7 +181,7 @@ class GraphedFunction(Captured, Generic[P, R]):
 
     def __reduce__(self) -> Any:
         """A copy or pickle is the function itself, ungraphed."""
-        return _identity, (self._function,)
+        return identity, (self._function,)
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], arena: Arena) -> Variant:
         """Capture one call in `arena`; on an error nothing has changed."""
@@ -206,7 +205,7 @@ class GraphedFunction(Captured, Generic[P, R]):
 
     def _recorded_variant(self, surface: Surface, statics: StaticTensors, arena: Arena) -> Variant:
         with Transaction(self.target) as transaction:
-            gradients = self._warm_up(transaction, surface, statics)
+            gradients = self._warm_up(transaction, surface, statics, arena)
             return self._record(transaction, surface, statics, gradients, arena)
 
     def _eager_variant(self, surface: Surface, arena: Arena) -> Variant:
@@ -219,11 +218,13 @@ class GraphedFunction(Captured, Generic[P, R]):
         variant = Variant(surface, recording, None, Binding(()), BoundGradients(()), arena, arena.next_capture())
         return variant
 
-    def _warm_up(self, transaction: Transaction, surface: Surface, statics: StaticTensors) -> BoundGradients:
+    def _warm_up(
+        self, transaction: Transaction, surface: Surface, statics: StaticTensors, arena: Arena
+    ) -> BoundGradients:
         """Run the function for real: find the gradients it writes and the optimizer state it creates."""
         args, kwargs = surface.arguments(statics.tensors)
         gradients, last = BoundGradients(()), max(self._warmup, 2) - 1  # the second run shows what happens to gradients
-        with self._backend.stage(self._pool.arena), capture_errors(f"warm-up of {self.name!r}"):
+        with self._backend.stage(arena), capture_errors(f"warm-up of {self.name!r}"):
             for run in range(last + 1):
                 gradients.bind()
                 self._hooks.run("pre_forward", "warmup", self.target, args, kwargs)
@@ -351,7 +352,7 @@ def capture(
     pool = GraphPool.of(pool)
     refuse_nesting(name or callable_name(fn))
     graphed = GraphedFunction(
-        fn, pool, hooks, guards, chosen, on_mismatch, warmup, pool.unique_name(name or callable_name(fn))
+        fn, hooks, guards, chosen, on_mismatch, warmup, pool.unique_name(name or callable_name(fn))
     )
     graphed.capture(tuple(example_inputs), kwargs, pool.arena)
     pool.add(graphed)
@@ -377,7 +378,8 @@ def choose_backend(name: BackendName, arguments: Any, target: Any) -> Backend:
     raise ValueError(f"backend={name!r}: expected 'auto', 'cuda', 'tape' or 'eager'")
 
 
-def _identity(thing: Any) -> Any:
+def identity(thing: Any) -> Any:
+    """What a pickled graph is read back with."""
     return thing
 
 
