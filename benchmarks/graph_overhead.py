@@ -64,16 +64,17 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def host_time(run: Callable[[], object], calls: int = 50, repeats: int = 30) -> float:
-    """Median microseconds of host time for a call, with the device's queue emptied in between."""
-    times = []
+def host_times(runs: list[Callable[[], object]], calls: int = 50, repeats: int = 60) -> list[float]:
+    """Median microseconds of host time for a call of each: batches in turn, the device's queue emptied in between."""
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        times.append((time.perf_counter() - start) / calls * 1e6)
-    return statistics.median(times[3:])
+        for run, of in zip(runs, times, strict=True):
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            of.append((time.perf_counter() - start) / calls * 1e6)
+    return [statistics.median(of[3:]) for of in times]
 
 
 def device_time(run: Callable[[], object], repeats: int = 20) -> float:
@@ -107,14 +108,16 @@ def table(title: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> N
         )
 
 
-def replay_times(graph: Callable[..., Any], device: str) -> dict[str, float]:
-    """Host time for one small layer: inference, and training in both states of the gradients."""
+INFERENCE = "forward, no gradients"
+ACCUMULATING = "forward + backward, accumulating"
+
+
+def replays(graph: Callable[..., Any], device: str) -> dict[str, Callable[[], object]]:
+    """Replays of one small layer: inference, and training in both states of the gradients."""
     torch.manual_seed(0)
-    sample = torch.randn(1, 16, 64, device=device)
-    times = {}
+    sample, batch = torch.randn(1, 16, 64, device=device), torch.randn(1, 16, 64, device=device)
     with torch.no_grad():
         frozen = graph(Layer(64, 128, 4, 2, 16).to(device).requires_grad_(False), (sample,))
-        times["forward, no gradients"] = host_time(lambda: frozen(sample))
     layer = Layer(64, 128, 4, 2, 16).to(device)
     graphed = graph(layer, (sample.clone().requires_grad_(),))
     x, gradient = torch.randn_like(sample, requires_grad=True), torch.randn_like(sample)
@@ -128,11 +131,12 @@ def replay_times(graph: Callable[..., Any], device: str) -> dict[str, float]:
             parameter.grad = None
         both()
 
-    times["forward, training"] = host_time(lambda: graphed(x))
-    times["forward + backward, gradients None"] = host_time(fresh)
-    both()
-    times["forward + backward, accumulating"] = host_time(both)
-    return times
+    return {
+        INFERENCE: lambda: frozen(batch),
+        "forward, training": lambda: graphed(x),
+        "forward + backward, gradients None": fresh,
+        ACCUMULATING: both,
+    }
 
 
 def with_gradient_buffers(layer: nn.Module, samples: tuple[Tensor, ...]) -> Any:
@@ -143,17 +147,14 @@ def with_gradient_buffers(layer: nn.Module, samples: tuple[Tensor, ...]) -> Any:
 
 
 def measure_replay(peer: Callable[..., Any], device: str) -> None:
-    """The best of three for each, taken in turn."""
-    kinds = {"rollgraph": make_graphed_callables, "peer": peer, "buffers": with_gradient_buffers}
-    runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    for _ in range(3):
-        for kind, graph in kinds.items():
-            runs[kind].append(replay_times(graph, device))
-    best = {kind: {name: min(run[name] for run in of) for name in of[0]} for kind, of in runs.items()}
-    rows = [(name, ours, best["peer"][name], ours / best["peer"][name]) for name, ours in best["rollgraph"].items()]
-    name = "forward + backward, accumulating"
-    ours = best["buffers"][name]
-    rows.append((f"{name} into buffers", ours, best["peer"][name], ours / best["peer"][name]))
+    ours, theirs, buffered = (replays(graph, device) for graph in (make_graphed_callables, peer, with_gradient_buffers))
+    rows = []
+    for name, run in ours.items():
+        with torch.set_grad_enabled(name != INFERENCE):
+            mine, other = host_times([run, theirs[name]])
+        rows.append((name, mine, other, mine / other))
+    mine, other = host_times([buffered[ACCUMULATING], theirs[ACCUMULATING]])
+    rows.append((f"{ACCUMULATING} into buffers", mine, other, mine / other))
     table("host time of a replay, µs", ("layer of 12 parameters", "rollgraph", "peer", "ratio"), rows)
 
 
@@ -188,7 +189,7 @@ def chain_memory(graph: Callable[..., Any], layers: int, tokens: int, hidden: in
             for layer in graphed:
                 out = layer(out)
             out.sum().backward()
-        return stack, samples, graphed
+        return stack, graphed
 
     return used_memory(build)
 
@@ -196,7 +197,7 @@ def chain_memory(graph: Callable[..., Any], layers: int, tokens: int, hidden: in
 def measure_chain_memory(layers: int = 28, tokens: int = 512) -> None:
     theirs = chain_memory(torch.cuda.make_graphed_callables, layers, tokens, 1536, 8960)
     ours = chain_memory(make_graphed_callables, layers, tokens, 1536, 8960)
-    rows = [("weights, gradients, samples, graphs", ours, theirs, ours / theirs)]
+    rows = [("weights, gradients, static inputs, graphs", ours, theirs, ours / theirs)]
     table(f"memory of a {layers}-layer chain, MiB", ("", "rollgraph", "torch.cuda", "ratio"), rows)
 
 

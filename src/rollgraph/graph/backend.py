@@ -23,6 +23,7 @@ from rollgraph.graph.journal import no_gc, storage_of, tensors_in
 from rollgraph.graph.pool import Arena, pool_segments
 from rollgraph.graph.surface import StaticTensors
 
+_increment_version = torch._C._increment_version
 Thunk = Callable[[Sequence[Tensor]], list[Tensor | None]]
 
 
@@ -233,6 +234,7 @@ class Sentry(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
         self.seen: dict[int, Tensor] = {}
+        self._held: set[int] = set()  # the storages of those
         self.made: dict[int, StorageWeakRef] = {}  # weak, but a key is not used again while it is here
 
     def __torch_dispatch__(
@@ -251,8 +253,10 @@ class Sentry(TorchDispatchMode):
             # A leaf by identity, to see it re-pointed; of others only the memory, not their autograd graph.
             if tensor.is_leaf:
                 self.seen[id(tensor)] = tensor
-            elif -storage._cdata not in self.seen:
+                self._held.add(storage._cdata)
+            elif storage._cdata not in self._held:
                 self.seen[-storage._cdata] = tensor.detach()
+                self._held.add(storage._cdata)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             storage = storage_of(tensor)
@@ -290,7 +294,7 @@ class CudaRecording:
         self._fill(inputs)
         self._launch()
         # Whoever saved an output of the previous replay for a backward now gets autograd's error.
-        torch._C._increment_version(self._written)
+        _increment_version(self._written)
         return self.outputs
 
     def release(self) -> None:

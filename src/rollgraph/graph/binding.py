@@ -22,6 +22,8 @@ from rollgraph.graph.journal import Journal
 
 _training = itemgetter("training")
 _requires_grad = attrgetter("requires_grad")
+_data_ptr, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+_OTHER_VIEW = "a parameter or buffer got another shape or other strides since capture (`.data = ...`?)"
 
 Slot = tuple[dict[Any, Any], Any, Any, str]  # container, key, what it held at capture, name
 
@@ -43,10 +45,15 @@ class Binding:
         self._names = {id(thing): name for _, _, thing, name in slots}
         self._tensors = list({id(t): t for t in tensors}.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        # Same address, other view: autograd finds another shape of what it trains, but not another stride.
-        self._views = [t for t in self._tensors if not t.requires_grad or len(set(t.shape)) < t.dim()]
-        self._strides = [(t.size(), t.stride()) for t in self._views]
-        self._frozen = [t for t in self._tensors if not t.requires_grad and t.is_leaf]
+        # Same address, other view: autograd finds another shape of what it trains, but not other strides.
+        self._sized = [t for t in self._tensors if not t.requires_grad]
+        self._sizes = list(map(Tensor.size, self._sized))
+        ambiguous = [t for t in self._tensors if not t.requires_grad or len(set(t.shape)) < t.dim()]
+        self._contiguous = [t for t in ambiguous if t.is_contiguous()]  # this and its shape fix the strides
+        self._strided = [t for t in ambiguous if not t.is_contiguous()]
+        self._strides = list(map(Tensor.stride, self._strided))
+        # Captured with gradients off, a graph has none to leave out.
+        self._frozen = [t for t in self._sized if t.is_leaf] if torch.is_grad_enabled() else []
         self._trained = list(trained)
         self._slots = slots
         containers = {id(container): container for container, _, _, _ in slots}
@@ -59,31 +66,37 @@ class Binding:
         self._training = list(map(_training, self._modules))
         self._lists = [held for _, _, held, _ in slots if isinstance(held, list)]
         self._lengths = list(map(len, self._lists))
+        self._more = any((self._sized, self._strided, self._numbers, self._frozen, self._trained, self._lists))
 
     def check(self) -> None:
         """Raise StaleGraph if a replay would read or write something else than the program means."""
-        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
+        if list(map(_data_ptr, self._tensors)) != self._addresses:
             raise StaleGraph(self._moved())
-        if self._views and [(t.size(), t.stride()) for t in self._views] != self._strides:
-            raise StaleGraph("a parameter or buffer got another shape or other strides since capture (`.data = ...`?)")
-        if self._contents_differ():
-            reason = self._replaced()
-            if reason is not None:
-                raise StaleGraph(reason)
-        if (self._frozen and any(map(_requires_grad, self._frozen))) or (
-            self._trained and not all(map(_requires_grad, self._trained))
-        ):
-            raise StaleGraph(self._requires_grad())
-        if self._lists and list(map(len, self._lists)) != self._lengths:
-            raise StaleGraph("a parameter group was added to an optimizer since capture")
+        if not all(map(_is_contiguous, self._contiguous)):
+            raise StaleGraph(_OTHER_VIEW)
+        try:
+            if self._containers != self._contents:
+                self._check_slots()
+        except (RuntimeError, ValueError):  # two tensors that are not the same were compared
+            self._check_slots()
         if list(map(_training, self._modules)) != self._training:
             raise StaleGraph("a sub-module was switched between train() and eval() since capture")
+        if self._more:
+            self._check_more()
 
-    def _contents_differ(self) -> bool:
-        try:
-            return self._containers != self._contents or any(c.get(k) is not t for c, k, t in self._numbers)
-        except (RuntimeError, ValueError):  # two tensors that are not the same were compared
-            return True
+    def _check_more(self) -> None:
+        """What most graphs have nothing of."""
+        if (
+            list(map(Tensor.size, self._sized)) != self._sizes
+            or list(map(Tensor.stride, self._strided)) != self._strides
+        ):
+            raise StaleGraph(_OTHER_VIEW)
+        if any(container.get(key) is not tensor for container, key, tensor in self._numbers):
+            self._check_slots()
+        if any(map(_requires_grad, self._frozen)) or not all(map(_requires_grad, self._trained)):
+            raise StaleGraph(self._requires_grad())
+        if list(map(len, self._lists)) != self._lengths:
+            raise StaleGraph("a parameter group was added to an optimizer since capture")
 
     def _name(self, tensor: Tensor) -> str:
         return self._names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
@@ -96,7 +109,7 @@ class Binding:
             "copy into the existing tensor instead, or capture again"
         )
 
-    def _replaced(self) -> str | None:
+    def _check_slots(self) -> None:
         for container, key, held, name in self._slots:
             found = container.get(key)
             if found is held:
@@ -104,9 +117,12 @@ class Binding:
             if not isinstance(held, (Tensor, dict, list, torch.nn.Module, type(None))):
                 if type(found) is type(held) and found == held:
                     continue
-                return f"{name} was {held!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it"
-            return f"{name} was replaced by another object since capture (load_state_dict?): copy into it instead"
-        return None
+                raise StaleGraph(
+                    f"{name} was {held!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it"
+                )
+            raise StaleGraph(
+                f"{name} was replaced by another object since capture (load_state_dict?): copy into it instead"
+            )
 
     def _requires_grad(self) -> str:
         changed = [t for t in self._frozen if t.requires_grad] + [t for t in self._trained if not t.requires_grad]

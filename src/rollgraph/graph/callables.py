@@ -29,6 +29,8 @@ from rollgraph.graph.schedule import Schedule, assign_slots, check_slots, parse_
 from rollgraph.graph.segment import CallableSpec, Segment, WarmupHook, capture_segments
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec, own_copy
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
 
 class GraphedCallable(Captured):
     """A callable whose calls replay. For a module it stands in for `forward`, outside the module tree."""
@@ -44,24 +46,17 @@ class GraphedCallable(Captured):
         self._training = self.module.training if self.module is not None else False
         self._replaced: Any = None
         self._segments: list[Segment] = []
-        self._only: Segment | None = None  # the segment, where there is one and neither hook nor guard
+        self._short_way: Any = None  # that of the only segment, where there are neither hooks nor guards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay. The usual call takes the short way; whatever is special about one is sorted out with care."""
-        segment, module = self._only, self.module
-        if (
-            segment is None
-            or not self.enabled
-            or (module is not None and module.training is not self._training)
-            or torch._C._len_torch_dispatch_stack()
-        ):
+        short_way = self._short_way
+        if short_way is None or not self.enabled or _dispatch_modes():
             return self._call_with_care(args, kwargs)
         try:
-            inputs = segment.surface.bind(args, kwargs)
-            segment.binding.check()
-        except GraphError:
+            output = short_way(args, kwargs)
+        except GraphError:  # nothing has run yet
             return self._call_with_care(args, kwargs)
-        output = segment.replay(inputs)
         self.record.replays += 1
         return output
 
@@ -124,7 +119,7 @@ class GraphedCallable(Captured):
         segment.seal()
         self._segments.insert(0, segment)
         simple = len(self._segments) == 1 and not self._guards and not self.spec.hooked and self._backend.records
-        self._only = segment if simple else None
+        self._short_way = segment.short_way() if simple else None
         record = self.record
         record.surface = str(segment.surface)
         record.captures += self._backend.records
@@ -138,7 +133,7 @@ class GraphedCallable(Captured):
 
     def _drop(self, segment: Segment) -> None:
         self._segments.remove(segment)
-        self._only = None
+        self._short_way = None
         if self._backend.records:
             self._own(-1, segment)
         segment.release()
@@ -159,7 +154,7 @@ class GraphedCallable(Captured):
         for segment in self._segments:
             segment.release()
         self._segments.clear()
-        self._only = None
+        self._short_way = None
         self.static_bytes = self.record.bytes_owned = 0
         if self.module is not None and self.module.__dict__.get("forward") is self:
             if self._replaced is None:

@@ -80,11 +80,8 @@ class OutputTree:
         self._leaves, self._tree = pytree.tree_flatten(output)
         self.tensors: list[Tensor] = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self._leaves]
-        self._kind = "tree"
-        if isinstance(output, Tensor):
-            self._kind = "tensor"
-        elif type(output) is tuple and all(isinstance(leaf, Tensor) for leaf in output):
-            self._kind = "tuple"
+        self.is_tensor = isinstance(output, Tensor)
+        self._is_tuple = type(output) is tuple and all(isinstance(leaf, Tensor) for leaf in output)
         for leaf in self._leaves:
             if leaf is not None and not isinstance(leaf[0], (type(None), bool, int, float, str)):
                 raise CaptureError(
@@ -97,9 +94,9 @@ class OutputTree:
         return self
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
-        if self._kind == "tensor":
+        if self.is_tensor:
             return tensors[0]
-        if self._kind == "tuple":
+        if self._is_tuple:
             return tuple(tensors)
         supply = iter(tensors)
         leaves = [next(supply) if leaf is None else leaf[0] for leaf in self._leaves]

@@ -8,10 +8,12 @@ is, and the new result is handed out as a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+_ALIGNMENT = 256  # bytes, as PyTorch's allocator gives
 
 
 class LentTensors:
@@ -29,12 +31,17 @@ class LentTensors:
         return list(map(torch._C._storage_Use_Count, self._storages))
 
     def nbytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for t in self._tensors)
+        return sum({storage: t.untyped_storage().nbytes() for storage, t in self._by_storage()}.values())
 
-    def before_replay(self, leaves: Sequence[Tensor]) -> None:
-        """Take out of the way what is still held from earlier replays."""
-        if self._holders() == self._alone:
-            return
+    def _by_storage(self) -> Iterable[tuple[int, Tensor]]:
+        return zip(self._storages, self._tensors, strict=True)
+
+    def held(self) -> bool:
+        """Somebody still has what an earlier replay left."""
+        return self._holders() != self._alone
+
+    def make_way(self, leaves: Iterable[Tensor]) -> None:
+        """Take what is held out of the way of the next replay; `leaves` may hold it as their gradient."""
         places = {t.data_ptr(): i for i, t in enumerate(self._tensors) if t.numel()}
         moving = [g for leaf in leaves if (g := leaf.grad) is not None and g.data_ptr() in places]
         for gradient, copy in zip(moving, copies(moving), strict=True):
@@ -62,3 +69,28 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     if len(tensors) > 1 and tensors[0].is_cuda and not any(t.is_complex() for t in tensors):
         return list(torch._foreach_mul(list(tensors), 1))
     return [t.clone() for t in tensors]
+
+
+def side_by_side(likes: Sequence[tuple[Tensor, torch.device] | None]) -> list[Tensor | None]:
+    """Uninitialised tensors in one allocation for each device: of its own, each would be rounded up.
+
+    Each is like a (meta tensor, device).
+    """
+    offsets, totals = [], dict[torch.device, int]()
+    for meta, device in filter(None, likes):
+        start = totals.get(device, 0)
+        offsets.append(start)
+        totals[device] = start + -(-meta.nbytes // _ALIGNMENT) * _ALIGNMENT
+    storages = {
+        device: torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for device, size in totals.items()
+    }
+    made: list[Tensor | None] = []
+    supply = iter(offsets)
+    for like in likes:
+        if like is None:
+            made.append(None)
+            continue
+        meta, device = like
+        tensor = torch.empty(0, dtype=meta.dtype, device=device)
+        made.append(tensor.set_(storages[device], next(supply) // meta.element_size(), meta.size(), meta.stride()))
+    return made

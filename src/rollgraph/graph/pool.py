@@ -46,8 +46,8 @@ class Arena:
         self._captures = 0
         self._recordings = 0
         # forward -> graph, backward, bounds before it was opened, the autograd node that can still run it
-        self._open: dict[int, tuple[str, int, tuple[int, int], ref[Any]]] = {}
-        self._low, self._high = -1, _FOREVER  # captures strictly between may replay
+        self._open: dict[int, tuple[str, int, int, int, ref[Any]]] = {}
+        self.low, self.high = -1, _FOREVER  # captures strictly between may replay
 
     def cuda_handle(self) -> PoolHandle:
         if self.handle is None:
@@ -77,16 +77,17 @@ class Arena:
 
     def admit(self, capture: int, graph: str) -> None:
         """Refuse a replay that would overwrite what an open interval still needs."""
-        if self._low < capture < self._high:
+        if self.low < capture < self.high:
             return
-        self._close_abandoned()
-        if self._low < capture < self._high:
+        while self._open and next(reversed(self._open.values()))[4]() is None:  # opened last and abandoned
+            _, (_, _, self.low, self.high, _) = self._open.popitem()
+        if self.low < capture < self.high:
             return
         gc.collect()  # a node that nobody can reach any more may wait in a reference cycle
         self._close_abandoned()
-        if self._low < capture < self._high:
+        if self.low < capture < self.high:
             return
-        waiting = next(name for forward, (name, back, _, _) in self._open.items() if not forward < capture < back)
+        waiting = next(name for forward, (name, back, *_) in self._open.items() if not forward < capture < back)
         if waiting == graph:
             raise MemoryInUse(
                 f"graph {graph!r} was called again before the backward of its last call: a second forward would "
@@ -99,37 +100,37 @@ class Arena:
 
     def open(self, graph: str, forward: int, backward: int, node: Any) -> None:
         """Start the interval of an autograd node; it was admitted, so no other one of this graph is open."""
-        self._open[forward] = (graph, backward, (self._low, self._high), ref(node))
-        if forward > self._low:
-            self._low = forward
-        if backward < self._high:
-            self._high = backward
+        self._open[forward] = (graph, backward, self.low, self.high, ref(node))
+        if forward > self.low:
+            self.low = forward
+        if backward < self.high:
+            self.high = backward
 
     def is_open(self, forward: int, node: Any) -> bool:
         interval = self._open.get(forward)
-        return interval is not None and interval[3]() is node
+        return interval is not None and interval[4]() is node
 
     def close(self, forward: int) -> None:
         last = next(reversed(self._open)) == forward
-        _, _, bounds, _ = self._open.pop(forward)
+        _, _, low, high, _ = self._open.pop(forward)
         if last:  # the usual order: what was opened last is closed first
-            self._low, self._high = bounds
+            self.low, self.high = low, high
             return
         remaining = list(self._open.items())
         self._open.clear()
-        self._low, self._high = -1, _FOREVER
-        for start, (graph, end, _, node) in remaining:
-            self._open[start] = (graph, end, (self._low, self._high), node)
-            self._low, self._high = max(self._low, start), min(self._high, end)
+        self.low, self.high = -1, _FOREVER
+        for start, (graph, end, _, _, node) in remaining:
+            self._open[start] = (graph, end, self.low, self.high, node)
+            self.low, self.high = max(self.low, start), min(self.high, end)
 
     def _close_abandoned(self) -> None:
         """Close the intervals whose backward nobody can call any more."""
-        for forward in [f for f, (_, _, _, node) in reversed(self._open.items()) if node() is None]:
+        for forward in [f for f, (*_, node) in reversed(self._open.items()) if node() is None]:
             self.close(forward)
 
     def open_intervals(self) -> list[str]:
         self._close_abandoned()
-        return [graph for graph, _, _, _ in self._open.values()]
+        return [graph for graph, *_ in self._open.values()]
 
 
 class GraphPool:

@@ -23,7 +23,7 @@ from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
 from rollgraph.graph.journal import Transaction
-from rollgraph.graph.lending import LentTensors
+from rollgraph.graph.lending import LentTensors, side_by_side
 from rollgraph.graph.pool import Arena
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
@@ -211,9 +211,7 @@ class Segment:
         self.backward_number = self.arena.next_capture()
         incoming = StaticTensors(self._scratch())
         if spec.backend.records:
-            self._gradients = [
-                None if like is None else torch.empty_like(like[0], device=like[1]) for like in self._like
-            ]
+            self._gradients = side_by_side(self._like)
             transaction.journal.expect(g for g in self._gradients if g is not None)
         with torch._C._DisableAutocast():
             self.backward = self._record(transaction, self._run_backward, incoming, "backward")
@@ -279,6 +277,7 @@ class Segment:
 
     def seal(self) -> None:
         self.forward.seal()
+        self._aliases = {}
         if self.backward is not None:
             self.backward.seal()
             if self.spec.backend.records:
@@ -295,30 +294,60 @@ class Segment:
     # -- replay ----------------------------------------------------------------------------------
 
     def replay(self, inputs: Sequence[Tensor]) -> Any:
+        outputs = self.outputs
+        assert outputs is not None
         if self.backward is not None:
-            tensors: Sequence[Tensor] = self._boundary(*inputs, *self.passed)
-        else:
-            self.arena.admit(self.forward_number, self.spec.name)
-            with torch.no_grad():
-                tensors = [t.detach() for t in self.forward.replay(inputs) if t is not None]
-            if torch.is_grad_enabled() and any(map(_requires_grad, inputs)):
-                tensors = _NoBackward.apply(self.spec.name, tensors, *inputs)  # type: ignore[no-untyped-call]
-        assert self.outputs is not None
-        return self.outputs.build(tensors)
+            result = self._boundary(*inputs, *self.passed)
+            return result if outputs.is_tensor else outputs.build(result)
+        if not torch.is_grad_enabled():
+            return outputs.build(self._replay_forward(inputs))
+        with torch.no_grad():
+            tensors: Sequence[Tensor] = self._replay_forward(inputs)
+        if any(map(_requires_grad, inputs)):
+            tensors = _NoBackward.apply(self.spec.name, tensors, *inputs)  # type: ignore[no-untyped-call]
+        return outputs.build(tensors)
 
-    def _make_boundary(self) -> Callable[..., tuple[Tensor, ...]]:
-        """The one autograd node of the segment: `(*inputs, *passed)` to outputs."""
+    def short_way(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """Bind, check and replay in one function, for a segment that nothing else has to be done for."""
+        bind, check, replay, passed = self.surface.bind, self.binding.check, self.replay, self.passed
+        if self.backward is None or self.outputs is None or not self.outputs.is_tensor:
+
+            def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                inputs = bind(args, kwargs)
+                check()
+                return replay(inputs)
+
+            return call
+        boundary = self._boundary
+
+        def call_boundary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            inputs = bind(args, kwargs)
+            check()
+            return boundary(*inputs, *passed)
+
+        return call_boundary
+
+    def _replay_forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        self.arena.admit(self.forward_number, self.spec.name)
+        return [t.detach() for t in self.forward.replay(inputs) if t is not None]
+
+    def _make_boundary(self) -> Callable[..., Any]:
+        """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
         segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
         replay, forward, backward = self.forward.replay, self.forward_number, self.backward_number
+        assert self.outputs is not None
+        bare = self.outputs.is_tensor
 
         class Boundary(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-                arena.admit(forward, name)
+            def forward(ctx: Any, *tensors: Tensor) -> Any:
+                if not arena.low < forward < arena.high:
+                    arena.admit(forward, name)
                 outputs = replay(tensors[:inputs])
                 arena.open(name, forward, backward, ctx)
-                ctx.leaves = [t for t in tensors[:inputs] if t.requires_grad and t.is_leaf]
                 ctx.set_materialize_grads(False)
+                if bare:
+                    return outputs[0].detach()  # type: ignore[union-attr]
                 results = tuple([output.detach() for output in outputs if output is not None])
                 if segment._opaque_outputs and not segment._newly_required(ctx.needs_input_grad):
                     ctx.mark_non_differentiable(*[results[i] for i in segment._opaque_outputs])
@@ -329,7 +358,7 @@ class Segment:
                 return segment.replay_backward(ctx, gradients)
 
         # Function.apply without its scan of the arguments for functorch wrappers, which no graph can take.
-        apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Boundary).apply
+        apply: Callable[..., Any] = super(torch.autograd.Function, Boundary).apply
         return apply
 
     def replay_backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -344,8 +373,8 @@ class Segment:
             raise
         if spec.hooked:
             spec.hooks.run("pre_backward", "replay", spec.target)
-        if self._lent is not None:
-            self._lent.before_replay([*ctx.leaves, *self.passed])
+        if self._lent is not None and self._lent.held():
+            self._lent.make_way({*_leaves_under(ctx), *self.passed})
         assert self.backward is not None
         made = self.backward.replay([self._incoming(i, gradients[i]) for i in self._differentiable_outputs])
         spec.record.backward_replays += spec.backend.records
@@ -468,7 +497,7 @@ def _aliased_parameters(module: nn.Module | None, aliases: dict[Tensor, Tensor])
     ]
     for parameters, name, parameter in places:
         if parameter not in aliases:
-            aliases[parameter] = parameter.detach().requires_grad_()
+            aliases[parameter] = parameter.data.requires_grad_()
         parameters[name] = cast(nn.Parameter, aliases[parameter])
     try:
         yield
@@ -502,3 +531,8 @@ def _leaves_behind(outputs: Iterable[Tensor]) -> Iterable[Tensor]:
         if variable is not None:
             yield variable
         pending += [parent for parent, _ in node.next_functions if parent is not None]
+
+
+def _leaves_under(node: Any) -> list[Tensor]:
+    """The leaves that an autograd node gives gradients to."""
+    return [parent.variable for parent, _ in node.next_functions if hasattr(parent, "variable")]

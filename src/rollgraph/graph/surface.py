@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 from rollgraph.graph.errors import CaptureError, ReplayMismatch
 
 _STRIDED = torch.strided
+_grad_enabled, _inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, torch.dtype, torch.device,
     torch.Size, torch.layout, torch.memory_format, torch.Generator, torch.nn.Module, type,
@@ -107,12 +109,9 @@ class Surface:
         """The tensors of a call, in order; ReplayMismatch with the difference if it does not fit."""
         grad, inference, cuda, cpu = self.modes
         if (
-            torch.is_grad_enabled() is not grad
-            or torch.is_inference_mode_enabled() is not inference
-            or (
-                (cuda or cpu or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
-                and current_modes() != self.modes
-            )
+            _grad_enabled() is not grad
+            or _inference() is not inference
+            or ((cuda or cpu or _any_autocast()) and current_modes() != self.modes)
         ):
             modes = _describe_modes(current_modes())
             raise ReplayMismatch(f"captured with {_describe_modes(self.modes)}, called with {modes}")
@@ -121,7 +120,7 @@ class Surface:
             leaves, tree = pytree.tree_flatten((args, _sorted(kwargs)))
             if tree != self._tree:
                 raise ReplayMismatch(self._structure_difference(args, kwargs))
-        for leaf, expected in zip(leaves, self._checks, strict=True):
+        for leaf, expected in zip(leaves, self._checks):  # noqa: B905 as many, or another tree
             if expected.__class__ is tuple:
                 shape, dtype, device = expected
                 if (
@@ -175,6 +174,7 @@ class StaticTensors:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
+        self._memory = [t.detach() for t in tensors]  # cheaper to copy into than a leaf that requires grad
         self._ranges = [(t.data_ptr(), t.data_ptr() + max(1, t.untyped_storage().nbytes())) for t in tensors]
         self._low = min((start for start, _ in self._ranges), default=0)
         self._high = max((end for _, end in self._ranges), default=0)
@@ -186,13 +186,13 @@ class StaticTensors:
             if low <= source.data_ptr() < high:
                 self._fill_with_aliases(sources)
                 return
-        for static, source in zip(self.tensors, sources):  # noqa: B905 bind() counted them
+        for static, source in zip(self._memory, sources):  # noqa: B905 bind() counted them
             static.copy_(source)
 
     def _fill_with_aliases(self, sources: Sequence[Tensor]) -> None:
         """Some sources may lie in the static tensors themselves, in their own place or in another's."""
         pending = []
-        for static, source in zip(self.tensors, sources, strict=True):
+        for static, source in zip(self._memory, sources, strict=True):
             address = source.data_ptr()
             viewed = any(start <= address < end for start, end in self._ranges)
             same = viewed and address == static.data_ptr() and source.stride() == static.stride()
