@@ -560,3 +560,32 @@ def test_any_program_over_one_pool(backend: str, device: torch.device) -> None:
     Machine.backend = backend
     examples = 60 if backend != "cuda" else 12  # a capture is slow there, and the rules do not know the backend
     run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
+
+
+def test_large_gradients_leave_as_they_are_made(backend: str, device: torch.device) -> None:
+    """Those above a MiB are moved inside the backward itself: one used twice, one of an input, a small one."""
+    model = nn.ModuleDict({"shared": nn.Linear(600, 600), "last": nn.Linear(600, 8)})
+
+    def forward(x: Tensor) -> Tensor:
+        return model["last"](model["shared"](model["shared"](x).tanh()))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(x)
+
+    module = Model()
+    x = torch.randn(600, 600, requires_grad=True)
+    forward(x).square().sum().backward()
+    leaves = [x, *model.parameters()]
+    expected = [leaf.grad for leaf in leaves]
+    make_graphed_callables(module, (x.detach().clone().requires_grad_(),), backend=backend)
+    for _ in range(2):
+        for leaf in leaves:
+            leaf.grad = None
+        module(x).square().sum().backward()
+        assert all(torch.equal(leaf.grad, e) for leaf, e in zip(leaves, expected, strict=True))
+        assert not any(leaf._backward_hooks for leaf in leaves)

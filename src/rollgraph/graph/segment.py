@@ -31,6 +31,7 @@ from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
 
 _requires_grad = attrgetter("requires_grad")
 _is_none = partial(is_, None)
+_LARGE = 2**20  # bytes of a gradient: below, one launch for all of them is cheaper than memory
 WarmupHook = Callable[[Any], None]
 
 
@@ -111,9 +112,13 @@ class Segment:
         inputs = [t for t, d in zip(self._inputs, self._differentiable, strict=True) if d]
         targets = [*inputs, *(self._aliases.get(p, p) for p in self.parameters)]
         results = [result for result in self._results if result.requires_grad]
-        with _without_tensor_hooks(self.parameters):  # they run where the gradients leave, at replay
-            found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
         buffers = self.spec.grad_buffers
+        leaving = [t for t, p in zip(targets, (*inputs, *self.parameters), strict=True) if p not in buffers]
+        with (
+            _without_tensor_hooks(self.parameters),  # they run where the gradients leave, at replay
+            _moving_out(leaving, self._gradients or (), self.parameters),
+        ):
+            found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
         kept: list[Tensor | None] = list(found[: len(inputs)])
         for parameter, gradient in zip(self.parameters, found[len(inputs) :], strict=True):
             buffer = buffers.get(parameter)
@@ -131,9 +136,9 @@ class Segment:
                 f"{self.spec.name!r} gives other inputs or parameters a gradient than in its last warm-up run: raise "
                 "the number of warm-up runs"
             )
-        present = [b for b in buffers if b is not None]
-        if present:
-            torch._foreach_copy_(present, [g for g in made if g is not None])
+        moves = [(b, g) for b, g in zip(buffers, made, strict=True) if b is not None and g is not None and b is not g]
+        if moves:
+            torch._foreach_copy_([b for b, _ in moves], [g for _, g in moves])
         return buffers
 
     def _find_parameters(self) -> None:
@@ -516,6 +521,26 @@ def _without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hooks, saved in found:
             hooks.update(saved)
+
+
+@contextmanager
+def _moving_out(leaves: Sequence[Tensor], buffers: Sequence[Tensor | None], users: Sequence[Tensor]) -> Iterator[None]:
+    """Move large gradients of our own leaves to their buffers as they are made: no two of them wait in the pool."""
+
+    def into(buffer: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda gradient: buffer.copy_(gradient)
+
+    kept = set(map(id, users))
+    handles = [
+        leaf.register_hook(into(buffer))
+        for leaf, buffer in zip(leaves, buffers, strict=False)
+        if buffer is not None and buffer.nbytes >= _LARGE and id(leaf) not in kept
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _leaves_behind(outputs: Iterable[Tensor]) -> Iterable[Tensor]:
