@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 _ALIGNMENT = 256  # bytes, as PyTorch's allocator gives
 
@@ -31,10 +32,7 @@ class LentTensors:
         return list(map(torch._C._storage_Use_Count, self._storages))
 
     def nbytes(self) -> int:
-        return sum({storage: t.untyped_storage().nbytes() for storage, t in self._by_storage()}.values())
-
-    def _by_storage(self) -> Iterable[tuple[int, Tensor]]:
-        return zip(self._storages, self._tensors, strict=True)
+        return sum(t.untyped_storage().nbytes() for t in self._tensors)
 
     def held(self) -> bool:
         """Somebody still has what an earlier replay left."""
@@ -74,23 +72,21 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 def side_by_side(likes: Sequence[tuple[Tensor, torch.device] | None]) -> list[Tensor | None]:
     """Uninitialised tensors in one allocation for each device: of its own, each would be rounded up.
 
-    Each is like a (meta tensor, device).
+    Each is like a (meta tensor, device), and has a storage of its own over its part of the allocation.
     """
-    offsets, totals = [], dict[torch.device, int]()
-    for meta, device in filter(None, likes):
-        start = totals.get(device, 0)
-        offsets.append(start)
-        totals[device] = start + -(-meta.nbytes // _ALIGNMENT) * _ALIGNMENT
-    storages = {
-        device: torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for device, size in totals.items()
+    given = [like for like in likes if like is not None]
+    parts = {
+        device: iter(_split(device, [meta.nbytes for meta, other in given if other == device]))
+        for device in {device for _, device in given}
     }
-    made: list[Tensor | None] = []
-    supply = iter(offsets)
-    for like in likes:
-        if like is None:
-            made.append(None)
-            continue
-        meta, device = like
-        tensor = torch.empty(0, dtype=meta.dtype, device=device)
-        made.append(tensor.set_(storages[device], next(supply) // meta.element_size(), meta.size(), meta.stride()))
-    return made
+    return [None if like is None else _over(next(parts[like[1]]), like[0]) for like in likes]
+
+
+def _split(device: torch.device, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    return torch.empty(sum(rounded), dtype=torch.uint8, device=device).split(rounded)
+
+
+def _over(part: Tensor, meta: Tensor) -> Tensor:
+    own = from_dlpack(to_dlpack(part)).untyped_storage()  # a new storage, which holds the allocation
+    return torch.empty(0, dtype=meta.dtype, device=part.device).set_(own, 0, meta.size(), meta.stride())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from operator import attrgetter, is_
 from typing import Any, cast
 
@@ -215,8 +216,7 @@ class Segment:
         spec.hooks.run("pre_backward", "capture", spec.target)
         self.backward_number = self.arena.next_capture()
         incoming = StaticTensors(self._scratch())
-        if spec.backend.records:
-            self._gradients = side_by_side(self._like)
+        if self._gradients is not None:
             transaction.journal.expect(g for g in self._gradients if g is not None)
         with torch._C._DisableAutocast():
             self.backward = self._record(transaction, self._run_backward, incoming, "backward")
@@ -465,6 +465,8 @@ def capture_segments(
                     for other in others:
                         other.learn_from(first, transaction)
                 run_warmup_hook(post_warmup_hook, "post_warmup_hook", first.spec.target)
+            if backend.records:
+                _give_buffers(segments)
             for step in schedule.steps:
                 segment = segments[schedule.entry(step)]
                 if step.kind == "forward":
@@ -475,6 +477,13 @@ def capture_segments(
         for segment in segments:
             segment.release()
         raise
+
+
+def _give_buffers(segments: Sequence[Segment]) -> None:
+    """Memory for the gradients of all of them."""
+    buffers = iter(side_by_side([like for segment in segments for like in segment._like]))
+    for segment in segments:
+        segment._gradients = list(islice(buffers, len(segment._like)))
 
 
 def _microbatches(segments: Sequence[Segment], schedule: Schedule) -> Iterable[list[Segment]]:
