@@ -84,7 +84,8 @@ def side_by_side(likes: Sequence[tuple[Tensor, torch.device] | None]) -> list[Te
 
 def _split(device: torch.device, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    return torch.empty(sum(rounded), dtype=torch.uint8, device=device).split(rounded)
+    parts: tuple[Tensor, ...] = torch.empty(sum(rounded), dtype=torch.uint8, device=device).split(rounded)
+    return parts
 
 
 def _over(part: Tensor, meta: Tensor) -> Tensor:
