@@ -4,6 +4,7 @@ from rollgraph.graph.callables import GraphedCallable, make_graphed_callables
 from rollgraph.graph.capture import GraphedFunction, capture
 from rollgraph.graph.errors import (
     CaptureError,
+    GeneratorError,
     GraphError,
     HookError,
     HostReadError,
@@ -12,12 +13,17 @@ from rollgraph.graph.errors import (
     ReplayMismatch,
     StaleGraph,
 )
+from rollgraph.graph.findings import Finding, Findings
 from rollgraph.graph.hooks import GraphHooks
 from rollgraph.graph.pool import GraphPool
 from rollgraph.graph.report import Report
+from rollgraph.graph.sanitizer import sanitize, sanitize_process_if_asked
 
 __all__ = [
     "CaptureError",
+    "Finding",
+    "Findings",
+    "GeneratorError",
     "GraphError",
     "GraphHooks",
     "GraphPool",
@@ -32,4 +38,7 @@ __all__ = [
     "StaleGraph",
     "capture",
     "make_graphed_callables",
+    "sanitize",
 ]
+
+sanitize_process_if_asked()

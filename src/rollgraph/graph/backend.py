@@ -125,14 +125,22 @@ class HostReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = _READING_METHODS.get(func)
-        if name is not None:
-            _refuse(f"Tensor.{name}")
-        if func in _CONSTRUCTORS and any(map(_lists_tensors, args)):
-            _refuse(f"{func.__name__} of a list of tensors")
-        if func in (torch.tensor_split, Tensor.tensor_split) and any(isinstance(a, Tensor) for a in args[1:]):
-            _refuse("tensor_split by a tensor")
+        read = reads_on_host(func, args)
+        if read is not None:
+            _refuse(read)
         return func(*args, **(kwargs or {}))
+
+
+def reads_on_host(func: Any, args: tuple[Any, ...]) -> str | None:
+    """The name of a function that reads values without a word to the dispatcher, else None."""
+    name = _READING_METHODS.get(func)
+    if name is not None:
+        return f"Tensor.{name}"
+    if func in _CONSTRUCTORS and any(map(_lists_tensors, args)):
+        return f"{func.__name__} of a list of tensors"
+    if func in (torch.tensor_split, Tensor.tensor_split) and any(isinstance(a, Tensor) for a in args[1:]):
+        return "tensor_split by a tensor"
+    return None
 
 
 def _lists_tensors(argument: Any) -> bool:
@@ -172,7 +180,7 @@ def refuse_host_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
             _refuse(f"{func} with a boolean mask")
 
 
-def _refuse_copy_to_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def refuse_copy_to_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """A copy into pageable memory cannot be captured, and would only be made to be read."""
     name, source = func._schema.name, next(tensors_in(args[1:2] if "copy_" in func._schema.name else args[:1]), None)
     if source is None or not source.is_cuda:
@@ -242,7 +250,7 @@ class Sentry(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_host_read(func, args, kwargs)
-        _refuse_copy_to_host(func, args, kwargs)
+        refuse_copy_to_host(func, args, kwargs)
         self.operations += 1
         inputs = set()
         for tensor in tensors_in((args, kwargs)):

@@ -118,6 +118,8 @@ class GraphedCallable(Captured):
     def adopt(self, segment: Segment) -> None:
         segment.seal()
         self._segments.insert(0, segment)
+        if self._watch is not None:
+            self._watch.captured(self, segment.called())
         simple = len(self._segments) == 1 and not self._guards and not self.spec.hooked and self._backend.records
         self._short_way = segment.short_way() if simple else None
         record = self.record

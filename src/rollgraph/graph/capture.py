@@ -26,6 +26,7 @@ from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.surface import StaticTensors, Surface, own_copy
 from rollgraph.graph.tape import Recorder, TapeBackend
+from rollgraph.graph.watch import watching
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +46,7 @@ class Captured:
         self.static_bytes = 0
         self._backend = backend
         self._on_mismatch = on_mismatch
+        self._watch = watching.get()
 
     @property
     def name(self) -> str:
@@ -65,6 +67,8 @@ class Captured:
 
     def _act_on(self, error: GraphError) -> OnMismatch:
         """Raise, or count an eager run and say what to do instead."""
+        if self._watch is not None:
+            self._watch.saw(self, error)
         if self._on_mismatch == "raise" or not isinstance(error, (ReplayMismatch, StaleGraph)):
             error.add_note(f"in graph {self.name!r} (on_mismatch={self._on_mismatch!r})")
             raise error
@@ -192,6 +196,8 @@ class GraphedFunction(Captured, Generic[P, R]):
             variant.recording.seal()
             variant.gradients.settle()
         self._variants.insert(0, variant)
+        if self._watch is not None:
+            self._watch.captured(self, self._called.values())
         self.record.surface = str(surface)
         self.record.captures += variant.recording.operations > 0
         self.record.operations = variant.recording.operations
@@ -251,14 +257,18 @@ class GraphedFunction(Captured, Generic[P, R]):
         arena: Arena,
     ) -> Variant:
         args, kwargs = surface.arguments(statics.tensors)
-        journal, trees = transaction.journal, []
+        journal = transaction.journal
+        trees: list[Any] = []
 
         def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:
+            args, kwargs = surface.arguments(inputs)
             output = self._function(*args, **kwargs)
             with torch.no_grad():
                 gradients.keep_results()
-            trees.append((output, OutputTree(output, self.name)))
-            return [tensor.detach() for tensor in trees[0][1].tensors]
+            tree = OutputTree(output, self.name)
+            if not trees:  # the recording; a sanitizer runs this again
+                trees.append((output, tree))
+            return [tensor.detach() for tensor in tree.tensors]
 
         self._hooks.run("pre_forward", "capture", self.target, args, kwargs)
         number = arena.next_capture()
@@ -266,7 +276,8 @@ class GraphedFunction(Captured, Generic[P, R]):
         with capture_errors(f"capture of {self.name!r}"), transaction.recording(self._backend.executes):
             recording = self._backend.record(thunk, statics, arena, generators, {})
         try:
-            output, tree = trees.pop()
+            output, tree = trees[0]
+            trees[:] = [None]  # nothing of the recording's autograd graph is kept
             journal.check_reads(recording.external)
             if len(transaction.changed_gradients()) > len(gradients.leaves):
                 raise CaptureError(f"a parameter of {self.name!r} first gets a gradient in the recording: raise warmup")
@@ -362,9 +373,16 @@ def choose_backend(name: BackendName, arguments: Any, target: Any) -> Backend:
     if isinstance(target, torch.nn.Module):
         tensors += list(target.parameters())
     device = next((t.device for t in tensors if t.is_cuda), None)
+    watch = watching.get()
+    if watch is not None:
+        return watch.backend(_choose(name, device, bool(tensors)))
+    return _choose(name, device, bool(tensors))
+
+
+def _choose(name: BackendName, device: torch.device | None, given: bool) -> Backend:
     if name == "eager":
         return EagerBackend()
-    if name == "tape" or (name == "auto" and device is None and (tensors or not torch.cuda.is_available())):
+    if name == "tape" or (name == "auto" and device is None and (given or not torch.cuda.is_available())):
         return TapeBackend()
     if name == "cuda" and not torch.cuda.is_available():
         raise CaptureError("backend='cuda' needs a CUDA device; use 'tape' or 'auto' on a CPU")

@@ -16,6 +16,7 @@ import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = (_PACKAGE + os.sep, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _MODULE_CALLS = ("_call_impl", "_wrapped_call_impl", "forward")
 
 
@@ -29,6 +30,10 @@ class CaptureError(GraphError):
 
 class HostReadError(CaptureError):
     """The function reads a device value on the host, which a replay would never do again."""
+
+
+class GeneratorError(CaptureError):
+    """Random numbers come from a generator, or from a state of one, that a replay cannot follow."""
 
 
 class HookError(CaptureError):
@@ -89,10 +94,16 @@ def _locate(frames: list[tuple[FrameType, int]]) -> Location:
     file, line = "", 0
     for frame, lineno in reversed(frames):
         filename = frame.f_code.co_filename
-        if not filename.startswith(_LIBRARIES) and not filename.startswith("<frozen"):
+        if not is_library(filename):
             file, line = filename, lineno
             break
     return Location(_module_path([frame for frame, _ in frames]), file, line)
+
+
+def is_library(filename: str) -> bool:
+    """A file of rollgraph, PyTorch or the standard library: never the place of a user's mistake."""
+    standard = filename.startswith(_STANDARD) and "-packages" not in filename
+    return standard or filename.startswith((*_LIBRARIES, "<frozen"))
 
 
 def _module_path(frames: list[FrameType]) -> str:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.census import Census, PythonState
-from rollgraph.graph.errors import CaptureError, here
+from rollgraph.graph.errors import CaptureError, GeneratorError, here
 
 # Operations that write arguments their schema does not mark as written: argument positions.
 _UNMARKED_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
@@ -122,6 +122,14 @@ class Journal(TorchDispatchMode):
                 self._made_here.add(storage._cdata)
         return result
 
+    def saved(self) -> list[tuple[torch.UntypedStorage, Tensor]]:
+        """What was written, with the bytes it had before."""
+        return list(self._saved.values())
+
+    def keep_fresh(self) -> None:
+        """What the runs made themselves keeps its values when the rest is rolled back."""
+        self._fresh_saved.clear()
+
     def _cuda_generators(self) -> list[torch.Generator]:
         known = [generator for generator, _ in self.generators.values() if generator.device.type == "cuda"]
         return [*torch.cuda.default_generators, *known] if torch.cuda.is_initialized() else known
@@ -141,7 +149,7 @@ class Journal(TorchDispatchMode):
         before = generator.get_state()
         known = self._cuda_rng.setdefault(id(generator), before)
         if generator.device.type == "cuda" and not once and not torch.equal(known, before):
-            raise CaptureError(
+            raise GeneratorError(
                 f"{func} at {here()} draws after the RNG state was set inside the function, which a CUDA graph cannot "
                 "hold: seed before the call, and keep dropout out of checkpointed regions (or preserve_rng_state=False)"
             )

@@ -43,7 +43,7 @@ class Arena:
         self.handle = handle
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.scratch: dict[Any, torch.Tensor] = {}  # live only inside one backward, so shared by all
-        self._captures = 0
+        self.captures = 0
         self._recordings = 0
         # forward -> graph, backward, bounds before it was opened, the autograd node that can still run it
         self._open: dict[int, tuple[str, int, int, int, ref[Any]]] = {}
@@ -72,8 +72,8 @@ class Arena:
 
     def next_capture(self) -> int:
         """The place of a new recording in the order of captures."""
-        self._captures += 1
-        return self._captures
+        self.captures += 1
+        return self.captures
 
     def admit(self, capture: int, graph: str) -> None:
         """Refuse a replay that would overwrite what an open interval still needs."""

@@ -277,6 +277,9 @@ class Segment:
         """Memory of the static inputs and gradients."""
         return self.statics.nbytes() + (self._lent.nbytes() if self._lent is not None else 0)
 
+    def called(self) -> Iterable[nn.Module]:
+        return self._called.values()
+
     def operations(self) -> int:
         return self.forward.operations + (self.backward.operations if self.backward is not None else 0)
 

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.backend import Recording, Thunk, refuse_host_read, refusing_host_reads
-from rollgraph.graph.errors import CaptureError, here
+from rollgraph.graph.errors import CaptureError, GeneratorError, here
 from rollgraph.graph.journal import storage_of, tensors_in, written_arguments
 from rollgraph.graph.pool import Arena
 from rollgraph.graph.surface import StaticTensors
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         if draws:
             generator = generator or torch.default_generator
             if id(generator) not in self._streams:
-                raise CaptureError(f"{func} at {here()} draws from a generator made inside the captured function")
+                raise GeneratorError(f"{func} at {here()} draws from a generator made inside the captured function")
             self._rewind_if_moved(generator)
         inputs = {s._cdata for t in tensors_in((args, kwargs)) if (s := storage_of(t)) is not None}
         result = func(*args, **kwargs)
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
             return
         mark = self._marks.get((id(generator), state))
         if mark is None:
-            raise CaptureError(
+            raise GeneratorError(
                 f"the RNG state was set inside the captured function, before {here()}, to a state from outside: a "
                 "replay would not set it again. Seed before the call"
             )
