@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -73,6 +74,13 @@ class Trainer:
         loss.backward()
         self.optimizer.step()
         return {"loss": loss, "accuracy": (logits.argmax(-1) == target).float().mean()}
+
+
+def build() -> tuple[nn.Module, Callable[[Tensor], dict[str, Tensor]], tuple[Tensor]]:
+    """What `rollgraph check examples/captured_training.py:build` looks at."""
+    device = World.current().device
+    trainer = Trainer(Reverser().to(device), device)
+    return trainer.model, trainer.step, (make_batch(torch.Generator().manual_seed(1), 8, device),)
 
 
 def main() -> None:

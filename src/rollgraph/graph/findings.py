@@ -152,12 +152,12 @@ class Findings:
         return len(self.items)
 
     def __str__(self) -> str:
-        graphs = f"{len(self.graphs)} graph{'s' * (len(self.graphs) != 1)} ({', '.join(self.graphs)})"
-        looked = f"{graphs}, {self.replays} replays, {self.compared} of them compared with eager"
+        graphs = f"{_count(len(self.graphs), 'graph')} ({', '.join(self.graphs)})" if self.graphs else "no graph"
+        looked = f"{graphs}, {_count(self.replays, 'replay')}, {_count(self.compared, 'comparison')} with eager"
         notes = [f"note: {note}" for note in self.notes]
         if self.items:
-            count = f"{len(self.items)} finding{'s' * (len(self.items) != 1)}"
-            return "\n\n".join([*map(str, self.items), "\n".join([f"{count}: {looked}", *notes])])
+            summary = f"{_count(len(self.items), 'finding')}: {looked}"
+            return "\n\n".join([*map(str, self.items), "\n".join([summary, *notes])])
         if not self.graphs:
             return "nothing was captured, so nothing was checked"
         checked = "\n".join(f"  - {kind.checked}" for kind in KINDS.values())
@@ -177,3 +177,7 @@ class Findings:
             },
             indent=2,
         )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -53,7 +53,8 @@ class Probe(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = list(tensors_in(result))
         sums: list[Tensor] = []
-        if not func.is_view and not func._schema.name.startswith(_UNINITIALISED):
+        computes = not func.is_view or func._schema.name == "aten::lift_fresh"  # torch.tensor(...)
+        if computes and not func._schema.name.startswith(_UNINITIALISED):
             written = {id(t): t for t in (*results, *written_arguments(func, args, kwargs))}
             sums = [total for t in written.values() if (total := bit_sum(t)) is not None]
             self.codes |= _codes_on_the_stack()

@@ -13,7 +13,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TextIO
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.backend import (
     Backend,
@@ -46,7 +46,7 @@ from rollgraph.graph.errors import (
 )
 from rollgraph.graph.findings import Finding, Findings
 from rollgraph.graph.holders import held_by_program
-from rollgraph.graph.journal import Journal, RngState, Transaction, storage_of, tensors_in
+from rollgraph.graph.journal import RngState, Transaction, storage_of, tensors_in
 from rollgraph.graph.names import Names
 from rollgraph.graph.pool import Arena
 from rollgraph.graph.probe import Probe, Step, first_difference, same_bits
@@ -92,6 +92,7 @@ class Sanitizer:
         self.findings = findings
         self.compares = compare
         self.active = False
+        self.capturing = 0  # depth of warm-ups and recordings
         self.lent = LentOutputs()
         self._stream = stream
         self._graphs: weakref.WeakKeyDictionary[Any, list[Snapshot]] = weakref.WeakKeyDictionary()
@@ -168,14 +169,14 @@ class Sanitizer:
         where = place if place.file else here()
         message = str(error)
         if isinstance(error, HostReadError):
-            self.add("host-read", name, message.split(": a replay")[0], where)
+            self.add("host-read", name, _host_read(error), where)
         elif isinstance(error, GeneratorError):
             self.add("generator", name, message, where)
         elif isinstance(error, (MemoryInUse, ReplayMismatch)):
             self.add("mismatch" if "frozen as" not in message else "constant", name, message, where)
         elif isinstance(error, StaleGraph):
             self.add("constant" if "at capture and is" in message else "moved", name, message, where)
-        else:
+        elif not any((f.where.file, f.where.line) == (where.file, where.line) for f in self.findings):
             self.add("refused", name, message, where)
 
     # -- what replays tell -----------------------------------------------------------------------
@@ -193,10 +194,18 @@ class Sanitizer:
             what = f"a tensor of shape {tuple(tensor.shape)} that the graph reads is held by nothing else any more"
             self.add("orphan", name, what, place)
 
-    def host_read(self, read: HostReadError) -> None:
-        if any(isinstance(mode, Journal) for mode in _get_current_dispatch_mode_stack()):
-            what = str(read).split(" at ")[0] + " reads tensor values on the host"
-            self._host_reads.setdefault(here(), what)
+    def host_read(self, error: HostReadError) -> None:
+        """Told once the capture fails of it: what only the first run does, a graph does not hold."""
+        if self.capturing:
+            self._host_reads.setdefault(here(), _host_read(error))
+
+    @contextmanager
+    def in_capture(self) -> Iterator[None]:
+        self.capturing += 1
+        try:
+            yield
+        finally:
+            self.capturing -= 1
 
 
 # -- watched recordings ----------------------------------------------------------------------------
@@ -209,8 +218,10 @@ class WatchedBackend:
         self._inner, self._watch = inner, watch
         self.name, self.records, self.executes = inner.name, inner.records, inner.executes
 
-    def stage(self, arena: Arena) -> AbstractContextManager[None]:
-        return self._inner.stage(arena)
+    @contextmanager
+    def stage(self, arena: Arena) -> Iterator[None]:
+        with self._watch.in_capture(), self._inner.stage(arena):
+            yield
 
     def record(
         self,
@@ -223,7 +234,7 @@ class WatchedBackend:
         probe, before = Probe(), _python_random()
 
         def probed(tensors: Sequence[Tensor]) -> list[Tensor | None]:
-            with probe:
+            with self._watch.in_capture(), probe:
                 return thunk(tensors)
 
         try:
@@ -490,8 +501,7 @@ class _Operations(TorchDispatchMode):
             read = args[1:] if func._schema.name in _WRITES else args
             for tensor in tensors_in((read, kwargs)):
                 _report_read(watch, tensor, str(func))
-        capturing = any(isinstance(mode, (Journal, Probe)) for mode in _get_current_dispatch_mode_stack())
-        if capturing:
+        if watch.capturing:
             if func.namespace in _COLLECTIVES:
                 watch.add("collective", "", f"{func} is part of the recording", here())
             try:
@@ -612,6 +622,10 @@ def _code(hook: Any) -> Any:
 def _definition(hook: Any, path: str) -> Location:
     code = _code(hook)
     return Location(path, code.co_filename, code.co_firstlineno) if code is not None else Location(path, "", 0)
+
+
+def _host_read(error: HostReadError) -> str:
+    return str(error).split(" at ")[0] + " reads tensor values on the host"
 
 
 def _short(value: Any) -> str:

@@ -512,6 +512,12 @@ def _aliased_parameters(module: nn.Module | None, aliases: dict[Tensor, Tensor])
         for name, parameter in child._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
+    # An LSTM keeps a second list of its parameters, which it makes anew when they change.
+    lists = [
+        (m, m._flat_weights, m._flat_weight_refs)
+        for m in (module.modules() if module is not None else ())
+        if isinstance(m, nn.RNNBase)
+    ]
     for parameters, name, parameter in places:
         if parameter not in aliases:
             aliases[parameter] = parameter.data.requires_grad_()
@@ -521,6 +527,8 @@ def _aliased_parameters(module: nn.Module | None, aliases: dict[Tensor, Tensor])
     finally:
         for parameters, name, parameter in places:
             parameters[name] = parameter
+        for rnn, weights, references in lists:
+            rnn._flat_weights, rnn._flat_weight_refs = weights, references
 
 
 @contextmanager
