@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollgraph import __version__
-
 if TYPE_CHECKING:
     from rollgraph.graph import Findings
 
@@ -28,7 +26,7 @@ class TargetError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rollgraph", description="Post-training on captured graphs.")
-    parser.add_argument("--version", action="version", version=f"rollgraph {__version__}")
+    parser.add_argument("--version", action="version", version=f"rollgraph {sys.modules['rollgraph'].__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     check = commands.add_parser(
         "check",

@@ -284,9 +284,57 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+CPU_ONLY = [autocast, own_generator, checkpointed_layers]
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_correct_programs_are_clean(program: Callable[[], Any]) -> None:
     both(program)
+
+
+# -- on CUDA ---------------------------------------------------------------------------------------
+
+ON_CUDA = [  # the others name a generator or a tensor of the CPU
+    title
+    for title in GALLERY
+    if not any(word in title for word in ("generator made", "collective", "differs from eager"))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("title", ON_CUDA)
+def test_gallery_on_cuda(title: str) -> None:
+    program, output, mended = GALLERY[title]
+    (marked,) = [i for i, line in enumerate(program.splitlines(), 1) if line.endswith("# <-")]
+    with torch.device("cuda"):
+        found = run(program).items[0]
+        fixed = run(mended)
+    assert (found.kind, found.where.line) == (output.partition(":")[0], marked)
+    assert not len(fixed), fixed
+    assert fixed.graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p not in CPU_ONLY], ids=lambda program: program.__name__)
+def test_correct_programs_are_clean_on_cuda(program: Callable[[], Any]) -> None:
+    with torch.device("cuda"):
+        both(program)
+
+
+@pytest.mark.gpu
+def test_a_replay_that_differs_is_found_on_cuda() -> None:
+    scale = [1.0]
+
+    def f(x: Tensor) -> Tensor:
+        y = x + 1
+        return y * scale[0]
+
+    with sanitize() as findings:
+        graph = capture(f, (torch.ones(2, device="cuda"),))
+        scale[0] = 2.0
+        graph(torch.ones(2, device="cuda"))
+    differs = [found for found in findings if found.kind == "differs"]
+    assert [found.where.line for found in differs] == [f.__code__.co_firstlineno + 2]
 
 
 # -- what it leaves behind, and what it is not there for -------------------------------------------

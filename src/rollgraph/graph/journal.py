@@ -60,7 +60,7 @@ def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return written
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -186,12 +186,12 @@ class Journal(TorchDispatchMode):
                     f"{func} at {here()} writes memory that no call before it wrote: it came into the function by "
                     "another way than PyTorch's factories (frombuffer, from_numpy). Clone it first"
                 )
-            self._saved[key] = (storage, _bytes_of(storage).clone())
+            self._saved[key] = (storage, bytes_of(storage).clone())
         elif key in self._made_here:
             if self._made_by[key].startswith(_UNINITIALISED):
                 self._made_by[key] = "aten::full"  # initialised by this write
             elif key not in self._fresh_saved:
-                self._fresh_saved[key] = _bytes_of(storage).clone()
+                self._fresh_saved[key] = bytes_of(storage).clone()
         elif key not in self._fresh_saved or not self._made_by[key].startswith(_FACTORIES):
             raise CaptureError(
                 f"{func} at {here()} updates state that an earlier call created: its value before the first call is "
@@ -219,7 +219,7 @@ class Journal(TorchDispatchMode):
             del self._made_by[storage._cdata]
             initial = self._fresh_saved.pop(storage._cdata, None)
             if initial is not None:
-                _bytes_of(storage).copy_(initial)
+                bytes_of(storage).copy_(initial)
 
     def wrote(self, tensor: Tensor) -> bool:
         storage = storage_of(tensor)
@@ -231,11 +231,11 @@ class Journal(TorchDispatchMode):
         with torch.no_grad():
             for storage, saved in self._saved.values():
                 if storage.nbytes() == saved.numel():
-                    _bytes_of(storage).copy_(saved)
+                    bytes_of(storage).copy_(saved)
             for key, saved in self._fresh_saved.items():
                 storage = torch.UntypedStorage._new_with_weak_ptr(key)
                 if storage is not None and storage.nbytes() == saved.numel():
-                    _bytes_of(storage).copy_(saved)
+                    bytes_of(storage).copy_(saved)
         for generator, state in self.generators.values():
             generator.set_state(state)
 

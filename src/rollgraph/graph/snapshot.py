@@ -1,0 +1,113 @@
+"""What the program of a graph was like at capture: its modules, their memory and hooks, and the names it reads."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollgraph.graph.errors import Location
+from rollgraph.graph.holders import held_by_program
+from rollgraph.graph.names import Names
+
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Snapshot:
+    """The module tree, the addresses and the names of a graph's program, as they were at capture."""
+
+    def __init__(self, target: Any, called: Sequence[nn.Module], read: Iterable[Tensor]) -> None:
+        self.names = Names(target, called)
+        children = {id(child) for module in called for child in module.modules() if child is not module}
+        roots = [target] if isinstance(target, nn.Module) else [m for m in called if id(m) not in children]
+        self._trees = [(weakref.ref(root), _tree(root)) for root in roots]
+        self._addresses = [(weakref.ref(root), _addresses(root)) for root in roots]
+        owned = {id(t) for root in roots for t in (*root.parameters(), *root.buffers())}
+        self._leaves = [t for t in read if t.is_leaf]
+        others = [t for t in self._leaves if id(t) not in owned]
+        kept = held_by_program(others) if others else set()
+        self._held = list({id(t): t for t in others if id(t) in kept}.values())
+        self._holders = list(map(sys.getrefcount, self._held))
+
+    def leaves(self) -> list[Tensor]:
+        """What the graph reads that is no result of anything."""
+        return self._leaves
+
+    def tree_changes(self) -> Iterator[str]:
+        for index, (ref, before) in enumerate(self._trees):
+            root = ref()
+            if root is None or (now := _tree(root)) == before:
+                continue
+            self._trees[index] = (ref, now)
+            added = [f"{name} ({kind})" for name, (_, kind) in now.items() if before.get(name) != now[name]]
+            removed = [f"{name} ({kind})" for name, (_, kind) in before.items() if name not in now]
+            parts = [f"added {', '.join(added)}"] * bool(added) + [f"removed {', '.join(removed)}"] * bool(removed)
+            yield f"{type(root).__name__} since capture: {'; '.join(parts)}"
+
+    def moved(self) -> Iterator[str]:
+        for index, (ref, before) in enumerate(self._addresses):
+            root = ref()
+            if root is None or (now := _addresses(root)) == before:
+                continue
+            self._addresses[index] = (ref, now)
+            for name, address in now.items():
+                if name in before and before[name] != address:
+                    yield f"{type(root).__name__}.{name}"
+
+    def orphans(self) -> list[Tensor]:
+        """What the graph reads and the program has let go of."""
+        counts = list(map(sys.getrefcount, self._held))
+        fewer = [t for t, now, before in zip(self._held, counts, self._holders, strict=True) if now < before]
+        self._holders = list(map(min, counts, self._holders))
+        if not fewer:
+            return []
+        kept = held_by_program(fewer)
+        return [t for t in fewer if id(t) not in kept]
+
+
+def _tree(root: nn.Module) -> dict[str, tuple[int, str]]:
+    return {name: (id(module), type(module).__name__) for name, module in root.named_modules() if name}
+
+
+def _addresses(root: nn.Module) -> dict[str, int]:
+    named = [*root.named_parameters(), *root.named_buffers()]
+    return {name: tensor.data_ptr() for name, tensor in named if tensor.layout is torch.strided}
+
+
+def hooks_inside(around: Any, called: Sequence[nn.Module], read: Iterable[Tensor]) -> Iterator[tuple[str, str, Any]]:
+    """(place, kind, function) of the hooks that a capture ran and a replay does not; those of `around` it does."""
+    paths = {id(m): name for root in called for name, m in reversed(list(root.named_modules())) if name}
+    for module in called:
+        for kind in _MODULE_HOOKS if module is not around else ():
+            for hook in vars(module).get(kind, {}).values():
+                yield paths.get(id(module)) or type(module).__name__, kind.strip("_").removesuffix("s"), hook
+    if around is None:
+        names = {id(p): name for root in called for name, p in root.named_parameters()}
+        for leaf in read:
+            for kind in _TENSOR_HOOKS if leaf.is_leaf and leaf.requires_grad else ():
+                for hook in (getattr(leaf, kind, None) or {}).values():
+                    yield names.get(id(leaf), "a tensor"), "tensor hook", hook
+
+
+def code_of(hook: Any) -> Any:
+    hook = getattr(hook, "__func__", getattr(hook, "func", hook))
+    return getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
+
+
+def definition_of(hook: Any, path: str) -> Location:
+    code = code_of(hook)
+    return Location(path, code.co_filename, code.co_firstlineno) if code is not None else Location(path, "", 0)
+
+
+def short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) < 60 else text[:57] + "..."

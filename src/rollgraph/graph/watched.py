@@ -1,0 +1,284 @@
+"""Watched recordings: a backend whose graphs carry probes and are compared with the function they were made from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rollgraph.graph.backend import Backend, Recording, Thunk
+from rollgraph.graph.errors import GraphError, Location, here, is_library, raised_at
+from rollgraph.graph.findings import Findings
+from rollgraph.graph.holders import held_by_program
+from rollgraph.graph.journal import RngState, Transaction, bytes_of
+from rollgraph.graph.lent_outputs import LentOutputs
+from rollgraph.graph.pool import Arena
+from rollgraph.graph.probe import Probe, Step, first_difference, same_bits
+from rollgraph.graph.snapshot import Snapshot, short
+from rollgraph.graph.surface import StaticTensors, own_copy
+
+
+class Watcher(Protocol):
+    """What a watched recording knows of the sanitizer."""
+
+    active: bool
+    compares: bool
+    findings: Findings
+    lent: LentOutputs
+
+    def add(self, kind: str, graph: str, what: str, where: Location) -> None: ...
+
+    def saw(self, graph: Any, error: Exception) -> None: ...
+
+    def recorded(self, recording: WatchedRecording) -> None: ...
+
+    def look_for_changes(self, name: str, snapshot: Snapshot) -> None: ...
+
+    def in_capture(self) -> AbstractContextManager[None]: ...
+
+
+class WatchedBackend:
+    """A backend whose recordings carry probes, and whose replays are checked."""
+
+    def __init__(self, inner: Backend, watch: Watcher) -> None:
+        self._inner, self._watch = inner, watch
+        self.name, self.records, self.executes = inner.name, inner.records, inner.executes
+
+    @contextmanager
+    def stage(self, arena: Arena) -> Iterator[None]:
+        with self._watch.in_capture(), self._inner.stage(arena):
+            yield
+
+    def record(
+        self,
+        thunk: Thunk,
+        inputs: StaticTensors,
+        arena: Arena,
+        generators: Sequence[torch.Generator],
+        marks: dict[Any, Any],
+    ) -> Recording:
+        probe, before = Probe(), _python_random()
+
+        def probed(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+            with self._watch.in_capture(), probe:
+                return thunk(tensors)
+
+        try:
+            inner = self._inner.record(probed, inputs, arena, generators, marks)
+        except GraphError as error:
+            self._watch.saw(None, error)
+            raise
+        recording = WatchedRecording(inner, probe, thunk, inputs, arena, marks, self._watch)
+        recording.draws_python_random = _python_random() != before
+        self._watch.recorded(recording)
+        return recording
+
+
+@dataclass
+class Expected:
+    """What an eager run gave: its outputs, what it wrote, and the state it started from."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor | None]
+    written: list[tuple[torch.UntypedStorage, Tensor, Tensor]]  # storage, bytes before, bytes after
+    steps: list[Step]
+    rng: RngState
+
+
+class WatchedRecording:
+    """A recording that is compared with the function it was made from, and hands out copies."""
+
+    def __init__(
+        self,
+        inner: Recording,
+        probe: Probe,
+        thunk: Thunk,
+        statics: StaticTensors,
+        arena: Arena,
+        marks: dict[Any, Any],
+        watch: Watcher,
+    ) -> None:
+        self._inner, self._steps, self._thunk, self._statics = inner, probe.steps, thunk, statics
+        self._arena, self._marks, self._watch = arena, marks, watch
+        self._number = arena.captures
+        self._modes = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+        self.graph: str | None = None
+        self.snapshot: Snapshot | None = None
+        self.draws_python_random = False
+        self.is_backward = bool(marks.get(_FORWARD))
+        marks[_FORWARD] = True
+        self.operations, self.nbytes = inner.operations, inner.nbytes
+        self.external, self.outputs = inner.external, inner.outputs
+        self.codes = probe.codes
+
+    def seal(self) -> None:
+        self._inner.seal()
+        self.operations = self._inner.operations
+
+    def release(self) -> None:
+        self._watch.lent.end(self._arena, self._number, f"graph {self.graph!r} was reset", only=True)
+        self._inner.release()
+        self.external, self.outputs = (), []
+
+    def belongs_to(self, graph: Any) -> bool:
+        return any(cell is self for cell in _recordings_of(graph))
+
+    def escaped(self) -> list[Step]:
+        """Operations whose result the program still holds."""
+        made = [(step, ref) for step in self._steps for ref in step.made]
+        tensors = list(filter(torch.is_tensor, [ref() for _, ref in made]))
+        kept = held_by_program(tensors) if tensors else set()
+        theirs = [step for step, ref in made if id(ref()) in kept]
+        for step in self._steps:
+            step.made.clear()
+        return theirs
+
+    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        watch, name = self._watch, self.graph or ""
+        if not watch.active:
+            return self._inner.replay(inputs)
+        if not self.is_backward:
+            watch.findings.replays += 1
+            if self.snapshot is not None:
+                watch.look_for_changes(name, self.snapshot)
+        expected = self._run_eagerly(inputs) if watch.compares else None
+        outputs = self._inner.replay(inputs)
+        if expected is not None:
+            self._compare(expected)
+        watch.lent.end(self._arena, self._number, f"graph {name!r} was replayed at {here()}")
+        return watch.lent.lend(self._arena, self._number, name, outputs)
+
+    def _run_eagerly(self, inputs: Sequence[Tensor]) -> Expected | None:
+        """The function itself on these inputs, with everything put back afterwards."""
+        if self.is_backward and not self._marks.pop(_RAN, False):
+            return None  # its forward was not run beside the replay, so there is nothing to go back from
+        try:
+            expected = self._eager_run(self._own(inputs))
+        except GraphError:
+            raise
+        except Exception as error:
+            what = f"eager raises {type(error).__name__}: {str(error).splitlines()[0]}, the replay does not"
+            self._watch.add("differs", self.graph or "", what, raised_at(error))
+            return None
+        if not self.is_backward:
+            self._marks[_RAN] = True
+        if self.snapshot is not None:
+            for read, value in self.snapshot.names.changed():
+                what = f"the function itself changes {read.name} ({short(read.value)} to {short(value)})"
+                self._watch.add("constant", self.graph or "", what, read.where)
+        return expected
+
+    def _own(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Copies that no replay writes over, before the backward has gone through them."""
+        pairs = zip(inputs, self._statics.tensors, strict=True)
+        return [own_copy(t).requires_grad_(static.requires_grad) for t, static in pairs]
+
+    def _eager_run(self, inputs: list[Tensor]) -> Expected:
+        (grad, autocast), rng = self._modes, RngState()
+        with Transaction() as transaction:
+            journal, probe = transaction.journal, Probe()
+            with (
+                journal.run(again=True),
+                probe,
+                torch.set_grad_enabled(grad),
+                nullcontext() if autocast else torch._C._DisableAutocast(),
+            ):
+                outputs = self._thunk(inputs)
+            kept = [None if o is None else o.detach().clone() for o in outputs]
+            written = [(storage, before, bytes_of(storage).clone()) for storage, before in journal.saved()]
+            journal.keep_fresh()  # activations, which the backward will want
+        return Expected(inputs, kept, written, probe.steps, rng)
+
+    def _compare(self, expected: Expected) -> None:
+        watch = self._watch
+        watch.findings.compared += 1
+        same = all(map(same_bits, expected.outputs, self.outputs)) and all(
+            torch.equal(bytes_of(storage).clone(), after) for storage, _, after in expected.written
+        )
+        if same:
+            return
+        found = first_difference(expected.steps, self._steps)
+        if self._is_reproducible(expected):
+            what, where = found or ("a result differs, though each operation computed the same", here())
+            watch.add("differs", self.graph or "", what, where)
+        else:
+            note = f"{self.graph}: eager gives other bits each time, so its replays cannot be compared with it"
+            if note not in watch.findings.notes:
+                watch.findings.notes.append(note)
+
+    def _is_reproducible(self, first: Expected) -> bool:
+        """Whether eager gives the same twice; from the state before the replay, which is put back."""
+        if self.is_backward:
+            return True  # its activations are gone; the forward has been asked
+        after, now = [(storage, bytes_of(storage).clone()) for storage, _, _ in first.written], RngState()
+        try:
+            for storage, before, _ in first.written:
+                bytes_of(storage).copy_(before)
+            first.rng.restore()
+            second = self._eager_run(first.inputs)
+        finally:
+            for storage, value in after:
+                bytes_of(storage).copy_(value)
+            now.restore()
+        return all(map(same_bits, first.outputs, second.outputs)) and all(
+            torch.equal(one[2], other[2]) for one, other in zip(first.written, second.written, strict=False)
+        )
+
+    def random_line(self) -> Location:
+        """The line that draws from Python's or NumPy's generator."""
+        tracer = _RandomTracer()
+        with tracer.tracing():
+            self._eager_run(self._own(self._statics.tensors))
+        return tracer.where
+
+
+_FORWARD, _RAN = "watched", "ran eagerly"  # keys in the marks that the passes of a callable share
+PYTHON_RANDOM = "random numbers are drawn from Python's or NumPy's generator, outside PyTorch"
+
+
+def _recordings_of(graph: Any) -> Iterator[Any]:
+    for segment in getattr(graph, "_segments", ()):
+        yield from (segment.forward, segment.backward)
+    for variant in getattr(graph, "_variants", ()):
+        yield variant.recording
+
+
+def _python_random() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), None if state is None else (state[1].tobytes(), *state[2:])
+
+
+class _RandomTracer:
+    """Finds the first line of the program after which the state of Python's or NumPy's generator is another."""
+
+    def __init__(self) -> None:
+        self.where = Location("", "", 0)
+        self._state: Any = None
+        self._last = self.where
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        before = sys.gettrace()
+        self._state = _python_random()
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if is_library(frame.f_code.co_filename):
+            return None
+        if not self.where.file and _python_random() != self._state:
+            self.where = self._last
+        if event in ("line", "call"):
+            self._last = Location("", frame.f_code.co_filename, frame.f_lineno)
+        return self._trace
