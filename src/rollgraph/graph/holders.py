@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from types import CellType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
@@ -10,12 +11,12 @@ _CONTAINERS = (list, tuple, dict, set, CellType)
 _DEPTH = 5  # containers inside containers
 
 
-def held_by_program(things: list[Any]) -> set[int]:
-    """The ids of those that something outside this package holds."""
+def held_by_program(things: list[Any], ignore: Sequence[Any] = ()) -> set[int]:
+    """The ids of those that something outside this package holds; `ignore` are lists of the caller's own."""
     holders_of: dict[int, list[int]] = {}
     verdicts: dict[int, bool | None] = {}  # program, runtime, or (None) as whoever holds the container
     keep: list[Any] = []  # so that ids stay valid
-    ours = {id(things), id(keep)}
+    ours = {id(things), id(keep), *map(id, ignore)}
     level = list(things)
     for _ in range(_DEPTH):
         ours.add(id(level))

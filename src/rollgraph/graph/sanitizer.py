@@ -119,7 +119,7 @@ class Sanitizer:
             self.findings.graphs.append(name)
         mine = [r for r in self._recordings if r.belongs_to(graph)]
         self._recordings = [r for r in self._recordings if r not in mine]
-        snapshot = Snapshot(graph.target, called, (t for recording in mine for t in recording.external))
+        snapshot = Snapshot(graph.target, called, _leaves(mine))
         self._graphs.setdefault(graph, []).append(snapshot)
         for recording in mine:
             recording.graph, recording.snapshot = name, snapshot
@@ -129,7 +129,7 @@ class Sanitizer:
             if recording.draws_python_random:
                 self.add("generator", name, PYTHON_RANDOM, recording.random_line())
         recorded = {code for recording in mine for code in recording.codes}
-        for place, kind, hook in hooks_inside(getattr(graph, "module", None), called, snapshot.leaves()):
+        for place, kind, hook in hooks_inside(getattr(graph, "module", None), called, _leaves(mine)):
             if code_of(hook) not in recorded:
                 what = f"{kind} {getattr(hook, '__qualname__', hook)!s} ran at capture and records nothing"
                 self.add("hook", name, what, definition_of(hook, place))
@@ -248,6 +248,11 @@ def _report_read(watch: Sanitizer, tensor: Tensor, operation: str) -> None:
     if lent is not None:
         what = f"{operation} reads an output of graph {lent.graph!r}, but {lent.ended}"
         watch.add("stale-output", lent.graph, what, here())
+
+
+def _leaves(recordings: list[WatchedRecording]) -> Iterator[Tensor]:
+    """What they read that is no result of anything; never kept, so that nobody counts as a holder for it."""
+    return (tensor for recording in recordings for tensor in recording.external if tensor.is_leaf)
 
 
 def _host_read(error: HostReadError) -> str:

@@ -28,15 +28,11 @@ class Snapshot:
         self._trees = [(weakref.ref(root), _tree(root)) for root in roots]
         self._addresses = [(weakref.ref(root), _addresses(root)) for root in roots]
         owned = {id(t) for root in roots for t in (*root.parameters(), *root.buffers())}
-        self._leaves = [t for t in read if t.is_leaf]
-        others = [t for t in self._leaves if id(t) not in owned]
+        others = [t for t in read if id(t) not in owned]
         kept = held_by_program(others) if others else set()
-        self._held = list({id(t): t for t in others if id(t) in kept}.values())
-        self._holders = list(map(sys.getrefcount, self._held))
-
-    def leaves(self) -> list[Tensor]:
-        """What the graph reads that is no result of anything."""
-        return self._leaves
+        self._held = [weakref.ref(t) for t in {id(t): t for t in others if id(t) in kept}.values()]
+        del others
+        self._holders = [sys.getrefcount(ref()) for ref in self._held]
 
     def tree_changes(self) -> Iterator[str]:
         for index, (ref, before) in enumerate(self._trees):
@@ -61,13 +57,12 @@ class Snapshot:
 
     def orphans(self) -> list[Tensor]:
         """What the graph reads and the program has let go of."""
-        counts = list(map(sys.getrefcount, self._held))
-        fewer = [t for t, now, before in zip(self._held, counts, self._holders, strict=True) if now < before]
+        counts = [sys.getrefcount(ref()) for ref in self._held]
+        fewer = [ref() for ref, now, before in zip(self._held, counts, self._holders, strict=True) if now < before]
         self._holders = list(map(min, counts, self._holders))
-        if not fewer:
-            return []
-        kept = held_by_program(fewer)
-        return [t for t in fewer if id(t) not in kept]
+        gone = [t for t in fewer if t is not None]
+        kept = held_by_program(gone, ignore=[fewer]) if gone else set()
+        return [t for t in gone if id(t) not in kept]
 
 
 def _tree(root: nn.Module) -> dict[str, tuple[int, str]]:
@@ -89,7 +84,7 @@ def hooks_inside(around: Any, called: Sequence[nn.Module], read: Iterable[Tensor
     if around is None:
         names = {id(p): name for root in called for name, p in root.named_parameters()}
         for leaf in read:
-            for kind in _TENSOR_HOOKS if leaf.is_leaf and leaf.requires_grad else ():
+            for kind in _TENSOR_HOOKS if leaf.requires_grad else ():
                 for hook in (getattr(leaf, kind, None) or {}).values():
                     yield names.get(id(leaf), "a tensor"), "tensor hook", hook
 
