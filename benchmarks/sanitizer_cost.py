@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 
-from examples.captured_training import Reverser, Trainer, make_batch
 from rollgraph.graph import capture, sanitize
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from examples.captured_training import Reverser, Trainer, make_batch
 
 WAYS = ("eager", "captured", "sanitized, not compared", "sanitized")
 
@@ -63,8 +65,8 @@ def main() -> None:
     print(f"{'':26}{'step, ms':>10}{'capture, ms':>13}{'peak, MiB':>11}")
     for way in WAYS:
         sizes = ["--steps", str(options.steps), "--batch", str(options.batch)]
-        command = [sys.executable, "-m", "benchmarks.sanitizer_cost", "--way", way, *sizes]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+        command = [sys.executable, __file__, "--way", way, *sizes]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout)
         print(f"{way:26}{found['step']:10.1f}{found['capture']:13.0f}{found['peak']:11.0f}")
 

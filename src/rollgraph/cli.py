@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--json", action="store_true", help="JSON on standard output")
     options = parser.parse_args(arguments)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what the target prints is not the report
+        with _printing_to_stderr():
             findings = run_check(options.target, options.replays, options.backend)
     except TargetError as error:
         print(f"rollgraph check: {error}", file=sys.stderr)
@@ -51,16 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_check(target: str, replays: int = 3, backend: Any = "auto") -> Findings:
     """Build the target and capture and replay what it returns, under the sanitizer."""
-    from rollgraph.graph import CaptureError, GraphError, capture, sanitize
+    from rollgraph.graph import CaptureError, capture, sanitize
 
-    build = _load(target)
+    with _failures(f"importing {target}"):
+        build = _load(target)
     with sanitize() as findings:
-        try:
+        with _failures(target):
             built = build()
-        except GraphError:
-            raise
-        except Exception as error:
-            raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
         if built is not None:
             function, inputs = _parts(target, built)
             try:
@@ -70,29 +68,80 @@ def run_check(target: str, replays: int = 3, backend: Any = "auto") -> Findings:
                     raise TargetError(f"the function itself fails, without any graph: {error}") from error
                 raise
             for replay in range(replays):
-                graph(*_rolled(inputs, replay))
+                with _failures("a replay"):
+                    graph(*_rolled(function, inputs, replay))
     if built is None and not findings.graphs and not len(findings):
         raise TargetError(f"{target} returned None and captured nothing: {_RETURNS}")
     return findings
+
+
+@contextlib.contextmanager
+def _failures(what: str) -> Iterator[None]:
+    """Whatever the target raises, except for what the sanitizer is there for, means that it is broken."""
+    from rollgraph.graph import GraphError
+
+    try:
+        yield
+    except (GraphError, TargetError, KeyboardInterrupt):
+        raise
+    except SystemExit as error:
+        raise TargetError(f"{what} called sys.exit({error.code!r})") from error
+    except Exception as error:
+        raise TargetError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _printing_to_stderr() -> Iterator[None]:
+    """What the target prints, from C too, is not the report."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _load(target: str) -> Callable[[], Any]:
     name, _, attribute = target.rpartition(":")
     if not name:
         raise TargetError(f"{target!r}: expected package.module:function or path/to/file.py:function")
-    folder, module = os.path.split(name[:-3]) if name.endswith(".py") else ("", name)
-    sys.path.insert(0, os.path.abspath(folder))
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise TargetError(f"cannot import {name}: {error}") from error
-    except Exception as error:
-        raise TargetError(f"importing {name} raised {type(error).__name__}: {error}") from error
+    if name.endswith(".py"):
+        found: Any = _import_file(os.path.abspath(name))
+    else:
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise TargetError(f"cannot import {name}: {error}") from error
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
         raise TargetError(f"{name} has no function {attribute!r}")
     return found
+
+
+def _import_file(path: str) -> Any:
+    """A file as the module that it is: part of a package, or under a name that nothing else has."""
+    if not os.path.exists(path):
+        raise TargetError(f"there is no file {path}")
+    folder, name = os.path.split(path[:-3])
+    if os.path.exists(os.path.join(folder, "__init__.py")):
+        while os.path.exists(os.path.join(folder, "__init__.py")):
+            folder, package = os.path.split(folder)
+            name = f"{package}.{name}"
+        sys.path.insert(0, folder)
+        return importlib.import_module(name)
+    sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(f"target of rollgraph check: {name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _parts(target: str, built: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -108,15 +157,22 @@ def _parts(target: str, built: Any) -> tuple[Callable[..., Any], tuple[Any, ...]
     raise TargetError(f"{target} returned a {type(built).__name__} that is not understood: {_RETURNS}")
 
 
-def _rolled(inputs: tuple[Any, ...], by: int) -> tuple[Any, ...]:
-    """The same values in other places, so that a replay sees inputs that are new and still valid."""
+def _rolled(function: Callable[..., Any], inputs: tuple[Any, ...], by: int) -> tuple[Any, ...]:
+    """The same values in other places, if the function takes them: a replay should see inputs that are new."""
     from torch import Tensor
 
-    return tuple(t.roll(by, 0) if isinstance(t, Tensor) and t.dim() else t for t in inputs)
+    from rollgraph.graph.journal import Transaction
+
+    rolled = tuple(t.roll(by, 0) if isinstance(t, Tensor) and t.dim() else t for t in inputs)
+    try:
+        with Transaction(function) as transaction, transaction.journal.run(again=True):
+            function(*rolled)
+    except Exception:
+        return inputs
+    return rolled
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least one")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)

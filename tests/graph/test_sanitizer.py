@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rollgraph.graph import Findings, GraphPool, capture, make_graphed_callables, sanitize
+from rollgraph.graph import Findings, GraphPool, ReplayMismatch, capture, make_graphed_callables, sanitize
 from rollgraph.graph.tape import TapeRecording
 from rollgraph.graph.watch import watching
 from tests.parity.models import BATCH, MODELS, TIME, WIDTH
@@ -443,16 +447,195 @@ def test_outputs_are_not_kept_alive() -> None:
         assert kept() is None
 
 
-def test_eager_that_is_not_reproducible_is_said_and_not_compared() -> None:
+def test_a_kernel_that_is_not_reproducible_is_said_and_not_compared() -> None:
     state = iter(range(1000))
 
-    def f(x: Tensor) -> Tensor:
-        return x + torch.tensor(float(next(state)))
+    @torch.library.custom_op("rollgraph_tests::noisy", mutates_args=())
+    def noisy(x: Tensor) -> Tensor:
+        return x + next(state)
 
     with sanitize() as findings:
-        capture(f, (torch.zeros(2),))(torch.zeros(2))
+        capture(lambda x: noisy(x), (torch.zeros(2),))(torch.zeros(2))
     assert not len(findings), findings
     assert len(findings.notes) == 1
+
+
+@pytest.mark.parametrize("draw", ["rng.random()", "next(numbers)", "own.random()"])
+def test_python_values_that_differ_from_run_to_run(draw: str) -> None:
+    names = {"rng": numpy.random.default_rng(0), "numbers": iter(range(1000)), "own": random.Random(0)}
+    with sanitize() as findings:
+        capture(eval(f"lambda x: x * {draw}", names), (torch.ones(2),))(torch.ones(2))
+    assert [found.kind for found in findings] == ["constant"]
+
+
+def test_callables_of_every_kind() -> None:
+    """Names are followed into what is a function, and nothing else."""
+    linear, cached = functools.partial(nn.Linear(4, 4)), functools.lru_cache(lambda n: n + 1)
+    method = types.MethodType(Sampler(), torch.randn(2, 5))
+
+    def f(x: Tensor) -> Tensor:
+        return linear(x).detach() * cached(1) + method().sum()
+
+    with sanitize() as findings:
+        capture(f, (torch.randn(3, 4),))(torch.randn(3, 4))
+    assert not len(findings), findings
+
+
+def test_state_that_a_function_returns_is_not_copied() -> None:
+    state = torch.zeros(2)
+
+    def f(x: Tensor) -> Tensor:
+        return state.add_(x)
+
+    with sanitize() as findings:
+        graph = capture(f, (torch.ones(2),))
+        graph(torch.ones(2)).zero_()
+        graph(torch.ones(2))
+    assert torch.equal(state, torch.ones(2))
+    assert not len(findings), findings
+
+
+@pytest.mark.parametrize("policy", ["eager", "recapture"])
+def test_a_mismatch_that_is_provided_for_is_no_mistake(policy: Any) -> None:
+    with sanitize() as findings:
+        capture(lambda x: x * 2, (torch.ones(2),), on_mismatch=policy)(torch.ones(3))
+    assert not len(findings), findings
+
+
+def test_a_value_that_makes_no_difference_is_a_note() -> None:
+    config = {"debug": False, "steps": 0}
+
+    def f(x: Tensor) -> Tensor:
+        if config["debug"]:
+            x = x + config["steps"]
+        return x * 2
+
+    with sanitize() as findings:
+        graph = capture(f, (torch.ones(2),))
+        for _ in range(3):
+            config["steps"] += 1
+            graph(torch.ones(2))
+    assert not len(findings), findings
+    assert len(findings.notes) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_hooks_that_keep_a_weight_they_make_anew(norm: Any) -> None:
+    model = nn.Sequential(norm(nn.Linear(4, 4)), nn.Linear(4, 1))
+    with sanitize() as findings, torch.no_grad():
+        capture(lambda x: model(x), (torch.randn(2, 4),))(torch.randn(2, 4))
+    assert not len(findings), findings
+
+
+def test_hooks_of_every_kind() -> None:
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+
+    @torch.no_grad()
+    def decorated(module: nn.Module, args: Any) -> None:
+        seen.append(1)
+
+    def everywhere(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(2)
+
+    model[0].register_forward_pre_hook(lambda module, args: (args[0].view(-1, 4),))  # a view: recorded
+    model[1].register_forward_pre_hook(decorated)
+    model[1].weight.register_hook(lambda gradient: seen.append(3))
+    handle = nn.modules.module.register_module_forward_hook(everywhere)
+    try:
+        with sanitize() as findings:
+            capture(lambda x: model(x).sum().backward(), (torch.randn(2, 4),))
+    finally:
+        handle.remove()
+    assert [found.kind for found in findings] == ["hook"] * 3
+    assert {found.where.module for found in findings} == {"1", "every module", "1.weight"}
+
+
+def test_what_reads_no_value_of_an_ended_output_is_fine() -> None:
+    with sanitize() as findings:
+        graph = capture(lambda x: x * 2, (torch.ones(2),))
+        old = graph(torch.ones(2))
+        graph(torch.ones(2))
+        torch.zeros_like(old)
+        old.new_empty(3)
+        torch.add(torch.ones(2), 1, out=old)
+        old.copy_(torch.ones(2))
+        _ = old + 1  # its own again
+    assert not len(findings), findings
+
+
+def test_a_stale_read_is_told_once() -> None:
+    with sanitize() as findings:
+        graph, other = (capture(lambda x: x * 2, (torch.ones(1),)) for _ in range(2))
+        old = graph(torch.ones(1))
+        graph(torch.ones(1))
+        old.item()
+        other(old)
+    assert [found.kind for found in findings] == ["stale-output"] * 2
+    assert len({found.where.line for found in findings}) == 2
+
+
+def test_an_output_saved_by_autograd() -> None:
+    weight, seen = torch.ones(2, requires_grad=True), []
+
+    def program() -> None:
+        with sanitize() as findings:
+            seen.append(findings)
+            graph = capture(lambda x: x * 2, (torch.ones(2),))
+            loss = (graph(torch.ones(2)) * weight).sum()
+            graph(torch.ones(2))
+            loss.backward()
+
+    with pytest.raises(RuntimeError, match="inplace"):
+        program()
+    assert [found.kind for found in seen[0]] == ["stale-output"]
+
+
+def test_an_argument_that_is_kept() -> None:
+    history = []
+
+    def f(x: Tensor) -> Tensor:
+        history.append(x)
+        return x * 2
+
+    with sanitize() as findings:
+        capture(f, (torch.ones(2),))
+    assert [(found.kind, found.where.line) for found in findings] == [("escape", f.__code__.co_firstlineno)]
+
+
+def test_a_tensor_in_a_local_is_no_orphan() -> None:
+    box = [torch.ones(4)]
+    reference = weakref.ref(box[0])
+    with sanitize() as findings:
+        graph = capture(lambda x: x * reference(), (torch.ones(4),))
+        mask = box.pop()
+        graph(torch.ones(4))
+        assert not len(findings), findings
+        del mask
+        graph(torch.ones(4))
+    assert [found.kind for found in findings] == ["orphan"]
+
+
+def test_an_optimizer_that_reads_is_named_at_its_own_line() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    with sanitize() as findings:
+        capture(step, (torch.randn(2, 4),))
+    assert {(found.kind, found.where.line) for found in findings} == {("host-read", step.__code__.co_firstlineno + 3)}
+
+
+def test_findings_end_with_the_block() -> None:
+    with sanitize() as findings:
+        graph = capture(lambda x: x * 2, (torch.ones(2),))
+    with pytest.raises(ReplayMismatch):
+        graph(torch.ones(3))
+    assert not len(findings)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -486,6 +669,14 @@ def raising():
 
 def nothing():
     pass
+
+def leaving():
+    raise SystemExit(0)
+
+def offsets():
+    weight = torch.randn(10, 3)
+    bag = lambda x, o: torch.nn.functional.embedding_bag(x, weight, o, mode="sum")
+    return bag, (torch.arange(6), torch.tensor([0, 3]))
 """
 
 
@@ -503,6 +694,18 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def odd_targets(targets: Path) -> Path:
+    """A file with the name of a module that exists, and one that imports from its package."""
+    folder = targets / "odd"
+    (folder / "package").mkdir(parents=True)
+    (folder / "random.py").write_text(TARGETS)
+    (folder / "package/__init__.py").touch()
+    (folder / "package/targets.py").write_text(TARGETS)
+    (folder / "package/inner.py").write_text("from .targets import module")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("target", "code", "says"),
     [
@@ -514,12 +717,19 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("targets:wrong", 2, "returned a int"),
         ("targets:raising", 2, "OSError: no such model"),
         ("targets:nothing", 2, "captured nothing"),
+        ("targets:leaving", 2, "sys.exit(0)"),
+        ("targets:offsets", 0, "clean: 1 graph"),
+        ("random.py:module", 0, "clean: 1 graph"),
+        ("package/inner.py:module", 0, "clean: 1 graph"),
+        ("missing.py:module", 2, "there is no file"),
         ("targets:missing", 2, "no function 'missing'"),
         ("absent:f", 2, "cannot import absent"),
         ("targets", 2, "expected package.module:function"),
     ],
 )
-def test_check(targets: Path, target: str, code: int, says: str) -> None:
+def test_check(targets: Path, odd_targets: Path, target: str, code: int, says: str) -> None:
+    if target.startswith(("random", "package")):
+        target = f"{odd_targets}/{target}"
     done = command(targets, "-m", "rollgraph", "check", target)
     assert done.returncode == code, done.stderr
     assert says in (done.stdout if code < 2 else done.stderr)

@@ -776,3 +776,13 @@ def test_side_effects_of_the_function_do_not_outlive_its_capture(
         torch.set_grad_enabled(True)
         gc.enable()
     assert_same(before, after)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_module_elsewhere_in_the_process_does_not_matter() -> None:
+    script = torch.jit.script(nn.Linear(4, 4))
+    graph = capture(lambda x: x * 2, (torch.ones(2),))
+    assert torch.equal(graph(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(CaptureError):
+        capture(lambda x: x * x.sum().item(), (torch.ones(2),))
+    assert script(torch.ones(4)).shape == (4,)

@@ -67,9 +67,9 @@ class Captured:
 
     def _act_on(self, error: GraphError) -> OnMismatch:
         """Raise, or count an eager run and say what to do instead."""
-        if self._watch is not None:
-            self._watch.saw(self, error)
         if self._on_mismatch == "raise" or not isinstance(error, (ReplayMismatch, StaleGraph)):
+            if self._watch is not None:
+                self._watch.saw(self, error)
             error.add_note(f"in graph {self.name!r} (on_mismatch={self._on_mismatch!r})")
             raise error
         if self._on_mismatch == "eager":

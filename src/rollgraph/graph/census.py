@@ -35,13 +35,13 @@ class Census:
                 continue
             if verdict == 1 and _is_trainable_leaf(thing):
                 leaves[id(thing)] = thing
-            elif verdict == 2 and "_modules" in thing.__dict__:
+            elif verdict == 2 and isinstance(thing.__dict__.get("_modules"), dict):  # not a ScriptModule
                 modules[id(thing)] = thing
             elif verdict == 3:
                 self.optimizers.append(thing)
         for root in roots:
             if isinstance(root, nn.Module):
-                modules.update((id(module), module) for module in root.modules())
+                modules.update((id(m), m) for m in root.modules() if isinstance(m.__dict__.get("_modules"), dict))
         self.modules = list(modules.values())
         for module in self.modules:
             for parameter in module._parameters.values():

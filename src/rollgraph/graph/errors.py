@@ -103,7 +103,7 @@ def _locate(frames: list[tuple[FrameType, int]]) -> Location:
 def is_library(filename: str) -> bool:
     """A file of rollgraph, PyTorch or the standard library: never the place of a user's mistake."""
     standard = filename.startswith(_STANDARD) and "-packages" not in filename
-    return standard or filename.startswith((*_LIBRARIES, "<frozen"))
+    return standard or filename.startswith((*_LIBRARIES, "<frozen", "<tape>"))
 
 
 def _module_path(frames: list[FrameType]) -> str:

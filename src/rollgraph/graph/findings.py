@@ -145,6 +145,10 @@ class Findings:
             self.items.append(finding)
         return not known
 
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.items)
 

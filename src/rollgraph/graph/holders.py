@@ -39,7 +39,7 @@ def held_by_program(things: list[Any], ignore: Sequence[Any] = ()) -> set[int]:
 
 def _verdict(holder: Any) -> bool | None:
     module = holder.__module__ if isinstance(holder, FunctionType) else type(holder).__module__
-    if isinstance(module, str) and module.startswith("rollgraph."):
+    if isinstance(module, str) and module.startswith("rollgraph.graph."):
         return False
     if isinstance(holder, dict) and "replay" in holder and "__builtins__" in holder:
         return False  # the names of a tape's program

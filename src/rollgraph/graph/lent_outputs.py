@@ -33,13 +33,19 @@ class LentOutputs:
     def __init__(self) -> None:
         self._lent: dict[int, Lent] = {}
 
-    def lend(self, arena: Arena, number: int, graph: str, outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def lend(
+        self, arena: Arena, number: int, graph: str, outputs: Sequence[Tensor | None], borrowed: set[int]
+    ) -> list[Tensor | None]:
+        """Copies of the outputs; what lies in `borrowed` storages is the program's own and is handed out as it is."""
         handed: list[Tensor | None] = []
         with torch.no_grad():
             for output in outputs:
-                copy = None if output is None else output.clone()
+                if output is None or output.untyped_storage()._cdata in borrowed:
+                    handed.append(output)
+                    continue
+                copy = output.clone()
                 handed.append(copy)
-                if copy is not None and copy.numel():
+                if copy.numel():
                     storage = copy.untyped_storage()
                     alias = copy.detach()
                     self._lent[storage._cdata] = Lent(arena, number, graph, StorageWeakRef(storage), alias)
@@ -61,6 +67,12 @@ class LentOutputs:
         storage = storage_of(tensor)
         lent = None if storage is None else self._lent.get(storage._cdata)
         return lent if lent is not None and lent.ended and not lent.storage.expired() else None
+
+    def written(self, tensor: Tensor) -> None:
+        """Written over from end to end: from now on it is the program's."""
+        lent = self.ended(tensor)
+        if lent is not None and tensor.nbytes == tensor.untyped_storage().nbytes():
+            del self._lent[tensor.untyped_storage()._cdata]
 
 
 def _poison(tensor: Tensor) -> None:

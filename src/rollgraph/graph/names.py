@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rollgraph.graph.errors import Location, is_library
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _ABSENT = object()
 _DEPTH = 4  # functions called by functions
 
@@ -34,6 +34,7 @@ class Read:
     steps: tuple[tuple[str, Any], ...]
     where: Location
     value: Any = None
+    told: bool = False
 
     def now(self) -> Any:
         value = self.root
@@ -60,9 +61,9 @@ class Names:
         """The reads that would give another value now, with that value; each is told once."""
         for read in self._reads.values():
             now = read.now()
-            if not _same(read.value, now):
+            if not read.told and not _same(read.value, now):
+                read.told = True
                 yield read, now
-                read.value = now
 
     def _follow(self, function: Any, owner: Any, depth: int) -> None:
         if not isinstance(function, FunctionType) or (function.__code__, id(owner)) in self._seen:
@@ -87,13 +88,13 @@ class Names:
         value = read.now()
         if isinstance(value, (FunctionType, MethodType, functools.partial)):
             for function, owner in _functions(value):
-                if depth and not is_library(function.__code__.co_filename):
+                if depth and isinstance(function, FunctionType) and not is_library(function.__code__.co_filename):
                     self._follow(function, owner, depth - 1)
             return
         if read.steps[-1:] == (("attribute", "training"),):
             return  # the graph itself checks it, and the slots of modules
         named = isinstance(value, (Tensor, nn.Module)) and not isinstance(read.root, nn.Module)
-        if named or isinstance(value, _PLAIN) or _is_plain_tuple(value):
+        if named or _is_plain(value):
             read.value = value
             self._reads.setdefault((id(read.root), read.steps), read)
 
@@ -190,14 +191,17 @@ def _step(value: Any, kind: str, key: Any) -> Any:
     return _ABSENT if hasattr(type(of_class), "__get__") else of_class
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
+def _is_plain(value: Any) -> bool:
+    """A value whose comparison runs no code of the program."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, enum.Enum)
 
 
 def _same(old: Any, new: Any) -> bool:
     if old is new:
         return True
-    if isinstance(old, (Tensor, nn.Module)) or type(old) is not type(new):
+    if type(old) is not type(new) or not _is_plain(old) or isinstance(old, enum.Enum):
         return False
     return repr(old) == repr(new)  # NaN is NaN here, and 0.0 is not -0.0
 

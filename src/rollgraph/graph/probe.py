@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.errors import Location, here
@@ -30,6 +31,8 @@ class Step:
 
     operation: str
     where: Location
+    constants: tuple[Any, ...]  # the numbers among its arguments
+    codes: set[CodeType]  # of the functions that were running
     sums: list[Tensor]
     made: list[weakref.ref[Tensor]]  # the tensors it returned
 
@@ -44,7 +47,7 @@ class Probe(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
-        self.codes: set[CodeType] = set()  # of the functions that computed something
+        self.codes: set[CodeType] = set()  # of the functions that left an operation in the recording
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,10 +60,15 @@ class Probe(TorchDispatchMode):
         if computes and not func._schema.name.startswith(_UNINITIALISED):
             written = {id(t): t for t in (*results, *written_arguments(func, args, kwargs))}
             sums = [total for t in written.values() if (total := bit_sum(t)) is not None]
-            self.codes |= _codes_on_the_stack()
         given = {id(t) for t in tensors_in((args, kwargs))}
         made = [weakref.ref(t) for t in results if id(t) not in given]
-        self.steps.append(Step(str(func), here(), sums, made))
+        constants = tuple(
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, (int, float, complex))
+        )
+        codes = _codes_on_the_stack()
+        if func._schema.name not in ("aten::detach", "aten::alias"):
+            self.codes |= codes
+        self.steps.append(Step(str(func), here(), constants, codes, sums, made))
         return result
 
 
@@ -97,11 +105,31 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     return mine is None or theirs is None or torch.equal(mine, theirs)
 
 
+def python_difference(one: Sequence[Step], other: Sequence[Step]) -> tuple[str, Location] | None:
+    """Where two runs of one function part because Python gave an operation other values, not because of a kernel."""
+    for first, second in zip(one, other, strict=False):
+        if first.operation != second.operation or repr(first.constants) != repr(second.constants):
+            return f"{first.operation} gets another Python value each time the function runs", first.where
+        if any(not torch.equal(a, b) for a, b in zip(first.sums, second.sums, strict=False)):
+            made = first.operation.startswith("aten.lift_fresh")
+            return (
+                ("a tensor is made of other Python values each time the function runs", first.where) if made else None
+            )
+    return None
+
+
+def _numbers(step: Step) -> str:
+    return ", ".join(map(repr, step.constants)) or "no number"
+
+
 def first_difference(eager: Sequence[Step], replayed: Sequence[Step]) -> tuple[str, Location] | None:
     """The first operation that did not compute the same, and its place."""
     for mine, theirs in zip(eager, replayed, strict=False):
         if mine.operation != theirs.operation:
             return f"eager runs {mine.operation} where the graph holds {theirs.operation}", mine.where
+        if repr(mine.constants) != repr(theirs.constants):
+            what = f"{mine.operation} gets {_numbers(mine)}, the graph holds {_numbers(theirs)}"
+            return what, mine.where
         if any(not torch.equal(a, b) for a, b in zip(mine.sums, theirs.sums, strict=False)):
             return f"{mine.operation} is the first operation that computes something else", mine.where
     if len(eager) != len(replayed):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from rollgraph.graph.journal import tensors_in
 from rollgraph.graph.lent_outputs import LentOutputs
 from rollgraph.graph.snapshot import Snapshot, code_of, definition_of, hooks_inside, short
 from rollgraph.graph.watch import watching
-from rollgraph.graph.watched import PYTHON_RANDOM, WatchedBackend, WatchedRecording
+from rollgraph.graph.watched import PYTHON_RANDOM, Doubt, WatchedBackend, WatchedRecording
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 _WRITES = ("aten::copy_", "aten::fill_", "aten::zero_")  # of what they write, they read nothing
@@ -55,10 +56,15 @@ def sanitize(compare: bool = True, stream: TextIO | None = None) -> Iterator[Fin
             yield findings
         except GraphError as error:
             watch.saw(None, error)
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error) and findings.graphs:
+                what = "autograd saved an output that a replay wrote over before the backward"
+                watch.add("stale-output", "", what, raised_at(error))
+            raise
 
 
 def sanitize_process_if_asked() -> None:
-    """ROLLGRAPH_SANITIZE=1: watch the whole process, write findings to stderr as they come, and sum up at the end."""
+    """ROLLGRAPH_SANITIZE=1: watch this thread to the end, write findings to stderr as they come, and sum up."""
     asked = os.environ.get("ROLLGRAPH_SANITIZE", "0")
     if asked == "0" or watching.get() is not None:
         return
@@ -66,7 +72,12 @@ def sanitize_process_if_asked() -> None:
         raise ValueError(f"ROLLGRAPH_SANITIZE={asked}: expected 0 or 1")
     watch = Sanitizer(Findings(), stream=sys.stderr)
     watch.__enter__()
-    atexit.register(lambda: print(f"rollgraph sanitizer: {watch.findings}", file=sys.stderr))
+
+    def sum_up() -> None:
+        if watch.findings.graphs or len(watch.findings):
+            print(f"rollgraph sanitizer: {watch.findings}", file=sys.stderr)
+
+    atexit.register(sum_up)
 
 
 class Sanitizer:
@@ -82,7 +93,7 @@ class Sanitizer:
         self._graphs: weakref.WeakKeyDictionary[Any, list[Snapshot]] = weakref.WeakKeyDictionary()
         self._recordings: list[WatchedRecording] = []  # of the capture that is going on
         self._host_reads: dict[Location, str] = {}
-        self._errors: set[int] = set()
+        self._errors: list[Exception] = []  # each is explained once
         self._modes: list[Any] = [_Operations(self), _Methods(self)]
 
     def __enter__(self) -> Sanitizer:
@@ -121,8 +132,12 @@ class Sanitizer:
         self._recordings = [r for r in self._recordings if r not in mine]
         snapshot = Snapshot(graph.target, called, _leaves(mine))
         self._graphs.setdefault(graph, []).append(snapshot)
+        pre_hooks = {code_of(hook) for m in called for hook in m._forward_pre_hooks.values()}
         for recording in mine:
-            recording.graph, recording.snapshot = name, snapshot
+            recording.graph, recording.snapshot, recording.pre_hooks = name, snapshot, pre_hooks
+            if recording.keeps_inputs():
+                what = "the program keeps an argument of the captured function, which each replay fills anew"
+                self.add("escape", name, what, definition_of(graph.target, ""))
             for step in recording.escaped():
                 made = f"the result of {step.operation} is kept by the program after the capture"
                 self.add("escape", name, made, step.where)
@@ -136,9 +151,9 @@ class Sanitizer:
 
     def saw(self, graph: Any, error: Exception) -> None:
         """An error of a capture or of a call: explained by what changed, or as it is."""
-        if id(error) in self._errors:
+        if not self.active or any(error is known for known in self._errors):
             return
-        self._errors.add(id(error))
+        self._errors.append(error)
         name = "" if graph is None else graph.name
         before = len(self.findings)
         if isinstance(error, HostReadError):
@@ -146,7 +161,8 @@ class Sanitizer:
                 self.add("host-read", name, what, where)
         elif isinstance(error, StaleGraph) and not isinstance(error, MemoryInUse) and graph is not None:
             for snapshot in self._graphs.get(graph, ()):
-                self.look_for_changes(name, snapshot)
+                for what, where in self.look_for_changes(name, snapshot):
+                    self.add("constant", name, what, where)
         if len(self.findings) > before:
             return
         place = raised_at(error)
@@ -165,22 +181,24 @@ class Sanitizer:
 
     # -- what replays tell -----------------------------------------------------------------------
 
-    def look_for_changes(self, name: str, snapshot: Snapshot) -> None:
+    def look_for_changes(self, name: str, snapshot: Snapshot) -> list[Doubt]:
+        """Tell what is certainly wrong, and give back the Python values that changed."""
         place = here()
         for what in snapshot.tree_changes():
             self.add("tree", name, what, place)
         for moved in snapshot.moved():
             self.add("moved", name, f"{moved} has another address than at capture", place)
-        for read, value in snapshot.names.changed():
-            what = f"{read.name} was {short(read.value)} at capture and is {short(value)} now"
-            self.add("constant", name, what, read.where)
         for tensor in snapshot.orphans():
             what = f"a tensor of shape {tuple(tensor.shape)} that the graph reads is held by nothing else any more"
             self.add("orphan", name, what, place)
+        return [
+            (f"{read.name} was {short(read.value)} at capture and is {short(value)} now", read.where)
+            for read, value in snapshot.names.changed()
+        ]
 
     def host_read(self, error: HostReadError) -> None:
         """Told once the capture fails of it: what only the first run does, a graph does not hold."""
-        if self.capturing:
+        if self.capturing and not _creates_state():
             self._host_reads.setdefault(here(), _host_read(error))
 
     @contextmanager
@@ -210,9 +228,10 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, watch = kwargs or {}, self._watch
-        if not func.is_view:
-            read = args[1:] if func._schema.name in _WRITES else args
-            for tensor in tensors_in((read, kwargs)):
+        name = func._schema.name
+        if not func.is_view and not name.endswith("_like") and not name.startswith("aten::new_"):
+            read = args[1:] if name in _WRITES else args
+            for tensor in tensors_in((read, {k: v for k, v in kwargs.items() if k != "out"})):
                 _report_read(watch, tensor, str(func))
         if watch.capturing:
             if func.namespace in _COLLECTIVES:
@@ -222,7 +241,10 @@ class _Operations(TorchDispatchMode):
                 refuse_copy_to_host(func, args, kwargs)
             except HostReadError as read_error:
                 watch.host_read(read_error)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name in _WRITES:
+            watch.lent.written(args[0])
+        return result
 
 
 class _Methods(TorchFunctionMode):
@@ -245,9 +267,16 @@ class _Methods(TorchFunctionMode):
 
 def _report_read(watch: Sanitizer, tensor: Tensor, operation: str) -> None:
     lent = watch.lent.ended(tensor)
-    if lent is not None:
+    where = here() if lent is not None else None
+    known = any((found.kind, found.where) == ("stale-output", where) for found in watch.findings)
+    if lent is not None and where is not None and not known:
         what = f"{operation} reads an output of graph {lent.graph!r}, but {lent.ended}"
-        watch.add("stale-output", lent.graph, what, here())
+        watch.add("stale-output", lent.graph, what, where)
+
+
+def _creates_state() -> bool:
+    """Inside the step on zero gradients that a capture makes, to give an optimizer its state."""
+    return any(frame.name == "_step_on_zeros" for frame in traceback.extract_stack())
 
 
 def _leaves(recordings: list[WatchedRecording]) -> Iterator[Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +17,8 @@ from rollgraph.graph.holders import held_by_program
 from rollgraph.graph.names import Names
 
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks")
+_OUR_LOCALS = 5  # references to a tensor that the check for it makes itself
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -62,7 +66,13 @@ class Snapshot:
         self._holders = list(map(min, counts, self._holders))
         gone = [t for t in fewer if t is not None]
         kept = held_by_program(gone, ignore=[fewer]) if gone else set()
-        return [t for t in gone if id(t) not in kept]
+        return [t for t in gone if id(t) not in kept and not _is_in_a_local(t)]
+
+
+def _is_in_a_local(tensor: Tensor) -> bool:
+    """More references than the garbage collector shows: a running function has it."""
+    shown = sum(referent is tensor for holder in gc.get_referrers(tensor) for referent in gc.get_referents(holder))
+    return sys.getrefcount(tensor) > shown + _OUR_LOCALS
 
 
 def _tree(root: nn.Module) -> dict[str, tuple[int, str]]:
@@ -76,13 +86,16 @@ def _addresses(root: nn.Module) -> dict[str, int]:
 
 def hooks_inside(around: Any, called: Sequence[nn.Module], read: Iterable[Tensor]) -> Iterator[tuple[str, str, Any]]:
     """(place, kind, function) of the hooks that a capture ran and a replay does not; those of `around` it does."""
-    paths = {id(m): name for root in called for name, m in reversed(list(root.named_modules())) if name}
+    paths = {id(m): name for root in reversed(called) for name, m in root.named_modules() if name}  # outermost last
     for module in called:
         for kind in _MODULE_HOOKS if module is not around else ():
             for hook in vars(module).get(kind, {}).values():
                 yield paths.get(id(module)) or type(module).__name__, kind.strip("_").removesuffix("s"), hook
+    for kind in _GLOBAL_HOOKS:
+        for hook in getattr(torch.nn.modules.module, kind).values():
+            yield "every module", kind.strip("_").removesuffix("s"), hook
     if around is None:
-        names = {id(p): name for root in called for name, p in root.named_parameters()}
+        names = {id(p): name for root in reversed(called) for name, p in root.named_parameters()}
         for leaf in read:
             for kind in _TENSOR_HOOKS if leaf.requires_grad else ():
                 for hook in (getattr(leaf, kind, None) or {}).values():
@@ -90,7 +103,7 @@ def hooks_inside(around: Any, called: Sequence[nn.Module], read: Iterable[Tensor
 
 
 def code_of(hook: Any) -> Any:
-    hook = getattr(hook, "__func__", getattr(hook, "func", hook))
+    hook = inspect.unwrap(getattr(hook, "__func__", getattr(hook, "func", hook)))
     return getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
 
 

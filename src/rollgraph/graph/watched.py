@@ -17,12 +17,14 @@ from rollgraph.graph.backend import Backend, Recording, Thunk
 from rollgraph.graph.errors import GraphError, Location, here, is_library, raised_at
 from rollgraph.graph.findings import Findings
 from rollgraph.graph.holders import held_by_program
-from rollgraph.graph.journal import RngState, Transaction, bytes_of
+from rollgraph.graph.journal import RngState, Transaction, bytes_of, storage_of
 from rollgraph.graph.lent_outputs import LentOutputs
 from rollgraph.graph.pool import Arena
-from rollgraph.graph.probe import Probe, Step, first_difference, same_bits
+from rollgraph.graph.probe import Probe, Step, first_difference, python_difference, same_bits
 from rollgraph.graph.snapshot import Snapshot, short
 from rollgraph.graph.surface import StaticTensors, own_copy
+
+Doubt = tuple[str, Location]  # a Python value that changed, which may matter or not
 
 
 class Watcher(Protocol):
@@ -39,7 +41,7 @@ class Watcher(Protocol):
 
     def recorded(self, recording: WatchedRecording) -> None: ...
 
-    def look_for_changes(self, name: str, snapshot: Snapshot) -> None: ...
+    def look_for_changes(self, name: str, snapshot: Snapshot) -> list[Doubt]: ...
 
     def in_capture(self) -> AbstractContextManager[None]: ...
 
@@ -117,6 +119,9 @@ class WatchedRecording:
         self.operations, self.nbytes = inner.operations, inner.nbytes
         self.external, self.outputs = inner.external, inner.outputs
         self.codes = probe.codes
+        self.pre_hooks: set[Any] = (
+            set()
+        )  # code of hooks that keep what they make, as weight_norm does, and make it anew
 
     def seal(self) -> None:
         self._inner.seal()
@@ -135,27 +140,38 @@ class WatchedRecording:
         made = [(step, ref) for step in self._steps for ref in step.made]
         tensors = list(filter(torch.is_tensor, [ref() for _, ref in made]))
         kept = held_by_program(tensors) if tensors else set()
-        theirs = [step for step, ref in made if id(ref()) in kept]
+        theirs = [step for step, ref in made if id(ref()) in kept and not step.codes & self.pre_hooks]
         for step in self._steps:
             step.made.clear()
         return theirs
 
+    def keeps_inputs(self) -> bool:
+        """The program still holds a static input, which the next replay fills anew."""
+        return not self.is_backward and bool(held_by_program(self._statics.tensors) if self._statics.tensors else ())
+
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        watch, name = self._watch, self.graph or ""
+        watch, name, doubts = self._watch, self.graph or "", list[Doubt]()
         if not watch.active:
             return self._inner.replay(inputs)
         if not self.is_backward:
             watch.findings.replays += 1
             if self.snapshot is not None:
-                watch.look_for_changes(name, self.snapshot)
-        expected = self._run_eagerly(inputs) if watch.compares else None
+                doubts = watch.look_for_changes(name, self.snapshot)
+        expected = self._run_eagerly(inputs, doubts) if watch.compares else None
         outputs = self._inner.replay(inputs)
         if expected is not None:
-            self._compare(expected)
+            self._compare(expected, doubts)
+        else:
+            self._tell(doubts)
         watch.lent.end(self._arena, self._number, f"graph {name!r} was replayed at {here()}")
-        return watch.lent.lend(self._arena, self._number, name, outputs)
+        borrowed = {s._cdata for t in self.external if (s := storage_of(t)) is not None}
+        return watch.lent.lend(self._arena, self._number, name, outputs, borrowed)
 
-    def _run_eagerly(self, inputs: Sequence[Tensor]) -> Expected | None:
+    def _tell(self, doubts: list[Doubt]) -> None:
+        for what, where in doubts:
+            self._watch.add("constant", self.graph or "", what, where)
+
+    def _run_eagerly(self, inputs: Sequence[Tensor], doubts: list[Doubt]) -> Expected | None:
         """The function itself on these inputs, with everything put back afterwards."""
         if self.is_backward and not self._marks.pop(_RAN, False):
             return None  # its forward was not run beside the replay, so there is nothing to go back from
@@ -172,7 +188,7 @@ class WatchedRecording:
         if self.snapshot is not None:
             for read, value in self.snapshot.names.changed():
                 what = f"the function itself changes {read.name} ({short(read.value)} to {short(value)})"
-                self._watch.add("constant", self.graph or "", what, read.where)
+                doubts.append((what, read.where))
         return expected
 
     def _own(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -196,27 +212,32 @@ class WatchedRecording:
             journal.keep_fresh()  # activations, which the backward will want
         return Expected(inputs, kept, written, probe.steps, rng)
 
-    def _compare(self, expected: Expected) -> None:
-        watch = self._watch
+    def _compare(self, expected: Expected, doubts: list[Doubt]) -> None:
+        watch, name = self._watch, self.graph or ""
         watch.findings.compared += 1
         same = all(map(same_bits, expected.outputs, self.outputs)) and all(
             torch.equal(bytes_of(storage).clone(), after) for storage, _, after in expected.written
         )
         if same:
-            return
-        found = first_difference(expected.steps, self._steps)
-        if self._is_reproducible(expected):
-            what, where = found or ("a result differs, though each operation computed the same", here())
-            watch.add("differs", self.graph or "", what, where)
-        else:
-            note = f"{self.graph}: eager gives other bits each time, so its replays cannot be compared with it"
-            if note not in watch.findings.notes:
-                watch.findings.notes.append(note)
+            for what, where in doubts:
+                watch.findings.note(f"{name}: {what} ({where}); the results are the same so far")
+        elif doubts:
+            self._tell(doubts)  # that is why
+        elif not self.draws_python_random:
+            found = first_difference(expected.steps, self._steps)
+            second = self._run_again(expected)
+            if second is None:
+                what, where = found or ("a result differs, though each operation computed the same", here())
+                watch.add("differs", name, what, where)
+            elif (python := python_difference(expected.steps, second)) is not None:
+                watch.add("constant", name, *python)
+            else:
+                watch.findings.note(f"{name}: eager gives other bits each time, so replays cannot be compared with it")
 
-    def _is_reproducible(self, first: Expected) -> bool:
-        """Whether eager gives the same twice; from the state before the replay, which is put back."""
+    def _run_again(self, first: Expected) -> list[Step] | None:
+        """Another eager run, from the state before the replay; None if it gives the same as the first."""
         if self.is_backward:
-            return True  # its activations are gone; the forward has been asked
+            return None  # its activations are gone; the forward has been asked
         after, now = [(storage, bytes_of(storage).clone()) for storage, _, _ in first.written], RngState()
         try:
             for storage, before, _ in first.written:
@@ -227,9 +248,10 @@ class WatchedRecording:
             for storage, value in after:
                 bytes_of(storage).copy_(value)
             now.restore()
-        return all(map(same_bits, first.outputs, second.outputs)) and all(
+        same = all(map(same_bits, first.outputs, second.outputs)) and all(
             torch.equal(one[2], other[2]) for one, other in zip(first.written, second.written, strict=False)
         )
+        return None if same else second.steps
 
     def random_line(self) -> Location:
         """The line that draws from Python's or NumPy's generator."""
