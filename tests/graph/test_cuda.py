@@ -26,9 +26,8 @@ def test_a_chain_needs_no_more_memory_than_pytorchs(hidden: int, mlp: int) -> No
     if os.environ.get("PYTEST_XDIST_WORKER"):
         pytest.skip("counts the memory of the whole device: run without -n")
     graphs = make_graphed_callables, torch.cuda.make_graphed_callables
-    for graph in graphs:
-        chain_memory(graph, 1, 512, hidden, mlp)  # kernels and workspaces are loaded before anything is counted
-    ours, theirs = (chain_memory(graph, 28, 512, hidden, mlp) for graph in graphs)
+    for _ in range(2):  # the first time, kernels and workspaces are loaded too
+        ours, theirs = (chain_memory(graph, 28, 512, hidden, mlp) for graph in graphs)
     assert ours <= theirs
 
 

@@ -331,7 +331,7 @@ def test_a_replay_that_differs_is_found_on_cuda() -> None:
 
     def f(x: Tensor) -> Tensor:
         y = x + 1
-        return y * scale[0]
+        return y * sum(scale)
 
     with sanitize() as findings:
         graph = capture(f, (torch.ones(2, device="cuda"),))
