@@ -205,11 +205,11 @@ def _refuse(operation: str) -> None:
     raise HostReadError(
         f"{operation} at {here()} reads tensor values on the host: a replay would not run it again. "
         "Keep the value in a tensor (torch.where, masked arithmetic), or move the read out of the captured function"
-        + _optimizer_hint()
+        + optimizer_hint()
     )
 
 
-def _optimizer_hint() -> str:
+def optimizer_hint() -> str:
     in_optimizer = any("/torch/optim/" in frame.filename for frame in traceback.extract_stack())
     return "; optimizers need fused=True on a CPU and capturable=True on a GPU" if in_optimizer else ""
 

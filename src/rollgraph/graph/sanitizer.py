@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollgraph.graph.backend import Backend, reads_on_host, refuse_copy_to_host, refuse_host_read
+from rollgraph.graph.backend import Backend, optimizer_hint, reads_on_host, refuse_copy_to_host, refuse_host_read
 from rollgraph.graph.errors import (
     GeneratorError,
     GraphError,
@@ -199,7 +199,7 @@ class Sanitizer:
     def host_read(self, error: HostReadError) -> None:
         """Told once the capture fails of it: what only the first run does, a graph does not hold."""
         if self.capturing and not _creates_state():
-            self._host_reads.setdefault(here(), _host_read(error))
+            self._host_reads.setdefault(here(), _host_read(error) + optimizer_hint())
 
     @contextmanager
     def in_capture(self) -> Iterator[None]:

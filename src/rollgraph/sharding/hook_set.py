@@ -1,0 +1,141 @@
+"""A set of module hooks that can be trusted: owned by their handles, never looked up through the tree.
+
+Modules may be added, removed, replaced or wrapped between any two calls. What was registered is removed
+by its handle, wherever its module is now; what is new is covered at the next `enable()`, or when a
+pause ends. A copy of a hooked module carries no hook.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+Kind = Literal["forward_pre", "forward", "backward_pre", "backward"]
+Choose = Callable[[str, nn.Module], Mapping[Kind, Callable[..., Any]]]
+
+_REGISTER: dict[Kind, str] = {
+    "forward_pre": "register_forward_pre_hook",
+    "forward": "register_forward_hook",
+    "backward_pre": "register_full_backward_pre_hook",
+    "backward": "register_full_backward_hook",
+}
+
+
+class State(enum.Enum):
+    OFF = "off"
+    ON = "on"
+    PAUSED_OFF = "paused, off"  # inside a pause; what `enable` and `disable` said inside it, it forgets at its end
+    PAUSED_ON = "paused, on"
+
+
+# What each call makes of each state. A pause that ends gives back the state it found, so it needs no row.
+TRANSITIONS: dict[str, dict[State, State]] = {
+    "enable": {
+        State.OFF: State.ON,
+        State.ON: State.ON,  # covers the modules that are new, lets go of those that left
+        State.PAUSED_OFF: State.PAUSED_ON,
+        State.PAUSED_ON: State.PAUSED_ON,
+    },
+    "disable": {
+        State.OFF: State.OFF,
+        State.ON: State.OFF,
+        State.PAUSED_OFF: State.PAUSED_OFF,
+        State.PAUSED_ON: State.PAUSED_OFF,
+    },
+    "pause": {
+        State.OFF: State.PAUSED_OFF,
+        State.ON: State.PAUSED_ON,
+        State.PAUSED_OFF: State.PAUSED_OFF,
+        State.PAUSED_ON: State.PAUSED_ON,
+    },
+}
+
+
+class HookSet:
+    """Hooks on the modules of a tree, switched together.
+
+    `choose(name, module)` gives the hooks of one module by kind; it is asked for each module of the tree whenever
+    hooks are put in place.
+    """
+
+    def __init__(self, model: nn.Module, choose: Choose) -> None:
+        self._model = model
+        self._choose = choose
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self.state = State.OFF
+
+    def enable(self) -> None:
+        """Hooks on, for the tree as it is now."""
+        self._enter(TRANSITIONS["enable"][self.state])
+
+    def disable(self) -> None:
+        """Hooks off, everywhere."""
+        self._enter(TRANSITIONS["disable"][self.state])
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No hook runs inside; afterwards the set is in the state it was found in. Nests."""
+        found = self.state
+        self._enter(TRANSITIONS["pause"][found])
+        try:
+            yield
+        finally:
+            self._enter(found)
+
+    @property
+    def modules(self) -> frozenset[nn.Module]:
+        """The modules that carry a hook of this set now."""
+        return frozenset(self._handles)
+
+    def _enter(self, state: State) -> None:
+        """Make the hooks those of a state; if a registration fails, none is left and the set is off."""
+        self.state = state
+        tree = dict(_named(self._model)) if state is State.ON else {}
+        for module in [m for m in self._handles if m not in tree]:
+            self._remove(module)
+        try:
+            for module, name in tree.items():
+                if module not in self._handles:
+                    self._register(name, module)
+        except BaseException:
+            self.state = State.OFF
+            for module in list(self._handles):
+                self._remove(module)
+            raise
+
+    def _register(self, name: str, module: nn.Module) -> None:
+        handles: list[RemovableHandle] = []
+        for kind, function in self._choose(name, module).items():
+            self._handles[module] = handles  # before the first registration, so that a failure finds it
+            handles.append(getattr(module, _REGISTER[kind])(_Hook(function)))
+
+    def _remove(self, module: nn.Module) -> None:
+        for handle in self._handles.pop(module):
+            handle.remove()
+
+
+class _Hook:
+    """A hook that stays with its module: a copy or a pickle of the module carries one that does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*arguments: Any) -> None:
+    pass
+
+
+def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Each module of the tree once, with its first name."""
+    return ((module, name) for name, module in model.named_modules())
