@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`, with its device, e.g. World(rank=1, size=4, device="cuda:1")."""
+    """One process among `size`, with its device, e.g. World(rank=1, size=4, device="cuda:1").
+
+    `group` is the process group it talks in; None is the default group of torch.distributed.
+    """
 
     rank: int
     size: int
     device: str
+    group: Any = None
 
     @classmethod
     def current(cls, environ: Mapping[str, str] = os.environ) -> World:

@@ -6,7 +6,7 @@ before every replay, and nothing can pause them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -20,6 +20,7 @@ BackwardHook = Callable[[Any], None]  # no tensors: a backward hook must not pin
 Guard = Callable[[], str | None]  # the reason why a replay would be wrong, or None
 
 _MOMENTS = get_args(Moment)
+_KINDS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 
 
 @dataclass
@@ -27,22 +28,24 @@ class GraphHooks:
     """Hooks of one callable; each list runs in order.
 
     pre_forward(callable, args, kwargs); post_forward(callable, args, kwargs, output) with the raw output;
-    pre_backward(callable); post_backward(callable). `when` names the moments in which they run:
-    warm-up and capture by default, replay where asked for.
+    pre_backward(callable); post_backward(callable). `when` names the moments in which they run, for all kinds or
+    by kind: warm-up and capture by default, replay where asked for.
     """
 
     pre_forward: Sequence[PreForward] = ()
     post_forward: Sequence[PostForward] = ()
     pre_backward: Sequence[BackwardHook] = ()
     post_backward: Sequence[BackwardHook] = ()
-    when: Sequence[Moment] = ("warmup", "capture")
+    when: Sequence[Moment] | Mapping[str, Sequence[Moment]] = ("warmup", "capture")
     _pauses: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        unknown = [moment for moment in self.when if moment not in _MOMENTS]
-        if isinstance(self.when, str) or unknown:
-            raise ValueError(f"when={self.when!r}: expected a sequence of {', '.join(_MOMENTS)}")
-        for kind in ("pre_forward", "post_forward", "pre_backward", "post_backward"):
+        if isinstance(self.when, Mapping) and not set(self.when) <= set(_KINDS):
+            raise ValueError(f"when={self.when!r}: expected moments for some of {', '.join(_KINDS)}")
+        for moments in self.when.values() if isinstance(self.when, Mapping) else (self.when,):
+            if isinstance(moments, str) or any(moment not in _MOMENTS for moment in moments):
+                raise ValueError(f"when={self.when!r}: expected a sequence of {', '.join(_MOMENTS)}")
+        for kind in _KINDS:
             hooks = getattr(self, kind)
             if callable(hooks):
                 raise TypeError(f"{kind} takes a list of functions, got one function")
@@ -56,12 +59,17 @@ class GraphHooks:
         finally:
             self._pauses -= 1
 
-    def active(self, moment: Moment) -> bool:
-        return moment in self.when and not self._pauses
+    def wanted(self, kind: str, moment: Moment) -> bool:
+        moments = self.when.get(kind, ()) if isinstance(self.when, Mapping) else self.when
+        return moment in moments
+
+    @property
+    def at_replay(self) -> bool:
+        return any(self.wanted(kind, "replay") for kind in _KINDS)
 
     def run(self, kind: str, moment: Moment, *arguments: Any) -> None:
         """Run the hooks of one kind, if they are asked for at this moment."""
-        if not self.active(moment):
+        if self._pauses or not self.wanted(kind, moment):
             return
         for hook in getattr(self, kind):
             _run(hook, kind, moment, arguments)

@@ -48,7 +48,7 @@ class CallableSpec:
     grad_buffers: Mapping[Tensor, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hooked = "replay" in self.hooks.when
+        self.hooked = self.hooks.at_replay
         self.module = self.target if isinstance(self.target, nn.Module) else None
         self.original: Callable[..., Any] = self.target.forward if self.module is not None else self.target
 

@@ -1,6 +1,25 @@
-"""Sharded data parallel: flat parameters, and hooks that can be trusted."""
+"""Sharded data parallel: flat parameters, hooks that can be trusted, and communication beside computation."""
 
 from rollgraph.sharding.flat_buffer import BucketPlan, FlatBuckets, plan_buckets, specs_of
 from rollgraph.sharding.hook_set import HookSet, State
+from rollgraph.sharding.optimizer import ShardedAdamW, constant, cosine, linear, warm_up
+from rollgraph.sharding.overlap import CommunicationError, StaleWeights
+from rollgraph.sharding.sharded_model import MemoryPlan, ShardedModel
 
-__all__ = ["BucketPlan", "FlatBuckets", "HookSet", "State", "plan_buckets", "specs_of"]
+__all__ = [
+    "BucketPlan",
+    "CommunicationError",
+    "FlatBuckets",
+    "HookSet",
+    "MemoryPlan",
+    "ShardedAdamW",
+    "ShardedModel",
+    "StaleWeights",
+    "State",
+    "constant",
+    "cosine",
+    "linear",
+    "plan_buckets",
+    "specs_of",
+    "warm_up",
+]

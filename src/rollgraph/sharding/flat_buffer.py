@@ -55,6 +55,14 @@ class BucketPlan:
     def shard_numel(self) -> int:
         return self.numel // self.ranks
 
+    def owned(self, rank: int) -> Iterator[tuple[Slot, int, int]]:
+        """The parts of parameters in a rank's shard: the slot, and where its part starts and ends in the shard."""
+        first = rank * self.shard_numel
+        for slot in self.slots:
+            start, end = max(slot.start - first, 0), min(slot.start + slot.numel - first, self.shard_numel)
+            if start < end:
+                yield slot, start, end
+
     def nbytes(self, grad_dtype: torch.dtype) -> int:
         """Parameters and gradients, on each rank."""
         return self.numel * (self.dtype.itemsize + (grad_dtype.itemsize if self.trainable else 0))

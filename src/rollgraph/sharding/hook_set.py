@@ -2,7 +2,8 @@
 
 Modules may be added, removed, replaced or wrapped between any two calls. What was registered is removed
 by its handle, wherever its module is now; what is new is covered at the next `enable()`, or when a
-pause ends. A copy of a hooked module carries no hook.
+pause ends. Hooks of the set run before those that others register on the same module. A copy of a hooked
+module carries no hook.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-Kind = Literal["forward_pre", "forward", "backward_pre", "backward"]
+Kind = Literal["forward_pre", "forward", "backward_pre", "backward", "gradient"]
 Choose = Callable[[str, nn.Module], Mapping[Kind, Callable[..., Any]]]
 
 _REGISTER: dict[Kind, str] = {
@@ -24,6 +25,10 @@ _REGISTER: dict[Kind, str] = {
     "backward_pre": "register_full_backward_pre_hook",
     "backward": "register_full_backward_hook",
 }
+
+
+# "gradient" is asked for by module and runs for each of its own trained parameters, after the gradient has been
+# accumulated; for one that several modules share, once.
 
 
 class State(enum.Enum):
@@ -67,6 +72,7 @@ class HookSet:
         self._model = model
         self._choose = choose
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self._gradients_of: dict[nn.Parameter, nn.Module] = {}  # whose registration a shared parameter has
         self.state = State.OFF
 
     def enable(self) -> None:
@@ -112,11 +118,17 @@ class HookSet:
         handles: list[RemovableHandle] = []
         for kind, function in self._choose(name, module).items():
             self._handles[module] = handles  # before the first registration, so that a failure finds it
-            handles.append(getattr(module, _REGISTER[kind])(_Hook(function)))
+            if kind != "gradient":
+                handles.append(getattr(module, _REGISTER[kind])(_Hook(function), prepend=True))
+                continue
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad and self._gradients_of.setdefault(parameter, module) is module:
+                    handles.append(parameter.register_post_accumulate_grad_hook(function))
 
     def _remove(self, module: nn.Module) -> None:
         for handle in self._handles.pop(module):
             handle.remove()
+        self._gradients_of = {p: m for p, m in self._gradients_of.items() if m is not module}
 
 
 class _Hook:

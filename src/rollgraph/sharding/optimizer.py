@@ -1,0 +1,106 @@
+"""AdamW on shards: fp32 master weights and moments of the part that this rank owns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rollgraph.sharding.flat_buffer import ParameterSpec
+from rollgraph.sharding.sharded_model import ShardedModel
+
+DecayRule = Callable[[ParameterSpec], bool]
+Schedule = Callable[[int], float]  # step -> factor of the learning rate
+
+
+def decay_matrices(parameter: ParameterSpec) -> bool:
+    """The usual rule: weights decay, biases and norms do not."""
+    return len(parameter.shape) >= 2
+
+
+class ShardedAdamW:
+    """AdamW over the gradient shards of a model. A step that meets a non-finite gradient is skipped and counted.
+
+    `rate` and the step count are tensors, so a captured step follows them; `schedule` sets the rate in `step()`.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decays: DecayRule = decay_matrices,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self._model, self._base, self._schedule = model, lr, schedule
+        rank, device = model.world.rank, model.world.device
+        self.rate = torch.tensor(lr, device=device)
+        self.skipped = torch.zeros((), device=device)  # steps that were not taken
+        self._found = torch.zeros((), device=device)  # 1 if a gradient of this step is not finite, on any rank
+        self.steps = 0
+        self.masters: list[Tensor] = []  # fp32, the shard of each trained bucket
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for bucket in model.flat.buckets:
+            if bucket.gradients is None:
+                continue
+            plan, gradients = bucket.plan, bucket.gradient_shard(rank).float()
+            if gradients.data_ptr() != bucket.gradient_shard(rank).data_ptr():
+                raise ValueError("ShardedAdamW needs fp32 gradients: grad_dtype=torch.float32")
+            master = bucket.shard(rank).float().clone()
+            self.masters.append(master)
+            for slot, start, end in plan.owned(rank):
+                view = master[start:end].requires_grad_()
+                view.grad = gradients[start:end]
+                groups[decays(slot.parameter)].append(view)
+        given = [
+            {"params": views, "weight_decay": weight_decay if decayed else 0.0}
+            for decayed, views in groups.items()
+            if views
+        ]
+        self._adamw = (
+            torch.optim.AdamW(given, lr=self.rate, betas=betas, eps=eps, fused=True, capturable=True) if given else None
+        )
+
+    def step(self) -> None:
+        """One step on the gradients that finish_gradients() left; then the shards are new and gradients are zero."""
+        if self._schedule is not None:
+            self.rate.fill_(self._base * self._schedule(self.steps))
+        self.update()
+        self.steps += 1
+        self._model.updated()
+        self._model.flat.zero_gradients()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """The part of a step that is only tensor operations."""
+        bad = [(~shard.isfinite()).any() for shard in self._model.gradient_shards()]
+        self._found.copy_(self._model.any_rank(torch.stack(bad).any()) if bad else torch.zeros(()))
+        self.skipped.add_(self._found)
+        if self._adamw is not None:
+            self._adamw.found_inf = self._found  # type: ignore[attr-defined]
+            self._adamw.step()
+        shards = [b.shard(self._model.world.rank) for b in self._model.flat.buckets if b.gradients is not None]
+        for shard, master in zip(shards, self.masters, strict=True):
+            shard.copy_(master)
+
+
+def constant() -> Schedule:
+    return lambda step: 1.0
+
+
+def linear(total: int, floor: float = 0.0) -> Schedule:
+    return lambda step: max(floor, 1.0 - (1.0 - floor) * min(step, total) / total)
+
+
+def cosine(total: int, floor: float = 0.0) -> Schedule:
+    return lambda step: floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(step, total) / total))
+
+
+def warm_up(steps: int, then: Schedule) -> Schedule:
+    """From 0 up to the schedule that follows, which begins where the warm-up ends."""
+    return lambda step: (step + 1) / (steps + 1) * then(0) if step < steps else then(step - steps)

@@ -1,0 +1,183 @@
+"""Communication of buckets beside computation: what is in flight, and which optimizer step each bucket reflects.
+
+Owns the collectives and the versions. Knows buckets, not modules or hooks: who calls it, and when, is
+`sharded_model.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollgraph.sharding.flat_buffer import Bucket
+from rollgraph.world import World
+
+Reduction = Literal["library", "ordered"]
+
+# Newer names first: the older ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed or timed out; says which bucket."""
+
+
+class StaleWeights(RuntimeError):
+    """Parameters would be read that were never gathered."""
+
+
+@dataclass
+class Flight:
+    """A collective on its way, and what is to be done with its result."""
+
+    what: str
+    work: Any
+    finish: Callable[[], None]
+    keep: tuple[Tensor, ...] = ()  # alive until it has landed
+
+    def land(self) -> None:
+        try:
+            if self.work is not None:
+                self.work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(f"{self.what} failed: {error}") from error
+        self.finish()
+
+
+class Collectives:
+    """Gathers and reductions of one process group.
+
+    `library` sums as the backend does; `ordered` sums in the order of ranks, so that the bits do not depend on it.
+    """
+
+    def __init__(self, world: World, reduction: Reduction = "library") -> None:
+        if reduction not in ("library", "ordered"):
+            raise ValueError(f"reduction={reduction!r}: expected 'library' or 'ordered'")
+        if world.size > 1 and not dist.is_initialized():
+            raise CommunicationError(f"{world.size} ranks, but torch.distributed is not initialised")
+        self._world, self._reduction = world, reduction
+
+    def gather(self, full: Tensor, shard: Tensor, what: str) -> Flight:
+        """Fill `full` with the shards of all ranks."""
+        if self._world.size == 1:
+            return Flight(what, None, lambda: None)
+        mine = shard.clone()  # a part of `full` itself
+        work = self._start(what, lambda: _all_gather(full, mine, group=self._world.group, async_op=True))
+        return Flight(what, work, lambda: None, (mine,))
+
+    def reduce(self, gradients: Tensor, shard: Tensor, what: str) -> Flight:
+        """Leave in `shard` the sum over ranks of that part of their gradients."""
+        size, group = self._world.size, self._world.group
+        if size == 1:
+            return Flight(what, None, lambda: None)
+        if self._reduction == "library":
+            total = torch.empty_like(shard)
+            work = self._start(what, lambda: _reduce_scatter(total, gradients, group=group, async_op=True))
+            return Flight(what, work, lambda: _replace(shard, total), (total,))
+        parts = torch.empty_like(gradients)
+        work = self._start(what, lambda: dist.all_to_all_single(parts, gradients, group=group, async_op=True))
+        return Flight(what, work, lambda: _sum_in_order(shard, parts.view(size, -1)), (parts,))
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a scalar over ranks, in their order."""
+        if self._world.size == 1:
+            return value
+        found = value.new_empty(self._world.size)
+        self._start("the sum of a scalar", lambda: _all_gather(found, value.view(1), group=self._world.group))
+        total = found[0].clone()
+        for part in found[1:]:
+            total += part
+        return total
+
+    def agree(self, text: str) -> list[str]:
+        """What each rank says."""
+        if self._world.size == 1:
+            return [text]
+        said: list[Any] = [None] * self._world.size
+        self._start("the comparison of models", lambda: dist.all_gather_object(said, text, group=self._world.group))
+        return said
+
+    def _start(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise CommunicationError(f"{what} failed: {error}") from error
+
+
+def _replace(shard: Tensor, total: Tensor) -> None:
+    shard.copy_(total)
+
+
+def _sum_in_order(shard: Tensor, parts: Tensor) -> None:
+    shard.copy_(parts[0])
+    for part in parts[1:]:
+        shard.add_(part)
+
+
+class BucketTraffic:
+    """One bucket between the ranks: gathers, reductions, and the optimizer step its full parameters reflect."""
+
+    def __init__(self, index: int, bucket: Bucket, world: World, collectives: Collectives) -> None:
+        self.index, self.bucket = index, bucket
+        self._world, self._collectives = world, collectives
+        self.version = 0  # of the full parameters
+        self.shard_version = 0  # of the part that this rank owns
+        self._gather: Flight | None = None
+        self._reduce: Flight | None = None
+
+    @property
+    def name(self) -> str:
+        first, last = self.bucket.plan.slots[-1].parameter.name, self.bucket.plan.slots[0].parameter.name
+        return f"bucket {self.index} ({first} to {last})" if first != last else f"bucket {self.index} ({first})"
+
+    @property
+    def stale(self) -> str | None:
+        """Why the full parameters must not be read now, if so."""
+        if self.version == self.shard_version:
+            return None
+        return f"{self.name} holds the parameters of step {self.version}, the model is at step {self.shard_version}"
+
+    def updated(self) -> None:
+        """The optimizer wrote this rank's shard."""
+        self.land_gather()
+        self.shard_version += 1
+        if self._world.size == 1:
+            self.version = self.shard_version
+
+    def start_gather(self) -> None:
+        if self.stale is not None and self._gather is None:
+            shard = self.bucket.shard(self._world.rank)
+            what = f"rank {self._world.rank}: the gather of {self.name}"
+            self._gather = self._collectives.gather(self.bucket.parameters, shard, what)
+
+    def land_gather(self) -> None:
+        if self._gather is not None:
+            flight, self._gather = self._gather, None
+            flight.land()
+            self.version = self.shard_version
+
+    def gather(self) -> None:
+        self.start_gather()
+        self.land_gather()
+
+    def start_reduce(self) -> None:
+        assert self.bucket.gradients is not None
+        if self._reduce is None:
+            shard = self.bucket.gradient_shard(self._world.rank)
+            what = f"rank {self._world.rank}: the reduction of {self.name}"
+            self._reduce = self._collectives.reduce(self.bucket.gradients, shard, what)
+
+    def land_reduce(self) -> None:
+        if self._reduce is not None:
+            flight, self._reduce = self._reduce, None
+            flight.land()
+
+    @property
+    def reducing(self) -> bool:
+        return self._reduce is not None

@@ -1,0 +1,251 @@
+"""A model whose gradients and optimizer state are sharded, and whose communication runs beside its computation.
+
+Owns when what is communicated: a bucket is reduced when its last gradient has arrived, and gathered before
+the first module that reads it. `overlap.py` has the collectives and the versions, `hook_set.py` the hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rollgraph.graph.hooks import GraphHooks, Moment
+from rollgraph.sharding.flat_buffer import FlatBuckets, plan_buckets, specs_of
+from rollgraph.sharding.hook_set import HookSet
+from rollgraph.sharding.overlap import BucketTraffic, Collectives, Reduction, StaleWeights
+from rollgraph.world import World
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on this rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int  # fp32: the master weights of the shards, and two moments without padding
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+class ShardedModel:
+    """Data parallel over `world`: full parameters everywhere, gradients summed into shards.
+
+    Call the model itself as before. One step is: forward and backward of each microbatch (all but the last inside
+    `no_sync()`), `finish_gradients()`, the optimizer's step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        overlap_gather: bool = True,
+        overlap_reduce: bool = True,
+        bucket_bytes: int = 64 * 2**20,
+        grad_dtype: torch.dtype = torch.float32,
+        reduction: Reduction = "library",
+    ) -> None:
+        self.model, self.world = model, world
+        self._collectives = Collectives(world, reduction)
+        plan = plan_buckets(specs_of(model), ranks=world.size, bucket_bytes=bucket_bytes)
+        self._compare_with_other_ranks()
+        self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype)
+        self.buckets = [BucketTraffic(i, b, world, self._collectives) for i, b in enumerate(self.flat.buckets)]
+        self._of: dict[Tensor, BucketTraffic] = {p: self.buckets[self.flat.bucket_of(p)] for p in model.parameters()}
+        self._overlap_gather, self._overlap_reduce = overlap_gather, overlap_reduce
+        self._syncs = True
+        self._arrived: set[Tensor] = set()
+        self._reduced: set[int] = set()
+        self.hooks = HookSet(model, self._choose_hooks)
+        self._guards = HookSet(model, self._choose_guards)  # never paused: they only refuse
+        self._guards.enable()
+        self.hooks.enable()
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    def plan(self) -> MemoryPlan:
+        plans = [bucket.plan for bucket in self.flat.buckets]
+        parameters = sum(p.numel * p.dtype.itemsize for p in plans)
+        gradients = sum(b.gradients.nbytes for b in self.flat.buckets if b.gradients is not None)
+        trained = [p for p in plans if p.trainable]
+        moments = sum(2 * 4 * (end - start) for p in trained for _, start, end in p.owned(self.world.rank))
+        return MemoryPlan(parameters, gradients, sum(4 * p.shard_numel for p in trained) + moments)
+
+    def stale(self) -> str | None:
+        """Why parameters must not be read now, if so: a guard for graphs, which no pause can switch off."""
+        return next((reason for bucket in self.buckets if (reason := bucket.stale) is not None), None)
+
+    def _compare_with_other_ranks(self) -> None:
+        mine = [f"{s.name} {s.dtype} {tuple(s.shape)} {'trained' * s.trainable}" for s in specs_of(self.model)]
+        for rank, said in enumerate(self._collectives.agree("\n".join(mine))):
+            theirs = said.split("\n")
+            if theirs != mine:
+                here, there = next((a, b) for a, b in _pairs(mine, theirs) if a != b)
+                raise ValueError(f"rank {self.world.rank} has {here!r} where rank {rank} has {there!r}")
+
+    # -- parameters --------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Make the full parameters those of the last optimizer step."""
+        for bucket in self._in_forward_order():
+            bucket.start_gather()
+        for bucket in self._in_forward_order():
+            bucket.land_gather()
+
+    def full_parameters(self, otherwise: Literal["raise", "gather"]) -> None:
+        """Before they are read for generation, scoring, export or a checkpoint."""
+        if otherwise == "gather":
+            self.gather()
+        elif (reason := self.stale()) is not None:
+            raise StaleWeights(f"{reason}: gather() first")
+
+    @contextmanager
+    def paused(self, gather: bool) -> Iterator[None]:
+        """No hook runs inside. With `gather`, parameters are made whole first; if not, reading stale ones raises."""
+        if gather:
+            self.gather()
+        with self.hooks.paused():
+            yield
+
+    def updated(self) -> None:
+        """The optimizer wrote the shards of all trained buckets."""
+        for bucket in self.buckets:
+            if bucket.bucket.plan.trainable:
+                bucket.updated()
+        if not self._overlap_gather:
+            self.gather()
+
+    def _in_forward_order(self) -> list[BucketTraffic]:
+        return self.buckets[::-1]
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients only accumulate inside."""
+        found, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = found
+
+    def finish_gradients(self, *, tokens: Tensor | None = None) -> None:
+        """Sum what has not been summed yet, wait, and average: by ranks, or by the tokens of all ranks."""
+        trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
+        for bucket in trained:
+            if bucket.index not in self._reduced:
+                bucket.start_reduce()
+        for bucket in trained:
+            bucket.land_reduce()
+        count = self.world.size if tokens is None else self._collectives.sum(tokens)
+        for shard in self.gradient_shards():
+            shard.div_(count)
+        self._arrived.clear()
+        self._reduced.clear()
+
+    def gradient_shards(self) -> list[Tensor]:
+        return [b.gradient_shard(self.world.rank) for b in self.flat.buckets if b.gradients is not None]
+
+    def gradient_norm(self) -> Tensor:
+        """Of all gradients, over all ranks. After finish_gradients()."""
+        squares = torch.stack([shard.double().square().sum() for shard in self.gradient_shards()]).sum()
+        return self._collectives.sum(squares).sqrt().float()
+
+    def any_rank(self, flag: Tensor) -> Tensor:
+        """1 if the flag is set on any rank, else 0."""
+        return (self._collectives.sum(flag.float()) > 0).float()
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; gives the norm they had."""
+        norm = self.gradient_norm()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for shard in self.gradient_shards():
+            shard.mul_(factor)
+        return norm
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """Autograd has left a gradient: it belongs into the flat buffer. (A graph has put its own there already.)"""
+        if parameter.grad is not None:
+            self.flat.grad_buffers[parameter].add_(parameter.grad)
+            parameter.grad = None
+            self._arrive(parameter)
+
+    def _arrive(self, parameter: Tensor) -> None:
+        """A gradient is in the flat buffer: reduce its bucket if it was the last."""
+        bucket = self._of[parameter]
+        if bucket.index in self._reduced:
+            raise RuntimeError(
+                f"a gradient of {bucket.name} arrived after its reduction began: put all microbatches but the last "
+                "inside no_sync(), and call finish_gradients() after it"
+            )
+        if not self._syncs:
+            return
+        self._arrived.add(parameter)
+        members = [p for p, of in self._of.items() if of is bucket]
+        if self._overlap_reduce and all(p in self._arrived for p in members):
+            self._reduced.add(bucket.index)
+            bucket.start_reduce()
+
+    # -- hooks -------------------------------------------------------------------------------------
+
+    def _choose_hooks(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
+        own = [p for p in module.parameters(recurse=False) if p in self._of]
+        hooks: dict[Any, Callable[..., Any]] = {}
+        if own:
+            hooks["forward_pre"] = lambda module, args: self._before(own)
+        if any(p.requires_grad for p in own):
+            hooks["gradient"] = self._accumulated
+        return hooks
+
+    def _choose_guards(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
+        own = [p for p in module.parameters(recurse=False) if p in self._of]
+        return {"forward_pre": lambda module, args: self._refuse_stale(own)} if own else {}
+
+    def _refuse_stale(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            if (reason := self._of[parameter].stale) is not None:
+                raise StaleWeights(f"{reason}: gather() first")
+
+    def graph_hooks(self, module: nn.Module) -> GraphHooks:
+        """For a graph of this module that has `grad_buffers=self.flat.grad_buffers`: gather before it, reduce after it.
+
+        Nothing of it is recorded. Gradients of warm-up and capture are rolled back, so only replays reduce.
+        """
+        own = [p for p in module.parameters() if p in self._of]
+
+        def before(target: Any, args: Any, kwargs: Any) -> None:
+            self._before(own)
+
+        def after(target: Any) -> None:
+            for parameter in own:
+                if parameter.requires_grad:
+                    self._arrive(parameter)
+
+        everywhere: tuple[Moment, ...] = ("warmup", "capture", "replay")
+        return GraphHooks([before], (), (), [after], when={"pre_forward": everywhere, "post_backward": ("replay",)})
+
+    def _before(self, parameters: Sequence[Tensor]) -> None:
+        """A module is about to read its parameters: gather their buckets now, and start the next one."""
+        for bucket in {id(self._of[p]): self._of[p] for p in parameters}.values():
+            bucket.gather()
+            if bucket.index > 0:
+                self.buckets[bucket.index - 1].start_gather()
+
+    def close(self) -> None:
+        """Wait for what is in flight and take every hook away. The parameters stay where they are."""
+        self.gather()
+        self.hooks.disable()
+        self._guards.disable()
+
+
+def _pairs(mine: list[str], theirs: list[str]) -> Iterator[tuple[str, str]]:
+    length = max(len(mine), len(theirs))
+    pad = ["nothing"] * length
+    return zip((mine + pad)[:length], (theirs + pad)[:length], strict=True)

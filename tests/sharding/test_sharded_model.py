@@ -1,0 +1,316 @@
+"""Sharded data parallel on gloo: the same bits as one process, with and without overlap and graphs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollgraph.graph import GraphPool, StaleGraph, capture, make_graphed_callables
+from rollgraph.sharding import ShardedAdamW, ShardedModel, StaleWeights, cosine, linear, warm_up
+from rollgraph.world import World
+from tests.sharding.worlds import run_world
+
+STEPS, RATE, DECAY = 3, 0.05, 0.1
+
+
+class Net(nn.Module):
+    """Tied, frozen and plain layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.frozen(x))  # type: ignore[no-any-return]
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def microbatch(step: int, rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + number)
+    return torch.randint(13, (2, 5), generator=generator)
+
+
+def loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flip(1).flatten())
+
+
+class Case(NamedTuple):
+    overlap_gather: bool
+    overlap_reduce: bool
+    graphs: bool
+    accumulation: int
+    reduction: Any = "ordered"
+    bucket_bytes: int = 400
+
+
+CASES = [Case(*flags, accumulation) for flags in itertools.product((False, True), repeat=3) for accumulation in (1, 4)]
+CASES += [Case(True, True, False, 1, "library"), Case(True, True, True, 1, "ordered", 10**9)]
+
+
+def train(world: World, case: Case) -> dict[str, Tensor]:
+    model = build()
+    sharded = ShardedModel(
+        model,
+        world,
+        overlap_gather=case.overlap_gather,
+        overlap_reduce=case.overlap_reduce,
+        bucket_bytes=case.bucket_bytes,
+        reduction=case.reduction,
+    )
+    optimizer = ShardedAdamW(sharded, RATE, weight_decay=DECAY)
+    pool = GraphPool()
+    if case.graphs:
+        make_graphed_callables(
+            tuple(model.layers),
+            ((torch.randn(2, 5, 8, requires_grad=True),),) * 3,
+            pool=pool,
+            hooks=[sharded.graph_hooks(layer) for layer in model.layers],
+            guards=[],
+            grad_buffers=sharded.flat.grad_buffers,
+        )
+    for step in range(STEPS):
+        for number in range(case.accumulation):
+            ids = microbatch(step, world.rank, number)
+            if number < case.accumulation - 1:
+                with sharded.no_sync():
+                    loss(model, ids).backward()
+            else:
+                loss(model, ids).backward()
+        sharded.finish_gradients()
+        optimizer.step()
+    sharded.gather()
+    sharded.flat.check()
+    result = {name: p.detach().clone() for name, p in model.named_parameters()}
+    pool.reset()
+    sharded.close()
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    return result
+
+
+def reference(ranks: int, accumulation: int) -> dict[str, Tensor]:
+    """One process that runs the microbatches of all ranks and sums in their order."""
+    model = build()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": DECAY},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=torch.tensor(RATE), fused=True, capturable=True)
+    for step in range(STEPS):
+        totals = []
+        for rank in range(ranks):
+            sums = [torch.zeros_like(p) for p in trained]
+            for number in range(accumulation):
+                found = torch.autograd.grad(loss(model, microbatch(step, rank, number)), trained)
+                for total, gradient in zip(sums, found, strict=True):
+                    total.add_(gradient)
+            totals.append(sums)
+        for parameter, *parts in zip(trained, *totals, strict=True):
+            parameter.grad = parts[0].clone()
+            for part in parts[1:]:
+                parameter.grad.add_(part)
+            parameter.grad.div_(ranks)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def run_cases(world: World, cases: list[Case]) -> list[dict[str, Tensor]]:
+    return [train(world, case) for case in cases]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_way_gives_the_bits_of_one_process(size: int, tmp_path: Path) -> None:
+    found = run_world(size, tmp_path, run_cases, CASES)
+    assert not any(isinstance(result, str) for result in found), next(r for r in found if isinstance(r, str))
+    expected = {accumulation: reference(size, accumulation) for accumulation in (1, 4)}
+    for rank, results in enumerate(found):
+        for case, result in zip(CASES, results, strict=True):
+            for name, tensor in expected[case.accumulation].items():
+                if case.reduction == "ordered":
+                    assert torch.equal(result[name], tensor), (rank, case, name)
+                else:
+                    torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def rounds(world: World, phases: bool) -> tuple[dict[str, Tensor], int]:
+    """Train, generate with graphs switched and modules coming and going, swap, train."""
+    model = build()
+    sharded = ShardedModel(model, world, bucket_bytes=400, reduction="ordered")
+    optimizer, pool = ShardedAdamW(sharded, RATE), GraphPool()
+    ids = microbatch(0, 0, 0)
+    sharded.gather()
+    with torch.no_grad(), sharded.paused(gather=True):
+        generate = capture(lambda ids: model(ids), (ids,), pool=pool, guards=[sharded.stale])
+    captures = pool.report().captures
+    for step in range(100):
+        loss(model, microbatch(step, world.rank, 0)).backward()
+        sharded.finish_gradients()
+        optimizer.step()
+        if not phases:
+            continue
+        if step % 10 == 3:
+            model.manager = nn.Identity()
+        if step % 10 == 6:
+            del model.manager
+        with sharded.paused(gather=True), torch.no_grad():
+            assert torch.equal(generate(ids), model(ids))
+            kept = sharded.flat.snapshot()
+            sharded.flat.load({name: torch.zeros_like(p) for name, p in model.named_parameters()})
+            assert not generate(ids).any()
+            sharded.flat.restore(kept)
+            pool.disable()
+            model(ids)
+            pool.enable()
+    sharded.gather()
+    result = {name: p.detach().clone() for name, p in model.named_parameters()}
+    captures = pool.report().captures - captures
+    sharded.close()
+    handles = sum(len(m._forward_pre_hooks) for m in model.modules())
+    handles += sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+    return result, captures + handles
+
+
+def both_ways(world: World) -> Any:
+    return rounds(world, phases=True), rounds(world, phases=False)
+
+
+@pytest.mark.multi
+def test_a_hundred_rounds(tmp_path: Path) -> None:
+    for found in run_world(2, tmp_path, both_ways):
+        assert not isinstance(found, str), found
+        (with_phases, left), (alone, _) = found
+        assert left == 0  # neither a capture after the first round nor a handle at the end
+        assert all(torch.equal(with_phases[name], alone[name]) for name in alone)
+
+
+def stale_reads(world: World) -> list[str]:
+    model = build()
+    sharded = ShardedModel(model, world, bucket_bytes=400)
+    optimizer, ids, said = ShardedAdamW(sharded, RATE), microbatch(0, 0, 0), []
+    with torch.no_grad(), sharded.paused(gather=True):
+        graph = capture(lambda ids: model(ids), (ids,), guards=[sharded.stale])
+    loss(model, ids).backward()
+    sharded.finish_gradients()
+    optimizer.step()
+    with sharded.paused(gather=False), torch.no_grad():
+        for read in (lambda: model(ids), lambda: graph(ids), lambda: sharded.full_parameters("raise")):
+            try:
+                read()
+                said.append("read")
+            except (StaleWeights, StaleGraph) as error:
+                said.append(str(error))
+    sharded.full_parameters("gather")
+    with sharded.paused(gather=False), torch.no_grad():
+        said.append(str(torch.equal(graph(ids), model(ids))))
+    return said
+
+
+@pytest.mark.multi
+def test_parameters_that_were_not_gathered_cannot_be_read(tmp_path: Path) -> None:
+    for said in run_world(2, tmp_path, stale_reads):
+        assert isinstance(said, list), said
+        *refused, same = said
+        assert all("step 0, the model is at step 1" in message for message in refused), said
+        assert same == "True"
+
+
+def mismatched(world: World) -> None:
+    ShardedModel(nn.Linear(4, 4 + world.rank), world)
+
+
+@pytest.mark.multi
+def test_models_that_differ_are_named(tmp_path: Path) -> None:
+    first, second = run_world(2, tmp_path, mismatched)
+    assert "rank 0 has 'weight torch.float32 (4, 4) trained' where rank 1 has 'weight torch.float32 (5, 4)" in first
+    assert "rank 1 has" in second
+
+
+ALONE = World(0, 1, "cpu")
+
+
+def test_memory_is_what_the_plan_says() -> None:
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    optimizer = ShardedAdamW(sharded, RATE)
+    loss(model, microbatch(0, 0, 0)).backward()
+    sharded.finish_gradients()
+    optimizer.step()
+    assert optimizer._adamw is not None
+    moments = sum(t.nbytes for s in optimizer._adamw.state.values() for k, t in s.items() if k != "step")
+    flat = sum(
+        b.parameters.nbytes + (b.gradients.nbytes if b.gradients is not None else 0) for b in sharded.flat.buckets
+    )
+    measured = flat + sum(master.nbytes for master in optimizer.masters) + moments
+    assert measured == sharded.plan().total
+
+
+def test_a_late_gradient_is_refused() -> None:
+    model = ShardedModel(build(), ALONE).model
+    loss(model, microbatch(0, 0, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"no_sync\(\)"):
+        loss(model, microbatch(0, 0, 1)).backward()
+
+
+def test_clipping_and_averaging_by_tokens() -> None:
+    model, twin = build(), build()
+    sharded = ShardedModel(model, ALONE)
+    ids = microbatch(0, 0, 0)
+    (loss(model, ids) * ids.numel()).backward()
+    sharded.finish_gradients(tokens=torch.tensor(float(ids.numel())))
+    trained = [p for p in twin.parameters() if p.requires_grad]
+    loss(twin, ids).backward()
+    expected = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+    torch.testing.assert_close(sharded.clip_gradients(0.01), expected)
+    torch.testing.assert_close(sharded.gradient_norm(), torch.tensor(0.01), rtol=1e-3, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    optimizer = ShardedAdamW(sharded, RATE)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    loss(model, microbatch(0, 0, 0)).backward()
+    next(iter(sharded.flat.grad_buffers.values())).fill_(float("nan"))
+    sharded.finish_gradients()
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    loss(model, microbatch(0, 0, 0)).backward()
+    sharded.finish_gradients()
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert not torch.equal(model.head.weight, before["embedding.weight"])
+
+
+def test_schedules() -> None:
+    schedule = warm_up(4, cosine(10, floor=0.1))
+    values = [schedule(step) for step in range(20)]
+    assert values[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert values == sorted(values[:5]) + sorted(values[5:], reverse=True)
+    assert values[14:] == pytest.approx([0.1] * 6)
+    assert [linear(4)(step) for step in (0, 2, 4, 9)] == [1.0, 0.5, 0.0, 0.0]
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    optimizer = ShardedAdamW(sharded, 0.5, schedule=linear(4))
+    optimizer.step()
+    optimizer.step()
+    assert optimizer.rate.item() == pytest.approx(0.5 * 0.75)

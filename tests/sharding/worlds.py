@@ -1,0 +1,32 @@
+"""Several processes on gloo: one world for each size, in which a whole list of cases is run."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rollgraph.world import World
+
+
+def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=store)
+    try:
+        result = function(World(rank, size, "cpu"), *arguments)
+    except Exception:
+        result = traceback.format_exc()
+    torch.save(result, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_world(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(world, *arguments)` gave on each rank; its traceback, as text, if it failed."""
+    mp.spawn(_process, (size, folder, function, arguments), nprocs=size)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
