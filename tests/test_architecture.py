@@ -45,7 +45,7 @@ LAYERS = (
     ), packages=BASE),
     Layer("parts", (
         "sharding/flat_buffer.py", "sharding/hook_set.py", "sharding/overlap.py", "sharding/sharded_model.py",
-        "sharding/optimizer.py",
+        "sharding/optimizer.py", "sharding/shard_files.py",
         "model/attention.py", "model/decoder.py", "model/logprobs.py", "model/hf_weights.py",
         "tokenizer.py",
     ), packages=BASE, independent=True, of_graph=frozenset({"graph/errors.py", "graph/hooks.py"})),

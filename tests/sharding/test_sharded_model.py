@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.graph import GraphPool, StaleGraph, capture, make_graphed_callables
-from rollgraph.sharding import ShardedAdamW, ShardedModel, StaleWeights, cosine, linear, warm_up
+from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StaleWeights, cosine, linear, warm_up
 from rollgraph.world import World
-from tests.sharding.worlds import run_world
+from tests.sharding.worlds import run_world, run_world_with_a_loss
 
 STEPS, RATE, DECAY = 3, 0.05, 0.1
 
@@ -242,6 +244,37 @@ def test_models_that_differ_are_named(tmp_path: Path) -> None:
     first, second = run_world(2, tmp_path, mismatched)
     assert "rank 0 has 'weight torch.float32 (4, 4) trained' where rank 1 has 'weight torch.float32 (5, 4)" in first
     assert "rank 1 has" in second
+
+
+def lose_rank_1(world: World, how: str) -> str:
+    model = build()
+    sharded = ShardedModel(model, world, bucket_bytes=400, timeout=5.0)
+    optimizer = ShardedAdamW(sharded, RATE)
+    started = time.monotonic()
+    for step in range(3):
+        if world.rank == 1 and step == 1:
+            os._exit(1) if how == "dies" else time.sleep(600)
+        started = time.monotonic()
+        try:
+            loss(model, microbatch(step, world.rank, 0)).backward()
+            sharded.finish_gradients()
+            optimizer.step()
+        except CommunicationError as error:
+            return f"{time.monotonic() - started:.1f}|{error}"
+    return "nothing happened"
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_rank_that_is_lost_is_named_by_the_others(how: str, tmp_path: Path) -> None:
+    found = run_world_with_a_loss(3, tmp_path, lose_rank_1, how)
+    assert set(found) == {0, 2}
+    for rank, said in found.items():
+        seconds, _, message = said.partition("|")
+        assert float(seconds) < 30, said  # the timeout is 5 seconds
+        assert message.startswith(f"rank {rank}: "), said
+        assert "rank 1 got no further than" in message, said
+        assert "bucket" in message
 
 
 ALONE = World(0, 1, "cpu")

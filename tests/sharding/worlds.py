@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
     except Exception:
         result = traceback.format_exc()
     torch.save(result, folder / f"rank{rank}.pt")
+    while size > len(list(folder.glob("rank*.pt"))):  # nobody leaves while another may still talk to it
+        time.sleep(0.02)
     dist.destroy_process_group()
 
 
@@ -30,3 +33,23 @@ def run_world(size: int, folder: Path, function: Callable[..., Any], *arguments:
     """What `function(world, *arguments)` gave on each rank; its traceback, as text, if it failed."""
     mp.spawn(_process, (size, folder, function, arguments), nprocs=size)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def run_world_with_a_loss(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+    """The same, of the ranks that end by themselves; the others are killed."""
+    context = mp.get_context("spawn")
+    processes = [
+        context.Process(target=_process, args=(rank, size, folder, function, arguments), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and sum((folder / f"rank{r}.pt").exists() for r in range(size)) < size - 1:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    for process in processes:
+        process.kill()
+        process.join()
+    found = {rank: folder / f"rank{rank}.pt" for rank in range(size)}
+    return {rank: torch.load(path, weights_only=False) for rank, path in found.items() if path.exists()}

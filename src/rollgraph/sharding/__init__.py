@@ -4,10 +4,12 @@ from rollgraph.sharding.flat_buffer import BucketPlan, FlatBuckets, plan_buckets
 from rollgraph.sharding.hook_set import HookSet, State
 from rollgraph.sharding.optimizer import ShardedAdamW, constant, cosine, linear, warm_up
 from rollgraph.sharding.overlap import CommunicationError, StaleWeights
+from rollgraph.sharding.shard_files import CheckpointError, load, save
 from rollgraph.sharding.sharded_model import MemoryPlan, ShardedModel
 
 __all__ = [
     "BucketPlan",
+    "CheckpointError",
     "CommunicationError",
     "FlatBuckets",
     "HookSet",
@@ -19,7 +21,9 @@ __all__ = [
     "constant",
     "cosine",
     "linear",
+    "load",
     "plan_buckets",
+    "save",
     "specs_of",
     "warm_up",
 ]

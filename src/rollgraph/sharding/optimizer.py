@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,16 @@ Schedule = Callable[[int], float]  # step -> factor of the learning rate
 def decay_matrices(parameter: ParameterSpec) -> bool:
     """The usual rule: weights decay, biases and norms do not."""
     return len(parameter.shape) >= 2
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that this rank owns, and its optimizer state."""
+
+    parameter: ParameterSpec
+    start: int  # in the flattened parameter
+    master: Tensor  # [elements] fp32, a view of the shard
+    state: dict[str, Tensor]  # step, exp_avg, exp_avg_sq
 
 
 class ShardedAdamW:
@@ -44,6 +55,7 @@ class ShardedAdamW:
         self._found = torch.zeros((), device=device)  # 1 if a gradient of this step is not finite, on any rank
         self.steps = 0
         self.masters: list[Tensor] = []  # fp32, the shard of each trained bucket
+        self.pieces: list[Piece] = []
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for bucket in model.flat.buckets:
             if bucket.gradients is None:
@@ -57,6 +69,10 @@ class ShardedAdamW:
                 view = master[start:end].requires_grad_()
                 view.grad = gradients[start:end]
                 groups[decays(slot.parameter)].append(view)
+                zeros = torch.zeros_like(view, requires_grad=False)
+                state = {"step": torch.zeros((), device=device), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+                place = rank * plan.shard_numel + start - slot.start
+                self.pieces.append(Piece(slot.parameter, place, view, state))
         given = [
             {"params": views, "weight_decay": weight_decay if decayed else 0.0}
             for decayed, views in groups.items()
@@ -65,6 +81,8 @@ class ShardedAdamW:
         self._adamw = (
             torch.optim.AdamW(given, lr=self.rate, betas=betas, eps=eps, fused=True, capturable=True) if given else None
         )
+        if self._adamw is not None:  # all state exists from the start, at addresses that stay
+            self._adamw.state.update((piece.master, piece.state) for piece in self.pieces)
 
     def step(self) -> None:
         """One step on the gradients that finish_gradients() left; then the shards are new and gradients are zero."""
@@ -84,6 +102,11 @@ class ShardedAdamW:
         if self._adamw is not None:
             self._adamw.found_inf = self._found  # type: ignore[attr-defined]
             self._adamw.step()
+        self.write_shards()
+
+    @torch.no_grad()
+    def write_shards(self) -> None:
+        """The model's own parameters from the master weights, on this rank's shard."""
         shards = [b.shard(self._model.world.rank) for b in self._model.flat.buckets if b.gradients is not None]
         for shard, master in zip(shards, self.masters, strict=True):
             shard.copy_(master)

@@ -6,8 +6,10 @@ Owns the collectives and the versions. Knows buckets, not modules or hooks: who 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -34,62 +36,64 @@ class StaleWeights(RuntimeError):
 
 @dataclass
 class Flight:
-    """A collective on its way, and what is to be done with its result."""
+    """A collective on its way: how to wait for it, and what is to be done with its result."""
 
-    what: str
-    work: Any
+    wait: Callable[[], None]
     finish: Callable[[], None]
     keep: tuple[Tensor, ...] = ()  # alive until it has landed
 
     def land(self) -> None:
-        try:
-            if self.work is not None:
-                self.work.wait()
-        except RuntimeError as error:
-            raise CommunicationError(f"{self.what} failed: {error}") from error
+        self.wait()
         self.finish()
+
+
+def _nothing() -> None:
+    pass
 
 
 class Collectives:
     """Gathers and reductions of one process group.
 
     `library` sums as the backend does; `ordered` sums in the order of ranks, so that the bits do not depend on it.
+    A rank that is gone, or does not come within `timeout` seconds, is an error on all others.
     """
 
-    def __init__(self, world: World, reduction: Reduction = "library") -> None:
+    def __init__(self, world: World, reduction: Reduction = "library", timeout: float = 600.0) -> None:
         if reduction not in ("library", "ordered"):
             raise ValueError(f"reduction={reduction!r}: expected 'library' or 'ordered'")
         if world.size > 1 and not dist.is_initialized():
             raise CommunicationError(f"{world.size} ranks, but torch.distributed is not initialised")
-        self._world, self._reduction = world, reduction
+        self._world, self._reduction, self._timeout = world, reduction, timedelta(seconds=timeout)
+        self._log = ProgressLog(world) if world.size > 1 else None
 
     def gather(self, full: Tensor, shard: Tensor, what: str) -> Flight:
         """Fill `full` with the shards of all ranks."""
         if self._world.size == 1:
-            return Flight(what, None, lambda: None)
+            return Flight(_nothing, _nothing)
         mine = shard.clone()  # a part of `full` itself
-        work = self._start(what, lambda: _all_gather(full, mine, group=self._world.group, async_op=True))
-        return Flight(what, work, lambda: None, (mine,))
+        wait = self._start(what, lambda: _all_gather(full, mine, group=self._world.group, async_op=True))
+        return Flight(wait, _nothing, (mine,))
 
     def reduce(self, gradients: Tensor, shard: Tensor, what: str) -> Flight:
         """Leave in `shard` the sum over ranks of that part of their gradients."""
         size, group = self._world.size, self._world.group
         if size == 1:
-            return Flight(what, None, lambda: None)
+            return Flight(_nothing, _nothing)
         if self._reduction == "library":
             total = torch.empty_like(shard)
-            work = self._start(what, lambda: _reduce_scatter(total, gradients, group=group, async_op=True))
-            return Flight(what, work, lambda: _replace(shard, total), (total,))
+            wait = self._start(what, lambda: _reduce_scatter(total, gradients, group=group, async_op=True))
+            return Flight(wait, lambda: _replace(shard, total), (total,))
         parts = torch.empty_like(gradients)
-        work = self._start(what, lambda: dist.all_to_all_single(parts, gradients, group=group, async_op=True))
-        return Flight(what, work, lambda: _sum_in_order(shard, parts.view(size, -1)), (parts,))
+        wait = self._start(what, lambda: dist.all_to_all_single(parts, gradients, group=group, async_op=True))
+        return Flight(wait, lambda: _sum_in_order(shard, parts.view(size, -1)), (parts,))
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a scalar over ranks, in their order."""
         if self._world.size == 1:
             return value
         found = value.new_empty(self._world.size)
-        self._start("the sum of a scalar", lambda: _all_gather(found, value.view(1), group=self._world.group))
+        group = self._world.group
+        self._start("the sum of a scalar", lambda: _all_gather(found, value.view(1), group=group, async_op=True))()
         total = found[0].clone()
         for part in found[1:]:
             total += part
@@ -100,14 +104,58 @@ class Collectives:
         if self._world.size == 1:
             return [text]
         said: list[Any] = [None] * self._world.size
-        self._start("the comparison of models", lambda: dist.all_gather_object(said, text, group=self._world.group))
+        with self._explained("a comparison"):
+            dist.all_gather_object(said, text, group=self._world.group)
         return said
 
-    def _start(self, what: str, call: Callable[[], Any]) -> Any:
+    def _start(self, what: str, call: Callable[[], Any]) -> Callable[[], None]:
+        """Begin a collective; what is given back waits for it."""
+        assert self._log is not None
+        self._log.note(what)
+        with self._explained(what):
+            work = call()
+
+        def wait() -> None:
+            with self._explained(what):
+                work.wait(self._timeout)
+
+        return wait
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
         try:
-            return call()
+            yield
         except RuntimeError as error:
-            raise CommunicationError(f"{what} failed: {error}") from error
+            behind = "" if self._log is None else self._log.who_is_behind()
+            reason = str(error).strip().splitlines()[-1]
+            raise CommunicationError(f"rank {self._world.rank}: {what} failed{behind}: {reason}") from error
+
+
+class ProgressLog:
+    """What each rank began last, in the store of the process group, so that the others can say who is missing."""
+
+    def __init__(self, world: World) -> None:
+        self._rank, self._size, self._count = world.rank, world.size, 0
+        self._store: Any = dist.distributed_c10d._get_default_store()
+
+    def note(self, what: str) -> None:
+        self._count += 1
+        self._store.set(f"rollgraph/{self._rank}", f"{self._count}|{what}")
+
+    def who_is_behind(self) -> str:
+        counts: dict[int, tuple[int, str]] = {}
+        for rank in range(self._size):
+            try:
+                if self._store.check([f"rollgraph/{rank}"]):
+                    count, _, what = self._store.get(f"rollgraph/{rank}").decode().partition("|")
+                    counts[rank] = (int(count), what)
+                else:
+                    counts[rank] = (0, "nothing")
+            except RuntimeError:
+                return ", and the store does not answer (is rank 0 gone?)"
+        least = min(count for count, _ in counts.values())
+        late = [f"rank {r} got no further than {what}" for r, (c, what) in counts.items() if c == least < self._count]
+        return f", {'; '.join(late)}" if late else ""
 
 
 def _replace(shard: Tensor, total: Tensor) -> None:
@@ -153,8 +201,7 @@ class BucketTraffic:
     def start_gather(self) -> None:
         if self.stale is not None and self._gather is None:
             shard = self.bucket.shard(self._world.rank)
-            what = f"rank {self._world.rank}: the gather of {self.name}"
-            self._gather = self._collectives.gather(self.bucket.parameters, shard, what)
+            self._gather = self._collectives.gather(self.bucket.parameters, shard, f"the gather of {self.name}")
 
     def land_gather(self) -> None:
         if self._gather is not None:
@@ -170,8 +217,7 @@ class BucketTraffic:
         assert self.bucket.gradients is not None
         if self._reduce is None:
             shard = self.bucket.gradient_shard(self._world.rank)
-            what = f"rank {self._world.rank}: the reduction of {self.name}"
-            self._reduce = self._collectives.reduce(self.bucket.gradients, shard, what)
+            self._reduce = self._collectives.reduce(self.bucket.gradients, shard, f"the reduction of {self.name}")
 
     def land_reduce(self) -> None:
         if self._reduce is not None:

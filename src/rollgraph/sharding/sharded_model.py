@@ -51,13 +51,14 @@ class ShardedModel:
         bucket_bytes: int = 64 * 2**20,
         grad_dtype: torch.dtype = torch.float32,
         reduction: Reduction = "library",
+        timeout: float = 600.0,
     ) -> None:
         self.model, self.world = model, world
-        self._collectives = Collectives(world, reduction)
+        self.collectives = Collectives(world, reduction, timeout)
         plan = plan_buckets(specs_of(model), ranks=world.size, bucket_bytes=bucket_bytes)
         self._compare_with_other_ranks()
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype)
-        self.buckets = [BucketTraffic(i, b, world, self._collectives) for i, b in enumerate(self.flat.buckets)]
+        self.buckets = [BucketTraffic(i, b, world, self.collectives) for i, b in enumerate(self.flat.buckets)]
         self._of: dict[Tensor, BucketTraffic] = {p: self.buckets[self.flat.bucket_of(p)] for p in model.parameters()}
         self._overlap_gather, self._overlap_reduce = overlap_gather, overlap_reduce
         self._syncs = True
@@ -84,7 +85,7 @@ class ShardedModel:
 
     def _compare_with_other_ranks(self) -> None:
         mine = [f"{s.name} {s.dtype} {tuple(s.shape)} {'trained' * s.trainable}" for s in specs_of(self.model)]
-        for rank, said in enumerate(self._collectives.agree("\n".join(mine))):
+        for rank, said in enumerate(self.collectives.agree("\n".join(mine))):
             theirs = said.split("\n")
             if theirs != mine:
                 here, there = next((a, b) for a, b in _pairs(mine, theirs) if a != b)
@@ -144,7 +145,7 @@ class ShardedModel:
                 bucket.start_reduce()
         for bucket in trained:
             bucket.land_reduce()
-        count = self.world.size if tokens is None else self._collectives.sum(tokens)
+        count = self.world.size if tokens is None else self.collectives.sum(tokens)
         for shard in self.gradient_shards():
             shard.div_(count)
         self._arrived.clear()
@@ -156,11 +157,11 @@ class ShardedModel:
     def gradient_norm(self) -> Tensor:
         """Of all gradients, over all ranks. After finish_gradients()."""
         squares = torch.stack([shard.double().square().sum() for shard in self.gradient_shards()]).sum()
-        return self._collectives.sum(squares).sqrt().float()
+        return self.collectives.sum(squares).sqrt().float()
 
     def any_rank(self, flag: Tensor) -> Tensor:
         """1 if the flag is set on any rank, else 0."""
-        return (self._collectives.sum(flag.float()) > 0).float()
+        return (self.collectives.sum(flag.float()) > 0).float()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients so that their norm is at most `max_norm`; gives the norm they had."""
