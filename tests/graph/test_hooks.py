@@ -487,3 +487,20 @@ def test_sharded_function(backend: str, device: torch.device) -> None:
         assert torch.equal(graphed(x), step(x, twin))
         assert torch.equal(block.weight.grad, twin.weight.grad)
         assert torch.isnan(block.weight).all()
+
+
+def test_moments_by_kind() -> None:
+    calls: list[str] = []
+    hooks = GraphHooks(
+        pre_forward=[lambda *_: calls.append("before")],
+        post_backward=[lambda *_: calls.append("after")],
+        when={"pre_forward": ("warmup", "capture", "replay"), "post_backward": ("replay",)},
+    )
+    layer = nn.Linear(2, 2)
+    graph(layer, (torch.randn(1, 2, requires_grad=True),), 1, hooks=hooks)
+    assert calls == ["before", "before"]  # warm-up, capture
+    layer(torch.randn(1, 2)).sum().backward()
+    assert calls == ["before"] * 3 + ["after"]
+    for wrong in ({"forward": ("replay",)}, {"pre_forward": "replay"}, {"pre_forward": ("never",)}):
+        with pytest.raises(ValueError, match="when="):
+            GraphHooks(when=wrong)

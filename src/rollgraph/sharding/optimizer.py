@@ -84,20 +84,29 @@ class ShardedAdamW:
         if self._adamw is not None:  # all state exists from the start, at addresses that stay
             self._adamw.state.update((piece.master, piece.state) for piece in self.pieces)
 
-    def step(self) -> None:
-        """One step on the gradients that finish_gradients() left; then the shards are new and gradients are zero."""
+    def step(self, loss: Tensor | None = None) -> None:
+        """One step on the gradients that finish_gradients() left; then the shards are new and gradients are zero.
+
+        It is skipped, on all ranks, if a gradient or the given loss is not finite on any of them.
+        """
         if self._schedule is not None:
             self.rate.fill_(self._base * self._schedule(self.steps))
+        self.check_finite(loss)
         self.update()
         self.steps += 1
         self._model.updated()
         self._model.flat.zero_gradients()
 
     @torch.no_grad()
-    def update(self) -> None:
-        """The part of a step that is only tensor operations."""
-        bad = [(~shard.isfinite()).any() for shard in self._model.gradient_shards()]
+    def check_finite(self, loss: Tensor | None = None) -> None:
+        """Ask all ranks whether anything is not finite; the answer stays on the device."""
+        checked = [*self._model.gradient_shards(), *([] if loss is None else [loss])]
+        bad = [(~tensor.isfinite()).any() for tensor in checked]
         self._found.copy_(self._model.any_rank(torch.stack(bad).any()) if bad else torch.zeros(()))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """The part of a step that is only tensor operations: it can be captured."""
         self.skipped.add_(self._found)
         if self._adamw is not None:
             self._adamw.found_inf = self._found  # type: ignore[attr-defined]

@@ -20,6 +20,8 @@ from rollgraph.sharding.hook_set import HookSet
 from rollgraph.sharding.overlap import BucketTraffic, Collectives, Reduction, StaleWeights
 from rollgraph.world import World
 
+_AHEAD = 2  # buckets that are gathered before they are asked for
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -120,7 +122,10 @@ class ShardedModel:
         for bucket in self.buckets:
             if bucket.bucket.plan.trainable:
                 bucket.updated()
-        if not self._overlap_gather:
+        if self._overlap_gather:
+            for bucket in self._in_forward_order()[:_AHEAD]:
+                bucket.start_gather()
+        else:
             self.gather()
 
     def _in_forward_order(self) -> list[BucketTraffic]:
@@ -233,11 +238,13 @@ class ShardedModel:
         return GraphHooks([before], (), (), [after], when={"pre_forward": everywhere, "post_backward": ("replay",)})
 
     def _before(self, parameters: Sequence[Tensor]) -> None:
-        """A module is about to read its parameters: gather their buckets now, and start the next one."""
+        """A module is about to read its parameters: their buckets must be here, and the next ones on their way."""
         for bucket in {id(self._of[p]): self._of[p] for p in parameters}.values():
-            bucket.gather()
-            if bucket.index > 0:
-                self.buckets[bucket.index - 1].start_gather()
+            bucket.start_gather()
+            for ahead in range(1, _AHEAD + 1):
+                if bucket.index >= ahead:
+                    self.buckets[bucket.index - ahead].start_gather()
+            bucket.land_gather()
 
     def close(self) -> None:
         """Wait for what is in flight and take every hook away. The parameters stay where they are."""
