@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.graph import GraphPool, StaleGraph, capture, make_graphed_callables
-from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StaleWeights, cosine, linear, warm_up
+from rollgraph.sharding import (
+    CommunicationError,
+    ShardedAdamW,
+    ShardedModel,
+    StaleWeights,
+    cosine,
+    execution_order,
+    linear,
+    warm_up,
+)
 from rollgraph.world import World
 from tests.sharding.worlds import run_world, run_world_with_a_loss
 
@@ -221,8 +230,9 @@ def stale_reads(world: World) -> list[str]:
     loss(model, ids).backward()
     sharded.finish_gradients()
     optimizer.step()
+    reads = (lambda: model(ids), lambda: graph(ids), lambda: sharded.full_parameters("raise"), model.state_dict)
     with sharded.paused(gather=False), torch.no_grad():
-        for read in (lambda: model(ids), lambda: graph(ids), lambda: sharded.full_parameters("raise")):
+        for read in reads:
             try:
                 read()
                 said.append("read")
@@ -243,15 +253,25 @@ def test_parameters_that_were_not_gathered_cannot_be_read(tmp_path: Path) -> Non
         assert same == "True"
 
 
-def mismatched(world: World) -> None:
-    ShardedModel(nn.Linear(4, 4 + world.rank), world)
+def mismatched(world: World, what: str) -> None:
+    dtype = torch.float64 if what == "dtype" and world.rank else torch.float32
+    model = nn.Linear(4, 4 + (what == "shape" and world.rank), dtype=dtype)
+    ShardedModel(model, world, bucket_bytes=100 + (what == "bucket_bytes" and world.rank))
 
 
 @pytest.mark.multi
-def test_models_that_differ_are_named(tmp_path: Path) -> None:
-    first, second = run_world(2, tmp_path, mismatched)
-    assert "rank 0 has 'weight torch.float32 (4, 4) trained' where rank 1 has 'weight torch.float32 (5, 4)" in first
-    assert "rank 1 has" in second
+@pytest.mark.parametrize(
+    ("what", "here", "there"),
+    [
+        ("shape", "weight torch.float32 (4, 4) trained", "weight torch.float32 (5, 4) trained"),
+        ("dtype", "weight torch.float32 (4, 4) trained", "weight torch.float64 (4, 4) trained"),
+        ("bucket_bytes", "bucket_bytes 100", "bucket_bytes 101"),
+    ],
+)
+def test_ranks_that_differ_are_named(what: str, here: str, there: str, tmp_path: Path) -> None:
+    first, second = run_world(2, tmp_path, mismatched, what)
+    assert f"rank 0 has {here!r} where rank 1 has {there!r}" in first
+    assert f"rank 1 has {there!r} where rank 0 has {here!r}" in second
 
 
 def lose_rank_1(world: World, how: str) -> str:
@@ -360,3 +380,54 @@ def test_a_captured_update_follows_rate_and_step() -> None:
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(torch.equal(p, q) for p, q in zip(run(True), run(False), strict=True))
+
+
+def test_a_step_that_is_given_up_can_be_dropped() -> None:
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    loss(model, microbatch(0, 0, 0)).backward()
+    sharded.drop_gradients()
+    loss(model, microbatch(0, 0, 0)).backward()
+    sharded.finish_gradients()
+    twin = build()
+    loss(twin, microbatch(0, 0, 0)).backward()
+    gradient = sharded.flat.grad_buffers[model.head.weight]
+    assert twin.head.weight.grad is not None
+    assert torch.equal(gradient, twin.head.weight.grad)
+
+
+def test_weights_loaded_for_good() -> None:
+    model, other = build(), Net()
+    sharded = ShardedModel(model, ALONE)
+    optimizer = ShardedAdamW(sharded, RATE)
+    sharded.flat.load(other.state_dict())
+    optimizer.read_shards()
+    optimizer.step()  # on zero gradients
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_buckets_follow_the_order_of_execution() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))  # type: ignore[no-any-return]
+
+    model = Backwards()
+    order = execution_order(model, torch.randn(1, 4))
+    assert order == ["first.weight", "first.bias", "last.weight", "last.bias"]
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    sharded = ShardedModel(model, ALONE, bucket_bytes=1, order=order)
+    named = [slot.parameter.name for bucket in sharded.flat.buckets for slot in bucket.plan.slots]
+    assert named == order[::-1]
+
+
+def test_a_copy_of_a_sharded_model_is_an_ordinary_one() -> None:
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    twin = copy.deepcopy(model)
+    loss(twin, microbatch(0, 0, 0)).backward()
+    assert twin.head.weight.grad is not None
+    assert not any(buffer.any() for buffer in sharded.flat.grad_buffers.values())

@@ -1,6 +1,6 @@
 """Sharded data parallel: flat parameters, hooks that can be trusted, and communication beside computation."""
 
-from rollgraph.sharding.flat_buffer import BucketPlan, FlatBuckets, plan_buckets, specs_of
+from rollgraph.sharding.flat_buffer import BucketPlan, FlatBuckets, execution_order, plan_buckets, specs_of
 from rollgraph.sharding.hook_set import HookSet, State
 from rollgraph.sharding.optimizer import ShardedAdamW, constant, cosine, linear, warm_up
 from rollgraph.sharding.overlap import CommunicationError, StaleWeights
@@ -20,6 +20,7 @@ __all__ = [
     "State",
     "constant",
     "cosine",
+    "execution_order",
     "linear",
     "load",
     "plan_buckets",

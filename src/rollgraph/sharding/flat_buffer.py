@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,12 +69,32 @@ class BucketPlan:
         return self.numel * (self.dtype.itemsize + (grad_dtype.itemsize if self.trainable else 0))
 
 
-def specs_of(model: nn.Module) -> list[ParameterSpec]:
-    """The parameters of a model in the order of registration, each once."""
+def specs_of(model: nn.Module, order: Sequence[str] = ()) -> list[ParameterSpec]:
+    """The parameters of a model, each once: those named in `order` first, then the others as they were registered."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return [ParameterSpec(tuple(n), p.shape, p.dtype, p.requires_grad) for p, n in names.items()]
+    specs = [ParameterSpec(tuple(n), p.shape, p.dtype, p.requires_grad) for p, n in names.items()]
+    place = {name: index for index, name in enumerate(order)}
+    return sorted(specs, key=lambda spec: min(place.get(name, len(place)) for name in spec.names))
+
+
+def execution_order(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+    """The names of parameters in the order in which a forward reaches their modules."""
+    reached: dict[nn.Module, None] = {}
+    handles = [m.register_forward_pre_hook(lambda module, _: reached.setdefault(module)) for m in model.modules()]
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = {module: name for name, module in model.named_modules()}
+    return [
+        f"{names[module]}.{name}".removeprefix(".")
+        for module in reached
+        for name, _ in module.named_parameters(recurse=False)
+    ]
 
 
 def plan_buckets(parameters: Sequence[ParameterSpec], *, ranks: int, bucket_bytes: int) -> tuple[BucketPlan, ...]:

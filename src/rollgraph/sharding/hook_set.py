@@ -119,7 +119,7 @@ class HookSet:
         for kind, function in self._choose(name, module).items():
             self._handles[module] = handles  # before the first registration, so that a failure finds it
             if kind != "gradient":
-                handles.append(getattr(module, _REGISTER[kind])(_Hook(function), prepend=True))
+                handles.append(getattr(module, _REGISTER[kind])(InertWhenCopied(function), prepend=True))
                 continue
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad and self._gradients_of.setdefault(parameter, module) is module:
@@ -131,7 +131,7 @@ class HookSet:
         self._gradients_of = {p: m for p, m in self._gradients_of.items() if m is not module}
 
 
-class _Hook:
+class InertWhenCopied:
     """A hook that stays with its module: a copy or a pickle of the module carries one that does nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -141,7 +141,7 @@ class _Hook:
         return self._function(*arguments)
 
     def __reduce__(self) -> Any:
-        return _Hook, (_nothing,)
+        return InertWhenCopied, (_nothing,)
 
 
 def _nothing(*arguments: Any) -> None:

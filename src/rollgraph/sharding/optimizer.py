@@ -114,6 +114,13 @@ class ShardedAdamW:
         self.write_shards()
 
     @torch.no_grad()
+    def read_shards(self) -> None:
+        """The master weights from the model's parameters, after other weights were loaded into it for good."""
+        shards = [b.shard(self._model.world.rank) for b in self._model.flat.buckets if b.gradients is not None]
+        for shard, master in zip(shards, self.masters, strict=True):
+            master.copy_(shard)
+
+    @torch.no_grad()
     def write_shards(self) -> None:
         """The model's own parameters from the master weights, on this rank's shard."""
         shards = [b.shard(self._model.world.rank) for b in self._model.flat.buckets if b.gradients is not None]

@@ -89,13 +89,18 @@ def _fields(piece: Piece) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rest(model: ShardedModel) -> dict[str, Tensor]:
-    trained = {name for s in specs_of(model.model) if s.trainable for name in s.names}
-    state = model.model.state_dict(keep_vars=True)
-    seen: dict[int, str] = {}
+    held = {name: p for name, p in model.model.named_parameters() if not p.requires_grad}
+    kept = _persistent(model.model)
+    return {n: t.detach() for n, t in (*held.items(), *model.model.named_buffers()) if n in held or n in kept}
+
+
+def _persistent(model: torch.nn.Module) -> set[str]:
+    """The names of the buffers that belong to a checkpoint."""
     return {
-        name: tensor.detach()
-        for name, tensor in state.items()
-        if name not in trained and seen.setdefault(id(tensor), name) == name
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
     }
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.graph.hooks import GraphHooks, Moment
-from rollgraph.sharding.flat_buffer import FlatBuckets, plan_buckets, specs_of
-from rollgraph.sharding.hook_set import HookSet
+from rollgraph.sharding.flat_buffer import FlatBuckets, ParameterSpec, plan_buckets, specs_of
+from rollgraph.sharding.hook_set import HookSet, InertWhenCopied
 from rollgraph.sharding.overlap import BucketTraffic, Collectives, Reduction, StaleWeights
 from rollgraph.world import World
 
@@ -40,7 +40,8 @@ class ShardedModel:
     """Data parallel over `world`: full parameters everywhere, gradients summed into shards.
 
     Call the model itself as before. One step is: forward and backward of each microbatch (all but the last inside
-    `no_sync()`), `finish_gradients()`, the optimizer's step.
+    `no_sync()`), `finish_gradients()`, the optimizer's step. `order` names parameters as a forward reaches them
+    (`execution_order` finds it); by default they are taken as they were registered.
     """
 
     def __init__(
@@ -54,11 +55,15 @@ class ShardedModel:
         grad_dtype: torch.dtype = torch.float32,
         reduction: Reduction = "library",
         timeout: float = 600.0,
+        order: Sequence[str] = (),
     ) -> None:
         self.model, self.world = model, world
         self.collectives = Collectives(world, reduction, timeout)
-        plan = plan_buckets(specs_of(model), ranks=world.size, bucket_bytes=bucket_bytes)
-        self._compare_with_other_ranks()
+        specs = specs_of(model, order)
+        plan = plan_buckets(specs, ranks=world.size, bucket_bytes=bucket_bytes)
+        settings = {"torch": torch.__version__, "bucket_bytes": bucket_bytes, "grad_dtype": grad_dtype}
+        settings |= {"reduction": reduction, "overlap": (overlap_gather, overlap_reduce)}
+        self._compare_with_other_ranks(settings, specs)
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype)
         self.buckets = [BucketTraffic(i, b, world, self.collectives) for i, b in enumerate(self.flat.buckets)]
         self._of: dict[Tensor, BucketTraffic] = {p: self.buckets[self.flat.bucket_of(p)] for p in model.parameters()}
@@ -69,6 +74,8 @@ class ShardedModel:
         self.hooks = HookSet(model, self._choose_hooks)
         self._guards = HookSet(model, self._choose_guards)  # never paused: they only refuse
         self._guards.enable()
+        refuse = InertWhenCopied(lambda module, prefix, keep_vars: self.full_parameters("raise"))
+        self._export_guard = model.register_state_dict_pre_hook(refuse)
         self.hooks.enable()
 
     # -- what is known -----------------------------------------------------------------------------
@@ -85,8 +92,9 @@ class ShardedModel:
         """Why parameters must not be read now, if so: a guard for graphs, which no pause can switch off."""
         return next((reason for bucket in self.buckets if (reason := bucket.stale) is not None), None)
 
-    def _compare_with_other_ranks(self) -> None:
-        mine = [f"{s.name} {s.dtype} {tuple(s.shape)} {'trained' * s.trainable}" for s in specs_of(self.model)]
+    def _compare_with_other_ranks(self, settings: dict[str, Any], specs: Sequence[ParameterSpec]) -> None:
+        mine = [f"{name} {value}" for name, value in settings.items()]
+        mine += [f"{s.name} {s.dtype} {tuple(s.shape)} {'trained' * s.trainable}" for s in specs]
         for rank, said in enumerate(self.collectives.agree("\n".join(mine))):
             theirs = said.split("\n")
             if theirs != mine:
@@ -155,6 +163,14 @@ class ShardedModel:
             shard.div_(count)
         self._arrived.clear()
         self._reduced.clear()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that will not be finished, after an exception for example."""
+        for bucket in self.buckets:
+            bucket.land_reduce()
+        self._arrived.clear()
+        self._reduced.clear()
+        self.flat.zero_gradients()
 
     def gradient_shards(self) -> list[Tensor]:
         return [b.gradient_shard(self.world.rank) for b in self.flat.buckets if b.gradients is not None]
@@ -251,6 +267,7 @@ class ShardedModel:
         self.gather()
         self.hooks.disable()
         self._guards.disable()
+        self._export_guard.remove()
 
 
 def _pairs(mine: list[str], theirs: list[str]) -> Iterator[tuple[str, str]]:
