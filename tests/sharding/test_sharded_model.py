@@ -431,3 +431,28 @@ def test_a_copy_of_a_sharded_model_is_an_ordinary_one() -> None:
     loss(twin, microbatch(0, 0, 0)).backward()
     assert twin.head.weight.grad is not None
     assert not any(buffer.any() for buffer in sharded.flat.grad_buffers.values())
+
+
+def uneven(world: World) -> Any:
+    """On rank 1 a layer in the middle gets no gradient."""
+    model = build()
+    sharded = ShardedModel(model, world, bucket_bytes=400, reduction="ordered")
+    optimizer = ShardedAdamW(sharded, RATE)
+    for step in range(2):
+        x = model.embedding(microbatch(step, world.rank, 0))
+        for number, layer in enumerate(model.layers):
+            hidden = layer(x)
+            x = x if number == 1 and world.rank == 1 else hidden
+        model.head(model.frozen(x)).square().mean().backward()
+        sharded.finish_gradients()
+        optimizer.step()
+    sharded.gather()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.multi
+def test_gradients_that_are_missing_on_one_rank(tmp_path: Path) -> None:
+    first, second = run_world(2, tmp_path, uneven)
+    assert not isinstance(first, str), first
+    assert not isinstance(second, str), second
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))

@@ -67,6 +67,8 @@ class ShardedModel:
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype)
         self.buckets = [BucketTraffic(i, b, world, self.collectives) for i, b in enumerate(self.flat.buckets)]
         self._of: dict[Tensor, BucketTraffic] = {p: self.buckets[self.flat.bucket_of(p)] for p in model.parameters()}
+        self._trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
+        self._members = {b.index: {p for p, of in self._of.items() if of is b} for b in self._trained}
         self._overlap_gather, self._overlap_reduce = overlap_gather, overlap_reduce
         self._syncs = True
         self._arrived: set[Tensor] = set()
@@ -127,9 +129,8 @@ class ShardedModel:
 
     def updated(self) -> None:
         """The optimizer wrote the shards of all trained buckets."""
-        for bucket in self.buckets:
-            if bucket.bucket.plan.trainable:
-                bucket.updated()
+        for bucket in self._trained:
+            bucket.updated()
         if self._overlap_gather:
             for bucket in self._in_forward_order()[:_AHEAD]:
                 bucket.start_gather()
@@ -152,11 +153,10 @@ class ShardedModel:
 
     def finish_gradients(self, *, tokens: Tensor | None = None) -> None:
         """Sum what has not been summed yet, wait, and average: by ranks, or by the tokens of all ranks."""
-        trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
-        for bucket in trained:
+        for bucket in self._trained:
             if bucket.index not in self._reduced:
                 bucket.start_reduce()
-        for bucket in trained:
+        for bucket in self._trained:
             bucket.land_reduce()
         count = self.world.size if tokens is None else self.collectives.sum(tokens)
         for shard in self.gradient_shards():
@@ -210,10 +210,17 @@ class ShardedModel:
         if not self._syncs:
             return
         self._arrived.add(parameter)
-        members = [p for p, of in self._of.items() if of is bucket]
-        if self._overlap_reduce and all(p in self._arrived for p in members):
-            self._reduced.add(bucket.index)
-            bucket.start_reduce()
+        if self._overlap_reduce:
+            self._reduce_what_is_ready()
+
+    def _reduce_what_is_ready(self) -> None:
+        """In the order of buckets: all ranks must begin their collectives in the same order, whatever arrives first."""
+        for bucket in self._trained:
+            if bucket.index not in self._reduced:
+                if not self._members[bucket.index] <= self._arrived:
+                    return
+                self._reduced.add(bucket.index)
+                bucket.start_reduce()
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -254,13 +261,16 @@ class ShardedModel:
         return GraphHooks([before], (), (), [after], when={"pre_forward": everywhere, "post_backward": ("replay",)})
 
     def _before(self, parameters: Sequence[Tensor]) -> None:
-        """A module is about to read its parameters: their buckets must be here, and the next ones on their way."""
-        for bucket in {id(self._of[p]): self._of[p] for p in parameters}.values():
-            bucket.start_gather()
-            for ahead in range(1, _AHEAD + 1):
-                if bucket.index >= ahead:
-                    self.buckets[bucket.index - ahead].start_gather()
-            bucket.land_gather()
+        """A module is about to read its parameters: their buckets must be here, and the next ones on their way.
+
+        Gathers begin in the order of a forward, whichever module asks first: it is the same on all ranks.
+        """
+        needed = {self._of[p].index for p in parameters}
+        for bucket in self._in_forward_order():
+            if bucket.index >= min(needed) - _AHEAD:
+                bucket.start_gather()
+        for index in needed:
+            self.buckets[index].land_gather()
 
     def close(self) -> None:
         """Wait for what is in flight and take every hook away. The parameters stay where they are."""
