@@ -456,3 +456,26 @@ def test_gradients_that_are_missing_on_one_rank(tmp_path: Path) -> None:
     assert not isinstance(first, str), first
     assert not isinstance(second, str), second
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+def clip_by_tokens(world: World) -> tuple[Tensor, Tensor]:
+    """Ranks with different numbers of tokens, averaged over all of them and clipped."""
+    model = build()
+    sharded = ShardedModel(model, world, bucket_bytes=400)
+    ids = microbatch(0, world.rank, 0)[: world.rank + 1]
+    (loss(model, ids) * ids.numel()).backward()
+    sharded.finish_gradients(tokens=torch.tensor(float(ids.numel())))
+    norm = sharded.clip_gradients(0.01)
+    return norm, sharded.gradient_norm()
+
+
+@pytest.mark.multi
+def test_tokens_and_norms_of_all_ranks(tmp_path: Path) -> None:
+    model = build()
+    batches = [microbatch(0, rank, 0)[: rank + 1] for rank in range(2)]
+    total = sum(loss(model, ids) * ids.numel() for ids in batches) / sum(ids.numel() for ids in batches)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = nn.utils.get_total_norm(torch.autograd.grad(total, trained))  # type: ignore[arg-type]
+    for norm, clipped in run_world(2, tmp_path, clip_by_tokens):
+        torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-3, atol=0)
