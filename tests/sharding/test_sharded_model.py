@@ -479,3 +479,36 @@ def test_tokens_and_norms_of_all_ranks(tmp_path: Path) -> None:
     for norm, clipped in run_world(2, tmp_path, clip_by_tokens):
         torch.testing.assert_close(norm, expected)
         torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-3, atol=0)
+
+
+def test_bf16_parameters_have_fp32_masters() -> None:
+    """Steps too small for bf16 add up in the master weights."""
+    model = nn.Linear(8, 8, dtype=torch.bfloat16)
+    twin = copy.deepcopy(model).float()
+    sharded = ShardedModel(model, ALONE)
+    optimizer = ShardedAdamW(sharded, 1e-4)
+    reference = torch.optim.AdamW(
+        twin.parameters(), lr=torch.tensor(1e-4), weight_decay=0.0, fused=True, capturable=True
+    )
+    for _ in range(20):
+        sharded.flat.grad_buffers[model.weight].fill_(1.0)
+        sharded.finish_gradients()
+        optimizer.step()
+        twin.weight.grad, twin.bias.grad = torch.ones(8, 8), torch.zeros(8)
+        reference.step()
+    assert torch.equal(model.weight, twin.weight.bfloat16())
+    assert model.weight.dtype is torch.bfloat16
+    assert sharded.flat.grad_buffers[model.weight].dtype is torch.float32
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_a_parameter_that_came_later_is_refused(how: str) -> None:
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    if how == "added":
+        model.adapter = nn.Linear(8, 8)
+    else:
+        model.frozen.requires_grad_(True)
+    loss(model, microbatch(0, 0, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"(adapter|frozen).weight, .* requires grad and did not"):
+        sharded.finish_gradients()

@@ -153,6 +153,7 @@ class ShardedModel:
 
     def finish_gradients(self, *, tokens: Tensor | None = None) -> None:
         """Sum what has not been summed yet, wait, and average: by ranks, or by the tokens of all ranks."""
+        self._refuse_strangers()
         for bucket in self._trained:
             if bucket.index not in self._reduced:
                 bucket.start_reduce()
@@ -163,6 +164,16 @@ class ShardedModel:
             shard.div_(count)
         self._arrived.clear()
         self._reduced.clear()
+
+    def _refuse_strangers(self) -> None:
+        """A parameter that was added or unfrozen since has no place for its gradient, and would drift apart."""
+        trained = set().union(*self._members.values())
+        strangers = [n for n, p in self.model.named_parameters() if p.requires_grad and p not in trained]
+        if strangers:
+            raise RuntimeError(
+                f"{', '.join(strangers[:3])} requires grad and did not when ShardedModel was made: its gradient would "
+                "stay on this rank. Make the ShardedModel after the model is final"
+            )
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that will not be finished, after an exception for example."""
