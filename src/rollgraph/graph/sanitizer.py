@@ -267,9 +267,10 @@ class _Methods(TorchFunctionMode):
 
 def _report_read(watch: Sanitizer, tensor: Tensor, operation: str) -> None:
     lent = watch.lent.ended(tensor)
-    where = here() if lent is not None else None
-    known = any((found.kind, found.where) == ("stale-output", where) for found in watch.findings)
-    if lent is not None and where is not None and not known:
+    if lent is None:
+        return
+    where = here()
+    if not any((found.kind, found.where) == ("stale-output", where) for found in watch.findings):
         what = f"{operation} reads an output of graph {lent.graph!r}, but {lent.ended}"
         watch.add("stale-output", lent.graph, what, where)
 

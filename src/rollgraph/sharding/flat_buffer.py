@@ -188,12 +188,8 @@ class FlatBuckets:
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         return ((bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots)
 
-    def bucket_of(self, parameter: Tensor) -> int:
-        """The index of the bucket that holds a parameter."""
-        for index, bucket in enumerate(self.buckets):
-            if any(self._views[slot.parameter.name][0] is parameter for slot in bucket.plan.slots):
-                return index
-        raise KeyError("not a parameter of this model")
+    def parameters_of(self, bucket: Bucket) -> list[Tensor]:
+        return [self._views[slot.parameter.name][0] for slot in bucket.plan.slots]
 
     def check(self) -> None:
         """Raise if a parameter was given other memory, or another parameter took its place."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -116,16 +116,18 @@ class ShardedAdamW:
     @torch.no_grad()
     def read_shards(self) -> None:
         """The master weights from the model's parameters, after other weights were loaded into it for good."""
-        shards = [b.shard(self._model.world.rank) for b in self._model.flat.buckets if b.gradients is not None]
-        for shard, master in zip(shards, self.masters, strict=True):
+        for shard, master in self._shards_and_masters():
             master.copy_(shard)
 
     @torch.no_grad()
     def write_shards(self) -> None:
         """The model's own parameters from the master weights, on this rank's shard."""
-        shards = [b.shard(self._model.world.rank) for b in self._model.flat.buckets if b.gradients is not None]
-        for shard, master in zip(shards, self.masters, strict=True):
+        for shard, master in self._shards_and_masters():
             shard.copy_(master)
+
+    def _shards_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        trained = [bucket for bucket in self._model.flat.buckets if bucket.gradients is not None]
+        return zip((bucket.shard(self._model.world.rank) for bucket in trained), self.masters, strict=True)
 
 
 def constant() -> Schedule:

@@ -66,9 +66,9 @@ class ShardedModel:
         self._compare_with_other_ranks(settings, specs)
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype)
         self.buckets = [BucketTraffic(i, b, world, self.collectives) for i, b in enumerate(self.flat.buckets)]
-        self._of: dict[Tensor, BucketTraffic] = {p: self.buckets[self.flat.bucket_of(p)] for p in model.parameters()}
         self._trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
-        self._members = {b.index: {p for p, of in self._of.items() if of is b} for b in self._trained}
+        self._members = {b.index: set(self.flat.parameters_of(b.bucket)) for b in self.buckets}
+        self._of: dict[Tensor, BucketTraffic] = {p: b for b in self.buckets for p in self._members[b.index]}
         self._overlap_gather, self._overlap_reduce = overlap_gather, overlap_reduce
         self._syncs = True
         self._arrived: set[Tensor] = set()
@@ -167,7 +167,7 @@ class ShardedModel:
 
     def _refuse_strangers(self) -> None:
         """A parameter that was added or unfrozen since has no place for its gradient, and would drift apart."""
-        trained = set().union(*self._members.values())
+        trained = set().union(*(self._members[bucket.index] for bucket in self._trained))
         strangers = [n for n, p in self.model.named_parameters() if p.requires_grad and p not in trained]
         if strangers:
             raise RuntimeError(
