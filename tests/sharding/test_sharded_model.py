@@ -512,3 +512,15 @@ def test_a_parameter_that_came_later_is_refused(how: str) -> None:
     loss(model, microbatch(0, 0, 0)).backward()
     with pytest.raises(RuntimeError, match=r"(adapter|frozen).weight, .* requires grad and did not"):
         sharded.finish_gradients()
+
+
+def test_a_model_is_sharded_once() -> None:
+    with pytest.raises(ValueError, match="Identity has no parameters"):
+        ShardedModel(nn.Identity(), ALONE)
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    with pytest.raises(ValueError, match=r"already: close\(\)"):
+        ShardedModel(model, ALONE)
+    ShardedModel(copy.deepcopy(model), ALONE).close()
+    sharded.close()
+    ShardedModel(model, ALONE).close()

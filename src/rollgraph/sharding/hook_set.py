@@ -137,6 +137,10 @@ class InertWhenCopied:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    @property
+    def is_copy(self) -> bool:
+        return self._function is _nothing
+
     def __call__(self, *arguments: Any) -> Any:
         return self._function(*arguments)
 

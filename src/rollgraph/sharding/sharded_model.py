@@ -57,6 +57,10 @@ class ShardedModel:
         timeout: float = 600.0,
         order: Sequence[str] = (),
     ) -> None:
+        if not any(True for _ in model.parameters()):
+            raise ValueError(f"{type(model).__name__} has no parameters to shard")
+        if any(isinstance(h, InertWhenCopied) and not h.is_copy for h in model._state_dict_pre_hooks.values()):
+            raise ValueError("the model is in a ShardedModel already: close() that one first")
         self.model, self.world = model, world
         self.collectives = Collectives(world, reduction, timeout)
         specs = specs_of(model, order)
