@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from common import device_time, synchronize, table
 from torch import Tensor, nn
 
 from rollgraph.graph import GraphPool, capture, make_graphed_callables
@@ -75,37 +76,6 @@ def host_times(runs: list[Callable[[], object]], calls: int = 50, repeats: int =
                 run()
             of.append((time.perf_counter() - start) / calls * 1e6)
     return [statistics.median(of[3:]) for of in times]
-
-
-def device_time(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median milliseconds of a call, by events."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def table(title: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    cells = [header, *[tuple(f"{c:.2f}" if isinstance(c, float) else str(c) for c in row) for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    print(f"\n{title}")
-    for row in cells:
-        print(
-            "  "
-            + "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        )
 
 
 INFERENCE = "forward, no gradients"

@@ -46,11 +46,13 @@ LAYERS = (
     Layer("parts", (
         "sharding/flat_buffer.py", "sharding/hook_set.py", "sharding/overlap.py", "sharding/sharded_model.py",
         "sharding/optimizer.py", "sharding/shard_files.py",
-        "model/attention.py", "model/decoder.py", "model/logprobs.py", "model/hf_weights.py",
+        "model/architecture.py", "model/pointwise_kernels.py", "model/pointwise.py", "model/paged_kernels.py",
+        "model/attention.py", "model/logprob_kernels.py", "model/logprobs.py", "model/decoder.py", "model/hf_weights.py",
         "tokenizer.py",
     ), packages=BASE, independent=True, of_graph=frozenset({"graph/errors.py", "graph/hooks.py"})),
     Layer("uses", (
-        "inference/kv_cache.py", "inference/scheduler.py", "inference/sampler.py",
+        "inference/blocks.py", "inference/scheduler.py", "inference/kv_cache.py",
+        "inference/sampling_kernels.py", "inference/sampler.py",
         "inference/decode_graphs.py", "inference/engine.py",
         "rl/data.py", "rl/rewards.py", "rl/environment.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),
@@ -59,7 +61,7 @@ LAYERS = (
         "checkpoint.py",
     ), packages=None),
     Layer("run", (
-        "train.py", "launch.py", "dashboard/", "compat/", "cli.py",
+        "train.py", "launch.py", "dashboard/", "compat/", "commands/", "cli.py",
     ), packages=None),
 )
 # fmt: on

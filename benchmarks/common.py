@@ -1,0 +1,67 @@
+"""What the benchmarks share: tables, times, and the shape that all figures are for."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rollgraph.model import Architecture, Decoder, Rope
+
+# Ceilings of one NVIDIA H200 as measured: a device-to-device copy, and a matrix product in bf16.
+BYTES_PER_SECOND = 4.28e12
+FLOPS_PER_SECOND = 785e12
+
+QWEN_1_5B = Architecture(
+    family="qwen2",
+    vocabulary=151_936,
+    hidden=1536,
+    mlp=8960,
+    layers=28,
+    heads=12,
+    kv_heads=2,
+    head_dim=128,
+    rope=Rope(theta=1_000_000.0),
+    max_length=32_768,
+    tied=True,
+)
+
+
+def random_decoder(architecture: Architecture = QWEN_1_5B) -> Decoder:
+    """Random weights in bf16, made on the GPU."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return Decoder(architecture).to(torch.bfloat16)
+
+
+def device_time(run: Callable[[], object], repeats: int = 20) -> float:
+    """Median milliseconds of a call, by events."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def table(title: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    cells = [header, *[tuple(f"{c:.2f}" if isinstance(c, float) else str(c) for c in row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    print(f"\n{title}")
+    for row in cells:
+        print(
+            "  "
+            + "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        )

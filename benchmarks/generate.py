@@ -1,0 +1,186 @@
+"""Generation at the shape of Qwen2.5-1.5B: `python benchmarks/generate.py` on a machine with a CUDA device.
+
+Prompts of 128 tokens, 64 new tokens, plain temperature sampling, random weights in bf16. A decode step is timed while
+all rows run; the whole run, with prefill, is given beside it. In the same run: `transformers` with a static cache
+and compilation, and the floor: the larger of bytes over memory bandwidth and operations over the matrix units.
+`--profile` says where a step's time goes, `--agreement` how far log-probabilities of decode and of a packed forward
+differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, random_decoder, synchronize, table
+
+from rollgraph.inference import Engine, SamplingParams
+from rollgraph.model import Decoder, token_logprobs
+
+PROMPT, NEW = 128, 64
+
+
+def floor_ms(batch: int, parameters: int) -> float:
+    """Weights once, keys and values of the average length once, 2 operations for each parameter and row."""
+    a = QWEN_1_5B
+    cache = batch * (PROMPT + NEW / 2) * a.layers * 2 * a.kv_heads * a.head_dim * 2
+    return 1e3 * max((2 * parameters + cache) / BYTES_PER_SECOND, 2 * parameters * batch / FLOPS_PER_SECOND)
+
+
+def prompts_of(batch: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randint(0, QWEN_1_5B.vocabulary, (batch, PROMPT), generator=generator).tolist()
+
+
+def time_ours(engine: Engine, batch: int) -> tuple[float, float]:
+    """Milliseconds of a decode step with all rows running, and of the whole run."""
+    params = SamplingParams(max_tokens=NEW)
+
+    def run() -> tuple[float, float]:
+        outputs = [engine.submit(prompt, params) for prompt in prompts_of(batch)]
+        last = outputs[-1].completions[0].tokens
+        synchronize()
+        start = time.perf_counter()
+        while not last:  # until all of them decode
+            engine.step()
+        begin, known = time.perf_counter(), len(last)
+        while len(outputs[0].completions[0].tokens) < NEW:  # until one of them is done
+            engine.step()
+        step = (time.perf_counter() - begin) / (len(last) - known)
+        while engine.step():
+            pass
+        return step * 1e3, (time.perf_counter() - start) * 1e3
+
+    steps, wholes = zip(*(run() for _ in range(3)), strict=True)
+    return min(steps), min(wholes)
+
+
+def time_transformers(model: Any, batch: int) -> tuple[float, float]:
+    ids = torch.tensor(prompts_of(batch), device="cuda")
+
+    def run(new: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            cache_implementation="static",
+            pad_token_id=0,
+        )
+        synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    run(NEW)  # compiles
+    run(NEW)
+    whole = min(run(NEW) for _ in range(3))
+    first = min(run(1) for _ in range(2))
+    return (whole - first) / (NEW - 1), whole
+
+
+def make_transformers() -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    a = QWEN_1_5B
+    config = Qwen2Config(
+        vocab_size=a.vocabulary,
+        hidden_size=a.hidden,
+        intermediate_size=a.mlp,
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.kv_heads,
+        max_position_embeddings=a.max_length,
+        tie_word_embeddings=True,
+    )
+    with torch.device("cuda"):
+        return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def profile(engine: Engine, batch: int) -> None:
+    """Kernels of a decode step, by time on the device."""
+    outputs = [engine.submit(prompt, SamplingParams(max_tokens=NEW)) for prompt in prompts_of(batch)]
+    while len(outputs[-1].completions[0].tokens) < 4:
+        engine.step()
+    synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(16):
+            engine.step()
+        synchronize()
+    engine.reset()
+    events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
+    rows = [(e.key[:90], e.count // 16, e.self_device_time_total / 16) for e in events[:14]]
+    table(f"where a step of {batch} rows goes", ("kernel", "launches", "µs"), rows)
+
+
+def agreement(engine: Engine, model: Decoder) -> None:
+    """Log-probabilities of sampled tokens: as decode saw them, and in one packed forward."""
+    outputs = engine.generate(prompts_of(64), SamplingParams(max_tokens=NEW, seed=1))
+    differences = []
+    for output in outputs:
+        tokens = torch.tensor(output.prompt_tokens + output.completions[0].tokens, device="cuda")
+        count = len(tokens)
+        cu_seqlens = torch.tensor([0, count], dtype=torch.int32, device="cuda")
+        with torch.no_grad():
+            hidden = model(tokens, torch.arange(count, device="cuda"), cu_seqlens, count)
+            packed = token_logprobs(hidden[:-1], model.head_weight, tokens[1:])
+        decoded = torch.tensor(output.completions[0].policy_logprobs, device="cuda")
+        differences.append((packed[PROMPT - 1 :] - decoded).abs())
+    found = torch.cat(differences)
+    rows = [("64 prompts", found.mean().item(), found.max().item())]
+    rows = [(name, f"{mean:.5f}", f"{most:.5f}") for name, mean, most in rows]
+    table("decode against packed log-probabilities, bf16, absolute", ("", "mean", "maximum"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 512])
+    parser.add_argument("--alone", action="store_true", help="without transformers")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--agreement", action="store_true")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/generate.py needs a CUDA device")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    model = random_decoder()
+    parameters = sum(p.numel() for p in model.parameters())
+    start = time.perf_counter()
+    engine = Engine(model, rows=max(options.batches), max_length=PROMPT + NEW, cache_bytes=16 << 30, filters=False)
+    synchronize()
+    print(f"captured {len(engine.pool.graphs)} graphs in {time.perf_counter() - start:.1f} s")
+    ours = {batch: time_ours(engine, batch) for batch in options.batches}
+    if options.agreement:
+        agreement(engine, model)
+    if options.profile:
+        for batch in options.batches:
+            profile(engine, batch)
+    theirs = {}
+    if not options.alone:
+        del engine
+        torch.cuda.empty_cache()
+        peer = make_transformers()
+        theirs = {batch: time_transformers(peer, batch) for batch in options.batches}
+    rows: list[tuple[Any, ...]] = []
+    for batch in options.batches:
+        floor = floor_ms(batch, parameters)
+        for name, found in (("rollgraph", ours[batch]), ("transformers", theirs.get(batch))):
+            if found is not None:
+                step, whole = found
+                ratio = f"{theirs[batch][0] / step:.2f}" if theirs else "-"
+                rows.append((f"{name}, batch {batch}", step, batch * 1e3 / step, step / floor, ratio, whole))
+        rows.append((f"floor, batch {batch}", floor, batch * 1e3 / floor, 1.0, "-", "-"))
+    table(
+        f"decode, prompt {PROMPT}, {NEW} new tokens",
+        ("", "ms/step", "tokens/s", "x floor", "x transformers", "whole run, ms"),
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

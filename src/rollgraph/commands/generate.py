@@ -1,0 +1,228 @@
+"""`rollgraph generate`: continue prompts with a model folder, JSON lines out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rollgraph.inference import Engine, Output, SamplingParams
+
+DONE, REFUSED, BROKEN = 0, 1, 2
+
+
+class InputError(Exception):
+    """Something is wrong with the command's input; nothing was generated."""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts with a model",
+        description="Continue prompts with a model folder (config.json, safetensors, tokenizer.json). Writes one JSON "
+        f"line for each prompt, in order, as soon as it is done. Exit code: {DONE} all served, {REFUSED} some refused "
+        f"(their lines have an error), {BROKEN} nothing could be generated.",
+    )
+    parser.add_argument("model", help="folder of a Llama, Mistral, Qwen2 or Qwen3 model")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", help="a prompt; may be given several times")
+    source.add_argument("--prompts", help="JSON lines with `prompt` or `messages`; other fields are passed through")
+    parser.add_argument("--out", help="file for the JSON lines (default: standard output)")
+    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("-n", type=int, default=1, help="samples for each prompt (default: 1)")
+    sampling.add_argument("--max-tokens", type=int, default=256, help="of a completion (default: 256)")
+    sampling.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
+    sampling.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens (default: all)")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="keep the most likely tokens up to this share")
+    sampling.add_argument("--min-p", type=float, default=0.0, help="keep tokens with this share of the likeliest's")
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less (default: 1)")
+    sampling.add_argument("--stop", action="append", default=[], help="a string that ends a completion; repeatable")
+    sampling.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's own end")
+    sampling.add_argument("--seed", type=int, help="the same seed, the same completions")
+    output = parser.add_argument_group("output and resources")
+    output.add_argument("--logprobs", action="store_true", help="with tokens and their log-probabilities")
+    output.add_argument("--quiet", action="store_true", help="no progress bar")
+    output.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
+    output.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as stored")
+    output.add_argument("--rows", type=int, default=64, help="sequences that decode at a time (default: 64)")
+    output.add_argument("--max-length", type=int, help="of a prompt with its completion (default: as needed)")
+    output.add_argument("--cache-gib", type=float, help="of the key/value cache (default: by what is free)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        rows = _read(options)
+        engine, params, prompts = _prepare(options, rows)
+        with _opened(options.out) as target:
+            return _generate(engine, params, prompts, rows, options, target)
+    except (InputError, ValueError, OSError) as error:
+        print(f"rollgraph generate: {error}", file=sys.stderr)
+        return BROKEN
+    except KeyboardInterrupt:
+        print("rollgraph generate: interrupted; the lines written so far are complete", file=sys.stderr)
+        return 130
+
+
+def _read(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One record for each prompt."""
+    if options.prompt is not None:
+        return [{"prompt": prompt} for prompt in options.prompt]
+    rows = []
+    with open(options.prompts, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{options.prompts}:{number}: not JSON: {error}") from None
+            if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+                raise InputError(f"{options.prompts}:{number}: expected an object with `prompt` or `messages`")
+            rows.append(row)
+    if not rows:
+        raise InputError(f"{options.prompts} has no prompts")
+    return rows
+
+
+def _prepare(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[Engine, SamplingParams, list[list[int]]]:
+    import torch
+
+    from rollgraph.inference import Engine, SamplingParams
+    from rollgraph.model import load_model
+    from rollgraph.tokenizer import load_tokenizer
+
+    params = SamplingParams(
+        n=options.n,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        stop=tuple(options.stop),
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
+    )
+    tokenizer = load_tokenizer(options.model)
+    prompts = []
+    for row in rows:
+        messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+        chat = options.chat or "messages" in row
+        prompts.append(tokenizer.encode_chat(messages) if chat else tokenizer.encode(row["prompt"]))
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(options.model, dtype=dtype, device=device)
+    needed = max(map(len, prompts)) + params.max_tokens
+    with _capture_bar(options.quiet) as on_capture:
+        engine = Engine(
+            model,
+            tokenizer,
+            rows=max(1, min(options.rows, len(prompts) * params.n)),
+            max_length=options.max_length or max(needed, 2),
+            cache_bytes=int(options.cache_gib * 2**30) if options.cache_gib else None,
+            filters=params.filtered,
+            on_capture=on_capture,
+        )
+    return engine, params, prompts
+
+
+def _generate(
+    engine: Engine,
+    params: SamplingParams,
+    prompts: list[list[int]],
+    rows: list[dict[str, Any]],
+    options: argparse.Namespace,
+    target: TextIO,
+) -> int:
+    from rollgraph.inference import Output, RequestError
+
+    outputs = []
+    for prompt in prompts:
+        try:
+            outputs.append(engine.submit(prompt, params))
+        except RequestError as error:
+            outputs.append(Output(None, prompt, error=str(error)))
+    written = 0
+    served = sum(output.error is None for output in outputs)
+    with _progress_bar(served * params.n, options.quiet) as show:
+        while True:
+            more = engine.step()
+            while written < len(outputs) and outputs[written].done:
+                print(_line(rows[written], outputs[written], options.logprobs), file=target, flush=True)
+                written += 1
+            show(engine)
+            if not more:
+                break
+    for row, output in zip(rows, outputs, strict=True):
+        if output.error is not None:
+            print(f"rollgraph generate: {str(row)[:60]}: {output.error}", file=sys.stderr)
+    return REFUSED if any(output.error is not None for output in outputs) else DONE
+
+
+def _line(row: dict[str, Any], output: Output, logprobs: bool) -> str:
+    if output.error is not None:
+        return json.dumps({**row, "error": output.error}, ensure_ascii=False)
+    completions = []
+    for completion in output.completions:
+        entry: dict[str, Any] = {"text": completion.text, "finish_reason": completion.finish_reason}
+        if completion.error is not None:
+            entry["error"] = completion.error
+        if logprobs:
+            entry |= {
+                "tokens": completion.tokens,
+                "logprobs": completion.logprobs,
+                "policy_logprobs": completion.policy_logprobs,
+            }
+        completions.append(entry)
+    return json.dumps({**row, "completions": completions}, ensure_ascii=False)
+
+
+@contextlib.contextmanager
+def _opened(path: str | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _capture_bar(quiet: bool) -> Iterator[Any]:
+    """A bar over the graphs that are captured before the first request."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("capturing {task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=_console(), transient=True, disable=quiet) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int, quiet: bool) -> Iterator[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    start = time.perf_counter()
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=_console(), disable=quiet) as bar:
+        task = bar.add_task("", total=total)
+
+        def show(engine: Engine) -> None:
+            now = engine.progress()
+            rate = now.tokens / (time.perf_counter() - start)
+            text = f"{rate:,.0f} tokens/s, {now.running} running, {now.waiting} waiting"
+            bar.update(task, completed=now.finished, description=text)
+
+        yield show
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)

@@ -1,0 +1,5 @@
+"""Generation with the model that trains: continuous batching over a paged cache and captured steps."""
+
+from rollgraph.inference.engine import Completion, Engine, Output, Progress, RequestError, SamplingParams
+
+__all__ = ["Completion", "Engine", "Output", "Progress", "RequestError", "SamplingParams"]

@@ -1,0 +1,439 @@
+"""The engine: requests in, completions out. Continuous batching over a paged cache.
+
+Owns requests and their text, and drives `Scheduler` (who runs) and `DecodeGraphs` (what the device does). It is one
+step behind: it launches a step before it has read the results of the one before, so the device never waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+import numpy as np
+import torch
+
+from rollgraph.graph import GraphPool
+from rollgraph.graph.capture import BackendName
+from rollgraph.graph.hooks import Guard
+from rollgraph.inference import decode_graphs as columns
+from rollgraph.inference import scheduler
+from rollgraph.inference.decode_graphs import DecodeGraphs, OnCapture
+from rollgraph.inference.kv_cache import CachePlan
+from rollgraph.inference.scheduler import Scheduler, State, Step
+from rollgraph.model.decoder import Decoder
+from rollgraph.tokenizer import Detokenizer, Tokenizer
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; all others are."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    A token of `stop_ids` (or one of the tokenizer's, unless `ignore_eos`) ends a completion and is its last token.
+    A string of `stop` ends it, too, also across tokens; `text` ends before it, `tokens` contain it. With temperature 0
+    the most likely token is taken. Filters follow the temperature: top_k, then top_p, then min_p. The same `seed` gives
+    the same noise to the same request, whatever runs beside it; None draws one.
+    """
+
+    n: int = 1
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = {
+            "n": self.n >= 1,
+            "max_tokens": self.max_tokens >= 0,
+            "temperature": self.temperature >= 0 and isfinite(self.temperature),
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": self.repetition_penalty > 0 and isfinite(self.repetition_penalty),
+            "stop": not isinstance(self.stop, str) and all(self.stop),
+        }
+        for name, holds in rules.items():
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)!r}: {_RULES[name]}")
+
+    @property
+    def filtered(self) -> bool:
+        """Needs more than a temperature."""
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0 or self.repetition_penalty != 1
+
+
+_RULES = {
+    "n": "at least one sample",
+    "max_tokens": "not negative",
+    "temperature": "zero (the most likely token) or positive",
+    "top_k": "zero (all tokens) or positive",
+    "top_p": "above 0 and at most 1",
+    "min_p": "between 0 and 1",
+    "repetition_penalty": "positive",
+    "stop": "a tuple of strings, none of them empty",
+}
+
+
+@dataclass
+class Completion:
+    """One sample. `finish_reason` is "stop", "length", "abort" or "error"."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[float] = field(default_factory=list)  # under the distribution that each token was drawn from
+    policy_logprobs: list[float] = field(default_factory=list)  # under the model's own, at temperature 1
+    error: str | None = None
+
+
+@dataclass
+class Output:
+    """A request: its prompt and `n` completions, or why it was refused."""
+
+    prompt: str | None
+    prompt_tokens: list[int]
+    completions: list[Completion] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def done(self) -> bool:
+        return all(completion.finish_reason for completion in self.completions)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands."""
+
+    tokens: int  # sampled so far
+    running: int
+    waiting: int
+    finished: int  # completions
+
+
+OnToken = Callable[[Output, int, int, str], None]  # request, sample, token, text that became certain with it
+
+
+@dataclass(eq=False)
+class _Sample:
+    """A completion in the making."""
+
+    output: Output
+    index: int
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    on_token: OnToken | None
+    detokenizer: Detokenizer | None  # None if nobody wants text before the end
+    seed: tuple[int, int]
+
+    @property
+    def completion(self) -> Completion:
+        return self.output.completions[self.index]
+
+
+class Engine:
+    """Generates with `model`, whose parameters may change between calls but never move.
+
+    Everything is allocated and captured here, before the first request. `rows` is how many sequences decode at a time,
+    `max_length` bounds a prompt with its completion, `cache_bytes` the key/value cache. `filters=False` leaves out the
+    graphs for top-k, top-p, min-p and repetition penalty; requests with those are then refused.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        rows: int = 256,
+        max_length: int | None = None,
+        cache_bytes: int | None = None,
+        block_size: int = 16,
+        prefill_tokens: int | None = None,
+        filters: bool = True,
+        pool: GraphPool | None = None,
+        backend: BackendName = "auto",
+        guards: Sequence[Guard] = (),
+        on_capture: OnCapture | None = None,
+    ) -> None:
+        architecture, weight = model.architecture, model.embed.weight
+        max_length = min(max_length or 4096, architecture.max_length)
+        cuda = weight.device.type == "cuda"
+        prefill_tokens = prefill_tokens or (8192 if cuda else 512)
+        prefill_buckets = _powers(prefill_tokens, first=64, factor=4)
+        prefill_sequences = min(64, rows)
+        plan = _plan_cache(model, rows, max_length, block_size, cache_bytes)
+        buckets = _powers(rows, first=1, factor=2)
+        self.model, self.tokenizer, self.plan, self.pool = model, tokenizer, plan, pool or GraphPool()
+        self.max_length, self._filters = max_length, filters
+        self._vocabulary = architecture.vocabulary
+        # A model may have more ids than its tokenizer: they have no text.
+        self._known = frozenset(tokenizer.vocab.values()) if tokenizer is not None else frozenset()
+        self._scheduler = Scheduler(
+            blocks=plan.blocks,
+            block_size=block_size,
+            max_rows=rows,
+            buckets=buckets,
+            prefill_tokens=prefill_tokens,
+            prefill_sequences=prefill_sequences,
+            max_length=max_length,
+        )
+        self._graphs = DecodeGraphs(
+            model,
+            plan,
+            buckets=buckets,
+            prefill_buckets=prefill_buckets,
+            prefill_sequences=prefill_sequences,
+            max_length=max_length,
+            filters=filters,
+            pool=self.pool,
+            backend=("cuda" if cuda else "tape") if backend == "auto" else backend,
+            guards=guards,
+            on_capture=on_capture,
+        )
+        self._samples: dict[scheduler.Sequence, _Sample] = {}
+        self._filtered_rows = 0
+        self._in_flight: tuple[Step, torch.Tensor, torch.cuda.Event | None] | None = None
+        self._pinned = [torch.empty((3, rows), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._turn = 0
+        self._counts = {"submitted": 0, "tokens": 0, "finished": 0}
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008 - frozen
+        *,
+        on_token: OnToken | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[Output]:
+        """Continue each prompt, a text or token ids. A prompt that cannot be served gives an output with an `error`."""
+        if isinstance(prompts, str):
+            raise TypeError("prompts is a list of prompts, not one string")
+        several = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(several) != len(prompts):
+            raise ValueError(f"{len(several)} sampling parameters for {len(prompts)} prompts")
+        outputs = []
+        try:
+            for prompt, own in zip(prompts, several, strict=True):
+                try:
+                    outputs.append(self.submit(prompt, own, on_token=on_token))
+                except RequestError as error:
+                    text, tokens = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
+                    outputs.append(Output(text, tokens, error=str(error)))
+            while self.step():
+                if on_progress is not None:
+                    on_progress(self.progress())
+        except BaseException:
+            self.reset()
+            raise
+        return outputs
+
+    def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None) -> Output:
+        """Queue a request; its output fills as `step` is called. Raises RequestError, and nothing has changed."""
+        text, tokens = self._encode(prompt)
+        if params.filtered and not self._filters:
+            raise RequestError("the engine was made without filters: top_k, top_p, min_p and penalties are not there")
+        output = Output(text, tokens, [Completion() for _ in range(params.n)])
+        if params.max_tokens == 0:
+            for completion in output.completions:
+                completion.finish_reason = "length"
+            self._counts["finished"] += params.n
+            return output
+        sequences = [
+            scheduler.Sequence(self._counts["submitted"] + i, tuple(tokens), params.max_tokens) for i in range(params.n)
+        ]
+        stop_ids = frozenset(params.stop_ids)
+        if self.tokenizer is not None and not params.ignore_eos:
+            stop_ids |= self.tokenizer.stop_ids
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        wants_text = bool(params.stop) or on_token is not None
+        if wants_text and self.tokenizer is None:
+            raise RequestError("stop strings and streamed text need a tokenizer")
+        for index, sequence in enumerate(sequences):
+            try:
+                self._scheduler.add(sequence)
+            except ValueError as error:
+                raise RequestError(str(error).partition(": ")[2] or str(error)) from None
+            detokenizer = Detokenizer(self.tokenizer) if wants_text and self.tokenizer is not None else None
+            self._samples[sequence] = _Sample(
+                output, index, params, stop_ids, on_token, detokenizer, _row_seed(seed, index)
+            )
+        self._counts["submitted"] += params.n
+        return output
+
+    def abort(self, output: Output) -> None:
+        """End what is not finished of a request; it keeps the tokens it has."""
+        for sequence, sample in list(self._samples.items()):
+            if sample.output is output:
+                self._finish(sequence, sample, "abort")
+
+    def reset(self) -> None:
+        """Abort everything; the engine is as new."""
+        for sequence, sample in list(self._samples.items()):
+            self._finish(sequence, sample, "abort")
+        self._collect()
+
+    def progress(self) -> Progress:
+        done = self._counts
+        return Progress(done["tokens"], self._scheduler.running, self._scheduler.waiting, done["finished"])
+
+    def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("a prompt of text needs a tokenizer")
+            text, tokens = prompt, self.tokenizer.encode(prompt)
+        else:
+            text, tokens = None, [int(token) for token in prompt]
+        if not tokens:
+            raise RequestError("the prompt is empty")
+        unknown = next((t for t in tokens if not 0 <= t < self._vocabulary), None)
+        if unknown is not None:
+            raise RequestError(f"token {unknown} is not in the model's vocabulary of {self._vocabulary}")
+        return text, tokens
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Launch the next step and read the results of the one before; False when there is nothing left to do."""
+        step = self._scheduler.schedule()
+        launched = self._launch(step) if step is not None else None
+        self._collect()
+        self._in_flight = launched
+        return launched is not None or self._scheduler.has_work
+
+    def _launch(self, step: Step) -> tuple[Step, torch.Tensor, torch.cuda.Event | None]:
+        graphs = self._graphs
+        graphs.upload.begin()
+        if step.chunks:
+            graphs.prefill([(chunk.start, chunk.tokens, chunk.sequence.blocks) for chunk in step.chunks])
+        if step.copies:
+            graphs.copy(step.copies)
+        if step.moves:
+            graphs.move(step.moves)
+        if step.starts:
+            self._start(step.starts)
+        self._turn = 1 - self._turn
+        host = self._pinned[self._turn][:, : step.bucket]
+        if step.bucket:
+            filtered = self._filters and any(s is not None and self._samples[s].params.filtered for s in step.rows)
+            graphs.decode(step.orders, filtered)
+            host.copy_(graphs.results[:, : step.bucket], non_blocking=True)
+        if not graphs.results.is_cuda:
+            return step, host, None
+        event = torch.cuda.Event()
+        event.record()
+        return step, host, event
+
+    def _start(self, starts: Sequence[scheduler.Sequence]) -> None:
+        states = np.zeros((len(starts), self._graphs.state.shape[1]), dtype=np.int32)
+        numbers = states.view(np.float32)
+        histories = []
+        for state, number, sequence in zip(states, numbers, starts, strict=True):
+            sample = self._samples[sequence]
+            params = sample.params
+            state[columns.TOKEN], state[columns.POSITION] = sequence.tokens[-1], sequence.length - 1
+            state[columns.SEED : columns.SEED + 2] = sample.seed
+            state[columns.TOP_K] = params.top_k
+            number[columns.TEMPERATURE], number[columns.TOP_P] = params.temperature, params.top_p
+            number[columns.MIN_P], number[columns.PENALTY] = params.min_p, params.repetition_penalty
+            state[columns.TABLE : columns.TABLE + len(sequence.blocks)] = sequence.blocks
+            if params.repetition_penalty != 1:
+                histories.append((sequence.row, sequence.tokens))
+        self._graphs.start([sequence.row for sequence in starts], states, histories)
+
+    def _collect(self) -> None:
+        """Wait for the step in flight and take in its results."""
+        if self._in_flight is None:
+            return
+        step, host, event = self._in_flight
+        self._in_flight = None
+        if event is not None:
+            event.synchronize()
+        tokens = host[0].tolist()
+        logprobs, policy_logprobs = host[1:].view(torch.float32).tolist()
+        rows = {sequence: row for row, sequence in enumerate(step.rows) if sequence is not None}
+        for sequence, token in self._scheduler.update(step, tokens):
+            row, sample = rows[sequence], self._samples[sequence]
+            if token < 0:
+                sequence.generated.pop()
+                sample.completion.error = "the model's logits are not finite"
+                self._finish(sequence, sample, "error")
+                continue
+            self._counts["tokens"] += 1
+            completion = sample.completion
+            completion.tokens.append(token)
+            completion.logprobs.append(logprobs[row])
+            completion.policy_logprobs.append(policy_logprobs[row])
+            stopped = token in sample.stop_ids
+            if sample.detokenizer is not None:
+                ends = stopped or sequence.state is State.FINISHED
+                stopped |= _stream(sample, sample.detokenizer, token, token in self._known, ends)
+            if stopped:
+                self._finish(sequence, sample, "stop")
+            elif sequence.state is State.FINISHED:
+                self._finish(sequence, sample, "length")
+
+    def _finish(self, sequence: scheduler.Sequence, sample: _Sample, reason: str) -> None:
+        self._scheduler.finish(sequence, reason)
+        completion = sample.completion
+        completion.finish_reason = reason
+        if sample.detokenizer is None and self.tokenizer is not None:
+            completion.text = self.tokenizer.decode([token for token in completion.tokens if token in self._known])
+        self._counts["finished"] += 1
+        del self._samples[sequence]
+
+
+def _stream(sample: _Sample, detokenizer: Detokenizer, token: int, known: bool, last: bool) -> bool:
+    """Add to the text; True if a stop string is complete."""
+    completion = sample.completion
+    before = len(completion.text)
+    completion.text += (detokenizer.push(token) if known else "") + (detokenizer.finish() if last else "")
+    longest = max(map(len, sample.params.stop), default=0)
+    found = [completion.text.find(stop, max(0, before - longest)) for stop in sample.params.stop]
+    ends = [place for place in found if place >= 0]
+    if ends:
+        completion.text = completion.text[: min(ends)]
+    if sample.on_token is not None:
+        sample.on_token(sample.output, sample.index, token, completion.text[before:])
+    return bool(ends)
+
+
+def _row_seed(seed: int, index: int) -> tuple[int, int]:
+    """Two 32-bit numbers for sample `index` of a request."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    low, high = np.frombuffer(digest, dtype=np.int32).tolist()
+    return low, high
+
+
+def _powers(last: int, first: int, factor: int) -> tuple[int, ...]:
+    """first, first * factor, ... and `last`."""
+    sizes, size = [], first
+    while size < last:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, last)
+
+
+def _plan_cache(model: Decoder, rows: int, max_length: int, block_size: int, cache_bytes: int | None) -> CachePlan:
+    """As many blocks as all rows could ever use, within `cache_bytes`, or most of what is free."""
+    weight = model.embed.weight
+    if cache_bytes is None:
+        free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else 10 * 2**30
+        cache_bytes = free * 8 // 10 if weight.is_cuda else free // 10
+    plan = CachePlan.within(model.architecture, weight.dtype, block_size, cache_bytes)
+    most = rows * -(-max_length // block_size) + 1
+    if plan.blocks < 2:
+        raise ValueError(f"cache_bytes={cache_bytes}: one block takes {plan.nbytes // max(plan.blocks, 1)} bytes")
+    return CachePlan(plan.architecture, plan.dtype, block_size, min(plan.blocks, most))

@@ -1,0 +1,18 @@
+"""One decoder for the Llama and Qwen family, for training and for generation."""
+
+from rollgraph.model.architecture import Architecture, ArchitectureError, Rope
+from rollgraph.model.decoder import Decoder
+from rollgraph.model.hf_weights import WeightsError, load_model, load_weights, save_model
+from rollgraph.model.logprobs import token_logprobs
+
+__all__ = [
+    "Architecture",
+    "ArchitectureError",
+    "Decoder",
+    "Rope",
+    "WeightsError",
+    "load_model",
+    "load_weights",
+    "save_model",
+    "token_logprobs",
+]

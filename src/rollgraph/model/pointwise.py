@@ -1,0 +1,59 @@
+"""The small operations between matrix products: norm, rotary positions, SwiGLU.
+
+On a CPU they are plain PyTorch. On a GPU each is one kernel of `pointwise_kernels.py`: these are bound by memory, and
+a chain of plain operations reads and writes it many times.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension."""
+    if x.is_cuda:
+        from rollgraph.model.pointwise_kernels import Norm
+
+        return Norm.apply(x, weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_norm(stream: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add an update to the residual stream: the norm of the sum, and the sum."""
+    if stream.is_cuda:
+        from rollgraph.model.pointwise_kernels import AddNorm
+
+        return AddNorm.apply(stream, update, weight, eps)
+    stream = stream + update
+    return norm(stream, weight, eps), stream
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of the two halves."""
+    if gate_up.is_cuda:
+        from rollgraph.model.pointwise_kernels import SwiGLU
+
+        return SwiGLU.apply(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for each position, [tokens, head_dim / 2] in fp32."""
+    angles = positions[:, None].float() * frequencies
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of x, [tokens, heads, head_dim]."""
+    if x.is_cuda:
+        from rollgraph.model.pointwise_kernels import Rotate
+
+        return Rotate.apply(x, cos, sin)
+    first, second = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

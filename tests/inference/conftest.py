@@ -1,0 +1,22 @@
+"""The engine runs on the tape (CPU) and, on a machine with a GPU, on CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_census() -> Iterator[None]:
+    """A capture looks through everything alive; leave out what was alive before a module's tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param

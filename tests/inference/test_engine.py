@@ -1,0 +1,389 @@
+"""The engine as its users see it: what comes out, what is refused, and that nothing depends on what else runs."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+from rollgraph.graph import GraphError
+from rollgraph.inference import Engine, Output, RequestError, SamplingParams
+from rollgraph.model import Architecture, Decoder, token_logprobs
+from rollgraph.tokenizer import ByteTokenizer
+
+TINY = Architecture(
+    "qwen3",
+    vocabulary=264,  # some more than the tokenizer has
+    hidden=32,
+    mlp=48,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    windows=(None, 6),
+)
+MIXED = ["hello world", "x", "a longer prompt, which takes several chunks of prefill", [1, 2, 3, 4, 5], "hello world"]
+
+
+def make_model(device: str) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(TINY)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    return model.to(device)
+
+
+@pytest.fixture(scope="module")
+def model(device: str) -> Decoder:
+    return make_model(device)
+
+
+def make_engine(model: Decoder, **options: object) -> Engine:
+    settings = {"rows": 4, "max_length": 96, "block_size": 4, "prefill_tokens": 16} | options
+    return Engine(model, ByteTokenizer(), **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def engine(model: Decoder) -> Engine:
+    return make_engine(model)
+
+
+@pytest.fixture(autouse=True)
+def _engine_is_whole(request: pytest.FixtureRequest) -> object:
+    """Whatever a test did, every block and row came back and nothing was captured or run eagerly."""
+    yield
+    if "engine" in request.fixturenames:
+        engine: Engine = request.getfixturevalue("engine")
+        blocks = engine._scheduler.blocks
+        assert blocks.free == blocks.capacity
+        assert not engine._scheduler.has_work
+        assert all(graph.record.captures == 1 and not graph.record.eager_runs for graph in engine.pool.graphs)
+
+
+def packed_logprobs(model: Decoder, output: Output, index: int = 0) -> torch.Tensor:
+    """What one packed forward says about the tokens of a completion."""
+    tokens = torch.tensor(output.prompt_tokens + output.completions[index].tokens, device=model.norm.device)
+    count = len(tokens)
+    with torch.no_grad():
+        hidden = model(
+            tokens,
+            torch.arange(count, device=tokens.device),
+            torch.tensor([0, count], dtype=torch.int32, device=tokens.device),
+            count,
+        )
+        logprobs = token_logprobs(hidden[:-1], model.head_weight, tokens[1:])
+    assert isinstance(logprobs, torch.Tensor)
+    return logprobs[len(output.prompt_tokens) - 1 :].cpu()
+
+
+def tokens_of(outputs: list[Output]) -> list[list[list[int]]]:
+    return [[completion.tokens for completion in output.completions] for output in outputs]
+
+
+def test_log_probabilities_are_those_of_one_packed_forward(engine: Engine, model: Decoder) -> None:
+    outputs = engine.generate(MIXED, SamplingParams(n=3, max_tokens=30, seed=1))
+    for output in outputs:
+        assert len(output.completions) == 3
+        for index, completion in enumerate(output.completions):
+            ours = torch.tensor(completion.policy_logprobs)
+            torch.testing.assert_close(ours, packed_logprobs(model, output, index), rtol=0, atol=1e-5)
+            assert completion.logprobs == completion.policy_logprobs  # at temperature 1 they are the same
+            assert completion.finish_reason in ("length", "stop")
+            assert (completion.finish_reason == "length") == (len(completion.tokens) == 30)
+
+
+def test_sampled_log_probabilities_are_those_of_the_temperature(engine: Engine, model: Decoder) -> None:
+    (output,) = engine.generate(["abc"], SamplingParams(max_tokens=20, temperature=0.5, seed=1))
+    tokens = torch.tensor(output.prompt_tokens + output.completions[0].tokens, device=model.norm.device)
+    places = torch.arange(len(tokens), device=tokens.device)
+    cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=tokens.device)
+    hidden = model(tokens, places, cu_seqlens, len(tokens))
+    wanted = token_logprobs(hidden[:-1], model.head_weight, tokens[1:], 0.5)[len(output.prompt_tokens) - 1 :]
+    torch.testing.assert_close(torch.tensor(output.completions[0].logprobs), wanted.detach().cpu(), rtol=0, atol=2e-5)
+
+
+def test_a_seeded_request_draws_the_same_whatever_runs_beside_it(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=25, seed=7)
+    (alone,) = engine.generate(["hello"], params)
+    crowd = engine.generate(
+        ["z" * 40, "hello", "q", "hello"], [SamplingParams(n=2, max_tokens=9), params, SamplingParams(top_k=5), params]
+    )
+    assert alone.completions[0].tokens == crowd[1].completions[0].tokens == crowd[3].completions[0].tokens
+    samples = engine.generate(["hello"], SamplingParams(n=4, max_tokens=25, seed=7))[0].completions
+    assert samples[0].tokens == alone.completions[0].tokens
+    assert len({tuple(sample.tokens) for sample in samples}) == 4
+    first, second = engine.generate(["hello", "hello"], SamplingParams(max_tokens=25))
+    assert first.completions[0].tokens != second.completions[0].tokens  # without a seed
+
+
+def test_a_small_cache_preempts_and_gives_the_same(model: Decoder, engine: Engine) -> None:
+    params = SamplingParams(n=2, max_tokens=30, seed=3)
+    wanted = engine.generate(MIXED, params)
+    block = engine.plan.nbytes // engine.plan.blocks
+    small = make_engine(model, cache_bytes=23 * block, filters=False)
+    preempted = 0
+    schedule = small._scheduler.schedule
+
+    def watched() -> object:
+        nonlocal preempted
+        step = schedule()
+        preempted += len(step.preempted) if step is not None else 0
+        return step
+
+    small._scheduler.schedule = watched  # type: ignore[method-assign,assignment]
+    found = small.generate(MIXED, params)
+    assert preempted > 0
+    assert tokens_of(found) == tokens_of(wanted)
+    for output in found:
+        for index, completion in enumerate(output.completions):
+            torch.testing.assert_close(
+                torch.tensor(completion.policy_logprobs), packed_logprobs(model, output, index), rtol=0, atol=1e-5
+            )
+
+
+def test_a_prompt_sampled_many_times_is_prefilled_once(engine: Engine) -> None:
+    prefills = [graph for graph in engine.pool.graphs if graph.record.name.startswith("prefill")]
+    before = sum(graph.record.replays for graph in prefills)
+    engine.generate([list(range(16))], SamplingParams(n=4, max_tokens=5))  # 15 tokens fit one chunk
+    assert sum(graph.record.replays for graph in prefills) == before + 1
+
+
+def test_weights_that_change_in_place_are_used_at_once(device: str) -> None:
+    model = make_model(device)
+    engine = make_engine(model, filters=False)
+    params = SamplingParams(max_tokens=10, temperature=0.0)
+    before = engine.generate(["hello"], params)[0]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    after = engine.generate(["hello"], params)[0]
+    assert after.completions[0].tokens != before.completions[0].tokens
+    ours = torch.tensor(after.completions[0].policy_logprobs)
+    torch.testing.assert_close(ours, packed_logprobs(model, after), rtol=0, atol=1e-5)
+    assert all(graph.record.captures == 1 for graph in engine.pool.graphs)
+
+
+def test_a_guard_stops_generation_from_weights_that_are_not_current(device: str) -> None:
+    current = [True]
+
+    def guard() -> None:
+        if not current[0]:
+            raise GraphError("the weights are stale")
+
+    engine = make_engine(make_model(device), filters=False, rows=1, guards=[guard])
+    engine.generate(["a"], SamplingParams(max_tokens=2))
+    current[0] = False
+    with pytest.raises(GraphError, match="stale"):
+        engine.generate(["abcdef"], SamplingParams(max_tokens=2))
+    current[0] = True
+    assert engine.generate(["abcdef"], SamplingParams(max_tokens=2))[0].completions[0].tokens  # nothing was lost
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ("y" * 96, "leaves no room in max_length = 96"),
+        ([1, 264], "token 264 is not in the model's vocabulary of 264"),
+        ([1, -1], "token -1 is not in the model's vocabulary"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_the_others_are_served(engine: Engine, prompt: object, message: str) -> None:
+    params = SamplingParams(max_tokens=6, seed=2)
+    good, bad, also = engine.generate(["one", prompt, "two"], params)  # type: ignore[list-item]
+    assert bad.error is not None
+    assert message in bad.error
+    assert not bad.completions
+    assert tokens_of([good, also]) == tokens_of(engine.generate(["one", "two"], params))
+    with pytest.raises(RequestError):
+        engine.submit(prompt, params)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_fills_the_context_gets_the_rest(engine: Engine) -> None:
+    (output,) = engine.generate(["y" * 95], SamplingParams(max_tokens=50))
+    assert len(output.completions[0].tokens) == 1
+    assert output.completions[0].finish_reason == "length"
+
+
+def test_a_cache_too_small_for_a_request_says_so(model: Decoder, engine: Engine) -> None:
+    block = engine.plan.nbytes // engine.plan.blocks
+    small = make_engine(model, cache_bytes=6 * block, filters=False, rows=1)
+    big, fits = small.generate(["0123456789", "ab"], SamplingParams(max_tokens=15, seed=1))
+    assert big.error == "10 tokens of prompt and 15 to generate take 6 blocks, the cache has 5"
+    assert len(fits.completions[0].tokens) == 15
+    with pytest.raises(ValueError, match="one block takes"):
+        make_engine(model, cache_bytes=10)
+
+
+def test_no_tokens_wanted_is_a_finished_request(engine: Engine) -> None:
+    (output,) = engine.generate(["abc"], SamplingParams(n=2, max_tokens=0))
+    assert [(c.tokens, c.text, c.finish_reason) for c in output.completions] == [([], "", "length")] * 2
+
+
+def test_logits_that_are_not_finite_end_only_their_request(device: str) -> None:
+    """Token 7 poisons whatever sees it, and the blocks it used serve others afterwards."""
+    model = make_model(device)
+    engine = make_engine(model, filters=False, cache_bytes=make_engine(model, filters=False, rows=1).plan.nbytes)
+    params = SamplingParams(max_tokens=8, seed=4)
+    wanted = tokens_of(engine.generate(["fine", "well"], params))
+    assert 7 not in [token for output in wanted for sample in output for token in sample]
+    with torch.no_grad():
+        model.embed.weight[7] = math.nan
+    for _ in range(3):
+        good, poisoned, also = engine.generate(["fine", [1, 7, 2, 3], "well"], params)
+        (completion,) = poisoned.completions
+        assert (completion.finish_reason, completion.error) == ("error", "the model's logits are not finite")
+        assert completion.tokens == []
+        assert tokens_of([good, also]) == wanted
+
+
+class Script:
+    """Sampling that says what we want: after each token its successor in a text."""
+
+    def __init__(self, model: Decoder, text: bytes) -> None:
+        assert len(set(text)) == len(text)
+        with torch.no_grad():
+            model.embed.weight.zero_()
+            model.embed.weight[list(text), torch.arange(len(text))] = 1.0
+            assert model.head is not None
+            model.head.weight.zero_()
+            model.head.weight[list(text[1:]), torch.arange(len(text) - 1)] = 100.0
+            for layer in model.layers:
+                layer.attention.out.weight.zero_()
+                layer.down.weight.zero_()
+            model.norm.fill_(1.0)
+
+
+TEXT = "The quick brown_fx €!".encode()[:4] + "abcdé€+-".encode()
+
+
+@pytest.fixture(scope="module")
+def scripted(device: str) -> Engine:
+    model = make_model(device)
+    Script(model, TEXT)
+    return make_engine(model, filters=False)
+
+
+def test_stop_strings_across_tokens_and_inside_of_them(scripted: Engine) -> None:
+    def run(**options: object) -> tuple[str, int, str | None]:
+        params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1, **options)  # type: ignore[arg-type]
+        completion = scripted.generate([TEXT[:1].decode()], params)[0].completions[0]
+        return completion.text, len(completion.tokens), completion.finish_reason
+
+    whole = TEXT[1:].decode()
+    assert run() == (whole, len(TEXT) - 1, "length")
+    assert run(stop=("bcd",)) == ("he a", 7, "stop")
+    assert run(stop=("zzz", "d", "cd")) == ("he ab", 7, "stop")  # the earliest place wins
+    assert run(stop=("é",)) == ("he abcd", 9, "stop")  # one character, two tokens
+    assert run(stop=("€+",)) == ("he abcdé", 13, "stop")
+    assert run(stop_ids=(ord("c"),)) == ("he abc", 6, "stop")
+    assert run(stop=("nowhere",)) == (whole, len(TEXT) - 1, "length")
+
+
+def test_streamed_pieces_are_whole_characters_and_add_up(scripted: Engine, engine: Engine) -> None:
+    pieces: list[str] = []
+    params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1)
+    (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=lambda _o, _i, _t, text: pieces.append(text))
+    assert "".join(pieces) == output.completions[0].text == TEXT[1:].decode()
+    assert "" in pieces  # between the bytes of a character
+    streamed: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
+    outputs = engine.generate(
+        ["a", "b"],
+        SamplingParams(n=2, max_tokens=12, seed=1),
+        on_token=lambda output, index, token, text: streamed[id(output), index].append((token, text)),
+    )
+    for output in outputs:
+        for index, completion in enumerate(output.completions):
+            tokens, texts = zip(*streamed[id(output), index], strict=True)
+            assert list(tokens) == completion.tokens
+            assert "".join(texts) == completion.text
+
+
+def test_the_end_token_stops_unless_it_is_ignored(engine: Engine, device: str) -> None:
+    eos = ByteTokenizer().eos_id
+    assert eos is not None
+    params = SamplingParams(n=4, max_tokens=80, seed=11, temperature=2.0)
+    stopped = [c for o in engine.generate(MIXED, params) for c in o.completions if c.finish_reason == "stop"]
+    assert stopped
+    for completion in stopped:
+        assert completion.tokens[-1] == eos
+        assert eos not in completion.tokens[:-1]
+    ignoring = SamplingParams(n=4, max_tokens=80, seed=11, temperature=2.0, ignore_eos=True)
+    outputs = engine.generate(MIXED[:1], ignoring)
+    assert {c.finish_reason for c in outputs[0].completions} == {"length"}
+
+
+def test_abort_keeps_what_was_generated_and_frees_the_rest(engine: Engine) -> None:
+    params = SamplingParams(n=2, max_tokens=40, seed=5, ignore_eos=True)
+    kept, dropped = engine.submit("keep", params), engine.submit("drop", params)
+    waiting = engine.submit("never started", params)
+    for _ in range(12):
+        engine.step()
+    engine.abort(dropped)
+    engine.abort(waiting)
+    engine.abort(waiting)
+    while engine.step():
+        pass
+    assert [c.finish_reason for c in dropped.completions] == ["abort"] * 2
+    assert 0 < len(dropped.completions[0].tokens) < 40
+    assert [c.tokens for c in waiting.completions] == [[], []]
+    assert tokens_of([kept]) == tokens_of(engine.generate(["keep"], params))
+
+
+def test_an_exception_from_a_callback_leaves_a_working_engine(engine: Engine) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the terminal is gone")
+
+    params = SamplingParams(max_tokens=10, seed=6)
+    wanted = tokens_of(engine.generate(MIXED, params))
+    for options in ({"on_token": fail}, {"on_progress": fail}):
+        with pytest.raises(RuntimeError, match="terminal"):
+            engine.generate(MIXED, params, **options)  # type: ignore[arg-type]
+        assert tokens_of(engine.generate(MIXED, params)) == wanted
+
+
+def test_filtered_and_plain_requests_share_a_batch(engine: Engine) -> None:
+    plain = SamplingParams(max_tokens=20, seed=8, ignore_eos=True)
+    likeliest = SamplingParams(max_tokens=20, seed=8, top_k=1, ignore_eos=True)
+    penalized = SamplingParams(max_tokens=20, temperature=0.0, repetition_penalty=1e6, ignore_eos=True)
+    greedy = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    together = engine.generate(["abc"] * 4, [plain, likeliest, penalized, greedy])
+    assert tokens_of(together[:1]) == tokens_of(engine.generate(["abc"], plain))
+    assert tokens_of(together[1:2]) == tokens_of(together[3:])
+    repeated = together[2].completions[0].tokens
+    assert len(set(repeated)) == len(repeated)
+    assert not set(repeated) & set(b"abc")
+
+
+def test_an_engine_without_filters_refuses_them(scripted: Engine) -> None:
+    refused, served = scripted.generate(["a", "a"], [SamplingParams(top_p=0.5), SamplingParams(max_tokens=1)])
+    assert refused.error is not None
+    assert "without filters" in refused.error
+    assert served.completions[0].tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"n": 0}, {"max_tokens": -1}, {"temperature": -0.1}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0},
+     {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"stop": "abc"}, {"stop": ("",)}],
+    ids=str,
+)  # fmt: skip
+def test_parameters_that_make_no_sense_are_named(options: dict[str, object]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**options)  # type: ignore[arg-type]
+
+
+def test_without_a_tokenizer_tokens_go_in_and_out(model: Decoder) -> None:
+    engine = Engine(model, rows=1, max_length=32, block_size=4, prefill_tokens=16, filters=False)
+    tokens, text, stop = engine.generate(
+        [[1, 2], "ab", [3]], [SamplingParams(max_tokens=3), SamplingParams(), SamplingParams(stop=("x",))]
+    )
+    assert len(tokens.completions[0].tokens) == 3
+    assert tokens.completions[0].text == ""
+    assert text.error == "a prompt of text needs a tokenizer"
+    assert stop.error == "stop strings and streamed text need a tokenizer"

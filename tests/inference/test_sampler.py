@@ -1,0 +1,196 @@
+"""Each filter against the exact distribution, written down independently; noise that depends on its key alone."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.inference.sampler import Drawn, Rows, gumbel, sample, sample_filtered
+
+DRAWS = 40_000
+LOGITS = torch.tensor([2.0, 1.5, 1.4, 0.3, 0.0, -0.5, -1.0, -2.0, -2.5, -6.0])
+
+
+def rows_for(
+    count: int,
+    device: str = "cpu",
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    penalty: float = 1.0,
+    position: int = 3,
+) -> Rows:
+    """Rows that differ in their seed alone."""
+    seeds = torch.stack((torch.arange(count), torch.arange(count) // 7), 1)
+    return Rows(
+        seed=seeds.to(device, torch.int32),
+        temperature=torch.full((count,), temperature, device=device),
+        position=torch.full((count,), position, dtype=torch.int32, device=device),
+        top_k=torch.full((count,), top_k, dtype=torch.int32, device=device),
+        top_p=torch.full((count,), top_p, device=device),
+        min_p=torch.full((count,), min_p, device=device),
+        penalty=torch.full((count,), penalty, device=device),
+    )
+
+
+def exact(temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, seen: list[int]) -> np.ndarray:
+    """The distribution by the definitions, token by token, in float64."""
+    logits = [float(x) for x in LOGITS]
+    for token in set(seen):
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    weights = {token: math.exp(x / temperature) for token, x in enumerate(logits)}
+    if top_k:
+        weights = dict(sorted(weights.items(), key=lambda item: -item[1])[:top_k])
+    kept, share, total = {}, 0.0, sum(weights.values())
+    for token, weight in sorted(weights.items(), key=lambda item: -item[1]):
+        if share < top_p:
+            kept[token] = weight
+        share += weight / total
+    likeliest = max(kept.values())
+    kept = {token: weight for token, weight in kept.items() if weight >= min_p * likeliest}
+    result = np.zeros(len(logits))
+    for token, weight in kept.items():
+        result[token] = weight / sum(kept.values())
+    return result
+
+
+def assert_fits(tokens: Tensor, expected: np.ndarray) -> None:
+    """Chi-squared: what cannot be drawn is not, and the rest fits at the 0.01% level."""
+    counts = np.bincount(tokens.cpu().numpy(), minlength=len(expected))
+    assert counts[expected == 0].sum() == 0
+    likely = expected > 0
+    wanted = expected[likely] * len(tokens)
+    statistic = ((counts[likely] - wanted) ** 2 / wanted).sum()
+    freedom = likely.sum() - 1
+    critical = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson and Hilferty
+    assert statistic < critical
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 2.5},
+    {"top_k": 3},
+    {"top_k": 3, "temperature": 2.0},
+    {"top_p": 0.7},
+    {"top_p": 0.9, "temperature": 1.7},
+    {"min_p": 0.2},
+    {"min_p": 0.05, "temperature": 0.8},
+    {"top_k": 6, "top_p": 0.8, "min_p": 0.3, "temperature": 1.4},
+    {"penalty": 1.8},
+    {"penalty": 0.7, "top_p": 0.95},
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_samples_follow_the_exact_distribution(filters: dict[str, float], device: str) -> None:
+    rows, seen = rows_for(DRAWS, device, **filters), [0, 3, 3]
+    logits = LOGITS.to(device).expand(DRAWS, -1).contiguous()
+    history = torch.tensor([*seen, 9, 9], dtype=torch.int32, device=device).expand(DRAWS, -1)
+    drawn = sample_filtered(logits, rows, history)
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0} | filters
+    expected = exact(**settings, seen=seen)
+    assert_fits(drawn.token, expected)
+    with np.errstate(divide="ignore"):
+        logs = torch.from_numpy(np.log(expected))
+    wanted = logs[drawn.token.cpu().long()].float()
+    torch.testing.assert_close(drawn.logprob.cpu(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        drawn.policy_logprob.cpu(), LOGITS.log_softmax(0)[drawn.token.cpu().long()], rtol=0, atol=1e-5
+    )
+    if set(filters) <= {"temperature"}:
+        plain = sample(logits, rows)
+        assert torch.equal(plain.token, drawn.token)  # the same noise, so the same tokens
+        torch.testing.assert_close(plain.logprob, drawn.logprob, rtol=0, atol=1e-5)
+
+
+def test_top_p_of_a_tie_and_of_one_token_keeps_one() -> None:
+    logits = torch.tensor([[1.0, 1.0, 1.0], [50.0, 0.0, 0.0]])
+    drawn = sample_filtered(logits, rows_for(2, top_p=1e-6), torch.zeros(2, 4, dtype=torch.int32))
+    assert drawn.token.tolist() == [0, 0]
+    assert drawn.logprob.tolist() == [0.0, 0.0]
+
+
+def test_temperature_zero_takes_the_most_likely_token() -> None:
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    for drawn in (
+        sample(logits, rows_for(50, temperature=0.0)),
+        sample_filtered(logits, rows_for(50, temperature=0.0, top_p=0.5), torch.zeros(50, 4, dtype=torch.int32)),
+    ):
+        assert torch.equal(drawn.token.long(), logits.argmax(-1))
+        assert torch.all(drawn.logprob == 0)
+        torch.testing.assert_close(drawn.policy_logprob, logits.log_softmax(-1).amax(-1))
+
+
+def test_logits_that_are_not_finite_are_told_from_others() -> None:
+    logits = torch.zeros(4, 20)
+    logits[1, 7], logits[2, :] = math.nan, -math.inf
+    logits[3, :19] = -math.inf  # one token is left
+    for drawn in (sample(logits, rows_for(4)), sample_filtered(logits, rows_for(4), torch.zeros(4, 4).int())):
+        assert drawn.token.tolist()[1:] == [-1, -1, 19]
+        assert drawn.token[0] >= 0
+
+
+def test_noise_depends_on_seed_position_and_token_alone() -> None:
+    """A row draws the same beside any others, and another position or seed draws anew."""
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
+    rows = rows_for(6)
+    alone = [sample(logits[i : i + 1], Rows(**{k: v[i : i + 1] for k, v in vars(rows).items()})) for i in range(6)]
+    assert sample(logits, rows).token.tolist() == [int(drawn.token) for drawn in alone]
+    ids = torch.arange(1000, dtype=torch.int32).expand(1, -1)
+    base = gumbel(torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), ids)
+    for seed, position in (((1, 3), 5), ((2, 2), 5), ((1, 2), 6), ((2, 1), 5)):
+        other = gumbel(torch.tensor([seed], dtype=torch.int32), torch.tensor([position], dtype=torch.int32), ids)
+        assert abs(np.corrcoef(base[0], other[0])[0, 1]) < 0.12
+        assert not np.isin(other.numpy(), base.numpy()).any()  # no permutation of the same noise
+
+
+def test_noise_is_gumbel() -> None:
+    """Against the distribution function, and finite everywhere."""
+    seeds = torch.stack((torch.arange(500), torch.zeros(500)), 1).int()
+    noise = gumbel(
+        seeds, torch.full((500,), 9, dtype=torch.int32), torch.arange(400, dtype=torch.int32).expand(500, -1)
+    )
+    assert noise.isfinite().all()
+    uniform = np.sort(np.exp(-np.exp(-noise.double().numpy().ravel())))
+    distance = np.abs(uniform - np.arange(1, uniform.size + 1) / uniform.size).max()
+    assert distance < 1.95 / math.sqrt(uniform.size)  # Kolmogorov and Smirnov, 0.1% level
+
+
+def compare_kernel(device: str) -> None:
+    """The Triton kernel and plain PyTorch draw the same tokens."""
+    from rollgraph.inference.sampling_kernels import draw
+
+    for vocabulary in (300, 5000, 9001):
+        logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3
+        logits[3, 7], logits[4, 100:] = math.nan, -math.inf
+        rows = rows_for(5)
+        rows.temperature = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.3])
+        ours = Drawn(*draw(*(t.to(device) for t in (logits, rows.seed, rows.position, rows.temperature))))
+        plain = sample(logits, rows)
+        assert ours.token.tolist() == plain.token.tolist()
+        fine = [0, 1, 2, 4]
+        torch.testing.assert_close(ours.logprob.cpu()[fine], plain.logprob[fine], rtol=0, atol=2e-5)
+        torch.testing.assert_close(ours.policy_logprob.cpu()[fine], plain.policy_logprob[fine], rtol=0, atol=2e-5)
+
+
+def test_the_kernel_draws_what_plain_pytorch_draws() -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": "src:."}
+    program = "from tests.inference.test_sampler import compare_kernel; compare_kernel('cpu')"
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=240)
+
+
+@pytest.mark.gpu
+def test_the_kernel_draws_what_plain_pytorch_draws_on_cuda() -> None:
+    compare_kernel("cuda")
