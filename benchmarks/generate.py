@@ -169,17 +169,21 @@ def main() -> None:
     rows: list[tuple[Any, ...]] = []
     for batch in options.batches:
         floor = floor_ms(batch, parameters)
-        for name, found in (("rollgraph", ours[batch]), ("transformers", theirs.get(batch))):
-            if found is not None:
-                step, whole = found
-                ratio = f"{theirs[batch][0] / step:.2f}" if theirs else "-"
-                rows.append((f"{name}, batch {batch}", step, batch * 1e3 / step, step / floor, ratio, whole))
+        step, whole = ours[batch]
+        rows.append((f"rollgraph, batch {batch}", step, batch * 1e3 / step, step / floor, whole, whole / NEW))
+        if theirs:
+            step, whole = theirs[batch]
+            rows.append((f"transformers, batch {batch}", step, batch * 1e3 / step, step / floor, whole, whole / NEW))
         rows.append((f"floor, batch {batch}", floor, batch * 1e3 / floor, 1.0, "-", "-"))
-    table(
-        f"decode, prompt {PROMPT}, {NEW} new tokens",
-        ("", "ms/step", "tokens/s", "x floor", "x transformers", "whole run, ms"),
-        rows,
-    )
+    header = ("", "decode, ms/step", "tokens/s", "x floor", "whole run, ms", "whole run / steps, ms")
+    table(f"prompt {PROMPT}, {NEW} new tokens", header, rows)
+    if theirs:
+        rows = [
+            (f"batch {b}", theirs[b][0] / ours[b][0], theirs[b][1] / NEW / ours[b][0], theirs[b][1] / ours[b][1])
+            for b in options.batches
+        ]
+        header = ("", "decode step", "their run / steps over our decode step", "whole run")
+        table("times transformers", header, rows)
 
 
 if __name__ == "__main__":

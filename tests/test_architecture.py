@@ -46,8 +46,9 @@ LAYERS = (
     Layer("parts", (
         "sharding/flat_buffer.py", "sharding/hook_set.py", "sharding/overlap.py", "sharding/sharded_model.py",
         "sharding/optimizer.py", "sharding/shard_files.py",
-        "model/architecture.py", "model/pointwise_kernels.py", "model/pointwise.py", "model/paged_kernels.py",
-        "model/attention.py", "model/logprob_kernels.py", "model/logprobs.py", "model/decoder.py", "model/hf_weights.py",
+        "model/architecture.py", "model/pointwise_kernels.py", "model/pointwise.py",
+        "model/paged_kernels.py", "model/attention.py", "model/logprob_kernels.py", "model/logprobs.py",
+        "model/decoder.py", "model/hf_weights.py",
         "tokenizer.py",
     ), packages=BASE, independent=True, of_graph=frozenset({"graph/errors.py", "graph/hooks.py"})),
     Layer("uses", (

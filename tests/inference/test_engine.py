@@ -334,6 +334,20 @@ def test_abort_keeps_what_was_generated_and_frees_the_rest(engine: Engine) -> No
     assert tokens_of([kept]) == tokens_of(engine.generate(["keep"], params))
 
 
+def test_a_callback_may_abort_any_request(engine: Engine) -> None:
+    outputs: list[Output] = []
+
+    def stop_all(*_: object) -> None:
+        if all(completion.tokens for output in outputs for completion in output.completions):
+            for output in outputs:
+                engine.abort(output)
+
+    outputs += [engine.submit(p, SamplingParams(n=2, max_tokens=40), on_token=stop_all) for p in ("ab", "cd")]
+    while engine.step():
+        pass
+    assert {c.finish_reason for output in outputs for c in output.completions} == {"abort"}
+
+
 def test_an_exception_from_a_callback_leaves_a_working_engine(engine: Engine) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the terminal is gone")

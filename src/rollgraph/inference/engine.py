@@ -365,7 +365,9 @@ class Engine:
         logprobs, policy_logprobs = host[1:].view(torch.float32).tolist()
         rows = {sequence: row for row, sequence in enumerate(step.rows) if sequence is not None}
         for sequence, token in self._scheduler.update(step, tokens):
-            row, sample = rows[sequence], self._samples[sequence]
+            row, sample = rows[sequence], self._samples.get(sequence)
+            if sample is None:
+                continue  # a callback aborted it
             if token < 0:
                 sequence.generated.pop()
                 sample.completion.error = "the model's logits are not finite"
@@ -386,13 +388,14 @@ class Engine:
                 self._finish(sequence, sample, "length")
 
     def _finish(self, sequence: scheduler.Sequence, sample: _Sample, reason: str) -> None:
+        if self._samples.pop(sequence, None) is None:
+            return  # it was aborted by a callback
         self._scheduler.finish(sequence, reason)
         completion = sample.completion
         completion.finish_reason = reason
         if sample.detokenizer is None and self.tokenizer is not None:
             completion.text = self.tokenizer.decode([token for token in completion.tokens if token in self._known])
         self._counts["finished"] += 1
-        del self._samples[sequence]
 
 
 def _stream(sample: _Sample, detokenizer: Detokenizer, token: int, known: bool, last: bool) -> bool:

@@ -34,7 +34,7 @@ def token_logprobs(
         temperature = torch.full((), temperature, dtype=wide, device=hidden.device)
     scale = temperature.to(hidden.device, wide).reciprocal().expand(hidden.shape[0])[:, None]
     chunk = chunk or max(1, CHUNK_ELEMENTS // lm_head.shape[0])
-    logprobs, entropies = _TokenLogprobs.apply(hidden, lm_head, targets, scale, entropy, chunk)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, lm_head, targets.contiguous(), scale, entropy, chunk)
     return (logprobs, entropies) if entropy else logprobs
 
 

@@ -142,6 +142,7 @@ def decode(q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int
     rows, heads, dim = q.shape
     _, block, _, kv_heads, _ = pages.shape
     splits = _splits(rows * kv_heads, table.shape[1] * block, q.device)
+    crowded = rows * kv_heads > 4 * _processors(q.device)
     out = torch.empty_like(q)
     parts, sums = out, out
     if splits > 1:
@@ -151,7 +152,8 @@ def decode(q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int
     _decode_kernel[(rows, kv_heads, splits)](
         q, pages, table, lengths, parts, sums, dim**-0.5, table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK=block, WINDOW=window or 0, SPLITS=splits, TILE=_TILE, PRECISION=_precision(q), num_warps=4,
+        BLOCK=block, WINDOW=window or 0, SPLITS=splits, TILE=_TILE // 2 if crowded else _TILE, PRECISION=_precision(q),
+        num_warps=2 if crowded else 4, num_stages=2 if crowded else 3,
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(rows * heads,)](parts, sums, out, DIM=dim, WIDTH=width, SPLITS=splits, num_warps=1)
@@ -159,10 +161,14 @@ def decode(q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int
 
 
 def _splits(programs: int, places: int, device: torch.device) -> int:
-    """A power of two that fills the GPU twice, if rows are long enough to be split."""
-    wanted = 2 * _processors(device) // programs
-    useful = places // (4 * _TILE)
-    return 1 << max(0, min(wanted, useful, 32).bit_length() - 1)
+    """A power of two that fills the GPU four times over, if rows are long enough to be split.
+
+    Where most of it would idle, a part of one tile is long enough; otherwise joining the parts has to pay.
+    """
+    processors = _processors(device)
+    useful = triton.cdiv(places, _TILE) if 4 * programs <= processors else places // (4 * _TILE)
+    wanted = min(4 * processors // programs, triton.next_power_of_2(max(useful, 1)), 32)
+    return 1 << max(0, wanted.bit_length() - 1)
 
 
 @cache
@@ -190,13 +196,13 @@ def _prefill_kernel(
     at_q = ((first + row).to(tl.int64) * HEADS + head) * DIM
     queries = tl.load(q + at_q[:, None] + dims, mask=in_row[:, None] & in_dim, other=0.0)
     end = tl.minimum(length - count + (tile + 1) * ROWS, length)
-    begin = 0
+    lowest = 0
     if WINDOW > 0:
-        begin = tl.maximum(length - count + tile * ROWS - WINDOW + 1, 0) // TILE * TILE
+        lowest = tl.maximum(length - count + tile * ROWS - WINDOW + 1, 0)
     best = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(begin, end, TILE):
+    for start in range(lowest, end, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < end
         block = tl.load(table + sequence * table_stride + place // BLOCK, mask=inside, other=0)

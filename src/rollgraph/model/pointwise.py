@@ -45,7 +45,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine for each position, [tokens, head_dim / 2] in fp32."""
     angles = positions[:, None].float() * frequencies
-    return angles.cos() * factor, angles.sin() * factor
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,184 @@
+"""The architecture record: what a config.json says is read, written back, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rollgraph.model import Architecture, ArchitectureError, Rope
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA = Architecture("llama", 97, hidden=64, mlp=80, layers=3, heads=4, kv_heads=2, head_dim=16, max_length=2048)
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def read(**changes: Any) -> Architecture:
+    return Architecture.from_config({**CONFIG, **changes})
+
+
+def test_what_it_reads() -> None:
+    assert read() == LLAMA
+    assert read(num_key_value_heads=None).kv_heads == 4
+    assert read(head_dim=24).head_dim == 24
+    assert read(rms_norm_eps=1e-5, max_position_embeddings=64) == replace(LLAMA, norm_eps=1e-5, max_length=64)
+    assert read(tie_word_embeddings=True).tied
+    assert read(rope_theta=5e5).rope == Rope(5e5)
+    assert read(rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rope_theta=7.0).rope == Rope(5e5)
+    linear = Rope(1e4, "linear", {"factor": 2.0})
+    for kind in ({"type": "linear"}, {"rope_type": "linear"}, {"type": "ignored", "rope_type": "linear"}):
+        assert read(rope_scaling={**kind, "factor": 2.0}).rope == linear
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "biases"),
+    [
+        ("llama", {}, (False, False, False)),
+        ("llama", {"attention_bias": True}, (True, True, False)),
+        ("llama", {"mlp_bias": True}, (False, False, True)),
+        ("mistral", {"attention_bias": True, "mlp_bias": True}, (False, False, False)),
+        ("qwen2", {}, (True, False, False)),
+        ("qwen2", {"attention_bias": False, "mlp_bias": True}, (True, False, False)),
+        ("qwen3", {}, (False, False, False)),
+        ("qwen3", {"attention_bias": True, "mlp_bias": True}, (True, True, False)),
+    ],
+)
+def test_which_projections_have_biases(family: str, said: dict[str, Any], biases: tuple[bool, ...]) -> None:
+    """Of queries, keys and values, of attention's output, of the mlp: each family has its own idea."""
+    found = read(model_type=family, **said)
+    assert (found.qkv_bias, found.output_bias, found.mlp_bias) == biases
+    assert found.qk_norm == (family == "qwen3")
+
+
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "said", "windows"),
+    [
+        ("llama", {}, ()),
+        ("mistral", {}, (8, 8, 8)),
+        ("mistral", {"sliding_window": None}, ()),
+        ("qwen2", {}, ()),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, (None, None, 8)),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 3}, ()),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, ()),
+        ("qwen3", {"use_sliding_window": True, "layer_types": MIXED}, (8, None, 8)),
+        ("qwen3", {"use_sliding_window": False, "layer_types": MIXED}, ()),
+    ],
+)
+def test_windows(family: str, said: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    found = read(**{"model_type": family, "sliding_window": 8, **said})
+    assert found.windows == windows
+    assert [found.window(layer) for layer in range(3)] == list(windows or (None, None, None))
+
+
+EXAMPLES = {
+    "llama": replace(LLAMA, attention_bias=True, mlp_bias=True, tied=True),
+    "llama3": replace(LLAMA, rope=Rope(5e5, "llama3", LLAMA3)),
+    "yarn": replace(LLAMA, rope=Rope(1e6, "yarn", YARN), family="qwen3", attention_bias=True, head_dim=24),
+    "linear": replace(LLAMA, rope=Rope(1e4, "linear", {"factor": 2.0}), norm_eps=1e-5, max_length=77),
+    "mistral": replace(LLAMA, family="mistral", windows=(8, 8, 8)),
+    "mistral, no windows": replace(LLAMA, family="mistral", kv_heads=4),
+    "qwen2": replace(LLAMA, family="qwen2"),
+    "qwen3": replace(LLAMA, family="qwen3", windows=(None, 8, None)),
+}
+
+
+@pytest.mark.parametrize("architecture", EXAMPLES.values(), ids=EXAMPLES)
+def test_what_is_written_is_read_back(architecture: Architecture) -> None:
+    config = architecture.to_config()
+    again = Architecture.from_config(config)
+    assert again == architecture
+    assert again.to_config() == config
+
+
+def test_what_it_does_not_know_is_kept() -> None:
+    more = {"bos_token_id": 1, "eos_token_id": [2, 3], "transformers_version": "4.44.0", "attention_dropout": 0.0}
+    written = read(**more, rope_theta=7.0).to_config()
+    assert more.items() <= written.items()
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert read(**more) == read()  # and has no part in what the architecture is
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": "gpt2"}, "unknown architecture 'gpt2': known are LlamaForCausalLM, Mistral"),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'"),
+        ({"model_type": None}, "unknown architecture None"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "config.json has no 'factor'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "config.json has no 'low_freq_factor'"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3 key/value heads"),
+        ({"head_dim": 15}, "even head_dim, not 15"),
+        (
+            {
+                "model_type": "mistral",
+                "sliding_window": 8,
+                "layer_types": ["full_attention", *["sliding_attention"] * 2],
+            },
+            "all layers of a Mistral",
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["linear_attention"] * 3},
+            "layer_types: the decoder knows full_attention and sliding_attention",
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
+            "2 windows for 3 layers",
+        ),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ArchitectureError, match=match):
+        read(**changes)
+
+
+@pytest.mark.parametrize("key", [key for key in CONFIG if key not in ("model_type", "num_key_value_heads")])
+def test_what_must_be_said(key: str) -> None:
+    with pytest.raises(ArchitectureError, match=f"config.json has no '{key}'"):
+        Architecture.from_config({k: v for k, v in CONFIG.items() if k != key})
+
+
+def test_what_config_json_cannot_say() -> None:
+    with pytest.raises(ArchitectureError, match=r"one window size, not \[4, 8\]"):
+        replace(LLAMA, family="qwen2", windows=(4, 8, None)).to_config()
+    with pytest.raises(ArchitectureError, match="llama cannot say that there are windows"):
+        replace(LLAMA, windows=(4, 4, 4)).to_config()
+    with pytest.raises(ArchitectureError, match="unknown family 'gpt2'"):
+        replace(LLAMA, family="gpt2")
+
+
+def test_frequencies() -> None:
+    """The first pair turns once in 2π positions, whatever the base; scaling slows pairs down, and slow ones more."""
+    plain, factor = LLAMA.frequencies()
+    assert plain.dtype == torch.float32
+    assert plain.shape == (8,)
+    assert (plain[0], factor) == (1.0, 1.0)
+    torch.testing.assert_close(plain[-1], torch.tensor(1e4 ** (-14 / 16)))
+    halved, _ = Rope(1e4, "linear", {"factor": 2.0}).frequencies(16, 64)
+    assert torch.equal(halved, plain / 2)
+    for kind, options in (("llama3", LLAMA3), ("yarn", YARN)):
+        scaled, factor = Rope(1e4, kind, options).frequencies(16, 64)
+        slower = plain / scaled
+        assert slower[0] == 1.0
+        torch.testing.assert_close(slower[-1], torch.tensor(options["factor"]))
+        assert bool((slower.diff() >= -1e-6).all())
+        assert (factor == 1.0) == (kind == "llama3")

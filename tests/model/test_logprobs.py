@@ -1,0 +1,228 @@
+"""Log-probabilities in chunks = the plain formula, values and gradients, without its memory."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollgraph.graph import capture
+from rollgraph.model import token_logprobs
+
+TOKENS, HIDDEN, VOCABULARY = 12, 8, 29
+CHUNKS = [None, 1, 4, 5, 12, 100]
+TEMPERATURES = {
+    "one": 1.0,
+    "number": 0.7,
+    "scalar": torch.tensor(1.9, dtype=torch.float64),
+    "one in a row": torch.tensor([0.6], dtype=torch.float64),
+    "each its own": torch.linspace(0.3, 3, TOKENS, dtype=torch.float64),
+}
+
+
+def example(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_()
+    lm_head = torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, lm_head, torch.randint(VOCABULARY, (TOKENS,))
+
+
+def plain(hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.as_tensor(temperature, dtype=hidden.dtype).expand(len(hidden))[:, None]
+    log_p = (hidden @ lm_head.t() / scale).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def both(*args: Any, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+    return cast(tuple[Tensor, Tensor], token_logprobs(*args, entropy=True, chunk=chunk))
+
+
+def alone(*args: Any, chunk: int | None = None) -> Tensor:
+    return cast(Tensor, token_logprobs(*args, chunk=chunk))
+
+
+def close(one: Any, other: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES)
+def test_values_and_gradients(temperature: float | Tensor, chunk: int | None) -> None:
+    hidden, lm_head, targets = example()
+    expected = plain(hidden, lm_head, targets, temperature)
+    found = both(hidden, lm_head, targets, temperature, chunk=chunk)
+    close(found, expected)
+    upstream = torch.randn(2, TOKENS, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, (hidden, lm_head), tuple(upstream), retain_graph=True)
+    close(torch.autograd.grad(found, (hidden, lm_head), tuple(upstream), retain_graph=True), wanted)
+    for one in (0, 1):  # a gradient for the log-probabilities alone, and for the entropy alone
+        wanted = torch.autograd.grad(expected[one], (hidden, lm_head), upstream[one], retain_graph=True)
+        close(torch.autograd.grad(found[one], (hidden, lm_head), upstream[one], retain_graph=True), wanted)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_without_entropy(chunk: int | None) -> None:
+    hidden, lm_head, targets = example()
+    expected = plain(hidden, lm_head, targets, 0.7)[0]
+    found = alone(hidden, lm_head, targets, 0.7, chunk=chunk)
+    close(found, expected)
+    upstream = torch.randn(TOKENS, dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, (hidden, lm_head), upstream)
+    close(torch.autograd.grad(found, (hidden, lm_head), upstream), wanted)
+
+
+def test_an_expanded_gradient() -> None:
+    """What `sum().backward()` sends is one number with stride 0."""
+    hidden, lm_head, targets = example()
+    wanted = torch.autograd.grad(plain(hidden, lm_head, targets, 1.0)[0].sum(), (hidden, lm_head))
+    close(torch.autograd.grad(alone(hidden, lm_head, targets, chunk=5).sum(), (hidden, lm_head)), wanted)
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_a_gradient_for_one_of_the_two(wanted: int) -> None:
+    *weights, targets = example()
+    upstream = torch.randn(TOKENS, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(alone(*weights, targets, chunk=5), weights[wanted], upstream)
+    weights[1 - wanted].requires_grad_(False)
+    alone(*weights, targets, chunk=5).backward(upstream)
+    assert weights[1 - wanted].grad is None
+    assert torch.equal(cast(Tensor, weights[wanted].grad), expected)
+
+
+def test_int32_targets_and_no_tokens() -> None:
+    hidden, lm_head, targets = example()
+    assert torch.equal(alone(hidden, lm_head, targets.int()), alone(hidden, lm_head, targets))
+    logprobs, entropy = both(hidden[:0], lm_head, targets[:0], 0.5)
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert torch.equal(cast(Tensor, lm_head.grad), torch.zeros_like(lm_head))
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, lm_head, targets = example(torch.float32)
+    found = both(hidden * 1e4, lm_head, targets, 1e-2, chunk=5)
+    expected = plain(hidden.double() * 1e4, lm_head.double(), targets, 1e-2)
+    torch.testing.assert_close(found, tuple(t.float() for t in expected), rtol=1e-4, atol=1e-4)
+    (found[0].sum() + found[1].sum()).backward()
+    assert bool(torch.isfinite(cast(Tensor, hidden.grad)).all())
+
+
+def check_precision(
+    device: str, dtype: torch.dtype, chunk: int | None, vocabulary: int, of_values: float, of_gradients: float
+) -> None:
+    """Against float64 on the same inputs; the error of gradients is that of their norm."""
+    hidden = torch.randn(TOKENS, HIDDEN, device=device).to(dtype).requires_grad_()
+    lm_head = torch.randn(vocabulary, HIDDEN, device=device).to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (TOKENS,), device=device)
+    wide = [t.detach().double().cpu().requires_grad_() for t in (hidden, lm_head)]
+    expected = plain(*wide, targets.cpu(), 0.7)
+    found = both(hidden, lm_head, targets, 0.7, chunk=chunk)
+    assert {t.dtype for t in found} == {torch.float32}
+    close([t.double().cpu() for t in found], list(expected), of_values)
+    upstream = tuple(torch.randn(2, TOKENS))
+    wanted = torch.autograd.grad(expected, wide, tuple(t.double() for t in upstream))
+    gradients = torch.autograd.grad(found, (hidden, lm_head), tuple(t.to(device) for t in upstream))
+    assert {t.dtype for t in gradients} == {dtype}
+    for gradient, exact in zip(gradients, wanted, strict=True):
+        assert (gradient.double().cpu() - exact).norm() < of_gradients * exact.norm()
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_lower_precision(chunk: int | None) -> None:
+    """A CPU rounds the logits of a bf16 model to bf16, which has 8 bits."""
+    check_precision("cpu", torch.float32, chunk, VOCABULARY, 1e-5, 1e-5)
+    check_precision("cpu", torch.bfloat16, chunk, VOCABULARY, 5e-2, 5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 4096, 9001])
+def test_on_cuda(vocabulary: int, chunk: int | None) -> None:
+    """CUDA does not: the values are those of fp32, and only the logits' gradient is rounded to bf16."""
+    check_precision("cuda", torch.float32, chunk, vocabulary, 1e-4, 1e-4)
+    check_precision("cuda", torch.bfloat16, chunk, vocabulary, 1e-4, 2e-2)
+
+
+def test_the_head_gradient_of_many_chunks_is_summed_in_fp32() -> None:
+    """256 times the same token: a sum in bf16 would stop growing."""
+    hidden = torch.randn(1, HIDDEN).expand(256, HIDDEN).bfloat16()
+    lm_head = torch.randn(VOCABULARY, HIDDEN).bfloat16().requires_grad_()
+    targets = torch.zeros(256, dtype=torch.long)
+    (once,) = torch.autograd.grad(alone(hidden[:1], lm_head, targets[:1]), lm_head, torch.ones(1))
+    (often,) = torch.autograd.grad(alone(hidden, lm_head, targets, chunk=1), lm_head, torch.ones(256))
+    assert torch.equal(often, once * 256)
+
+
+class Sizes(TorchDispatchMode):
+    """The size of every tensor that an operation gives back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.largest = max(self.largest, leaf.numel())
+        return result
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_no_matrix_of_logits(entropy: bool) -> None:
+    """Nothing is larger than the logits of a chunk, in forward or backward; the plain formula is what it avoids."""
+    tokens, hidden_size, vocabulary, chunk = 96, 4, 64, 8
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    lm_head = torch.randn(vocabulary, hidden_size, requires_grad=True)
+    targets = torch.randint(vocabulary, (tokens,))
+    with Sizes() as sizes:
+        found = token_logprobs(hidden, lm_head, targets, 0.5, entropy=entropy, chunk=chunk)
+        sum(t.sum() for t in (found if isinstance(found, tuple) else (found,))).backward()
+    assert hidden.grad is not None
+    assert sizes.largest == chunk * vocabulary
+    with Sizes() as sizes:
+        plain(hidden, lm_head, targets, 0.5)
+    assert sizes.largest == tokens * vocabulary
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_captured_on_the_tape(entropy: bool, chunk: int | None) -> None:
+    """Loss and gradients of a replay are the eager ones bit for bit, at a temperature that is new in every call."""
+    _, lm_head, _ = example(torch.float32)
+    layer = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def loss(x: Tensor, targets: Tensor, weights: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        found = token_logprobs(layer(x), lm_head, targets, temperature, entropy=entropy, chunk=chunk)
+        logprobs, entropies = found if isinstance(found, tuple) else (found, found)
+        total = (logprobs * weights).sum() + (entropies * 0.1).mean()
+        total.backward()
+        return total.detach(), logprobs.detach()
+
+    def arguments() -> tuple[Tensor, ...]:
+        targets = torch.randint(VOCABULARY, (TOKENS,))
+        return torch.randn(TOKENS, HIDDEN), targets, torch.randn(TOKENS), torch.rand(()) + 0.5
+
+    leaves = [lm_head, *layer.parameters()]
+    graphed = capture(loss, arguments(), backend="tape")
+    for _ in range(3):
+        inputs = arguments()
+        results = []
+        for function in (graphed, loss):
+            for leaf in leaves:
+                leaf.grad = None
+            values = [t.clone() for t in function(*inputs)]
+            results.append(values + [cast(Tensor, leaf.grad).clone() for leaf in leaves])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["tape", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_number_as_temperature_can_be_captured(backend: Any) -> None:
+    device = "cuda" if backend == "cuda" else "cpu"
+    hidden, lm_head, targets = (t.detach().to(device) for t in example(torch.float32))
+    graphed = capture(lambda h, t: alone(h, lm_head, t, 0.7), (hidden, targets), backend=backend)
+    other = torch.randn_like(hidden)
+    assert torch.equal(graphed(other, targets), alone(other, lm_head, targets, 0.7))

@@ -1,0 +1,208 @@
+"""The kernels of the paged cache = the plain versions in `attention.py` and `pointwise.py`.
+
+Without a GPU they run in Triton's interpreter, which must be asked for before Triton is imported: this file, run as a
+program, does all cases in a process of its own and prints what came of each. With one, they run compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.model.attention import packed_attention, paged_decode, paged_prefill
+from rollgraph.model.pointwise import norm, rotary_angles, rotate
+
+Case = Callable[[torch.device, torch.dtype], None]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # bf16 has 8 bits
+HEADS = [(2, 2), (6, 2), (6, 1)]  # and key/value heads: groups of 1, 3 and 6
+
+
+def close(found: Tensor, expected: Tensor, times: float = 1) -> None:
+    """Within the tolerance of what was found, from what was computed in fp32 on a CPU."""
+    tolerance = times * TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+class Cache:
+    """Random keys and values of sequences in shuffled blocks; NaN everywhere else."""
+
+    def __init__(self, lengths: Sequence[int], block: int, kv_heads: int, dim: int, spare: int = 0) -> None:
+        widths = [-(-length // block) for length in lengths]
+        blocks = torch.randperm(sum(widths) + 3)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.pages = torch.full((len(blocks), block, 2, kv_heads, dim), torch.nan)
+        self.table = blocks[-1].repeat(len(lengths), max(widths) + spare).int()  # unused entries: a block of NaN
+        for row, own in enumerate(blocks[:-3].split(widths)):
+            self.table[row, : len(own)] = own
+            places = torch.arange(lengths[row])
+            self.pages[self.table[row, places // block], places % block] = torch.randn(len(places), 2, kv_heads, dim)
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        return self.pages.to(device, dtype), self.table.to(device), self.lengths.to(device)
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The pages as a CPU takes them: rounded as the kernel's are, with zeros where nothing may be read."""
+        return self.pages.to(dtype).float().nan_to_num(0.0)
+
+
+def check_decode(
+    dim: int, heads: tuple[int, int], block: int, window: int | None, lengths: Sequence[int], spare: int,
+    device: torch.device, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    from rollgraph.model.paged_kernels import _splits, decode
+
+    cache = Cache(lengths, block, heads[1], dim, spare)
+    places = cache.table.shape[1] * block
+    assert (_splits(len(lengths) * heads[1], places, device) > 1) == (spare > 0), "another case than was meant"
+    q = torch.randn(len(lengths), heads[0], dim).to(dtype)
+    pages, table, ends = cache.on(device, dtype)
+    found = decode(q.to(device), pages, table, ends, window)
+    close(found, paged_decode(q.float(), cache.plain(dtype), cache.table, cache.lengths, window))
+
+
+def check_prefill(
+    dim: int, heads: tuple[int, int], block: int, window: int | None, spans: Sequence[tuple[int, int]],
+    device: torch.device, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """`spans` are (places before, queries) of each sequence."""
+    from rollgraph.model.paged_kernels import prefill
+
+    cache = Cache([start + count for start, count in spans], block, heads[1], dim, spare=1)
+    cu_seqlens = torch.tensor([0, *(count for _, count in spans)]).cumsum(0).int()
+    q = torch.randn(int(cu_seqlens[-1]) + 3, heads[0], dim).to(dtype)  # and three rows of padding
+    pages, table, ends = cache.on(device, dtype)
+    found = prefill(q.to(device), pages, table, cu_seqlens.to(device), ends, window)
+    close(found, paged_prefill(q.float(), cache.plain(dtype), cache.table, cu_seqlens, cache.lengths, window))
+    assert not found[-3:].any()
+
+
+def check_store(
+    dim: int, heads: tuple[int, int], normed: bool, slots_dtype: torch.dtype, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Queries, what is written to the cache, and that nothing else in it is."""
+    from rollgraph.model.paged_kernels import rotate_and_store
+
+    tokens, block, (heads_q, heads_kv) = 7, 4, heads
+    qkv = torch.randn(tokens, (heads_q + 2 * heads_kv) * dim).to(dtype)
+    q_weight, k_weight = (torch.randn(2, dim) + 1).to(dtype)
+    cos, sin = rotary_angles(torch.randint(1000, (tokens,)), torch.rand(dim // 2), 1.2)
+    slots = torch.randperm(5 * block)[:tokens].to(slots_dtype)
+    pages = torch.randn(5, block, 2, heads_kv, dim).to(dtype)
+    q, k, v = qkv.float().view(tokens, -1, dim).split((heads_q, heads_kv, heads_kv), 1)
+    if normed:
+        q, k = norm(q, q_weight.float(), 1e-5), norm(k, k_weight.float(), 1e-5)
+    expected = pages.float().clone()
+    expected.view(-1, 2, heads_kv, dim)[slots.long()] = torch.stack((rotate(k, cos, sin), v), 1)
+
+    written = pages.to(device, copy=True)
+    weights = (q_weight.to(device), k_weight.to(device)) if normed else None
+    found = rotate_and_store(
+        qkv.to(device), cos.to(device), sin.to(device), weights, 1e-5, slots.to(device), written, heads_q
+    )
+    close(found, rotate(q, cos, sin))
+    close(written, expected)
+    untouched = torch.ones(5 * block, dtype=torch.bool)
+    untouched[slots.long()] = False
+    assert torch.equal(written.cpu().flatten(0, 1)[untouched], pages.flatten(0, 1)[untouched])
+
+
+def make_cases() -> tuple[dict[str, Case], list[str]]:
+    """All cases, and the names of those that are for the interpreter, too, which is slow: each value, not each pair."""
+    cases: dict[str, Case] = {}
+    left_out: set[str] = set()
+    borders = (1, 5, 6, 63, 64, 65, 129)  # of a window of 5, and of a tile of 64 keys
+    spans = ((0, 65), (5, 0), (3, 64), (100, 2))  # and of a tile of 64 queries
+    for i, dim in enumerate((16, 24, 64)):
+        for j, heads in enumerate(HEADS):
+            for k, (window, block) in enumerate(((None, 4), (5, 16), (None, 16), (5, 4))):
+                shape = (dim, heads, block, window)
+                name = f"dim {dim}, heads {heads[0]}/{heads[1]}, block {block}, window {window}"
+                cases[f"decode, {name}"] = partial(check_decode, *shape, borders, 0)
+                cases[f"prefill, {name}"] = partial(check_prefill, *shape, spans)
+                if (i + j + k) % 4:
+                    left_out |= {f"decode, {name}", f"prefill, {name}"}
+            for normed, dtype in ((False, torch.int32), (True, torch.int64)):
+                store = partial(check_store, dim, heads, normed, dtype)
+                cases[f"store, dim {dim}, heads {heads[0]}/{heads[1]}, {normed=}"] = store
+    for lengths in ((1,), (65,), (1025,), (64, 321), (1024, 3)):
+        for window in (None, 5, 400):
+            split = partial(check_decode, 24, (3, 1), 16, window, lengths, 64)
+            cases[f"decode in parts, lengths {lengths}, window {window}"] = split
+    cases["prefill, nothing but padding"] = partial(check_prefill, 16, (2, 2), 4, None, ((4, 0), (1, 0)))
+    return cases, [name for name in cases if name not in left_out]
+
+
+CASES, INTERPRETED = make_cases()
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What came of each case in Triton's interpreter: nothing, or an error."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    results: dict[str, str] = json.loads(done.stdout)
+    return results
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
+    if interpreted[name]:
+        pytest.fail(interpreted[name], pytrace=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(name: str, dtype: torch.dtype) -> None:
+    CASES[name](torch.device("cuda"), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 5, 64])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_packed_attention_on_cuda(heads: tuple[int, int], window: int | None, dtype: torch.dtype) -> None:
+    """Flash attention in bf16, and the masked one in fp32: values and gradients of the masked one on a CPU."""
+    lengths, dim = (1, 65, 3, 130, 7), 64
+    tokens = sum(lengths)
+    cu_seqlens = torch.tensor([0, *lengths, 0, 0]).cumsum(0).int()
+    q, k, v, upstream = (torch.randn(tokens, n, dim).to(dtype) for n in (heads[0], heads[1], heads[1], heads[0]))
+    results = []
+    for device, kind in (("cuda", dtype), ("cpu", torch.float32)):
+        inputs = [t.to(device, kind).requires_grad_() for t in (q, k, v)]
+        out = packed_attention(*inputs, cu_seqlens.to(device), max(lengths), window)
+        results.append([out, *torch.autograd.grad(out, inputs, upstream.to(device, kind))])
+    for found, expected in zip(*results, strict=True):
+        close(found.detach(), expected.detach(), times=2)  # gradients are sums over many queries
+
+
+def main() -> None:
+    results = {}
+    for name in INTERPRETED:
+        torch.manual_seed(0)
+        try:
+            CASES[name](torch.device("cpu"), torch.float32)
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

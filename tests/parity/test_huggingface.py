@@ -1,0 +1,231 @@
+"""Ours = Hugging Face's: the same logits from the same folder, and from a folder that we wrote.
+
+Biases, norms and window sizes are such that one forgotten would show.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.model import Architecture, Decoder, load_model, load_weights, save_model
+
+transformers = pytest.importorskip("transformers")
+
+WINDOW = 5
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def rope(kind: str, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **options}}
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama, all heads": ("Llama", {"num_key_value_heads": 4}),
+    "llama, one key head": ("Llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-2}),
+    "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, bias of attention": ("Llama", {"attention_bias": True}),
+    "llama, bias of the mlp": ("Llama", {"mlp_bias": True}),
+    "llama, wide heads": ("Llama", {"head_dim": 24}),
+    "llama, linear": ("Llama", rope("linear", factor=3.0)),
+    "llama, llama3": ("Llama", rope("llama3", **LLAMA3)),
+    "llama, yarn": ("Llama", rope("yarn", **YARN)),
+    "llama, yarn with options": (
+        "Llama",
+        rope("yarn", **YARN, beta_fast=8.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.5, truncate=False),
+    ),
+    "llama, yarn with a factor": ("Llama", rope("yarn", **YARN, attention_factor=1.3)),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen2, window unused": ("Qwen2", {"use_sliding_window": False, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "qwen3, wide heads, biases": ("Qwen3", {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3, chosen windows": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "mistral, window": ("Mistral", {"sliding_window": WINDOW}),
+    "mistral, no window": ("Mistral", {"sliding_window": None}),
+    "mistral, wide heads": ("Mistral", {"sliding_window": WINDOW + 1, "head_dim": 16}),
+}
+
+
+def write(name: str, folder: Path, **saving: Any) -> Any:
+    """A folder of Hugging Face's, and its model."""
+    family, options = FAMILIES[name]
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **options})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            offset = 1.0 if "norm" in key else 0.0
+            parameter.copy_(offset + torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15))
+    model.save_pretrained(folder, **saving)
+    return model
+
+
+def read(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options).eval()
+
+
+def theirs(model: Any, sequences: Sequence[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(ids[None]).logits[0] for ids in sequences])
+
+
+def ours(model: Decoder, sequences: Sequence[Tensor], empty: int = 0) -> Tensor:
+    """All sequences in one row, with `empty` more boundaries than there are sequences."""
+    lengths = torch.tensor([0, *(len(ids) for ids in sequences)] + [0] * empty)
+    positions = torch.cat([torch.arange(len(ids)) for ids in sequences])
+    with torch.no_grad():
+        cu_seqlens = lengths.cumsum(0).int()
+        return model.logits(model(torch.cat(list(sequences)), positions, cu_seqlens, int(lengths.max())))
+
+
+def sequences(*lengths: int) -> list[Tensor]:
+    return [torch.randint(SMALL["vocab_size"], (length,)) for length in lengths]
+
+
+def off(one: Tensor, other: Tensor) -> float:
+    assert one.shape == other.shape
+    return float((one - other).abs().max())
+
+
+def state(model: Decoder) -> dict[str, Tensor]:
+    return {**model.state_dict(), "frequencies": model.frequencies}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    """One sequence and several, padding among them; then a folder of our own, in one file and in many."""
+    peer = write(name, tmp_path / "theirs")
+    model = load_model(tmp_path / "theirs")
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    batch = sequences(3 * WINDOW, 1, 40, WINDOW, WINDOW + 1)
+    padding = torch.zeros(6, dtype=torch.long)
+    expected = theirs(peer, [*batch, padding])
+    assert expected.std() > 0.1  # logits that say something
+    assert off(ours(model, [*batch, padding], empty=2), expected) < 1e-5
+    assert off(ours(model, batch[2:3]), theirs(peer, batch[2:3])) < 1e-5
+
+    for folder, shard_bytes in ((tmp_path / "whole", 10**9), (tmp_path / "sharded", 4000)):
+        save_model(model, folder, shard_bytes=shard_bytes)
+        assert (len(list(folder.glob("*.safetensors"))) == 1) == (shard_bytes == 10**9)
+        again = load_model(folder)
+        assert again.architecture == model.architecture
+        assert same(state(again), state(model))
+        assert off(theirs(read(folder), [*batch, padding]), expected) < 1e-5
+
+
+def test_their_shards(tmp_path: Path) -> None:
+    peer = write("qwen2", tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    batch = sequences(20, 9)
+    assert off(ours(load_model(tmp_path), batch), theirs(peer, batch)) < 1e-5
+
+
+def test_a_model_takes_other_weights_in_place(tmp_path: Path) -> None:
+    write("qwen3", tmp_path / "one")
+    peer = write("qwen3", tmp_path / "two")
+    model, batch = load_model(tmp_path / "one"), sequences(12)
+    assert off(ours(model, batch), theirs(peer, batch)) > 0.1
+    load_weights(model, tmp_path / "two")
+    assert off(ours(model, batch), theirs(peer, batch)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_read_and_written_as_it_is(dtype: torch.dtype, tmp_path: Path) -> None:
+    peer = write("llama, biases", tmp_path / "float")
+    peer.to(dtype).save_pretrained(tmp_path / "half")
+    model = load_model(tmp_path / "half")
+    assert all(parameter.dtype == dtype for parameter in model.parameters())
+    assert model.frequencies.dtype == torch.float32
+    save_model(model, tmp_path / "ours")
+    again = read(tmp_path / "ours")
+    assert again.dtype == dtype
+    assert same(again.state_dict(), peer.state_dict())
+    batch = sequences(20)
+    wide = load_model(tmp_path / "half", dtype=torch.float32)
+    assert off(ours(wide, batch), theirs(read(tmp_path / "half", dtype=torch.float32), batch)) < 1e-5
+
+
+def test_what_else_the_config_says_is_kept(tmp_path: Path) -> None:
+    write("qwen2, windows", tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    config |= {"eos_token_id": [7, 8], "torch_dtype": "float16"}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    save_model(load_model(tmp_path / "theirs", dtype=torch.bfloat16), tmp_path / "ours")
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    lost = {key: value for key, value in config.items() if written.get(key) != value}
+    assert lost == {"dtype": "float32", "torch_dtype": "float16"}
+    assert written["dtype"] == "bfloat16"
+
+
+def change(path: Path, *without: str, **more: Any) -> dict[str, Any]:
+    """Leave settings out of a config.json, and put others into it; gives back what was left out."""
+    config = json.loads(path.read_text())
+    taken = {key: config.pop(key) for key in without}
+    path.write_text(json.dumps({**config, **more}))
+    return taken
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("llama, ")])
+def test_older_configs_mean_the_same(name: str, tmp_path: Path) -> None:
+    """`rope_theta` beside `rope_scaling`, which says `type`: as files were before there was `rope_parameters`."""
+    peer, batch = write(name, tmp_path / "theirs"), sequences(30)
+    config = tmp_path / "theirs" / "config.json"
+    options = change(config, "rope_parameters")["rope_parameters"]
+    theta, kind = options.pop("rope_theta"), options.pop("rope_type")
+    change(config, rope_theta=theta, rope_scaling={"type": kind, **options} if options else None)
+    model = load_model(tmp_path / "theirs")
+    assert off(ours(model, batch), theirs(peer, batch)) < 1e-5
+    save_model(model, tmp_path / "ours")
+    change(tmp_path / "ours" / "config.json", "rope_parameters")  # who is too old for it, does not see it
+    assert off(theirs(read(tmp_path / "ours"), batch), theirs(peer, batch)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama, llama3", "llama, yarn"])
+def test_an_original_length_beside_the_rope_options_wins(name: str, tmp_path: Path) -> None:
+    peer, batch = write(name, tmp_path), sequences(30)
+    change(tmp_path / "config.json", original_max_position_embeddings=16)
+    expected = theirs(read(tmp_path), batch)
+    assert off(theirs(peer, batch), expected) > 1e-3
+    assert off(ours(load_model(tmp_path), batch), expected) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{}, {"use_sliding_window": True}])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_what_a_config_does_not_say_is_what_they_take_it_to_be(family: str, options: dict[str, Any]) -> None:
+    said = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 40, **options}
+    said |= {"num_attention_heads": 32, "num_hidden_layers": 30}
+    full = getattr(transformers, f"{family}Config")(**said).to_dict()
+    assert Architecture.from_config({"model_type": family.lower(), **said}) == Architecture.from_config(full)

@@ -1,0 +1,252 @@
+"""Packed = alone, paged = packed, captured = eager: one decoder, however its tokens are laid out.
+
+In fp32. On CUDA the same tests are those of the kernels, together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.graph import capture
+from rollgraph.model import Architecture, Decoder, Rope, token_logprobs
+
+WINDOW = 5
+LLAMA = Architecture("llama", 61, hidden=32, mlp=48, layers=2, heads=6, kv_heads=2, head_dim=8, rope=Rope(300.0))
+MODELS = {
+    "llama": LLAMA,
+    "windows": replace(LLAMA, family="qwen2", layers=3, windows=(None, WINDOW, 1), tied=True),
+    "all windows": replace(LLAMA, family="mistral", windows=(WINDOW, WINDOW), kv_heads=6, head_dim=10),
+    "norms": replace(LLAMA, family="qwen3", windows=(WINDOW, None), kv_heads=1, attention_bias=True),
+}
+every_model = pytest.mark.parametrize("architecture", MODELS.values(), ids=MODELS)
+pytestmark = pytest.mark.usefixtures("device")  # the default device is that of the backend
+
+
+def build(architecture: Architecture, *, checkpointing: bool = False) -> Decoder:
+    """A model whose tokens differ: weights large enough for attention to choose, random norms and biases."""
+    torch.manual_seed(1)
+    model = Decoder(architecture, checkpointing=checkpointing)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(noise * 0.2 if parameter.dim() > 1 else parameter + noise * 0.3)
+    return model
+
+
+def sequences(*lengths: int) -> list[Tensor]:
+    return [torch.randint(LLAMA.vocabulary, (length,)) for length in lengths]
+
+
+def packed(model: Decoder, batch: list[Tensor], empty: int = 0) -> Tensor:
+    """Hidden states of sequences in one row, with `empty` more boundaries than there are sequences."""
+    lengths = torch.tensor([0, *(len(ids) for ids in batch)] + [0] * empty)
+    positions = torch.cat([torch.arange(len(ids)) for ids in batch])
+    return cast(Tensor, model(torch.cat(batch), positions, lengths.cumsum(0).int(), int(lengths.max())))
+
+
+def close(one: Tensor, other: Tensor, tolerance: float = 1e-5) -> None:
+    """CUDA has more ways to multiply matrices, which it chooses by their shapes."""
+    torch.testing.assert_close(one, other, rtol=0, atol=tolerance * (5 if one.is_cuda else 1))
+
+
+# -- packed ----------------------------------------------------------------------------------------
+
+
+@every_model
+@pytest.mark.parametrize("empty", [0, 3])
+def test_packed_equals_alone(architecture: Architecture, empty: int) -> None:
+    model, batch = build(architecture), sequences(3, 17, 1, WINDOW, WINDOW + 1, 2 * WINDOW)
+    with torch.no_grad():
+        hidden = packed(model, batch, empty)
+        alone = torch.cat([packed(model, [ids]) for ids in batch])
+    close(hidden, alone)
+    assert alone.std() > 0.1
+
+
+@every_model
+def test_a_window_is_as_wide_as_it_says(architecture: Architecture) -> None:
+    """A token changes what follows it as far as the layers' windows reach together, and not one place further."""
+    model, (ids,) = build(architecture), sequences(24)
+    other = torch.cat([(ids[:1] + 1) % LLAMA.vocabulary, ids[1:]])
+    with torch.no_grad():
+        changed = (packed(model, [ids]) != packed(model, [other])).any(1)
+    windows = [architecture.window(layer) for layer in range(architecture.layers)]
+    reach = 24 if None in windows else 1 + sum(cast(int, window) - 1 for window in windows)
+    assert changed.tolist() == [place < reach for place in range(24)]
+
+
+@every_model
+def test_neighbours_have_no_part_in_gradients(architecture: Architecture) -> None:
+    """The gradient of one sequence's hidden states is the same with and without others beside it."""
+    model, batch = build(architecture), sequences(4, 11, 7)
+    upstream = torch.randn(11, architecture.hidden)
+    weights = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
+    alone = torch.autograd.grad(packed(model, batch[1:2]), weights, upstream)
+    beside = torch.autograd.grad(packed(model, batch)[4:15], weights, upstream)
+    for one, other in zip(alone, beside, strict=True):
+        close(one, other, 1e-4)
+        assert one.abs().max() > 1e-2
+
+
+def test_padding_does_not_change_the_rest() -> None:
+    """Ids and number of the padding rows make no difference to what comes before them."""
+    model, batch = build(LLAMA), sequences(5, 6)
+    with torch.no_grad():
+        expected = packed(model, batch)
+        for padding in sequences(1, 9, 30):
+            close(packed(model, [*batch, padding])[:11], expected)
+
+
+# -- paged -----------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Pages for some sequences, their blocks in random order; `fill` is in all places that nothing was written to."""
+
+    def __init__(self, architecture: Architecture, capacities: list[int], block: int, fill: float = 100.0) -> None:
+        a, self.block = architecture, block
+        widths = [-(-capacity // block) for capacity in capacities]
+        blocks = torch.randperm(sum(widths) + 4)
+        self.pages = torch.full((a.layers, len(blocks), block, 2, a.kv_heads, a.head_dim), fill)
+        # A table is wider than the longest sequence needs; what stands there is a block of nobody.
+        self.table = blocks[-1].repeat(len(widths), max(widths) + 1).int()
+        for row, own in enumerate(blocks[:-4].split(widths)):
+            self.table[row, : len(own)] = own
+
+    def slots(self, row: int, positions: Tensor) -> Tensor:
+        return self.table[row, positions // self.block] * self.block + (positions % self.block).int()
+
+
+def prefill(model: Decoder, cache: Cache, batch: list[Tensor], starts: list[int], ends: list[int], pad: int) -> None:
+    """Places `starts` to `ends` of each sequence, packed, and `pad` rows behind them."""
+    spans = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    padding = torch.zeros(pad, dtype=torch.long)
+    ids = torch.cat([*(ids[span] for ids, span in zip(batch, spans, strict=True)), padding])
+    nowhere = cache.table[0, -1:] * cache.block  # padding is written to the block of nobody
+    slots = torch.cat([*(cache.slots(row, span) for row, span in enumerate(spans)), nowhere.repeat(pad)])
+    cu_seqlens = torch.tensor([0, *map(len, spans)]).cumsum(0).int()
+    lengths = torch.tensor(ends).int()
+    model.prefill(ids, torch.cat([*spans, padding]), slots, cache.pages, cache.table, cu_seqlens, lengths)
+
+
+def decode(model: Decoder, cache: Cache, batch: list[Tensor], places: list[int]) -> Tensor:
+    """Hidden states of one place of each sequence."""
+    positions = torch.tensor(places)
+    ids = torch.stack([ids[place] for ids, place in zip(batch, places, strict=True)])
+    slots = torch.cat([cache.slots(row, positions[row : row + 1]) for row in range(len(batch))])
+    return model.decode(ids, positions, slots, cache.pages, cache.table, (positions + 1).int())
+
+
+def compare(architecture: Architecture, block: int, fill: float) -> None:
+    """Prefill in two chunks, one of them empty for some, then token by token: hidden states of one packed forward."""
+    model, batch = build(architecture), sequences(21, 9, 14)
+    expected = packed(model, batch).split([len(ids) for ids in batch])
+    cache = Cache(architecture, [len(ids) for ids in batch], block, fill)
+    prompts = [len(ids) - 6 for ids in batch]
+    first = [prompts[0] // 2, 0, prompts[2]]
+    prefill(model, cache, batch, [0, 0, 0], first, pad=0)
+    prefill(model, cache, batch, first, prompts, pad=3)
+    for step in range(6):
+        places = [prompt + step for prompt in prompts]
+        hidden = decode(model, cache, batch, places)
+        close(hidden, torch.stack([whole[place] for whole, place in zip(expected, places, strict=True)]))
+
+
+@every_model
+@pytest.mark.parametrize("block", [1, 4, 16])
+@torch.no_grad()
+def test_paged_equals_packed(architecture: Architecture, block: int) -> None:
+    compare(architecture, block, fill=100.0)
+
+
+@every_model
+@torch.no_grad()
+def test_what_was_never_written_may_be_anything(architecture: Architecture) -> None:
+    """In blocks of nobody, and behind the end of a sequence in its last block."""
+    compare(architecture, 4, fill=torch.nan)
+
+
+@every_model
+@torch.no_grad()
+def test_prefill_in_any_chunks_writes_the_same_cache(architecture: Architecture) -> None:
+    model, batch = build(architecture), sequences(13, 8)
+    once, pieces = Cache(architecture, [13, 8], 4), Cache(architecture, [13, 8], 4)
+    prefill(model, once, batch, [0, 0], [13, 8], pad=0)
+    for start in range(0, 13, 3):
+        ends = [min(start + 3, 13), min(start + 3, 8)]
+        prefill(model, pieces, batch, [start, min(start, 8)], ends, pad=1)
+    for row, ids in enumerate(batch):
+        written = [cache.pages.flatten(1, 2)[:, cache.slots(row, torch.arange(len(ids)))] for cache in (once, pieces)]
+        close(*written)
+        assert written[0].abs().max() < 100
+
+
+@every_model
+@torch.no_grad()
+def test_decode_from_the_first_token(architecture: Architecture) -> None:
+    """Without any prefill, rows of different lengths in one batch."""
+    model, batch = build(architecture), sequences(12, 12)
+    expected = packed(model, batch).view(2, 12, -1)
+    cache = Cache(architecture, [12, 12], 4)
+    for place in range(12):
+        behind = max(place - 4, 0)  # the second one waits at its first token
+        hidden = decode(model, cache, batch, [place, behind])
+        close(hidden, torch.stack([expected[0, place], expected[1, behind]]))
+
+
+# -- captured --------------------------------------------------------------------------------------
+
+
+def microbatch(tokens: int, *lengths: int) -> tuple[Tensor, ...]:
+    """ids, targets, positions, cu_seqlens and weights of a fixed size: padding is the last sequence."""
+    lengths = (*lengths, tokens - sum(lengths))
+    ids, targets = torch.randint(LLAMA.vocabulary, (2, tokens))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    cu_seqlens = torch.tensor([0, *lengths, *[0] * (5 - len(lengths))]).cumsum(0).int()
+    weights = torch.where(torch.arange(tokens) < tokens - lengths[-1], torch.randn(tokens), 0)
+    return ids, targets, positions, cu_seqlens, weights
+
+
+@every_model
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_captured_microbatch_equals_eager(architecture: Architecture, checkpointing: bool, backend: Any) -> None:
+    """Forward, log-probabilities and backward in one graph, for other lengths than it was captured with.
+
+    Bit for bit on a CPU.
+    """
+    model = build(architecture, checkpointing=checkpointing)
+
+    def run(ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor, weights: Tensor) -> Tensor:
+        hidden = model(ids, positions, cu_seqlens, len(ids))
+        logprobs = cast(Tensor, token_logprobs(hidden, model.head_weight, targets, 0.8, chunk=7))
+        (logprobs * weights).sum().backward()
+        return logprobs.detach()
+
+    graphed = capture(run, microbatch(24, 8, 9), backend=backend)
+    for lengths in ((8, 9), (3, 4, 10), (23,)):
+        inputs = microbatch(24, *lengths)
+        results = []
+        for function in (graphed, run):
+            model.zero_grad()
+            logprobs = function(*inputs).clone()
+            results.append([logprobs, *(cast(Tensor, p.grad).clone() for p in model.parameters())])
+        for replayed, eager in zip(*results, strict=True):
+            torch.testing.assert_close(replayed, eager, rtol=0, atol=0 if backend == "tape" else 1e-5)
+            assert bool(eager.isfinite().all())
+
+
+@every_model
+def test_checkpointing_changes_memory_alone(architecture: Architecture) -> None:
+    batch, results = sequences(9, 14), []
+    for checkpointing in (False, True):
+        model = build(architecture, checkpointing=checkpointing)
+        hidden = packed(model, batch)
+        hidden.square().mean().backward()
+        results.append([hidden, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for one, other in zip(*results, strict=True):
+        close(one, other, 1e-6)
