@@ -56,17 +56,15 @@ class Cache:
 
 
 def check_decode(
-    dim: int, heads: tuple[int, int], block: int, window: int | None, lengths: Sequence[int], spare: int,
+    dim: int, heads: tuple[int, int], block: int, window: int | None, lengths: Sequence[int], splits: int | None,
     device: torch.device, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    from rollgraph.model.paged_kernels import _splits, decode
+    from rollgraph.model.paged_kernels import decode
 
-    cache = Cache(lengths, block, heads[1], dim, spare)
-    places = cache.table.shape[1] * block
-    assert (_splits(len(lengths) * heads[1], places, device) > 1) == (spare > 0), "another case than was meant"
+    cache = Cache(lengths, block, heads[1], dim, spare=2)
     q = torch.randn(len(lengths), heads[0], dim).to(dtype)
     pages, table, ends = cache.on(device, dtype)
-    found = decode(q.to(device), pages, table, ends, window)
+    found = decode(q.to(device), pages, table, ends, window, splits)
     close(found, paged_decode(q.float(), cache.plain(dtype), cache.table, cache.lengths, window))
 
 
@@ -127,7 +125,7 @@ def make_cases() -> tuple[dict[str, Case], list[str]]:
             for k, (window, block) in enumerate(((None, 4), (5, 16), (None, 16), (5, 4))):
                 shape = (dim, heads, block, window)
                 name = f"dim {dim}, heads {heads[0]}/{heads[1]}, block {block}, window {window}"
-                cases[f"decode, {name}"] = partial(check_decode, *shape, borders, 0)
+                cases[f"decode, {name}"] = partial(check_decode, *shape, borders, 1)
                 cases[f"prefill, {name}"] = partial(check_prefill, *shape, spans)
                 if (i + j + k) % 4:
                     left_out |= {f"decode, {name}", f"prefill, {name}"}
@@ -136,8 +134,13 @@ def make_cases() -> tuple[dict[str, Case], list[str]]:
                 cases[f"store, dim {dim}, heads {heads[0]}/{heads[1]}, {normed=}"] = store
     for lengths in ((1,), (65,), (1025,), (64, 321), (1024, 3)):
         for window in (None, 5, 400):
-            split = partial(check_decode, 24, (3, 1), 16, window, lengths, 64)
-            cases[f"decode in parts, lengths {lengths}, window {window}"] = split
+            for splits in (2, 16):
+                split = partial(check_decode, 24, (3, 1), 16, window, lengths, splits)
+                cases[f"decode in {splits} parts, lengths {lengths}, window {window}"] = split
+    many = [1 + i * 37 % 200 for i in range(300)]  # more programs than a GPU runs at a time
+    for kind, rows in (("many", many), ("few", many[:3])):
+        cases[f"decode, {kind} rows"] = partial(check_decode, 64, (6, 2), 16, None, rows, None)
+    left_out.add("decode, many rows")
     cases["prefill, nothing but padding"] = partial(check_prefill, 16, (2, 2), 4, None, ((4, 0), (1, 0)))
     return cases, [name for name in cases if name not in left_out]
 

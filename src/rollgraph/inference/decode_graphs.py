@@ -83,7 +83,8 @@ class DecodeGraphs:
         self.state = torch.zeros((rows, TABLE + self.blocks_of_row), dtype=torch.int32, device=device)
         self.history = torch.zeros((rows, max_length if filters else 1), dtype=torch.int32, device=device)
         self.orders = torch.full((rows,), -2, dtype=torch.int32, device=device)
-        self.results = torch.zeros((3, rows), dtype=torch.int32, device=device)  # tokens, and two rows of float32 bits
+        # Token, and two float32 by their bits. The rows of a bucket lie together, so that they cross in one copy.
+        self.results = torch.zeros((rows, 3), dtype=torch.int32, device=device)
         self._batches = {tokens: torch.zeros(self._batch_size(tokens), dtype=torch.int32, device=device)
                          for tokens in prefill_buckets}  # fmt: skip
         largest = self._batch_size(prefill_buckets[-1])
@@ -127,8 +128,8 @@ class DecodeGraphs:
             drawn = sample(self._model.logits(hidden), sampling)
         token.copy_(torch.where(active, drawn.token.clamp_min(0), token))
         position.add_(active)
-        self.results[0, :rows] = drawn.token
-        self.results[1:, :rows] = torch.stack((drawn.logprob, drawn.policy_logprob)).view(torch.int32)
+        logprobs = torch.stack((drawn.logprob, drawn.policy_logprob), 1).view(torch.int32)
+        self.results[:rows] = torch.cat((drawn.token[:, None], logprobs), 1)
 
     def _sampling(self, state: Tensor, position: Tensor) -> Rows:
         numbers = state.view(torch.float32)

@@ -204,7 +204,7 @@ class Engine:
         self._samples: dict[scheduler.Sequence, _Sample] = {}
         self._filtered_rows = 0
         self._in_flight: tuple[Step, torch.Tensor, torch.cuda.Event | None] | None = None
-        self._pinned = [torch.empty((3, rows), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._pinned = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._turn = 0
         self._counts = {"submitted": 0, "tokens": 0, "finished": 0}
 
@@ -325,11 +325,11 @@ class Engine:
         if step.starts:
             self._start(step.starts)
         self._turn = 1 - self._turn
-        host = self._pinned[self._turn][:, : step.bucket]
+        host = self._pinned[self._turn][: step.bucket]
         if step.bucket:
             filtered = self._filters and any(s is not None and self._samples[s].params.filtered for s in step.rows)
             graphs.decode(step.orders, filtered)
-            host.copy_(graphs.results[:, : step.bucket], non_blocking=True)
+            host.copy_(graphs.results[: step.bucket], non_blocking=True)
         if not graphs.results.is_cuda:
             return step, host, None
         event = torch.cuda.Event()
@@ -361,8 +361,8 @@ class Engine:
         self._in_flight = None
         if event is not None:
             event.synchronize()
-        tokens = host[0].tolist()
-        logprobs, policy_logprobs = host[1:].view(torch.float32).tolist()
+        tokens = host[:, 0].tolist()
+        logprobs, policy_logprobs = host.view(torch.float32)[:, 1:].T.tolist()
         rows = {sequence: row for row, sequence in enumerate(step.rows) if sequence is not None}
         for sequence, token in self._scheduler.update(step, tokens):
             row, sample = rows[sequence], self._samples.get(sequence)

@@ -137,11 +137,13 @@ def _join_kernel(parts, sums, out, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT
     tl.store(out + head * DIM + dims, mixed.to(out.dtype.element_ty), mask=in_dim)
 
 
-def decode(q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int | None) -> Tensor:
+def decode(
+    q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int | None, splits: int | None = None
+) -> Tensor:
     """See `attention.paged_decode`. Few rows are split over many programs, whose parts are then joined."""
     rows, heads, dim = q.shape
     _, block, _, kv_heads, _ = pages.shape
-    splits = _splits(rows * kv_heads, table.shape[1] * block, q.device)
+    splits = splits or _splits(rows * kv_heads, table.shape[1] * block, q.device)
     crowded = rows * kv_heads > 4 * _processors(q.device)
     out = torch.empty_like(q)
     parts, sums = out, out
