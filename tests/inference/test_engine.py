@@ -254,7 +254,7 @@ class Script:
             model.head.weight[list(text[1:]), torch.arange(len(text) - 1)] = 100.0
             for layer in model.layers:
                 layer.attention.out.weight.zero_()
-                layer.down.weight.zero_()
+                layer.mlp.down.weight.zero_()
             model.norm.fill_(1.0)
 
 

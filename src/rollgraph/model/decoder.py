@@ -33,7 +33,11 @@ class Attention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
+        """Over packed sequences."""
+        return self.run(x, cos, sin, partial(_packed, cu_seqlens, max_length))
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         return self.out(attend(self, self.qkv(x), cos, sin).flatten(1))
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,6 +60,17 @@ class Attention(nn.Module):
         return q
 
 
+class MLP(nn.Module):
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        a = architecture
+        self.gate_up = nn.Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias)
+        self.down = nn.Linear(a.mlp, a.hidden, bias=a.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x)))
+
+
 class Layer(nn.Module):
     """One layer: a unit of communication, and of capture where there are several ranks."""
 
@@ -66,19 +81,21 @@ class Layer(nn.Module):
         self.attention_norm = nn.Parameter(torch.ones(a.hidden))
         self.attention = Attention(a, layer)
         self.mlp_norm = nn.Parameter(torch.ones(a.hidden))
-        self.gate_up = nn.Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias)
-        self.down = nn.Linear(a.mlp, a.hidden, bias=a.mlp_bias)
+        self.mlp = MLP(a)
 
     def forward(
         self, stream: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int
     ) -> tuple[Tensor, Tensor]:
         """Over packed sequences: the stream before the last update, and that update."""
-        return self.run(stream, update, cos, sin, partial(_packed, cu_seqlens, max_length))
+        x, stream = add_norm(stream, update, self.attention_norm, self.eps)
+        x, stream = add_norm(stream, self.attention(x, cos, sin, cu_seqlens, max_length), self.mlp_norm, self.eps)
+        return stream, self.mlp(x)
 
     def run(self, stream: Tensor, update: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The same with another attention."""
         x, stream = add_norm(stream, update, self.attention_norm, self.eps)
-        x, stream = add_norm(stream, self.attention(x, cos, sin, attend), self.mlp_norm, self.eps)
-        return stream, self.down(swiglu(self.gate_up(x)))
+        x, stream = add_norm(stream, self.attention.run(x, cos, sin, attend), self.mlp_norm, self.eps)
+        return stream, self.mlp(x)
 
 
 class Decoder(nn.Module):

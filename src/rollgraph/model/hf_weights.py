@@ -126,9 +126,9 @@ def tensor_places(architecture: Architecture) -> dict[str, tuple[str, slice]]:
         ("self_attn.k_proj", "attention.qkv", slice(q, q + kv), a.qkv_bias),
         ("self_attn.v_proj", "attention.qkv", slice(q + kv, q + 2 * kv), a.qkv_bias),
         ("self_attn.o_proj", "attention.out", every, a.output_bias),
-        ("mlp.gate_proj", "gate_up", slice(mlp), a.mlp_bias),
-        ("mlp.up_proj", "gate_up", slice(mlp, 2 * mlp), a.mlp_bias),
-        ("mlp.down_proj", "down", every, a.mlp_bias),
+        ("mlp.gate_proj", "mlp.gate_up", slice(mlp), a.mlp_bias),
+        ("mlp.up_proj", "mlp.gate_up", slice(mlp, 2 * mlp), a.mlp_bias),
+        ("mlp.down_proj", "mlp.down", every, a.mlp_bias),
     )
     places = {"model.embed_tokens.weight": ("embed.weight", every)}
     for i in range(a.layers):
