@@ -55,14 +55,15 @@ LAYERS = (
         "inference/blocks.py", "inference/scheduler.py", "inference/kv_cache.py",
         "inference/sampling_kernels.py", "inference/sampler.py",
         "inference/decode_graphs.py", "inference/engine.py",
-        "rl/data.py", "rl/rewards.py", "rl/environment.py", "rl/losses.py", "rl/algorithms/",
+        "rl/paths.py", "rl/data.py", "rl/workers.py", "rl/builtin_rewards.py", "rl/rewards.py", "rl/environment.py",
+        "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (
-        "policy/weights.py", "policy/phases.py", "policy/worker.py",
+        "policy/weights.py", "policy/phases.py", "policy/packing.py", "policy/worker.py",
         "checkpoint.py",
     ), packages=None),
     Layer("run", (
-        "train.py", "launch.py", "dashboard/", "compat/", "commands/", "cli.py",
+        "setup.py", "launch.py", "dashboard/", "train.py", "compat/", "commands/", "cli.py",
     ), packages=None),
 )
 # fmt: on
@@ -70,7 +71,7 @@ LAYERS = (
 # Additions to a layer's `packages`, by part: kernels and chat templates.
 EXTRA = {part: frozenset({"triton", "jinja2"}) for part in ("model", "inference", "tokenizer.py")}
 # Additions by file that hold inside functions and under TYPE_CHECKING only: importing the file stays instant.
-LAZY = {file: frozenset({"torch"}) for file in ("world.py", "metrics.py")}
+LAZY = {file: frozenset({"torch"}) for file in ("world.py", "metrics.py")} | {"config.py": frozenset({"yaml"})}
 
 
 @dataclass(frozen=True, order=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, load, save
+from rollgraph.sharding.shard_files import take_snapshot
 from rollgraph.world import World
 from tests.sharding.test_sharded_model import ALONE, Net, build, loss, microbatch
 from tests.sharding.worlds import run_world
@@ -78,7 +79,8 @@ def test_saved_by_four_and_loaded_by_any(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.incomplete"))
     for size in (1, 2, 3):
         (tmp_path / str(size)).mkdir()
-        for found in run_world(size, tmp_path / str(size), load_and_train, folder):
+        alone = [load_and_train(ALONE, folder)] if size == 1 else []
+        for found in alone or run_world(size, tmp_path / str(size), load_and_train, folder):
             assert not isinstance(found, str), found
             assert same(found[0], saved)
             if size != 3:
@@ -110,9 +112,13 @@ def test_what_is_broken_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     refused(checkpoint, "rank0.safetensors is not what was written")
+    file.write_bytes(content[:-1])
+    refused(checkpoint, "rank0.safetensors is not what was written: .* bytes instead of")
     file.unlink()
     refused(checkpoint, "not whole: rank0.safetensors missing")
     manifest = checkpoint / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "steps": 9}))
+    refused(checkpoint, "manifest.json is not what was written")
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 9}))
     refused(checkpoint, "format 9, expected 1")
     manifest.write_text("{")
@@ -123,6 +129,27 @@ def test_a_checkpoint_is_not_written_over(checkpoint: Path) -> None:
     _, sharded, optimizer = make(ALONE)
     with pytest.raises(CheckpointError, match="exists already"):
         save(checkpoint, sharded, optimizer)
+
+
+def test_a_snapshot_has_memory_of_its_own() -> None:
+    """And the next one uses it again."""
+    model, sharded, optimizer = make(ALONE)
+    first = take_snapshot(sharded, optimizer)
+    before = {name: tensor.clone() for name, tensor in first.shard.items()}
+    steps(ALONE, model, sharded, optimizer, 1)
+    model.seen.fill_(7)
+    assert same(first.shard, before)
+    assert first.rest["seen"] == 0
+    second = take_snapshot(sharded, optimizer, first)
+    assert not same(second.shard, before)
+    assert second.rest["seen"] == 7
+    for name, tensor in second.shard.items():
+        assert tensor.data_ptr() == first.shard[name].data_ptr()
+
+
+def test_files_can_be_read_by_whom_the_system_lets(checkpoint: Path) -> None:
+    (checkpoint.parent / "any").touch()
+    assert {path.stat().st_mode for path in checkpoint.iterdir()} == {(checkpoint.parent / "any").stat().st_mode}
 
 
 def test_there_is_no_pickle(checkpoint: Path) -> None:

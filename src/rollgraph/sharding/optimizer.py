@@ -48,7 +48,7 @@ class ShardedAdamW:
         decays: DecayRule = decay_matrices,
         schedule: Schedule | None = None,
     ) -> None:
-        self._model, self._base, self._schedule = model, lr, schedule
+        self._model, self.base, self.schedule = model, lr, schedule
         rank, device = model.world.rank, model.world.device
         self.rate = torch.tensor(lr, device=device)
         self.skipped = torch.zeros((), device=device)  # steps that were not taken
@@ -89,13 +89,23 @@ class ShardedAdamW:
 
         It is skipped, on all ranks, if a gradient or the given loss is not finite on any of them.
         """
-        if self._schedule is not None:
-            self.rate.fill_(self._base * self._schedule(self.steps))
+        if self.schedule is not None:
+            self.rate.fill_(self.base * self.schedule(self.steps))
         self.check_finite(loss)
         self.update()
         self.steps += 1
         self._model.updated()
         self._model.flat.zero_gradients()
+
+    @torch.no_grad()
+    def restart(self, lr: float, schedule: Schedule | None) -> None:
+        """Forget all moments and begin at step 0 with another learning rate; the weights stay."""
+        self.base, self.schedule, self.steps = lr, schedule, 0
+        self.rate.fill_(lr)
+        self.skipped.zero_()
+        for piece in self.pieces:
+            for tensor in piece.state.values():
+                tensor.zero_()
 
     @torch.no_grad()
     def check_finite(self, loss: Tensor | None = None) -> None:

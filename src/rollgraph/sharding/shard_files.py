@@ -1,7 +1,8 @@
 """Sharded checkpoints: a safetensors file for each rank and a JSON manifest with checksums; never a pickle.
 
 A checkpoint is of parameters, not of shards: each file says which part of which parameter it holds, so
-that any number of ranks can load what any other number saved.
+that any number of ranks can load what any other number saved. Taking a snapshot is apart from writing it,
+and writing needs no collective, so that a thread can do it beside training (`checkpoint.py` does).
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,62 +32,150 @@ from rollgraph.sharding.sharded_model import ShardedModel
 FORMAT = 1
 MANIFEST = "manifest.json"
 _REST = "rest.safetensors"  # frozen parameters and buffers, whole
+_STATE = "state.json"  # what each rank saved beside tensors
+_POLL = 0.02  # seconds between two looks for what another rank writes
+
+Manifest = dict[str, Any]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is not whole, not this model's, or not what was written; nothing was loaded."""
+    """A checkpoint that is not whole, not this model's, not what was written, or that could not be written."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank writes, in host memory of its own: training may go on."""
+
+    rank: int
+    ranks: int
+    shard: dict[str, Tensor]  # "master/<parameter>", "exp_avg/<parameter>", ...: the parts that this rank owns
+    parts: list[tuple[str, int, int]]  # parameter, where the part starts in it, how many elements
+    rest: dict[str, Tensor]  # on rank 0: frozen parameters and buffers
+    header: dict[str, Any]  # of the manifest
+
+
+# -- saving ----------------------------------------------------------------------------------------
 
 
 def save(folder: str | os.PathLike[str], model: ShardedModel, optimizer: ShardedAdamW) -> None:
     """Write a checkpoint into a folder that all ranks see. It appears whole, or not at all."""
-    target, rank = Path(folder), model.world.rank
+    target = Path(folder)
     if target.exists():
         raise CheckpointError(f"{target} exists already")
-    temporary = target.with_name(target.name + ".incomplete")
-    temporary.mkdir(parents=True, exist_ok=True)
-    name = f"rank{rank}.safetensors"
-    _write(temporary / name, {f"{f}/{p.parameter.name}": t for p in optimizer.pieces for f, t in _fields(p)})
-    parts = [[piece.parameter.name, piece.start, piece.master.numel()] for piece in optimizer.pieces]
-    mine = {"file": name, "sha256": _digest(temporary / name), "parts": parts}
-    said = [json.loads(text) for text in model.collectives.agree(json.dumps(mine))]
-    if rank == 0:
-        _write(temporary / _REST, _rest(model))
-        manifest = {
-            "format": FORMAT,
-            "steps": optimizer.steps,
-            "parameters": {s.name: _described(s) for s in specs_of(model.model)},
-            "shards": said,
-            "rest": {"file": _REST, "sha256": _digest(temporary / _REST)},
-        }
-        path = temporary / MANIFEST
-        path.write_text(json.dumps(manifest, indent=1))
-        _sync(path)
-        os.replace(temporary, target)
-        _sync(target.parent)
-    model.collectives.agree("saved")
+    token = model.collectives.agree(uuid.uuid4().hex[:8])[0]
+    write(take_snapshot(model, optimizer), target.with_name(f"{target.name}.{token}.incomplete"), target)
 
 
-def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: ShardedAdamW) -> None:
-    """Parameters and optimizer state from a checkpoint, into the memory they have."""
-    source = Path(folder)
-    manifest = _manifest(source)
-    _check(manifest, model)
-    for entry in (*manifest["shards"], manifest["rest"]):
-        if _digest(source / entry["file"]) != entry["sha256"]:
-            raise CheckpointError(f"{source / entry['file']} is not what was written: its checksum differs")
-    found = [(piece, dict(_assembled(source, manifest, piece))) for piece in optimizer.pieces]
-    with torch.no_grad():
-        for piece, values in found:
-            for name, tensor in _fields(piece):
-                tensor.copy_(values[name])
-        held = _rest(model)
-        with safe_open(source / _REST, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 not a dict
-                held[name].copy_(file.get_tensor(name))
-    optimizer.steps = manifest["steps"]
-    optimizer.write_shards()
-    model.updated()
-    model.gather()
+def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: Snapshot | None = None) -> Snapshot:
+    """Copy what a checkpoint holds; into the memory of an earlier snapshot, if that is given."""
+    world = model.world
+    shard = {f"{field}/{piece.parameter.name}": t for piece in optimizer.pieces for field, t in _fields(piece)}
+    copied = _to_host(shard, memory.shard if memory else {})
+    rest = _to_host(_rest(model) if world.rank == 0 else {}, memory.rest if memory else {})
+    if torch.device(world.device).type == "cuda":
+        torch.cuda.current_stream(world.device).synchronize()
+    parts = [(piece.parameter.name, piece.start, piece.master.numel()) for piece in optimizer.pieces]
+    header = {
+        "format": FORMAT,
+        "steps": optimizer.steps,
+        "skipped": int(optimizer.skipped),
+        "parameters": {s.name: _described(s) for s in specs_of(model.model)},
+    }
+    return Snapshot(world.rank, world.size, copied, parts, rest, header)
+
+
+def write(
+    snapshot: Snapshot,
+    temporary: Path,
+    target: Path,
+    *,
+    state: Any = None,
+    about: Mapping[str, Any] | None = None,
+    timeout: float = 1800.0,
+) -> None:
+    """Write this rank's part; returns when the checkpoint of all ranks has its name, on all of them, or raises.
+
+    All ranks name the same `temporary`, which nobody used before. Each leaves a shard and a note of it there. Rank 0
+    waits for all notes, writes the rest and renames the folder; if it cannot, the folder goes, and the others see that.
+    `about` are fields for the manifest, `state` is JSON, of each rank its own.
+    """
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        _hand_over(snapshot, temporary, state)
+        if snapshot.rank == 0:
+            _publish(snapshot, temporary, target, about or {}, timeout)
+        else:
+            _await(temporary, target, timeout)
+    except BaseException as error:
+        if snapshot.rank == 0:
+            with suppress(OSError):  # the first error is the one to tell
+                discard(temporary, temporary.with_suffix(".deleted"))
+        if isinstance(error, (OSError, SafetensorError)):
+            raise CheckpointError(f"{target} was not written: {error}") from error
+        raise
+
+
+def discard(folder: Path, away: Path) -> None:
+    """Delete a folder: its name first, so that never a half of it has that name."""
+    os.replace(folder, away)
+    sync(away.parent)
+    shutil.rmtree(away)
+
+
+def _hand_over(snapshot: Snapshot, temporary: Path, state: Any) -> None:
+    path, note = temporary / f"rank{snapshot.rank}.safetensors", temporary / f"rank{snapshot.rank}.json"
+    said: dict[str, Any] = {"error": f"{path} was not written"}
+    try:
+        said = {"shard": {**_write_tensors(path, snapshot.shard), "parts": snapshot.parts}, "state": state}
+    except (OSError, SafetensorError) as error:
+        said = {"error": f"{path}: {error}"}
+        raise
+    finally:  # the note appears whole, and after the file that it is of
+        _write_json(note.with_suffix(".part"), said)
+        os.replace(note.with_suffix(".part"), note)
+
+
+def _publish(snapshot: Snapshot, temporary: Path, target: Path, about: Mapping[str, Any], timeout: float) -> None:
+    notes = [temporary / f"rank{rank}.json" for rank in range(snapshot.ranks)]
+    deadline = time.monotonic() + timeout
+    while missing := [note.stem for note in notes if not note.exists()]:
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"{target} was not written: nothing from {', '.join(missing)} within {timeout:g} s")
+        time.sleep(_POLL)
+    said = [json.loads(note.read_text()) for note in notes]
+    if errors := [f"rank{rank}: {entry['error']}" for rank, entry in enumerate(said) if "error" in entry]:
+        raise CheckpointError(f"{target} was not written: {'; '.join(errors)}")
+    manifest = {**snapshot.header, **about, "shards": [entry["shard"] for entry in said]}
+    manifest["rest"] = _write_tensors(temporary / _REST, snapshot.rest)
+    if any(entry["state"] is not None for entry in said):
+        manifest["state"] = _write_json(temporary / _STATE, [entry["state"] for entry in said])
+    _write_json(temporary / MANIFEST, {**manifest, "sha256": _seal(manifest)})
+    for note in notes:
+        note.unlink()
+    sync(temporary)
+    os.replace(temporary, target)
+    sync(target.parent)
+
+
+def _await(temporary: Path, target: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while temporary.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"{target} was not written: rank 0 did not finish within {timeout:g} s")
+        time.sleep(_POLL)
+    if not target.exists():
+        raise CheckpointError(f"{target} was not written: rank 0 gave it up")
+
+
+def _to_host(tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that are on their way: page-locked, so that those from a GPU do not wait for one another."""
+    copies = {}
+    for name, tensor in tensors.items():
+        copy = memory.get(name)
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+    return copies
 
 
 def _fields(piece: Piece) -> Iterator[tuple[str, Tensor]]:
@@ -104,7 +199,110 @@ def _persistent(model: torch.nn.Module) -> set[str]:
     }
 
 
-def _assembled(source: Path, manifest: dict[str, Any], piece: Piece) -> Iterator[tuple[str, Tensor]]:
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: ShardedAdamW) -> list[Any]:
+    """Parameters and optimizer state from a checkpoint, into the memory they have; gives the state of each rank.
+
+    If any rank finds anything wrong, it is an error on all of them, and nothing has changed.
+    """
+    source, world = Path(folder), model.world
+    found: _Found | None = None
+    try:
+        manifest = read_manifest(source)
+        _check(manifest, model)
+        _check_files(source, _files(manifest)[world.rank :: world.size])
+        found = _read(source, manifest, model, optimizer)
+        verdict = f"sound {manifest['sha256']}"
+    except (CheckpointError, OSError, SafetensorError) as error:
+        verdict = f"{error}"
+    said = model.collectives.agree(verdict)
+    if wrong := [text for text in said if not text.startswith("sound ")]:
+        raise CheckpointError(wrong[0])
+    if found is None or len(set(said)) > 1:
+        raise CheckpointError(f"{source} is not the same for all ranks")
+    with torch.no_grad():
+        for tensor, value in found.tensors:
+            tensor.copy_(value)
+        optimizer.skipped.fill_(found.skipped)
+    optimizer.steps = found.steps
+    optimizer.write_shards()
+    model.updated()
+    model.gather()
+    return found.states
+
+
+def read_manifest(source: Path) -> Manifest:
+    """The manifest of a checkpoint that has all its files, in their sizes; what is in them is for `verify`."""
+    path = source / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{source} is no checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(f"{source} has format {version}, expected {FORMAT}")
+    if manifest.get("sha256") != _seal(manifest):
+        raise CheckpointError(f"{path} is not what was written: its checksum differs")
+    sizes = {entry["file"]: _size(source / entry["file"]) for entry in _files(manifest)}
+    if absent := [name for name, size in sizes.items() if size is None]:
+        raise CheckpointError(f"{source} is not whole: {', '.join(absent)} missing")
+    for entry in _files(manifest):
+        if sizes[entry["file"]] != entry["bytes"]:
+            raise CheckpointError(
+                f"{source / entry['file']} is not what was written: "
+                f"{sizes[entry['file']]} bytes instead of {entry['bytes']}"
+            )
+    return manifest
+
+
+def verify(source: Path) -> None:
+    """Raise unless every byte is what was written."""
+    _check_files(source, _files(read_manifest(source)))
+
+
+def read_states(source: Path) -> list[Any]:
+    """The state that each rank saved, in the order of ranks; none if there was none."""
+    manifest = read_manifest(source)
+    if "state" not in manifest:
+        return []
+    _check_files(source, [manifest["state"]])
+    states: list[Any] = json.loads((source / _STATE).read_text())
+    return states
+
+
+@dataclass(frozen=True)
+class _Found:
+    """All that a load will put in place."""
+
+    tensors: list[tuple[Tensor, Tensor]]  # where to, what
+    steps: int
+    skipped: int
+    states: list[Any]
+
+
+def _read(source: Path, manifest: Manifest, model: ShardedModel, optimizer: ShardedAdamW) -> _Found:
+    tensors = []
+    for piece in optimizer.pieces:
+        values = dict(_assembled(source, manifest, piece))
+        tensors += [(tensor, values[name]) for name, tensor in _fields(piece)]
+    held = _rest(model)
+    with safe_open(source / _REST, framework="pt") as file:
+        saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
+    for name in sorted(held.keys() | saved.keys()):
+        here, there = (_shape(group[name]) if name in group else "absent" for group in (held, saved))
+        if here != there:
+            raise CheckpointError(f"the checkpoint is of another model: {name} is {there} there and {here} here")
+        tensors.append((held[name], saved[name]))
+    return _Found(tensors, manifest["steps"], manifest["skipped"], read_states(source))
+
+
+def _assembled(source: Path, manifest: Manifest, piece: Piece) -> Iterator[tuple[str, Tensor]]:
     """The values of a piece, from whichever files hold a part of it."""
     values = {name: torch.empty_like(tensor, device="cpu") for name, tensor in _fields(piece)}
     missing = piece.master.numel()
@@ -114,7 +312,7 @@ def _assembled(source: Path, manifest: dict[str, Any], piece: Piece) -> Iterator
             if name != piece.parameter.name or low >= high:
                 continue
             missing -= high - low
-            with safe_open(source / entry["file"], framework="pt") as file:
+            with safe_open(source / entry["file"], framework="pt") as file, torch.no_grad():
                 for kind, value in values.items():
                     saved = file.get_slice(f"{kind}/{name}")
                     if value.dim():
@@ -126,23 +324,7 @@ def _assembled(source: Path, manifest: dict[str, Any], piece: Piece) -> Iterator
     yield from values.items()
 
 
-def _manifest(source: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads((source / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{source} is no checkpoint: it has no {MANIFEST}") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{source / MANIFEST} is not JSON: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{source} has format {manifest.get('format')}, expected {FORMAT}")
-    files = [entry["file"] for entry in (*manifest["shards"], manifest["rest"])]
-    absent = [name for name in files if not (source / name).exists()]
-    if absent:
-        raise CheckpointError(f"{source} is not whole: {', '.join(absent)} missing")
-    return manifest
-
-
-def _check(manifest: dict[str, Any], model: ShardedModel) -> None:
+def _check(manifest: Manifest, model: ShardedModel) -> None:
     saved, mine = manifest["parameters"], {s.name: _described(s) for s in specs_of(model.model)}
     different = sorted(name for name in saved.keys() | mine.keys() if saved.get(name) != mine.get(name))
     if different:
@@ -159,12 +341,50 @@ def _described(spec: ParameterSpec) -> str:
     return f"{str(spec.dtype).removeprefix('torch.')} {shape}" + " frozen" * (not spec.trainable)
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path)
-    _sync(path)
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
 
 
-def _sync(path: Path) -> None:
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _files(manifest: Manifest) -> list[dict[str, Any]]:
+    """What the manifest says of each file."""
+    return [*manifest["shards"], manifest["rest"], *([manifest["state"]] if "state" in manifest else [])]
+
+
+def _check_files(source: Path, entries: list[dict[str, Any]]) -> None:
+    paths = [source / entry["file"] for entry in entries]
+    try:
+        with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+            digests = list(pool.map(_digest, paths))
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
+    for path, entry, digest in zip(paths, entries, digests, strict=True):
+        if digest != entry["sha256"]:
+            raise CheckpointError(f"{path} is not what was written: its checksum differs")
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path)
+    path.chmod(mode)  # as any file has it here; save_file leaves it to the owner alone
+    return _sealed(path)
+
+
+def _write_json(path: Path, value: Any) -> dict[str, Any]:
+    path.write_text(json.dumps(value, indent=1))
+    return _sealed(path)
+
+
+def _sealed(path: Path) -> dict[str, Any]:
+    sync(path)
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": _digest(path)}
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -175,3 +395,13 @@ def _sync(path: Path) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """The checksum of a manifest, of what it says and not of how it is spelled."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None

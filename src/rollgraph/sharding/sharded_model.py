@@ -155,17 +155,21 @@ class ShardedModel:
         finally:
             self._syncs = found
 
-    def finish_gradients(self, *, tokens: Tensor | None = None) -> None:
-        """Sum what has not been summed yet, wait, and average: by ranks, or by the tokens of all ranks."""
+    def finish_gradients(self, *, tokens: Tensor | None = None, average: bool = True) -> None:
+        """Sum what has not been summed yet, wait, and average: by ranks, or by the tokens of all ranks.
+
+        Without `average` the sums stay as they are, for a loss whose weights add up over all ranks.
+        """
         self._refuse_strangers()
         for bucket in self._trained:
             if bucket.index not in self._reduced:
                 bucket.start_reduce()
         for bucket in self._trained:
             bucket.land_reduce()
-        count = self.world.size if tokens is None else self.collectives.sum(tokens)
-        for shard in self.gradient_shards():
-            shard.div_(count)
+        if average:
+            count = self.world.size if tokens is None else self.collectives.sum(tokens)
+            for shard in self.gradient_shards():
+                shard.div_(count)
         self._arrived.clear()
         self._reduced.clear()
 
@@ -243,7 +247,7 @@ class ShardedModel:
         own = [p for p in module.parameters(recurse=False) if p in self._of]
         hooks: dict[Any, Callable[..., Any]] = {}
         if own:
-            hooks["forward_pre"] = lambda module, args: self._before(own)
+            hooks["forward_pre"] = lambda module, args: self.before_reading(own)
         if any(p.requires_grad for p in own):
             hooks["gradient"] = self._accumulated
         return hooks
@@ -265,7 +269,7 @@ class ShardedModel:
         own = [p for p in module.parameters() if p in self._of]
 
         def before(target: Any, args: Any, kwargs: Any) -> None:
-            self._before(own)
+            self.before_reading(own)
 
         def after(target: Any) -> None:
             for parameter in own:
@@ -275,10 +279,11 @@ class ShardedModel:
         everywhere: tuple[Moment, ...] = ("warmup", "capture", "replay")
         return GraphHooks([before], (), (), [after], when={"pre_forward": everywhere, "post_backward": ("replay",)})
 
-    def _before(self, parameters: Sequence[Tensor]) -> None:
-        """A module is about to read its parameters: their buckets must be here, and the next ones on their way.
+    def before_reading(self, parameters: Sequence[Tensor]) -> None:
+        """Parameters are about to be read: their buckets must be here, and the next ones on their way.
 
-        Gathers begin in the order of a forward, whichever module asks first: it is the same on all ranks.
+        Modules call it by their hooks; who reads a parameter without calling its module calls it himself. Gathers
+        begin in the order of a forward, whichever module asks first: it is the same on all ranks.
         """
         needed = {self._of[p].index for p in parameters}
         for bucket in self._in_forward_order():

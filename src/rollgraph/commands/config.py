@@ -1,0 +1,71 @@
+"""`rollgraph config`: the resolved configuration of a run, its JSON schema, or the table of all keys."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import MISSING
+from typing import Any
+
+from rollgraph.config import ConfigError, Key, json_schema, list_keys, load_config, spell, to_yaml
+
+DONE, BROKEN = 0, 2
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "config",
+        help="show the resolved configuration of a run",
+        description="Check a configuration and print it with everything it inherits and all defaults, as YAML. "
+        f"Exit code: {DONE} it is right, {BROKEN} something is wrong; every problem has its line on standard error.",
+    )
+    parser.add_argument("file", nargs="?", help="the YAML file of a run")
+    parser.add_argument("overrides", nargs="*", help="key=value, for example rollout.temperature=0.7")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--schema", action="store_true", help="print the JSON schema of such files, for editors")
+    shape.add_argument("--keys", action="store_true", help="print a table of all keys, as Markdown")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.schema or options.keys:
+        print(json.dumps(json_schema(), indent=2) if options.schema else key_tables())
+        return DONE
+    if options.file is None or "=" in options.file:
+        print("rollgraph config: expected the YAML file of a run, --schema or --keys", file=sys.stderr)
+        return BROKEN
+    try:
+        print(to_yaml(load_config(options.file, options.overrides)), end="")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BROKEN
+    return DONE
+
+
+def key_tables() -> str:
+    """Markdown: a table for the top level, then one for each section."""
+    tables: dict[str, list[Key]] = {"": []}
+    titles = {"": "Top level"}
+    for key in list_keys():
+        if spell(key.kind).startswith("section"):
+            titles[key.name] = f"`{key.name}`: {key.text}"
+        if spell(key.kind) != "section":  # a section that may be null, or a list of sections, is a value as well
+            tables.setdefault(key.name.rpartition(".")[0], []).append(key)
+    blocks = []
+    for section, keys in tables.items():
+        rows = [f"| `{key.name}` | {_cell(spell(key.kind))} | {_default(key)} | {_cell(key.text)} |" for key in keys]
+        title = titles.get(section, f"`{section}`: an entry of the list")
+        blocks.append("\n".join([f"### {title}", "", "| key | value | default | |", "|---|---|---|---|", *rows]))
+    return "\n\n".join(blocks)
+
+
+def _default(key: Key) -> str:
+    if key.default is MISSING:
+        return "required"
+    value = list(key.default) if isinstance(key.default, tuple) else key.default
+    return f"`{value if value and isinstance(value, str) else json.dumps(value)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace(" | ", ", ").replace("|", "\\|")

@@ -1,0 +1,108 @@
+"""`rollgraph train`: a whole run from a configuration; and `rollgraph eval` and `rollgraph export` of what it made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rollgraph.config import Config, ConfigError, load_config
+
+DONE, FAILED, WRONG = 0, 1, 2
+
+
+def add_to(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="post-train a model",
+        description="A whole run from a YAML file, resumed from its last checkpoint. With several processes: "
+        "torchrun --nproc-per-node N -m rollgraph train FILE. SIGTERM saves and ends with exit code 0.",
+    )
+    evaluate = commands.add_parser(
+        "eval", help="reward of a run's model on held-out prompts", description="Mean reward and pass@k as JSON."
+    )
+    export = commands.add_parser(
+        "export", help="write a checkpoint as a model folder", description="A folder that other tools can load."
+    )
+    for parser, run in ((train, run_train), (evaluate, run_eval), (export, run_export)):
+        parser.add_argument("config", help="YAML file; see docs/config.md")
+        parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-6")
+        parser.set_defaults(run=run)
+    export.add_argument("--to", required=True, help="the folder to write")
+    for parser in (evaluate, export):
+        parser.add_argument(
+            "--which", choices=("latest", "best"), default="latest", help="checkpoint (default: latest)"
+        )
+
+
+def _load(options: argparse.Namespace) -> Config | None:
+    try:
+        return load_config(options.config, options.overrides)
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return None
+
+
+def run_train(options: argparse.Namespace) -> int:
+    config = _load(options)
+    if config is None:
+        return WRONG
+    from rollgraph.launch import joined
+    from rollgraph.train import train
+    from rollgraph.world import World
+
+    try:
+        with joined(World.current()) as world:
+            train(config, world)
+    except (ValueError, OSError) as error:
+        print(f"rollgraph train: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("rollgraph train: interrupted; the last checkpoint is whole", file=sys.stderr)
+        return 130
+    return DONE
+
+
+def run_eval(options: argparse.Namespace) -> int:
+    return _with_checkpoint(options, lambda run, options: print(json.dumps(_evaluated(run))))
+
+
+def run_export(options: argparse.Namespace) -> int:
+    return _with_checkpoint(options, lambda run, options: run.policy.export(Path(options.to)))
+
+
+def _evaluated(run: Any) -> dict[str, float]:
+    from rollgraph.train import evaluate
+
+    if not run.validation:
+        raise ValueError("data.validation is not given: there is nothing to evaluate on")
+    return evaluate(run, "eval")
+
+
+def _with_checkpoint(options: argparse.Namespace, act: Any) -> int:
+    """Do something with the weights of a checkpoint, or with the model itself if there is none."""
+    config = _load(options)
+    if config is None:
+        return WRONG
+    from rollgraph.setup import make_run
+    from rollgraph.world import World
+
+    try:
+        run = make_run(config, World.current())
+        try:
+            checkpoints = run.checkpoints
+            saved = checkpoints.best() if options.which == "best" else checkpoints.latest()
+            if saved is not None:
+                checkpoints.load(saved)
+                print(f"step {saved.step} of {config.output}", file=sys.stderr)
+            else:
+                print(f"{config.output} has no checkpoint: the model before training", file=sys.stderr)
+            act(run, options)
+        finally:
+            run.close()
+    except (ValueError, OSError) as error:
+        print(f"rollgraph {options.command}: {error}", file=sys.stderr)
+        return FAILED
+    return DONE

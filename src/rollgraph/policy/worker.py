@@ -1,0 +1,418 @@
+"""The worker: one set of weights that generates, scores and trains, each by replaying captured graphs.
+
+Owns the model, its shards, its optimizer, the pool of all graphs and the engine; knows nothing of data, rewards or the
+loop. It is blind to the algorithm: it is given a loss over packed tokens. Everything is captured by `capture_all`,
+before the first step, and nothing afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollgraph.graph import GraphPool, capture, make_graphed_callables
+from rollgraph.graph.capture import BackendName
+from rollgraph.inference import Engine, Progress, SamplingParams
+from rollgraph.metrics import to_host
+from rollgraph.model import Decoder, save_model, token_logprobs
+from rollgraph.policy.packing import STREAMS, Arrays, fill, pack
+from rollgraph.policy.phases import Phases
+from rollgraph.policy.weights import POLICY, WeightSlots
+from rollgraph.rl.environment import Turn
+from rollgraph.rl.losses import TokenStreams, means
+from rollgraph.sharding import ShardedAdamW, ShardedModel
+from rollgraph.tokenizer import Tokenizer
+from rollgraph.types import Batch, Rollout, Sample
+from rollgraph.world import World
+
+# How far the log-probabilities of a rollout and of training are apart: the mean of exp(|difference|), and the largest.
+AGREEMENT = ("token_mult_prob_error", "token_mult_prob_error_max")
+
+Loss = Callable[[TokenStreams], tuple[Tensor, dict[str, Tensor]]]
+OnCapture = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The static shapes of everything that is captured."""
+
+    max_length: int  # of a prompt with its completion
+    rows: int = 64  # sequences that decode at a time
+    token_buckets: tuple[int, ...] = (4096,)  # tokens of a microbatch, ascending
+    tokens_per_sequence: int = 32  # a bucket has room for tokens / this sequences
+    cache_bytes: int | None = None
+    prefill_tokens: int | None = None
+
+    def sequences(self, tokens: int) -> int:
+        return max(8, tokens // self.tokens_per_sequence)
+
+
+@dataclass
+class Totals:
+    """What a call of `train` adds up on the device, and its padding."""
+
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    agreement: list[Tensor] = field(default_factory=list)  # of each microbatch before the first update, see AGREEMENT
+    updates: int = 0
+    tokens: int = 0
+    places: int = 0
+    norms: list[Tensor] = field(default_factory=list)
+
+
+class PolicyWorker:
+    """One process of a run."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None,
+        world: World,
+        limits: Limits,
+        *,
+        sampling: SamplingParams,
+        optimizer: Mapping[str, Any],
+        clip_norm: float | None = 1.0,
+        backend: BackendName = "auto",
+        scopes: tuple[str, ...] = ("step",),
+        on_mismatch: Any = "raise",
+        warmup: int = 3,
+        reduction: Any = "library",
+        verify_weights: bool = False,
+    ) -> None:
+        if world.size > 1 and "step" in scopes:
+            raise ValueError("a graph of a whole step cannot hold the communication of several ranks: use scope layer")
+        if model.checkpointing and "step" not in scopes:
+            raise ValueError("checkpointing calls a layer twice, which a graph of the layer cannot: use scope step")
+        self.model, self.tokenizer, self.world, self.limits = model, tokenizer, world, limits
+        self.sharded = ShardedModel(model, world, reduction=reduction)
+        self.optimizer = ShardedAdamW(self.sharded, **optimizer)
+        self.weights = WeightSlots(self.sharded, verify=verify_weights)
+        self.phases = Phases(self.sharded)
+        self.pool = GraphPool()
+        self.sampling, self._clip_norm, self._reduction = sampling, clip_norm, reduction
+        self._backend: BackendName = backend
+        self._scopes, self._on_mismatch, self._warmup = scopes, on_mismatch, warmup
+        self._temperature = sampling.temperature or 1.0
+        self._train_graphs: dict[tuple[str, int], Callable[..., Any]] = {}
+        self._score_graphs: dict[int, Callable[..., Any]] = {}
+        self._losses: dict[str, tuple[Loss, bool, list[str]]] = {}
+        self.engine: Engine | None = None
+
+    # -- capture -----------------------------------------------------------------------------------
+
+    def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_capture: OnCapture | None = None) -> None:
+        """Allocate the cache and capture every graph. `losses` are by name, with whether they want the entropy."""
+        progress = on_capture or (lambda name, done, total: None)
+        with self.phases.enter("generate"):
+            self.engine = Engine(
+                self.model,
+                self.tokenizer,
+                rows=self.limits.rows,
+                max_length=self.limits.max_length,
+                cache_bytes=self.limits.cache_bytes,
+                prefill_tokens=self.limits.prefill_tokens,
+                filters=self.sampling.filtered,
+                pool=self.pool,
+                backend=self._named_backend,
+                guards=[self.sharded.stale],
+                on_capture=progress,
+            )
+        buckets = self.limits.token_buckets if "step" in self._scopes else self.limits.token_buckets[-1:]
+        steps = len(buckets) * (1 + len(losses))
+        done = 0
+        for tokens in reversed(buckets):
+            with self.phases.enter("score"):
+                self._score_graphs[tokens] = self._capture(self._score_step, tokens, f"score {tokens}")
+            progress(f"score {tokens}", done := done + 1, steps)
+        for name, (loss, entropy) in losses.items():
+            self._losses[name] = (loss, entropy, [])
+            for tokens in reversed(buckets):
+                label = f"train {tokens}" if len(losses) == 1 else f"{name} {tokens}"
+                if "step" in self._scopes:
+                    step = self._capture(lambda *a, n=name: self._train_step(n, *a), tokens, label, grad=True)
+                    self._train_graphs[name, tokens] = step
+                progress(label, done := done + 1, steps)
+        if "step" not in self._scopes:
+            self._capture_units(buckets[-1])
+
+    @property
+    def _named_backend(self) -> BackendName:
+        if self._backend != "auto":
+            return self._backend
+        return "cuda" if self.world.device.startswith("cuda") else "tape"
+
+    def _capture(self, step: Callable[..., Any], tokens: int, name: str, grad: bool = False) -> Callable[..., Any]:
+        inputs = self._upload(fill([], tokens, self.limits.sequences(tokens)))
+        guards = [self.sharded.stale, self._not_the_policy] if grad else [self.sharded.stale]
+        with torch.set_grad_enabled(grad):
+            return capture(
+                step, inputs, pool=self.pool, backend=self._named_backend, guards=guards, name=name,
+                on_mismatch=self._on_mismatch, warmup=max(1, self._warmup),
+            )  # fmt: skip
+
+    def _capture_units(self, tokens: int) -> None:
+        """Layers, or attentions and MLPs, as graphs with the communication of their parameters beside them."""
+        hidden, head_dim = self.model.architecture.hidden, self.model.architecture.head_dim
+        device, dtype = self.world.device, self.model.embed.weight.dtype
+        cu_seqlens = self._upload(fill([], tokens, self.limits.sequences(tokens)))[4]
+        angles = tuple(torch.zeros(tokens, head_dim // 2, device=device) for _ in range(2))
+        most = min(tokens, self.limits.max_length)
+
+        def stream(grad: bool = True) -> Tensor:
+            return torch.zeros(tokens, hidden, dtype=dtype, device=device, requires_grad=grad)
+
+        units: list[torch.nn.Module] = []
+        samples: list[tuple[Any, ...]] = []
+        for index, layer in enumerate(self.model.layers):
+            if "layer" in self._scopes:
+                units.append(layer)
+                samples.append((stream(), stream(index > 0), *angles, cu_seqlens, most))
+                continue
+            if "attn" in self._scopes:
+                units.append(layer.attention)
+                samples.append((stream(), *angles, cu_seqlens, most))
+            if "mlp" in self._scopes:
+                units.append(layer.mlp)
+                samples.append((stream(),))
+        make_graphed_callables(
+            tuple(units), tuple(samples), pool=self.pool, backend=self._named_backend, on_mismatch=self._on_mismatch,
+            hooks=[self.sharded.graph_hooks(unit) for unit in units], grad_buffers=self.sharded.flat.grad_buffers,
+            num_warmup_iters=max(1, self._warmup), guards=[self._not_the_policy],
+        )  # fmt: skip
+
+    def _not_the_policy(self) -> str | None:
+        """A guard of training: other weights are in the model."""
+        return None if self.weights.current == POLICY else f"the weights in the model are {self.weights.current!r}"
+
+    # -- what runs inside of graphs ----------------------------------------------------------------
+
+    def _logprobs(self, inputs: Sequence[Tensor], entropy: bool) -> tuple[Tensor, Tensor | None]:
+        ids, positions, targets, _, cu_seqlens, _ = inputs
+        hidden = self.model(ids, positions, cu_seqlens, min(len(ids), self.limits.max_length))
+        self.sharded.before_reading([self.model.head_weight])
+        found = token_logprobs(hidden, self.model.head_weight, targets, self._temperature, entropy=entropy)
+        return found if isinstance(found, tuple) else (found, None)
+
+    @torch.no_grad()
+    def _score_step(self, *inputs: Tensor) -> Tensor:
+        return self._logprobs(inputs, entropy=False)[0]
+
+    def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss of a microbatch, and its metrics side by side."""
+        loss, wants_entropy, names = self._losses[name]
+        logprobs, entropy = self._logprobs(inputs, wants_entropy)
+        streams = dict(zip(STREAMS, inputs[5].unbind(), strict=True))
+        value, metrics = loss(
+            TokenStreams(
+                logprobs=logprobs,
+                old_logprobs=streams["old_logprobs"],
+                rollout_logprobs=streams["logprobs"],
+                advantages=streams["advantages"],
+                weights=streams["weights"],
+                sequence=inputs[3],
+                sequences=len(inputs[4]) - 1,
+                entropy=entropy,
+                reference_logprobs=streams["reference_logprobs"] if "reference" in self.weights else None,
+            )
+        )
+        names[:] = metrics
+        with torch.no_grad():
+            live = streams["weights"] != 0
+            apart = torch.where(live, (logprobs - streams["logprobs"]).abs(), 0.0).clamp_max(20.0).exp()
+            agreement = torch.stack(((apart * live).sum(), live.sum().float(), apart.max()))
+        return value, torch.cat((agreement, torch.stack([metrics[metric] for metric in names])))
+
+    def _train_step(self, name: str, *inputs: Tensor) -> Tensor:
+        """Forward and backward, gradients added to the flat buffer: the whole microbatch."""
+        loss, metrics = self._loss(name, inputs)
+        buffers = self.sharded.flat.grad_buffers
+        for buffer, gradient in zip(buffers.values(), torch.autograd.grad(loss, list(buffers)), strict=True):
+            buffer.add_(gradient)
+        return metrics
+
+    def _upload(self, arrays: Arrays) -> tuple[Tensor, ...]:
+        return tuple(torch.from_numpy(array).to(self.world.device) for array in arrays.tensors)
+
+    # -- generate ----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        requests: Sequence[tuple[list[int], int]],
+        *,
+        seed: str,
+        params: SamplingParams | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[Turn]:
+        """Continue token lists, each with a key: the noise of a sample depends on `seed` and its key alone."""
+        assert self.engine is not None, "capture_all() first"
+        params = params or self.sampling
+        room = self.limits.max_length
+        each = [
+            replace(params, seed=_seed(f"{seed}/{key}"), max_tokens=max(0, min(params.max_tokens, room - len(tokens))))
+            for tokens, key in requests
+        ]
+        with self.phases.enter("generate"):
+            outputs = self.engine.generate([tokens for tokens, _ in requests], each, on_progress=on_progress)
+        turns = []
+        for output in outputs:
+            if output.error is not None:
+                raise ValueError(f"a prompt of {len(output.prompt_tokens)} tokens cannot be continued: {output.error}")
+            (found,) = output.completions
+            turns.append(Turn(found.tokens, found.logprobs, found.text, found.finish_reason or "abort"))
+        return turns
+
+    # -- score -------------------------------------------------------------------------------------
+
+    def score(self, rollouts: Sequence[Rollout], weights: str = "reference") -> None:
+        """Fill `reference_logprobs` of rollouts."""
+        samples = [_bare(rollout.prompt.tokens, rollout.tokens, rollout.logprobs) for rollout in rollouts]
+        for rollout, found in zip(rollouts, self.logprobs(samples, weights), strict=True):
+            rollout.reference_logprobs = [x if on else 0.0 for x, on in zip(found, rollout.sampled, strict=True)]
+
+    def logprobs(self, samples: Sequence[Sample], weights: str = POLICY) -> list[list[float]]:
+        """Of the tokens of each sample, under a slot's weights, at the temperature of sampling."""
+        results: list[list[float]] = [[] for _ in samples]
+        with self.phases.enter("score"), self.weights.use(weights), torch.no_grad():
+            for group, arrays in self._microbatches(samples):
+                found = self._score_graphs[len(arrays.ids)](*self._upload(arrays)).cpu()
+                for index, start in zip(group, arrays.starts, strict=True):
+                    results[index] = found[start : start + len(samples[index].tokens)].tolist()
+        return results
+
+    def _microbatches(self, samples: Sequence[Sample]) -> list[tuple[list[int], Arrays]]:
+        """Samples packed into the buckets they fit best."""
+        limits, buckets = self.limits, sorted(self._score_graphs)
+        most = buckets[-1]
+        lengths = [len(sample.prompt) + len(sample.tokens) for sample in samples]
+        packed = []
+        for group in pack(lengths, most, limits.sequences(most)):
+            used = sum(lengths[i] for i in group)
+            size = next(b for b in buckets if b >= used and limits.sequences(b) >= len(group))
+            packed.append((group, fill((samples[i] for i in group), size, limits.sequences(size))))
+        return packed
+
+    # -- train -------------------------------------------------------------------------------------
+
+    def train(
+        self, batch: Batch, loss: str = "policy", *, epochs: int = 1, score_old: bool = False
+    ) -> dict[str, float]:
+        """One optimizer step for each minibatch. Every rank is given the whole batch and takes its share.
+
+        With `score_old` the old log-probabilities are computed first; otherwise they are the rollout's own.
+        """
+        if score_old:
+            found = self.logprobs(batch.samples)
+            for sample, logprobs in zip(batch.samples, found, strict=True):
+                sample.old_logprobs = logprobs
+        totals = Totals()
+        with self.phases.enter("train"):
+            for _ in range(epochs):
+                for minibatch in batch.minibatches:
+                    self._learn(minibatch, loss, totals)
+        return self._summary(totals)
+
+    def _learn(self, minibatch: Sequence[Sample], loss: str, totals: Totals) -> None:
+        mine = minibatch[self.world.rank :: self.world.size]
+        microbatches = [arrays for _, arrays in self._microbatches(mine)]
+        if self.world.size > 1:  # collectives: every rank runs as many
+            most = max(int(count) for count in self.sharded.collectives.agree(str(len(microbatches))))
+            size = max(self._score_graphs)
+            microbatches += [fill([], size, self.limits.sequences(size))] * (most - len(microbatches))
+        for index, arrays in enumerate(microbatches):
+            if "step" in self._scopes:
+                metrics = self._train_graphs[loss, len(arrays.ids)](*self._upload(arrays))
+            else:
+                metrics = self._run_units(loss, arrays, last=index == len(microbatches) - 1)
+            if totals.updates == 0:
+                totals.agreement.append(metrics[:3].detach().clone())
+            for name, value in zip(self._losses[loss][2], metrics[3:].detach(), strict=True):
+                totals.metrics[name] = totals.metrics[name] + value if name in totals.metrics else value.clone()
+            totals.tokens += arrays.used
+            totals.places += len(arrays.ids)
+        self.sharded.finish_gradients(average=False)
+        if self._clip_norm is not None:
+            totals.norms.append(self.sharded.clip_gradients(self._clip_norm))
+        self.optimizer.step()
+        totals.updates += 1
+
+    def _run_units(self, name: str, arrays: Arrays, last: bool) -> Tensor:
+        """Forward and backward with graphs of layers inside; gradients are reduced beside the last backward."""
+        inputs = self._upload(arrays)
+        if last:
+            loss, metrics = self._loss(name, inputs)
+            loss.backward()
+        else:
+            with self.sharded.no_sync():
+                loss, metrics = self._loss(name, inputs)
+                loss.backward()
+        return metrics
+
+    def _summary(self, totals: Totals) -> dict[str, float]:
+        """One transfer from the device, after one sum over ranks."""
+        names = list(totals.metrics)
+        apart = torch.stack(totals.agreement)
+        sums = torch.stack([*apart[:, :2].sum(0), *(totals.metrics[name] for name in names)])
+        largest = apart[:, 2].max()
+        if self.world.size > 1:
+            sums = self.sharded.collectives.sum(sums)
+        found = means(dict(zip(names, sums[2:], strict=True)))
+        found |= dict(zip(AGREEMENT, (sums[0] / sums[1].clamp_min(1), largest), strict=True))
+        found |= {"lr": self.optimizer.rate, "skipped_steps": self.optimizer.skipped}
+        if totals.norms:
+            found["grad_norm"] = torch.stack(totals.norms).mean()
+        summary = to_host(found)
+        return {**summary, "padding": 1 - totals.tokens / max(1, totals.places), "train_tokens": float(totals.tokens)}
+
+    # -- several ranks, and the end ----------------------------------------------------------------
+
+    def gather_rollouts(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts of all ranks, in the order of ranks, on every rank; groups are numbered anew."""
+        if self.world.size == 1:
+            return rollouts
+        from rollgraph.types import Prompt
+
+        everyone: list[Rollout] = []
+        for said in self.sharded.collectives.agree(json.dumps([_to_dict(r) for r in rollouts])):
+            theirs = json.loads(said)
+            offset = 1 + max((r.group for r in everyone), default=-1)
+            for entry in theirs:
+                prompt = entry.pop("prompt")
+                prompt["tokens"] = tuple(prompt["tokens"])
+                entry["group"] += offset
+                everyone.append(Rollout(prompt=Prompt(**prompt), **entry))
+        return everyone
+
+    def export(self, folder: Path) -> None:
+        """A model folder for other tools, by rank 0."""
+        with self.phases.enter("save"):
+            if self.world.rank == 0:
+                save_model(self.model, folder)
+                if self.tokenizer is not None:
+                    self.tokenizer.save(folder)
+
+    def close(self) -> None:
+        self.pool.reset()
+        self.sharded.close()
+
+
+def _bare(prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> Sample:
+    zeros = np.zeros(len(tokens), np.float32)
+    return Sample(prompt, tokens, zeros, zeros, logprobs)  # type: ignore[arg-type]
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _to_dict(rollout: Rollout) -> dict[str, Any]:
+    entry = dict(vars(rollout))
+    prompt = dict(vars(rollout.prompt))
+    return {**entry, "prompt": {**prompt, "columns": dict(prompt["columns"])}}

@@ -1,0 +1,26 @@
+"""GRPO (Shao et al., 2024, arXiv 2402.03300).
+
+A = (r - mean(group)) / std(group); loss = mean over samples of the mean over tokens of -min(ratio A, clip(ratio) A),
+plus kl_coef x k3. The paper has kl_coef = 0.04.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollgraph.rl.algorithms.advantages import centred, normalized, per_group
+from rollgraph.rl.algorithms.policy_gradient import PolicyGradient
+from rollgraph.rl.algorithms.weights import sequence_means
+from rollgraph.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(PolicyGradient):
+    normalize_std: bool = True  # divide by the standard deviation of the group
+
+    def advantages(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
+        return per_group(rollouts, rewards, normalized if self.normalize_std else centred)
+
+    def weights(self, lengths: Sequence[int]) -> list[float]:
+        return sequence_means(lengths)

@@ -1,0 +1,130 @@
+"""What algorithms that learn from rewards have in common: their settings, and the order in which terms are applied.
+
+An algorithm is a subclass that says what an advantage is, what a token weighs and, if need be, what the policy's
+term of the loss is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollgraph.rl.algorithms.batches import build_batch, describe, did_not_fail, trained_tokens
+from rollgraph.rl.algorithms.settings import check, check_types
+from rollgraph.rl.losses import (
+    KL_ESTIMATORS,
+    Term,
+    TokenStreams,
+    clipped_surrogate,
+    importance_correction,
+    k3,
+    token_ratio,
+    weighted_sums,
+    without_weightless,
+)
+from rollgraph.types import Batch, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient:
+    """Settings of all algorithms that learn from rewards."""
+
+    clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low .. 1 + clip_high
+    clip_high: float = 0.2
+    dual_clip: float | None = None  # bounds the ratio where the advantage is negative
+    kl_coef: float = 0.0  # 0: no reference policy is needed
+    kl_estimator: str = "k3"  # of the term in the loss: "k1", "k2" or "k3"
+    kl_in: str = "loss"  # or "reward": the k1 of all sampled tokens is subtracted from the reward
+    entropy_coef: float = 0.0  # encourages entropy
+    importance_cap: float | None = None  # corrects for old / rollout, up to this factor
+    mask_truncated: bool = False  # do not train on rollouts that were cut off
+    dynamic_sampling: bool = False  # leave out groups whose rewards are all equal
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check("kl_estimator", self.kl_estimator in KL_ESTIMATORS, self.kl_estimator, " or ".join(KL_ESTIMATORS))
+        check("kl_in", self.kl_in in ("loss", "reward"), self.kl_in, "loss or reward")
+        check("clip_low", 0 <= self.clip_low <= 1, self.clip_low, "a number from 0 to 1")
+        for name in ("clip_high", "kl_coef", "entropy_coef"):
+            check(name, 0 <= getattr(self, name) < math.inf, getattr(self, name), "a number that is not negative")
+        check("dual_clip", self.dual_clip is None or self.dual_clip > 1, self.dual_clip, "a number above 1, or none")
+        cap = self.importance_cap
+        check("importance_cap", cap is None or cap > 0, cap, "a number above 0, or none")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether rollouts must have `reference_logprobs` before `make_batch`."""
+        return self.kl_coef != 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coef != 0
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether samples must be scored before training; otherwise the old log-probabilities are the rollout's."""
+        return self.importance_cap is not None
+
+    def advantages(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
+        """One for each rollout, from shaped rewards. Failed rollouts are not among them."""
+        raise NotImplementedError
+
+    def weights(self, lengths: Sequence[int]) -> list[float]:
+        """Of a token in each sequence of a minibatch, from how many tokens of it are trained on."""
+        raise NotImplementedError
+
+    def policy_term(self, streams: TokenStreams) -> Term:
+        ratio = token_ratio(streams)
+        return clipped_surrogate(ratio, streams.advantages, self.clip_low, self.clip_high, self.dual_clip)
+
+    def shaped_reward(self, rollout: Rollout) -> float:
+        if not math.isfinite(rollout.reward):
+            raise ValueError(f"the reward of a rollout of prompt {rollout.prompt.id} is {rollout.reward}")
+        if self.kl_in != "reward" or not self.kl_coef:
+            return rollout.reward
+        return rollout.reward - self.kl_coef * sampled_kl(rollout)
+
+    def keeps(self, group: Sequence[Rollout]) -> bool:
+        """Whether there is something to learn from the rollouts of one prompt."""
+        rewards = {rollout.reward for rollout in group if did_not_fail(rollout)}
+        return not self.dynamic_sampling or len(rewards) > 1
+
+    def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1, seed: int = 0) -> Batch:
+        """The rollouts of all ranks in, samples in minibatches out. `seed` decides which samples go together."""
+        alive = [i for i, rollout in enumerate(rollouts) if did_not_fail(rollout)]
+        rewards = [self.shaped_reward(rollouts[i]) for i in alive]
+        advantages = [0.0] * len(rollouts)
+        for i, value in zip(alive, self.advantages([rollouts[i] for i in alive], rewards), strict=True):
+            advantages[i] = value
+        trained = [trained_tokens(rollout, self.mask_truncated) for rollout in rollouts]
+        metrics = describe(rollouts) | {"shaped_reward": math.fsum(rewards) / max(1, len(rewards))}
+        return build_batch(
+            rollouts, trained, advantages, self.weights, minibatches=minibatches, seed=seed, metrics=metrics
+        )
+
+    def loss(self, streams: TokenStreams) -> Term:
+        """The policy's term, corrected for how tokens were drawn, plus KL, minus entropy; and metrics that add up."""
+        s = without_weightless(streams)
+        per_token, seen = self.policy_term(s)
+        seen["rollout_kl"] = k3(s.rollout_logprobs, s.logprobs)  # KL(rollout || policy): 0 but for numerics at first
+        if self.importance_cap is not None:
+            seen["importance"] = importance_correction(s.old_logprobs, s.rollout_logprobs, self.importance_cap)
+            per_token = per_token * seen["importance"]
+        if s.reference_logprobs is not None:
+            seen["kl"] = KL_ESTIMATORS[self.kl_estimator](s.logprobs, s.reference_logprobs)
+            if self.kl_coef and self.kl_in == "loss":
+                per_token = per_token + self.kl_coef * seen["kl"]
+        if s.entropy is not None:
+            seen["entropy"] = s.entropy
+            if self.entropy_coef:
+                per_token = per_token - self.entropy_coef * s.entropy
+        return weighted_sums(per_token, s.weights, seen)
+
+
+def sampled_kl(rollout: Rollout) -> float:
+    """log(policy / reference) of all that was sampled."""
+    if rollout.reference_logprobs is None:
+        raise ValueError("KL in the reward needs rollouts that were scored by the reference policy before make_batch")
+    streams = zip(rollout.sampled, rollout.logprobs, rollout.reference_logprobs, strict=True)
+    return math.fsum(policy - reference for on, policy, reference in streams if on)

@@ -1,0 +1,113 @@
+"""An environment with a calculator: `<calc>12*(3+4)</calc>` is followed by `<result>84</result>`.
+
+Owns the arithmetic, which runs on whatever a policy writes: a parser's tree of which only numbers and operators are
+looked at, with limits on all sizes. Nothing is evaluated by Python itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
+
+from rollgraph.rl.environment import MultiTurn
+from rollgraph.tokenizer import Tokenizer
+from rollgraph.types import Prompt
+
+Number = int | float
+
+_MOST_CHARACTERS = 200  # which bounds the depth of the tree, too
+_MOST_BITS = 256
+_CHARACTERS = re.compile(r"[0-9eE.+\-*/%() ]*")
+_CALL = re.compile(r"<calc>((?:(?!<calc>).)*?)</calc>", re.DOTALL)
+
+
+class CalculatorError(ValueError):
+    """An expression without a value; the message is what the policy is told."""
+
+
+def calculator(
+    tokenizer: Tokenizer, *, samples_per_prompt: int, max_turns: int = 8, max_tokens: int = 1024
+) -> MultiTurn:
+    """The environment; its turns end where a call does."""
+    return MultiTurn(
+        tokenizer,
+        reply,
+        samples_per_prompt=samples_per_prompt,
+        max_turns=max_turns,
+        max_tokens=max_tokens,
+        stop=("</calc>",),
+    )
+
+
+def reply(text: str, prompt: Prompt) -> str | None:
+    """The result of the last call, unless there is one already."""
+    # A call need not end the text: the token that completes `</calc>` may hold a character more.
+    calls = _CALL.findall(text.rpartition("</result>")[2])
+    if not calls:
+        return None
+    try:
+        return f"<result>{_write(evaluate(calls[-1]))}</result>"
+    except CalculatorError as error:
+        return f"<result>error: {error}</result>"
+
+
+def evaluate(expression: str) -> Number:
+    """The value of numbers, + - * / // % ** and parentheses, as Python computes it."""
+    if len(expression) > _MOST_CHARACTERS:
+        raise CalculatorError("expression too long")
+    if not _CHARACTERS.fullmatch(expression):
+        raise CalculatorError("only numbers, + - * / // % ** and ( )")
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except ZeroDivisionError:
+        raise CalculatorError("division by zero") from None
+    except OverflowError:
+        raise CalculatorError("number too large") from None
+    except (SyntaxError, MemoryError, RecursionError):  # the parser runs out of its own stack
+        raise CalculatorError("invalid syntax") from None
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return _check(value)
+        case ast.UnaryOp(op, operand) if type(op) in _UNARY:
+            return _check(_UNARY[type(op)](_value(operand)))
+        case ast.BinOp(left, op, right) if type(op) in _BINARY:
+            return _check(_BINARY[type(op)](_value(left), _value(right)))
+    raise CalculatorError("only numbers, + - * / // % ** and ( )")
+
+
+def _check(value: Number) -> Number:
+    if isinstance(value, complex):
+        raise CalculatorError("not a real number")
+    if not math.isfinite(value) or (isinstance(value, int) and value.bit_length() > _MOST_BITS):
+        raise CalculatorError("number too large")
+    return value
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    # Before it is computed: 9**9**9 has 370 million digits.
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > 2 * _MOST_BITS:
+        raise CalculatorError("number too large")
+    result: Number = base**exponent
+    return result
+
+
+_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+
+
+def _write(value: Number) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.12g}"

@@ -1,0 +1,249 @@
+"""Prompts: read from a file, checked at the start, dealt out to ranks in an order that can be resumed.
+
+Owns the order and the cursor. The order depends on (seed, epoch) alone and the cursor counts prompts, so neither
+knows of ranks or of the size of a step: both may change between a save and a resume. A row is held once, as it was
+read; tokens are made when it is its turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rollgraph.rl.paths import import_extra
+from rollgraph.tokenizer import Message, Tokenizer
+from rollgraph.types import Prompt
+
+RESERVED = ("prompts", "completions", "completion_ids")  # what rewards are given beside the columns
+
+
+class DataError(ValueError):
+    """A file or a row that cannot be trained on; the message names the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the data: its prompt, a text or a chat, and all other columns."""
+
+    prompt: str | list[Message]
+    columns: Mapping[str, Any]
+    place: str  # file:line, for messages
+
+
+def load_rows(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows of a .jsonl file, one object in each line, or of a .parquet file."""
+    file = Path(path)
+    readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}
+    if file.suffix not in readers:
+        raise DataError(f"{file}: data is a .jsonl file (one JSON object in each line) or a .parquet file")
+    if not file.is_file():
+        raise DataError(f"{file}: no such file")
+    rows = [_make_row(entry, f"{file}:{line}") for line, entry in readers[file.suffix](file)]
+    if not rows:
+        raise DataError(f"{file}: has no rows")
+    return rows
+
+
+def make_rows(entries: Iterable[Mapping[str, Any]], name: str = "row") -> list[Row]:
+    """Rows of your own making, as a file would have them: {"prompt": ..., "answer": ...}."""
+    return [_make_row(entry, f"{name}:{line}") for line, entry in enumerate(entries, 1)]
+
+
+def split(rows: Sequence[Row], held_out: int | float, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to train on and rows to validate with: a number of them or, as a float, a share. Both keep their order."""
+    if isinstance(held_out, float):
+        if not 0 <= held_out < 1:
+            raise DataError(f"held_out={held_out}: a share is at least 0 and less than 1")
+        held_out = max(1, round(held_out * len(rows))) if held_out else 0
+    if not 0 <= held_out < len(rows):
+        raise DataError(f"held_out={held_out} of {len(rows)} rows leaves none to train on")
+    chosen = set(_permute(len(rows), f"split/{seed}")[:held_out].tolist())
+    return [row for i, row in enumerate(rows) if i not in chosen], [row for i, row in enumerate(rows) if i in chosen]
+
+
+class PromptData:
+    """Deals out `prompts_per_step` prompts for each step, this rank's share of them to this rank.
+
+    Epochs follow each other without a gap: a step may end one and begin the next. With `max_prompt_tokens` every row
+    is tokenised once at the start, so that a prompt that is too long stops a run before it has begun; `too_long` says
+    whether it does, or is left out and counted in `dropped`. The id of a prompt is its index in `rows`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokenizer: Tokenizer,
+        *,
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool = True,
+        max_prompt_tokens: int | None = None,
+        too_long: Literal["error", "drop"] = "error",
+        chat: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank={rank} of ranks={ranks}")
+        if prompts_per_step < ranks:
+            raise ValueError(f"prompts_per_step={prompts_per_step}: each of {ranks} ranks needs at least one")
+        if too_long not in ("error", "drop"):
+            raise ValueError(f"too_long={too_long!r}: is 'error' or 'drop'")
+        if not rows:
+            raise DataError("there are no rows")
+        self.prompts_per_step = prompts_per_step
+        self._rows, self._tokenizer, self._chat = rows, tokenizer, chat
+        self._seed, self._shuffle, self._rank, self._ranks = seed, shuffle, rank, ranks
+        self._kept = self._measure(max_prompt_tokens, too_long)
+        self._epoch, self._order = -1, self._kept
+        self._cursor = 0
+        self._make_prompt(int(self._kept[0]))  # a missing chat template is found now
+
+    def __len__(self) -> int:
+        """Prompts in an epoch."""
+        return len(self._kept)
+
+    @property
+    def dropped(self) -> int:
+        """Rows that were left out because they are too long."""
+        return len(self._rows) - len(self._kept)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that have been dealt out."""
+        return self._cursor / len(self)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Every column that some row has, which is what rewards can ask for."""
+        return frozenset(name for row in self._rows for name in row.columns)
+
+    def next_prompts(self) -> list[Prompt]:
+        """This rank's share of the next step. Shares in the order of ranks are the prompts of the step in order."""
+        first, last = (rank * self.prompts_per_step // self._ranks for rank in (self._rank, self._rank + 1))
+        prompts = [self._make_prompt(self._find(self._cursor + i)) for i in range(first, last)]
+        self._cursor += self.prompts_per_step
+        return prompts
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self._cursor, **self._identity}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken. It has to be of the same data: the same order, whatever the ranks."""
+        for name, ours in self._identity.items():
+            if state.get(name) != ours:
+                raise DataError(f"{name} is {ours} here and {state.get(name)} in the saved state: not the same order")
+        cursor = state.get("cursor")
+        if not isinstance(cursor, int) or cursor < 0:
+            raise DataError(f"the saved cursor is {cursor!r} instead of a number of prompts")
+        self._cursor = cursor
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        return {"rows": len(self), "seed": self._seed, "shuffle": self._shuffle}
+
+    def _measure(self, most: int | None, too_long: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The indices of rows that are short enough."""
+        if most is None:
+            return np.arange(len(self._rows))
+        kept = []
+        for index, row in enumerate(self._rows):
+            count = len(self._make_prompt(index).tokens)
+            if count <= most:
+                kept.append(index)
+            elif too_long == "error":
+                hint = "raise it, or leave such prompts out with too_long='drop'"
+                raise DataError(f"{row.place}: the prompt has {count} tokens, max_prompt_tokens is {most}; {hint}")
+        if not kept:
+            raise DataError(f"every one of {len(self._rows)} prompts has more than max_prompt_tokens={most}")
+        return np.array(kept)
+
+    def _find(self, position: int) -> int:
+        """The row at a position of the endless sequence of epochs."""
+        epoch, place = divmod(position, len(self))
+        if epoch != self._epoch:  # positions only grow, so the order of one epoch is enough
+            shuffled = self._kept[_permute(len(self), f"{self._seed}/{epoch}")] if self._shuffle else self._kept
+            self._epoch, self._order = epoch, shuffled
+        return int(self._order[place])
+
+    def _make_prompt(self, index: int) -> Prompt:
+        row = self._rows[index]
+        prompt: str | Sequence[Message] = row.prompt
+        if self._chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        try:
+            text = prompt if isinstance(prompt, str) else self._tokenizer.render_chat(prompt)
+            tokens = self._tokenizer.encode(text, special=text is prompt)  # a template writes special tokens itself
+        except ValueError as error:
+            raise DataError(f"{row.place}: {error}") from error
+        return Prompt(index, tuple(tokens), text, row.columns)
+
+
+def _permute(count: int, key: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    # RandomState, because its stream is frozen: numpy may change Generator's between versions, and with it a resume.
+    words = np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u4")
+    return np.random.RandomState(words).permutation(count)
+
+
+def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line, object_pairs_hook=_refuse_duplicates)
+                except ValueError as error:  # no JSON, or no UTF-8
+                    raise DataError(f"{file}:{number}: {error}") from error
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
+    parquet = import_extra("pyarrow.parquet", extra="parquet")
+    try:
+        batches = parquet.ParquetFile(file).iter_batches()
+        yield from enumerate((entry for batch in batches for entry in batch.to_pylist()), 1)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise DataError(f"{file}: cannot be read as Parquet ({error})") from error
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return entry
+
+
+def _make_row(entry: Any, place: str) -> Row:
+    if not isinstance(entry, Mapping):
+        raise DataError(f"{place}: is a {type(entry).__name__} instead of an object with a 'prompt'")
+    present = [name for name in ("prompt", "messages") if name in entry]
+    given = [name for name in present if entry[name] is not None] or present[
+        :1
+    ]  # Parquet has nulls for what is not there
+    if len(given) != 1:
+        keys = ", ".join(map(repr, entry)) or "nothing"
+        raise DataError(f"{place}: needs either 'prompt' or 'messages', {'not both' if given else f'and has {keys}'}")
+    for name in RESERVED:
+        if name in entry:
+            raise DataError(f"{place}: the column {name!r} has the name of something that rewards are given; rename it")
+    prompt = entry[given[0]]
+    if given[0] == "prompt" and not (_is_text(prompt) and prompt):
+        raise DataError(f"{place}: 'prompt' is {prompt!r:.80} instead of a text")
+    if given[0] == "messages" and not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
+        raise DataError(f"{place}: 'messages' is {prompt!r:.80} instead of a list of {{role, content}}, both texts")
+    return Row(prompt, {name: v for name, v in entry.items() if name not in ("prompt", "messages")}, place)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and _is_text(value.get("role")) and _is_text(value.get("content"))
+
+
+def _is_text(value: Any) -> bool:
+    # JSON can spell half of a surrogate pair, which has no tokens.
+    return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))

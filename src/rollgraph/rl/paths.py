@@ -1,0 +1,81 @@
+"""Names in a config become objects: dotted paths, files, and packages that are only there if they were asked for.
+
+Owns the messages for a name that leads nowhere. Nothing here knows what is loaded; whoever loads checks its signature.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class LoadError(ValueError):
+    """A path that leads nowhere, or to something of the wrong kind."""
+
+
+def load_object(path: str) -> Any:
+    """What "package.module:name" or "path/to/file.py:name" stands for; a name may have dots, as in `Class.method`."""
+    where, colon, name = path.rpartition(":")
+    if not (colon and where and name):
+        raise LoadError(f"{path!r}: write 'package.module:name' or 'path/to/file.py:name'")
+    found: Any = _load_file(Path(where), path) if where.endswith(".py") else _import(where, path)
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise LoadError(f"{path!r}: {where} has no {part!r}{suggest(part, dir(found))}") from None
+    return found
+
+
+def import_extra(module: str, extra: str) -> ModuleType:
+    """A module of an optional dependency, or the command that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{module} is needed here ({error}); pip install 'rollgraph[{extra}]'") from error
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest one, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _import(module: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # The module itself or a parent of it, rather than something that it imports.
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise LoadError(f"{path!r}: there is no module {error.name!r}; a file is given as 'file.py:name'") from None
+        raise LoadError(f"{path!r}: importing {module} failed ({error})") from error
+    except Exception as error:  # a module is a program and can fail in any way
+        raise LoadError(f"{path!r}: importing {module} failed ({type(error).__name__}: {error})") from error
+
+
+def _load_file(file: Path, path: str) -> ModuleType:
+    if not file.is_file():
+        raise LoadError(f"{path!r}: there is no file {file} (in {Path.cwd()})")
+    file = file.resolve()
+    # One module for each file, however often it is named; the digest keeps files of the same name apart.
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None  # as for every .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise LoadError(f"{path!r}: {file.name} failed ({type(error).__name__}: {error})") from error
+    return module

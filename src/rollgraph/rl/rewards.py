@@ -1,0 +1,255 @@
+"""Rewards: plain functions in TRL's signature, found by name or path, called for all rollouts of a step.
+
+    def near(prompts, completions, answer, **columns):      # lists of the same length
+        return [1.0 if text.strip() == wanted else 0.0 for text, wanted in zip(completions, answer)]
+
+Owns which arguments a function gets and what becomes of one that fails: its rollouts are given a fixed value, the
+failure is counted, and the run goes on. Where functions run (here or in workers.py) makes no other difference.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, Self
+
+from rollgraph.rl.builtin_rewards import BUILT_IN
+from rollgraph.rl.paths import LoadError, load_object, suggest
+from rollgraph.rl.workers import Failure, WorkerPool, describe
+from rollgraph.types import Rollout
+
+Function = Callable[..., Sequence[float | None]]
+Arguments = dict[str, list[Any]]  # by name, one entry for each rollout
+Score = float | None | Failure
+_GIVEN = frozenset({"prompts", "completions", "completion_ids"})  # what a function can ask for beside columns
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """An entry of the config.
+
+    >>> RewardSpec.read({"name": "numeric_match", "weight": 2.0, "options": {"tolerance": 0.01}})
+    >>> RewardSpec.read("my_rewards.py:politeness")
+    """
+
+    name: str  # a built-in one, or "package.module:function", or "path/to/file.py:function"
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""  # in `Rollout.rewards`; the function's name if empty
+
+    @classmethod
+    def read(cls, entry: RewardSpec | str | Mapping[str, Any]) -> Self:
+        if isinstance(entry, str):
+            return cls(entry)
+        values = vars(entry) if isinstance(entry, RewardSpec) else dict(entry)
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise LoadError(f"a reward has no {key!r}{suggest(key, known)} (it has {', '.join(known)})")
+        if not isinstance(values.get("name"), str):
+            raise LoadError(f"a reward needs a name: {values!r}")
+        weight = values.get("weight", 1.0)
+        if not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise LoadError(f"reward {values['name']!r}: weight={weight!r} is no finite number")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A function that was loaded, and what its signature says."""
+
+    label: str
+    weight: float
+    function: Function
+    accepts: frozenset[str] | None  # names of arguments; None is any
+    needs: frozenset[str]  # columns it cannot do without
+
+    def choose(self, arguments: Arguments) -> Arguments:
+        return {name: v for name, v in arguments.items() if self.accepts is None or name in self.accepts}
+
+
+class RewardFunctions:
+    """Scores rollouts with several functions: `reward` is the weighted sum of what each of them says.
+
+    With `workers` they run in that many processes, `timeout` seconds at most for each call, and may hang or crash;
+    without, they run here and may not. A call is for `batch_size` rollouts, or for as many as spread a batch evenly
+    over the workers. What fails counts as `on_failure`: `failures` has the number of rollouts of each kind (raised,
+    timeout, died, wrong_length, not_finite, unscored), `messages` the first message of each.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec | str | Mapping[str, Any]],
+        *,
+        workers: int = 0,
+        timeout: float = 30.0,
+        on_failure: float = 0.0,
+        batch_size: int | None = None,
+    ) -> None:
+        if not specs:
+            raise LoadError("there are no rewards")
+        if workers < 0 or timeout <= 0 or (batch_size is not None and batch_size < 1):
+            raise ValueError(f"{workers=}, {timeout=}, {batch_size=}: out of range")
+        read = [RewardSpec.read(entry) for entry in specs]
+        self._rewards = [load_reward(spec) for spec in read]
+        labels = [reward.label for reward in self._rewards]
+        if twice := [label for label, count in Counter(labels).items() if count > 1]:
+            raise LoadError(f"two rewards are called {twice[0]!r}; give one of them another 'label'")
+        self._workers, self._batch_size, self._on_failure = workers, batch_size, on_failure
+        self.failures: Counter[str] = Counter()
+        self.messages: dict[str, str] = {}
+        self._pool = None
+        if workers:
+            self._pool = WorkerPool(workers, "rollgraph.rl.rewards:make_caller", (read,), timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers; there are none afterwards."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise if a function needs a column that the data does not have."""
+        present = sorted(columns)
+        for reward in self._rewards:
+            if missing := sorted(reward.needs.difference(present)):
+                near = suggest(missing[0], present)
+                raise LoadError(f"reward {reward.label!r} needs the column {missing[0]!r}{near} (there is {present})")
+
+    def score(self, rollouts: Sequence[Rollout]) -> None:
+        """Fill in `rewards` and `reward` of each."""
+        size = self._batch_size or -(-len(rollouts) // max(self._workers, 1)) or 1
+        batches = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+        arguments = [_make_arguments(batch) for batch in batches]
+        calls = [(i, reward.choose(a)) for i, reward in enumerate(self._rewards) for a in arguments]
+        if self._pool is None:
+            results: list[Any] = [call_reward(self._rewards[i], chosen) for i, chosen in calls]
+        else:
+            results = self._pool.run(calls)
+        for rollout in rollouts:
+            rollout.reward, rollout.rewards = 0.0, {}
+        each = iter(results)
+        for reward in self._rewards:
+            for batch in batches:
+                self._take(reward, batch, next(each))
+        for rollout in rollouts:
+            if not rollout.rewards:
+                self._count("unscored", f"no function has a reward for a sample of prompt {rollout.prompt.id}")
+                rollout.reward = self._on_failure
+
+    def _take(self, reward: Reward, batch: Sequence[Rollout], result: list[Score] | Failure) -> None:
+        scores = [result] * len(batch) if isinstance(result, Failure) else result
+        for rollout, score in zip(batch, scores, strict=True):
+            if isinstance(score, Failure):
+                self._count(score.kind, f"{reward.label}: {score.message}")
+                score = self._on_failure
+            if score is not None:  # None: this function has nothing to say about it
+                rollout.rewards[reward.label] = score
+                rollout.reward += reward.weight * score
+
+    def _count(self, kind: str, message: str) -> None:
+        self.failures[kind] += 1
+        self.messages.setdefault(kind, message)
+
+
+def load_reward(spec: RewardSpec) -> Reward:
+    """The function of a spec, its name, options and signature checked."""
+    if ":" in spec.name:
+        function, needs = load_object(spec.name), frozenset[str]()
+        label = spec.label or spec.name.rpartition(":")[2]
+    elif spec.name in BUILT_IN:
+        factory = BUILT_IN[spec.name]
+        options = _bind(factory, spec)
+        function, label = factory(**spec.options), spec.label or spec.name
+        needs = frozenset({options["column"]} if "column" in options else ())
+    else:
+        known = f"built in are {', '.join(BUILT_IN)}; your own is 'package.module:function' or 'file.py:function'"
+        raise LoadError(f"there is no reward {spec.name!r}{suggest(spec.name, BUILT_IN)} ({known})")
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise LoadError(f"reward {spec.name!r} is {function!r:.80} instead of a plain function")
+    if ":" in spec.name and spec.options:
+        function = partial(function, **spec.options)
+    accepts, required = _read_signature(function, spec)
+    return Reward(label, spec.weight, function, accepts, needs | required)
+
+
+def make_caller(specs: Sequence[RewardSpec]) -> Callable[[int, Arguments], list[Score]]:
+    """What a worker does: the same as this process would."""
+    rewards = [load_reward(spec) for spec in specs]
+    return lambda index, arguments: call_reward(rewards[index], arguments)
+
+
+def call_reward(reward: Reward, arguments: Arguments) -> list[Score]:
+    """The scores of a batch. One that raises is repeated for each rollout, so that a bad one costs no other."""
+    count = len(next(iter(arguments.values())))
+    try:
+        scores = list(reward.function(**arguments))
+    except (Exception, SystemExit) as error:
+        if count > 1:
+            singles = [{name: [values[i]] for name, values in arguments.items()} for i in range(count)]
+            return [score for single in singles for score in call_reward(reward, single)]
+        return [describe(error)]
+    if len(scores) != count:
+        return [Failure("wrong_length", f"{len(scores)} rewards for {count} completions")] * count
+    return [_check_score(score) for score in scores]
+
+
+def _check_score(score: Any) -> Score:
+    if score is None:
+        return None
+    try:
+        number = math.nan if isinstance(score, str) else float(score)  # numpy's and torch's scalars, too
+    except (TypeError, ValueError):
+        number = math.nan
+    return number if math.isfinite(number) else Failure("not_finite", f"{score!r:.80} is no finite number")
+
+
+def _make_arguments(batch: Sequence[Rollout]) -> Arguments:
+    names = dict.fromkeys(name for rollout in batch for name in rollout.prompt.columns)
+    columns = {name: [rollout.prompt.columns.get(name) for rollout in batch] for name in names}
+    return columns | {
+        "prompts": [rollout.prompt.text for rollout in batch],
+        "completions": [rollout.text for rollout in batch],
+        "completion_ids": [[t for t, own in zip(r.tokens, r.sampled, strict=True) if own] for r in batch],
+    }
+
+
+def _bind(factory: Callable[..., Function], spec: RewardSpec) -> dict[str, Any]:
+    """All options of a built-in reward, defaults included."""
+    signature = inspect.signature(factory)
+    for name in spec.options:
+        if name not in signature.parameters:
+            raise LoadError(f"reward {spec.name!r} has no option {name!r}; it is {spec.name}{signature}")
+    try:
+        bound = signature.bind(**spec.options)
+    except TypeError as error:
+        raise LoadError(f"reward {spec.name!r}: {error}; it is {spec.name}{signature}") from None
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _read_signature(function: Function, spec: RewardSpec) -> tuple[frozenset[str] | None, frozenset[str]]:
+    """The names of arguments that a function accepts (None: any) and the columns it needs."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:  # written in C, or an option that it does not take
+        raise LoadError(f"reward {spec.name!r}: its signature cannot be used ({error})") from error
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    accepts = frozenset(p.name for p in named)
+    if any(p.kind == p.POSITIONAL_ONLY for p in parameters) or not (takes_any or "completions" in accepts):
+        raise LoadError(
+            f"reward {spec.name!r} is called with names, as f(prompts=..., completions=..., **columns), "
+            f"and has the signature {inspect.signature(function)}"
+        )
+    required = frozenset(p.name for p in named if p.default is p.empty) - _GIVEN
+    return None if takes_any else accepts, required

@@ -1,0 +1,262 @@
+"""The loop. Everything it calls was made by `setup.py` before the first step, graphs included."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollgraph.checkpoint import CheckpointError
+from rollgraph.config import Config, to_dict
+from rollgraph.dashboard import SampleWriter, View, close_sinks, make_sinks, make_view
+from rollgraph.metrics import Metrics
+from rollgraph.model import load_weights, save_model
+from rollgraph.rl.algorithms import load_algorithm
+from rollgraph.rl.data import load_rows
+from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, make_run
+from rollgraph.types import Prompt, Rollout
+from rollgraph.world import World
+
+MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some groups
+
+
+def train(config: Config, world: World | None = None) -> Run:
+    """A whole run, from the last checkpoint if there is one."""
+    world = world or World.current()
+    folder = Path(config.output)
+    quiet = "none" if world.rank else config.log.progress
+    with make_view(quiet, config.steps) as view, _sigterm() as asked_to_stop:
+        run = make_run(config, world, lambda name, done, total: view.phase(f"capture {name}", done, total))
+        try:
+            first_step = resume(run, view)
+            captured = _captures(run)
+            sinks = (
+                make_sinks(config.log, folder, resume_at=first_step, run_config=to_dict(config))
+                if not world.rank
+                else []
+            )
+            samples = SampleWriter(folder, config.log.samples_every, resume_at=first_step) if not world.rank else None
+            metrics = Metrics(sinks)
+            for step in range(first_step, config.steps):
+                started = time.perf_counter()
+                rollouts = collect(run, step, view)
+                batch = run.algorithm.make_batch(rollouts, minibatches=config.algorithm.minibatches, seed=step)
+                with run.timed("train"):
+                    learned = run.policy.train(
+                        batch, POLICY_LOSS, epochs=config.algorithm.epochs, score_old=run.algorithm.needs_old_logprobs
+                    )
+                values = {**batch.metrics, **learned, **validate(run, step)}
+                values |= speed(run, rollouts, time.perf_counter() - started)
+                if step % config.log.every == 0 or step == config.steps - 1:
+                    metrics.log(step, values)
+                view.step(step, values, run.seconds)
+                if samples is not None:
+                    samples.write(step, rollouts, [max(s.advantages, key=abs, default=0.0) for s in batch.samples])
+                stopping = bool(asked_to_stop)
+                maybe_save(run, step, values, stopping)
+                run.seconds.clear()
+                if stopping:
+                    view.note(f"asked to stop: saved after step {step}")
+                    break
+            finish(run, view, captured)
+            close_sinks(sinks)
+        finally:
+            run.close()
+    return run
+
+
+def collect(run: Run, step: int, view: View) -> list[Rollout]:
+    """The rollouts of a step, scored: as many groups as it has prompts, of those that the algorithm keeps."""
+    wanted, groups = run.config.data.prompts_per_step, run.surplus
+    for turn in range(MOST_ROUNDS):
+        if len(groups) >= wanted:
+            break
+        prompts = run.data.next_prompts()
+        rollouts = sample(run, prompts, f"{run.config.seed}/{step}/{turn}", view)
+        groups = groups + [group for group in grouped(rollouts) if run.algorithm.keeps(group)]
+    if not groups:
+        raise RuntimeError(f"{MOST_ROUNDS} rounds of sampling gave no group that the algorithm keeps")
+    run.surplus = groups[wanted:]
+    return [replace(rollout, group=index) for index, group in enumerate(groups[:wanted]) for rollout in group]
+
+
+def sample(run: Run, prompts: Sequence[Prompt], seed: str, view: View | None = None, **options: Any) -> list[Rollout]:
+    """Rollouts of prompts, with rewards and, where KL needs it, with the reference's log-probabilities."""
+
+    def show(progress: Any) -> None:
+        if view is not None:
+            view.phase("generate", progress.finished, len(prompts) * run.config.rollout.samples_per_prompt)
+
+    with run.timed("generate"):
+        generate = partial(run.policy.generate, seed=seed, **options)
+        rollouts = run.environment.run(generate, prompts)
+    with run.timed("reward"):
+        run.rewards.score(rollouts)
+    if run.algorithm.needs_reference:
+        with run.timed("score"):
+            run.policy.score(rollouts, "reference")
+    return run.policy.gather_rollouts(rollouts)
+
+
+def grouped(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    return list(groups.values())
+
+
+def validate(run: Run, step: int) -> dict[str, float]:
+    """Every so often: the mean reward of held-out prompts, and whether any of k samples has the full one."""
+    v = run.config.validation
+    if not run.validation or ((step + 1) % v.every and step != run.config.steps - 1):
+        return {}
+    return evaluate(run, f"validation/{step}")
+
+
+def evaluate(run: Run, seed: str) -> dict[str, float]:
+    v = run.config.validation
+    params = replace(run.policy.sampling, temperature=v.temperature)
+    requests = [(list(prompt.tokens), prompt.id * v.samples + k) for prompt in run.validation for k in range(v.samples)]
+    with run.timed("validate"):
+        turns = run.policy.generate(requests, seed=seed, params=params)
+        owners = [prompt for prompt in run.validation for _ in range(v.samples)]
+        rollouts = [
+            Rollout(p, list(t.tokens), [True] * len(t.tokens), list(t.logprobs), t.text, t.finish_reason, group=p.id)
+            for p, t in zip(owners, turns, strict=True)
+        ]
+        run.rewards.score(rollouts)
+    best = [max(rollout.reward for rollout in group) for group in grouped(rollouts)]
+    return {
+        "validation/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
+        f"validation/pass@{v.samples}": sum(reward >= 1.0 for reward in best) / len(best),
+    }
+
+
+def warm_start(run: Run, view: View) -> None:
+    """Supervised training on demonstrations, until it is good enough to learn from its own samples."""
+    w = run.config.warm_start
+    assert w is not None
+    algorithm = load_algorithm(SUPERVISED)
+    rows = load_rows(w.data)
+    end = run.tokenizer.eos_id
+    optimizer, settings = run.policy.optimizer, (run.policy.optimizer.base, run.policy.optimizer.schedule)
+    optimizer.restart(w.lr, None)
+    order = torch.Generator().manual_seed(run.config.seed)
+    for step in range(w.steps):
+        chosen = torch.randint(len(rows), (w.batch_size,), generator=order).tolist()
+        rollouts = []
+        for index in chosen:
+            row = rows[index]
+            tokens = run.tokenizer.encode(str(row.columns["completion"]), special=False)
+            tokens = tokens if end is None else [*tokens, end]
+            prompt = Prompt(index, tuple(run.tokenizer.encode(str(row.prompt))), str(row.prompt))
+            rollouts.append(Rollout(prompt, tokens, [True] * len(tokens), [0.0] * len(tokens)))
+        loss = run.policy.train(algorithm.make_batch(rollouts), SUPERVISED)["loss"]
+        view.phase("warm start", step + 1, w.steps)
+        if w.stop_at is not None and (step + 1) % w.check_every == 0:
+            rollouts = sample(run, run.data.next_prompts(), f"warm start/{step}")
+            reward = sum(rollout.reward for rollout in rollouts) / len(rollouts)
+            view.note(f"warm start, step {step + 1}: loss {loss:.3f}, mean reward of samples {reward:.3f}")
+            if reward >= w.stop_at:
+                break
+    optimizer.restart(*settings)
+
+
+def resume(run: Run, view: View) -> int:
+    """Continue where the last whole checkpoint left off, or begin; gives the first step to take."""
+    config, folder = run.config, Path(run.config.output)
+    saved = None if config.resume == "never" else run.checkpoints.latest()
+    if saved is None and config.resume == "must":
+        raise CheckpointError(f"resume: must, but {folder / 'checkpoints'} has no whole checkpoint")
+    reference = folder / "reference"
+    if saved is None:
+        if config.warm_start is not None:
+            warm_start(run, view)
+        if run.algorithm.needs_reference:
+            run.policy.weights.save("reference")
+            if run.world.rank == 0 and (config.model.path is None or config.warm_start is not None):
+                with run.policy.phases.enter("save"):
+                    save_model(run.policy.model, reference)
+        run.data.load_state({**run.data.state(), "cursor": 0})  # a warm start has looked at some prompts
+        return 0
+    if run.algorithm.needs_reference:
+        if reference.exists():
+            load_weights(run.policy.model, reference)
+        run.policy.weights.save("reference")
+    state = run.checkpoints.load(saved)
+    run.data.load_state(state["data"])
+    run.surplus = [[_rollout(entry) for entry in group] for group in state["surplus"]]
+    view.note(f"resumed after step {saved.step}")
+    return saved.step + 1
+
+
+def maybe_save(run: Run, step: int, values: dict[str, float], now: bool = False) -> None:
+    c = run.config.checkpoint
+    if not (now or (step + 1) % c.every == 0 or step == run.config.steps - 1):
+        return
+    state = {
+        "data": run.data.state(),
+        "surplus": [[_plain(rollout) for rollout in group] for group in run.surplus],
+        "config": to_dict(run.config),
+    }
+    with run.timed("save"), run.policy.phases.enter("save"):
+        run.checkpoints.save(step, state, values.get("validation/reward"))
+
+
+def finish(run: Run, view: View, captured: int) -> None:
+    """The end of a run: everything on disk, and what the graphs did."""
+    run.checkpoints.wait()
+    if run.config.checkpoint.export_at_end:
+        run.policy.export(Path(run.config.output) / "model")
+    later = _captures(run) - captured
+    report = run.policy.pool.report()
+    (Path(run.config.output) / "graphs.json").write_text(report.to_json())
+    view.note(f"graphs: {report.replays} replays, {report.eager_runs} eager runs, {later} captures after warm-up")
+
+
+def speed(run: Run, rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:
+    tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    values = {"seconds": seconds, "tokens/s": tokens / seconds}
+    values |= {f"seconds/{phase}": taken for phase, taken in run.seconds.items()}
+    if run.world.device.startswith("cuda"):
+        values["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return values
+
+
+def _captures(run: Run) -> int:
+    return run.policy.pool.report().captures
+
+
+def _plain(rollout: Rollout) -> dict[str, Any]:
+    prompt = {**vars(rollout.prompt), "tokens": list(rollout.prompt.tokens), "columns": dict(rollout.prompt.columns)}
+    return {**vars(rollout), "prompt": prompt}
+
+
+def _rollout(entry: dict[str, Any]) -> Rollout:
+    prompt = entry["prompt"]
+    return Rollout(**{**entry, "prompt": Prompt(**{**prompt, "tokens": tuple(prompt["tokens"])})})
+
+
+class _sigterm:
+    """Inside, SIGTERM is remembered instead of ending the process: the loop saves and leaves."""
+
+    def __init__(self) -> None:
+        self._asked: list[int] = []
+        self._found: Any = None
+
+    def __enter__(self) -> list[int]:
+        try:
+            self._found = signal.signal(signal.SIGTERM, lambda number, frame: self._asked.append(number))
+        except ValueError:  # not the main thread: somebody else's matter
+            self._found = None
+        return self._asked
+
+    def __exit__(self, *error: object) -> None:
+        if self._found is not None:
+            signal.signal(signal.SIGTERM, self._found)

@@ -1,0 +1,223 @@
+"""Data: what a file may hold, and an order that neither ranks nor a resume can disturb."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollgraph.rl.data import DataError, PromptData, Row, load_rows, make_rows, split
+from rollgraph.tokenizer import ByteTokenizer, TokenizerFiles
+
+TOKENIZER = ByteTokenizer()
+
+
+def rows_of(count: int) -> list[Row]:
+    return make_rows({"prompt": f"number {i}", "answer": i} for i in range(count))
+
+
+def ids_of(data: PromptData, steps: int) -> list[list[int]]:
+    return [[prompt.id for prompt in data.next_prompts()] for _ in range(steps)]
+
+
+def write(folder: Path, *lines: str | bytes) -> Path:
+    path = folder / "data.jsonl"
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+    return path
+
+
+sizes = st.integers(1, 12)
+seeds = st.integers(0, 2**70)
+
+
+@given(rows=sizes, per_step=sizes, epochs=st.integers(1, 3), seed=seeds, shuffle=st.booleans())
+def test_every_prompt_once_in_each_epoch(rows: int, per_step: int, epochs: int, seed: int, shuffle: bool) -> None:
+    data = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=per_step, seed=seed, shuffle=shuffle)
+    stream = [i for step in ids_of(data, -(-rows * epochs // per_step)) for i in step]
+    for epoch in range(epochs):
+        order = stream[epoch * rows : (epoch + 1) * rows]
+        assert sorted(order) == list(range(rows))
+        assert shuffle or order == sorted(order)
+    assert data.epoch == len(stream) / rows
+
+
+@given(rows=sizes, per_step=sizes, ranks=st.integers(1, 5), seed=seeds, steps=st.integers(1, 4))
+def test_ranks_together_are_one_rank(rows: int, per_step: int, ranks: int, seed: int, steps: int) -> None:
+    per_step = max(per_step, ranks)
+    one = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=per_step, seed=seed)
+    several = [
+        PromptData(rows_of(rows), TOKENIZER, prompts_per_step=per_step, seed=seed, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    for _ in range(steps):
+        shares = [data.next_prompts() for data in several]
+        assert [prompt for share in shares for prompt in share] == one.next_prompts()
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert all(shares)
+
+
+@given(rows=sizes, seed=seeds, before=st.integers(0, 5), after=st.integers(1, 5), old=st.integers(1, 4), data=st.data())
+def test_a_resume_changes_nothing(rows: int, seed: int, before: int, after: int, old: int, data: st.DataObject) -> None:
+    new = data.draw(st.integers(1, 4), label="ranks after the resume")
+    whole = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=4, seed=seed)
+    expected = ids_of(whole, before + after)
+    saved = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=4, seed=seed, rank=old - 1, ranks=old)
+    ids_of(saved, before)
+    state = json.loads(json.dumps(saved.state()))
+    resumed = []
+    for rank in range(new):
+        resumed.append(PromptData(rows_of(rows), TOKENIZER, prompts_per_step=4, seed=seed, rank=rank, ranks=new))
+        resumed[-1].load_state(state)
+    assert [[i for part in step for i in part] for step in zip(*(ids_of(r, after) for r in resumed), strict=True)] == (
+        expected[before:]
+    )
+    assert all(part.state() == whole.state() for part in resumed)
+
+
+def test_the_order_is_pinned_and_differs_by_seed_and_epoch() -> None:
+    """A resume may meet another version of numpy, so the order itself is part of the format."""
+    data = PromptData(rows_of(8), TOKENIZER, prompts_per_step=8, seed=1)
+    other = PromptData(rows_of(8), TOKENIZER, prompts_per_step=8, seed=2)
+    first, second = ids_of(data, 2)
+    assert first == [5, 3, 1, 0, 7, 4, 6, 2]
+    assert len({tuple(first), tuple(second), tuple(ids_of(other, 1)[0])}) == 3
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    data = PromptData(rows_of(8), TOKENIZER, prompts_per_step=2, seed=1)
+    state = data.state()
+    for change, message in [
+        ({"seed": 2}, "seed is 1 here and 2"),
+        ({"rows": 9}, "rows is 8 here and 9"),
+        ({"shuffle": False}, "shuffle is True"),
+        ({"cursor": "3"}, "cursor is '3'"),
+        ({"cursor": -1}, "cursor is -1"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            data.load_state(state | change)
+    with pytest.raises(DataError, match="rows is 8 here and None"):
+        data.load_state({})
+    assert data.state() == state
+
+
+def test_texts_chats_and_columns(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path = write(
+        tmp_path,
+        "\ufeff" + json.dumps({"prompt": "1+1=", "answer": 2}),
+        "",
+        json.dumps({"messages": messages, "source": {"book": 1}}),
+    )
+    rows = load_rows(path)
+    assert [row.place for row in rows] == [f"{path}:1", f"{path}:3"]
+    plain, chat = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=0, shuffle=False).next_prompts()
+    assert (plain.id, plain.text, plain.tokens, plain.columns) == (0, "1+1=", tuple(b"1+1="), {"answer": 2})
+    assert chat.text == TOKENIZER.render_chat(messages)
+    assert list(chat.tokens) == TOKENIZER.encode_chat(messages)
+    assert chat.columns == {"source": {"book": 1}}
+    data = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=0, shuffle=False, chat=True)
+    wrapped, same = data.next_prompts()
+    assert wrapped.text == TOKENIZER.render_chat([{"role": "user", "content": "1+1="}])
+    assert wrapped.tokens[0] == TOKENIZER.bos_id
+    assert same == chat
+    assert data.columns == {"answer", "source"}
+
+
+BAD_LINES: list[tuple[str | bytes, str]] = [
+    ('{"prompt": "a"', "Expecting"),
+    (b'{"prompt": "\xff"}', "utf-8"),
+    ("[1]", "is a list instead of an object"),
+    ('{"question": "a"}', "needs either 'prompt' or 'messages', and has 'question'"),
+    ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "not both"),
+    ('{"prompt": 5}', "'prompt' is 5 instead of a text"),
+    ('{"prompt": null}', "'prompt' is None instead of a text"),
+    ('{"prompt": ""}', "'prompt' is '' instead of a text"),
+    ('{"prompt": "\\ud800"}', "instead of a text"),
+    ('{"messages": []}', "'messages' is"),
+    ('{"messages": [{"role": "user"}]}', "'messages' is"),
+    ('{"messages": [{"role": "user", "content": 1}]}', "both texts"),
+    ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is there twice"),
+    ('{"prompt": "a", "completions": 1}', "the column 'completions' has the name of"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, message: str) -> None:
+    path = write(tmp_path, '{"prompt": "fine"}', line)
+    with pytest.raises(DataError, match=message) as caught:
+        load_rows(path)
+    assert str(caught.value).startswith(f"{path}:2: ")
+
+
+def test_files_that_are_no_data(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        load_rows(write(tmp_path, "", "  "))
+    with pytest.raises(DataError, match="no such file"):
+        load_rows(tmp_path / "missing.jsonl")
+    with pytest.raises(DataError, match=r"is a \.jsonl file"):
+        load_rows(tmp_path / "data.csv")
+
+
+def test_too_long_is_found_at_the_start_or_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, *(json.dumps({"prompt": "x" * length}) for length in (3, 9, 4, 5)))
+    rows = load_rows(path)
+    options: dict[str, Any] = {"prompts_per_step": 1, "seed": 0, "shuffle": False}
+    with pytest.raises(DataError, match="the prompt has 9 tokens, max_prompt_tokens is 4") as caught:
+        PromptData(rows, TOKENIZER, max_prompt_tokens=4, **options)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    data = PromptData(rows, TOKENIZER, max_prompt_tokens=4, too_long="drop", **options)
+    assert (len(data), data.dropped) == (2, 2)
+    assert ids_of(data, 4) == [[0], [2], [0], [2]]
+    with pytest.raises(DataError, match="every one of 4 prompts"):
+        PromptData(rows, TOKENIZER, max_prompt_tokens=2, too_long="drop", **options)
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no rows"):
+        PromptData([], TOKENIZER, prompts_per_step=1, seed=0)
+    with pytest.raises(ValueError, match="each of 3 ranks needs at least one"):
+        PromptData(rows_of(5), TOKENIZER, prompts_per_step=2, seed=0, ranks=3)
+    with pytest.raises(ValueError, match="rank=2 of ranks=2"):
+        PromptData(rows_of(5), TOKENIZER, prompts_per_step=2, seed=0, rank=2, ranks=2)
+    rows = make_rows([{"messages": [{"role": "nobody", "content": "a"}]}], name="mine")
+    TOKENIZER.save(tmp_path)
+    config = {"chat_template": "{{ raise_exception('no such role') }}"}
+    strict = ByteTokenizer(replace(TokenizerFiles.read(tmp_path), config=config))
+    with pytest.raises(DataError, match="mine:1: chat template, line 1: no such role"):
+        PromptData(rows, strict, prompts_per_step=2, seed=0)
+
+
+@given(count=st.integers(1, 30), held_out=st.integers(0, 29) | st.floats(0, 0.9), seed=seeds)
+def test_split(count: int, held_out: int | float, seed: int) -> None:
+    rows = rows_of(count)
+    expected = held_out if isinstance(held_out, int) else max(1, round(held_out * count)) if held_out else 0
+    if expected >= count:
+        with pytest.raises(DataError, match="leaves none"):
+            split(rows, held_out, seed)
+        return
+    train, held = split(rows, held_out, seed)
+    assert len(held) == expected
+    assert sorted(train + held, key=rows.index) == rows  # each row on one side
+    assert train == sorted(train, key=rows.index)
+    assert (train, held) == split(rows, held_out, seed)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    path.write_bytes(b"no parquet")
+    if importlib.util.find_spec("pyarrow") is None:
+        with pytest.raises(ImportError, match=r"pip install 'rollgraph\[parquet\]'"):
+            load_rows(path)
+        return
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        load_rows(path)
+    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    entries = [{"prompt": "a", "messages": None}, {"prompt": None, "messages": [{"role": "user", "content": "b"}]}]
+    parquet.write_table(arrow.Table.from_pylist(entries), path)
+    assert [row.prompt for row in load_rows(path)] == ["a", [{"role": "user", "content": "b"}]]

@@ -1,0 +1,440 @@
+"""Rewards: what functions are given, what the built-in ones say, and that no function can end a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollgraph.rl.paths import LoadError, load_object
+from rollgraph.rl.rewards import RewardFunctions, RewardSpec
+from rollgraph.types import Prompt, Rollout
+
+FUNCTIONS = """
+import os, signal, subprocess, sys, time
+import numpy
+
+def ones(completions, **columns):
+    return [1.0] * len(completions)
+
+def lengths(prompts, completions):
+    return [len(p) + len(c) for p, c in zip(prompts, completions)]
+
+def bad_number(completions, **columns):
+    return [float(text) for text in completions]
+
+def some(completions, kind, **columns):
+    return [float(k) if k else None for k in kind]
+
+def seen(completions, answer, missing=None, *, completion_ids):
+    assert missing is None
+    return [float(a) + 100 * len(ids) for a, ids in zip(answer, completion_ids, strict=True)]
+
+def scaled(completions, factor):
+    return [factor * len(text) for text in completions]
+
+def arrays(completions, **columns):
+    import torch
+    return torch.arange(len(completions))
+
+def too_few(completions, **columns):
+    return [1.0] * (len(completions) - 1)
+
+def nothing(completions, **columns):
+    pass
+
+def odd(completions, **columns):
+    results = {"nan": float("nan"), "inf": numpy.float32("inf"), "text": "1.0", "list": [1]}
+    return [results.get(text, True) for text in completions]
+
+def exits(completions, **columns):
+    sys.exit(3)
+
+def pid(completions, **columns):
+    time.sleep(0.02)
+    return [os.getpid()] * len(completions)
+
+def risky(completions, **columns):
+    for text in completions:
+        if text == "hang":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+            with open(os.environ["PIDS"], "a") as file:
+                print(os.getpid(), child.pid, file=file)
+            while True:
+                time.sleep(1)
+        if text == "die":
+            os._exit(7)
+        if text == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if text == "raise":
+            raise RuntimeError("no idea")
+    return [1.0] * len(completions)
+
+def only_position(completions, /):
+    return []
+
+def no_completions(prompts):
+    return []
+
+async def later(completions):
+    return []
+
+constant = 5
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rewards") / "functions.py"
+    path.write_text(FUNCTIONS)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("pids") / "pids"
+    path.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIDS", str(path))
+        yield path
+
+
+def rollout(text: str, columns: Mapping[str, Any] | None = None, tokens: int = 3) -> Rollout:
+    prompt = Prompt(7, (1, 2), "p?", columns or {})
+    return Rollout(prompt, [*range(tokens), 99], [True] * tokens + [False], [0.0] * (tokens + 1), text)
+
+
+def score(specs: list[Any], *rollouts: Rollout, **options: Any) -> tuple[list[float], RewardFunctions]:
+    with RewardFunctions(specs, **options) as rewards:
+        rewards.score(rollouts)
+    return [r.reward for r in rollouts], rewards
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # an orphan that is dead and that nobody has collected
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    limit = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+# What functions are given.
+
+
+def test_columns_weights_and_labels(functions: str) -> None:
+    samples = [rollout("abc", {"answer": "4", "kind": 0}), rollout("a", {"answer": 5, "kind": 2}, tokens=1)]
+    specs = [
+        f"{functions}:lengths",
+        {"name": f"{functions}:some", "weight": 10.0},
+        {"name": f"{functions}:seen", "weight": 0, "label": "seen"},
+        RewardSpec(f"{functions}:scaled", weight=-1, options={"factor": 2}),
+    ]
+    score(specs, *samples)
+    assert samples[0].rewards == {"lengths": 5.0, "seen": 304.0, "scaled": 6.0}  # `some` has none for this one
+    assert samples[0].reward == 5.0 - 6.0
+    assert samples[1].rewards == {"lengths": 3.0, "some": 2.0, "seen": 105.0, "scaled": 2.0}
+    assert samples[1].reward == 3.0 + 20.0 - 2.0
+    score([f"{functions}:ones"], *samples)  # again: nothing is left of the last time
+    assert [s.rewards for s in samples] == [{"ones": 1.0}, {"ones": 1.0}]
+
+
+def test_numbers_of_any_library_and_no_rollouts(functions: str) -> None:
+    values, rewards = score([f"{functions}:arrays"], rollout("a"), rollout("b"))
+    assert values == [0.0, 1.0]
+    assert all(type(value) is float for value in values)
+    rewards.score([])
+    assert not rewards.failures
+
+
+def test_columns_that_only_some_rows_have(functions: str) -> None:
+    values, _ = score([f"{functions}:some"], rollout("a", {"kind": 3}), rollout("b", {"other": 1}), on_failure=-1.0)
+    assert values == [3.0, -1.0]
+
+
+def test_needed_columns_are_checked(functions: str) -> None:
+    rewards = RewardFunctions([f"{functions}:seen", {"name": "exact_match", "options": {"column": "gold"}}])
+    rewards.check_columns(["gold", "answer"])
+    with pytest.raises(LoadError, match="'seen' needs the column 'answer'; did you mean 'answers'"):
+        rewards.check_columns(["answers", "gold"])
+    with pytest.raises(LoadError, match=r"'exact_match' needs the column 'gold' \(there is \['answer'\]\)"):
+        rewards.check_columns(["answer"])
+
+
+# Failures, in this process.
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_bad_rollout_costs_no_other(functions: str, workers: int) -> None:
+    specs = [f"{functions}:bad_number", f"{functions}:ones"]
+    samples = [rollout(text) for text in ("1", "two", "3", "four")]
+    values, rewards = score(specs, *samples, on_failure=-5.0, workers=workers)
+    assert values == [2.0, -4.0, 4.0, -4.0]
+    assert samples[1].rewards == {"bad_number": -5.0, "ones": 1.0}
+    assert rewards.failures == {"raised": 2}
+    assert rewards.messages["raised"].startswith("bad_number: ValueError: could not convert string to float: 'two'")
+    assert "functions.py:12" in rewards.messages["raised"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("too_few", "wrong_length", "too_few: 1 rewards for 2 completions"),
+        ("nothing", "raised", "nothing: TypeError: 'NoneType' object is not iterable"),
+        ("exits", "raised", "exits: SystemExit: 3"),
+    ],
+)
+def test_results_that_are_none(functions: str, name: str, kind: str, message: str) -> None:
+    values, rewards = score([f"{functions}:{name}"], rollout("a"), rollout("b"), on_failure=-1.0)
+    assert values == [-1.0, -1.0]
+    assert rewards.failures == {kind: 2}
+    assert rewards.messages[kind].startswith(message)
+
+
+def test_numbers_that_are_none(functions: str) -> None:
+    samples = [rollout(text) for text in ("fine", "nan", "inf", "text", "list")]
+    values, rewards = score([f"{functions}:odd"], *samples, on_failure=-1.0)
+    assert values == [1.0, -1.0, -1.0, -1.0, -1.0]
+    assert rewards.failures == {"not_finite": 4}
+
+
+def test_a_rollout_that_no_function_scores_is_counted(functions: str) -> None:
+    values, rewards = score(
+        [f"{functions}:some"], rollout("a", {"kind": 0}), rollout("a", {"kind": 1}), on_failure=-2.0
+    )
+    assert values == [-2.0, 1.0]
+    assert rewards.failures == {"unscored": 1}
+
+
+# Failures, in workers.
+
+
+def test_hanging_crashing_and_raising_beside_others(functions: str, pids: Path) -> None:
+    texts = ["hang", "fine", "die", "fine", "raise", "crash", "fine", "fine"]
+    samples = [rollout(text) for text in texts]
+    specs = [f"{functions}:risky", f"{functions}:ones"]
+    options: dict[str, Any] = {"workers": 2, "timeout": 2.0, "on_failure": -1.0, "batch_size": 1}
+    with RewardFunctions(specs, **options) as rewards:
+        rewards.score(samples)
+        assert [s.rewards["risky"] for s in samples] == [1.0 if text == "fine" else -1.0 for text in texts]
+        assert all(s.rewards["ones"] == 1.0 for s in samples)
+        assert rewards.failures == {"timeout": 1, "died": 2, "raised": 1}
+        assert rewards.messages["timeout"] == "risky: no result after 2.0 s"
+        assert rewards.messages["died"] in ("risky: ended with exit code 7", "risky: killed by SIGSEGV")
+        assert "RuntimeError: no idea" in rewards.messages["raised"]
+        hung = [int(pid) for pid in pids.read_text().split()]
+        wait_until_gone(hung)  # it was killed with the process it had started, while the pool is still open
+        assert len(hung) == 2
+        rewards.score([rollout("die"), rollout("fine")])  # who died is replaced
+        rewards.score(samples[1:2])
+        assert samples[1].reward == 2.0
+        assert rewards.failures["died"] == 3
+
+
+def test_workers_are_used_again_and_do_not_outlive_the_pool(functions: str) -> None:
+    samples = [rollout(str(i)) for i in range(16)]
+    with RewardFunctions([f"{functions}:pid"], workers=2, batch_size=1) as rewards:
+        used = set()
+        for _ in range(3):
+            rewards.score(samples)
+            used |= {int(s.reward) for s in samples}
+        assert len(used) == 2
+        assert os.getpid() not in used
+        victim = used.pop()
+        os.kill(victim, 9)  # while idle, as the kernel does when memory runs out
+        wait_until_gone([victim])
+        rewards.score(samples)
+        used = {victim, *used, *(int(s.reward) for s in samples)}
+        assert len(used) == 3
+        assert not rewards.failures
+    wait_until_gone(sorted(used))
+    rewards.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        rewards.score(samples)
+
+
+def test_a_batch_is_spread_over_workers(functions: str) -> None:
+    samples = [rollout(str(i)) for i in range(5)]
+    score([f"{functions}:pid"], *samples, workers=2)
+    first, *_, last = pids = [s.reward for s in samples]
+    assert first != last
+    assert pids == [first] * 3 + [last] * 2
+
+
+def test_workers_end_with_a_process_that_is_killed(functions: str, pids: Path) -> None:
+    """Nobody is left to close the pool, and a worker is in the middle of a call that would never end."""
+    pids.write_text("")
+    program = """
+import sys
+sys.path[:] = eval(sys.argv[1])
+from rollgraph.rl.rewards import RewardFunctions
+from rollgraph.types import Prompt, Rollout
+rewards = RewardFunctions([sys.argv[2]], workers=1, timeout=1000)
+rewards.score([Rollout(Prompt(0, (), ""), [], [], [], "hang")])
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program, repr(sys.path), f"{functions}:risky"])
+    limit = time.monotonic() + 60
+    while not pids.read_text() and time.monotonic() < limit:
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    hung = [int(pid) for pid in pids.read_text().split()]
+    assert len(hung) == 2
+    wait_until_gone(hung)
+
+
+# Loading.
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("exact_mach", "did you mean 'exact_match'"),
+        ({"name": "length", "weigth": 1}, "no 'weigth'; did you mean 'weight'"),
+        ({"weight": 1}, "needs a name"),
+        ({"name": "length", "weight": "much"}, "weight='much' is no finite number"),
+        ({"name": "exact_match", "options": {"colum": "a"}}, r"no option 'colum'; it is exact_match\(column"),
+        ({"name": "regex_format"}, "missing a required argument: 'pattern'"),
+        ({"name": "regex_format", "options": {"pattern": "("}}, "no regular expression"),
+        ({"name": "length", "options": {"limit": 5, "target": 5}}, "either a limit or a target"),
+        ("FILE:nowhere", "functions.py has no 'nowhere'"),
+        ("FILE:lenghts", "did you mean 'lengths'"),
+        ("FILE:constant", "is 5 instead of a plain function"),
+        ("FILE:later", "instead of a plain function"),
+        ("FILE:only_position", "is called with names"),
+        ("FILE:no_completions", r"has the signature \(prompts\)"),
+        ({"name": "FILE:lengths", "options": {"x": 1}}, "signature cannot be used"),
+        ("no_such_package.rewards:f", "there is no module 'no_such_package'"),
+        ("rollgraph.rl.no_such:f", "there is no module 'rollgraph.rl.no_such'"),
+        ("missing.py:f", r"there is no file missing\.py"),
+        ("file.py:", "write 'package.module:name'"),
+    ],
+)
+def test_what_cannot_be_loaded(functions: str, spec: Any, message: str) -> None:
+    if isinstance(spec, str):
+        spec = {"name": spec}
+    spec = {key: value.replace("FILE", functions) if key == "name" else value for key, value in spec.items()}
+    with pytest.raises(ValueError, match=message):
+        RewardFunctions([spec])
+
+
+def test_names_have_to_differ() -> None:
+    spec = {"name": "regex_format", "options": {"pattern": "a"}}
+    with pytest.raises(LoadError, match="two rewards are called 'regex_format'"):
+        RewardFunctions([spec, spec])
+    values, _ = score([spec, spec | {"label": "again"}], rollout("a"))
+    assert values == [2.0]
+
+
+def test_files_and_modules(tmp_path: Path) -> None:
+    assert load_object("os.path:join") is os.path.join
+    assert load_object("collections:Counter.most_common").__name__ == "most_common"
+    path = tmp_path / "mine.py"
+    path.write_text("import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int' = 1\n")
+    assert load_object(f"{path}:A") is load_object(f"{path}:A")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_thing")
+    for _ in range(2):  # a module that failed is not taken for one that is there
+        with pytest.raises(LoadError, match=r"broken\.py failed \(ModuleNotFoundError: .*no_such_thing"):
+            load_object(f"{broken}:f")
+
+
+# Built in.
+
+
+def graded(name: str, text: str, answer: Any, **options: Any) -> float | None:
+    sample = rollout(text, {"answer": answer})
+    with RewardFunctions([{"name": name, "options": options}]) as rewards:
+        rewards.score([sample])
+        assert set(rewards.failures) <= {"unscored"}, rewards.messages
+    return sample.rewards.get(name)
+
+
+def test_exact_match() -> None:
+    assert graded("exact_match", " 42\n", 42) == 1.0
+    assert graded("exact_match", "42.", "42") == 0.0
+    assert graded("exact_match", "Yes", "yes") == 0.0
+    assert graded("exact_match", "Yes", "yes", ignore_case=True) == 1.0
+    assert graded("exact_match", "a <x>1</x> b <x> 2 </x>", "2", extract="<x>(.*?)</x>") == 1.0
+    assert graded("exact_match", "2", "2", extract="<x>(.*?)</x>") == 0.0
+    assert graded("exact_match", "42", None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("so 6*7 = 42.", "42", 1.0),
+        ("42 and not 43", "42", 0.0),
+        ("$1,234,567.50", 1234567.5, 1.0),
+        ("1,2,3", "3", 1.0),
+        ("1,2345", "2345", 1.0),
+        ("it is -5", "-5", 1.0),
+        ("it is \N{MINUS SIGN}5", "-5", 1.0),
+        ("8-5", "5", 1.0),
+        (".5", "1/2", 1.0),
+        ("3/4", "0.75", 1.0),
+        (r"\frac{3}{4}", "0.75", 1.0),
+        (r"-\dfrac{3}{4}", "-0.75", 1.0),
+        ("6.02e23", "602" + "0" * 21, 1.0),
+        ("1/0", "1", 0.0),
+        ("no number", "1", 0.0),
+        ("9" * 5000, "1", 0.0),
+        ("1e999", "1", 0.0),
+        ("42", "6 * 7 = 42\n#### 42", 1.0),
+        ("100.4", "100", 0.0),
+    ],
+)
+def test_numeric_match(text: str, answer: Any, expected: float) -> None:
+    assert graded("numeric_match", text, answer) == expected
+
+
+def test_numeric_match_tolerance_and_bad_answers() -> None:
+    assert graded("numeric_match", "100.4", "100", tolerance=0.005) == 1.0
+    assert graded("numeric_match", "0.004", "0", tolerance=0.005) == 1.0
+    _, rewards = score(["numeric_match"], rollout("1", {"answer": "none"}), rollout("1", {"answer": "1"}))
+    assert rewards.failures == {"raised": 1}
+
+
+@given(st.integers(-(10**12), 10**12), st.text(alphabet="abc .,\n", max_size=20))
+def test_numeric_match_reads_what_python_writes(number: int, before: str) -> None:
+    assert graded("numeric_match", f"{before} {number:,}.", number, tolerance=0) == 1.0
+    assert graded("numeric_match", f"{before} {number / 8!r}", f"{number}/8", tolerance=0) == 1.0
+
+
+def test_regex_format() -> None:
+    pattern = "^<think>.*</think>\\s*<answer>.*</answer>$"
+    assert graded("regex_format", "<think>a\nb</think>\n<answer>1</answer>", None, pattern=pattern) == 1.0
+    assert graded("regex_format", "so <think>a</think><answer>1</answer>", None, pattern=pattern) == 0.0
+
+
+def test_length() -> None:
+    def lengths(**options: int) -> list[float]:
+        samples = [rollout("x", tokens=tokens) for tokens in (0, 4, 6, 8, 20)]
+        return score([{"name": "length", "options": options}], *samples)[0]
+
+    assert lengths(limit=8, free=4) == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert lengths(target=8) == [-1.0, -0.5, -0.25, 0.0, -1.0]
+
+
+def test_math_verify() -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        with pytest.raises(ImportError, match=r"pip install 'rollgraph\[math\]'"):
+            RewardFunctions(["math_verify"])
+        return
+    assert graded("math_verify", r"so it is $\frac{2}{4}$", "1/2") == 1.0
+    assert graded("math_verify", "so it is $3$", "1/2") == 0.0

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from rollgraph.commands import config as command
+from rollgraph.config import load_config
+
+DOCS = Path(__file__).parents[1] / "docs" / "config.md"
+
+
+def call(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_to(parser.add_subparsers())
+    options = parser.parse_args(["config", *arguments])
+    exit_code: int = options.run(options)
+    return exit_code
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {train: t}\nreward: {functions: [{name: f}]}\n")
+    return path
+
+
+def test_prints_what_a_run_would_use(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(run_file), "steps=7", "graph.scope=attn,mlp") == 0
+    resolved = run_file.with_name("resolved.yaml")
+    resolved.write_text(capsys.readouterr().out)
+    assert load_config(resolved) == load_config(run_file, ["steps=7", "graph.scope=attn,mlp"])
+
+
+def test_every_problem_has_a_line(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(run_file), "steps=0", "sed=1") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "override 'sed=1': sed: unknown key; did you mean seed?",
+        "override 'steps=0': steps: expected whole number ≥ 1, got 0",
+    ]
+
+
+@pytest.mark.parametrize("arguments", [(), ("steps=1",)])
+def test_needs_a_file(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*arguments) == 2
+    assert "expected the YAML file of a run" in capsys.readouterr().err
+
+
+def test_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--schema") == 0
+    assert json.loads(capsys.readouterr().out)["properties"]["steps"]["minimum"] == 1
+
+
+def test_the_documentation_has_the_current_table_of_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--keys") == 0
+    text, _, tables = DOCS.read_text(encoding="utf-8").partition("## All keys\n\n")
+    assert tables == capsys.readouterr().out, (
+        "replace the tables of docs/config.md by those of `rollgraph config --keys`"
+    )
+    assert "did you mean" in text
