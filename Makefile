@@ -11,8 +11,10 @@ ENV    := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "  make %-9s %s\n", $$1, $$2 }'
 
-demo: $(ENV) ## train a small model through captured graphs
-	$(PY) examples/captured_training.py $(ARGS)
+demo: $(ENV) ## a tiny model learns addition: a warm start, then GRPO, in a few minutes (ARGS="seed=1")
+	rm -rf runs/quickstart
+	$(PY) examples/arithmetic.py runs/quickstart/data
+	$(PY) -m rollgraph train examples/quickstart.yaml $(ARGS)
 
 test: $(ENV) ## run the tests, apart from the slow ones (ARGS="-n 2 -k hooks" goes to pytest)
 	$(PY) -m pytest -m "not slow" $(ARGS)

@@ -63,7 +63,7 @@ LAYERS = (
         "checkpoint.py",
     ), packages=None),
     Layer("run", (
-        "setup.py", "launch.py", "dashboard/", "train.py", "compat/", "commands/", "cli.py",
+        "setup.py", "plan.py", "launch.py", "dashboard/", "train.py", "compat/", "commands/", "cli.py",
     ), packages=None),
 )
 # fmt: on

@@ -61,6 +61,12 @@ class Run:
                 torch.cuda.synchronize()
             self.seconds[phase] += time.perf_counter() - start
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether it is set on one of them: all ranks have to do the same."""
+        if self.world.size == 1:
+            return flag
+        return bool(self.policy.sharded.any_rank(torch.tensor(float(flag), device=self.world.device)))
+
     def close(self) -> None:
         with contextlib.ExitStack() as all_of_them:  # each, even if another one fails
             all_of_them.callback(self.policy.close)
@@ -88,7 +94,7 @@ def make_run(config: Config, world: World, on_capture: Callable[[str, int, int],
         model,
         tokenizer,
         world,
-        make_limits(config, model),
+        make_limits(config, model, world.size),
         sampling=make_sampling(config, environment),
         optimizer=optimizer_settings(config),
         clip_norm=config.optimizer.clip_norm,
@@ -142,7 +148,7 @@ def make_model(config: Config, tokenizer: Tokenizer, world: World) -> Decoder:
     return model.to(world.device, dtype or torch.float32)
 
 
-def make_limits(config: Config, model: Decoder) -> Limits:
+def make_limits(config: Config, model: Decoder, ranks: int = 1) -> Limits:
     longest = model.architecture.max_length
     if config.data.max_prompt_tokens is not None:
         longest = min(longest, config.data.max_prompt_tokens + config.rollout.max_tokens)
@@ -154,7 +160,7 @@ def make_limits(config: Config, model: Decoder) -> Limits:
     on_cpu = model.embed.weight.device.type == "cpu"
     return Limits(
         max_length=longest,
-        rows=min(config.rollout.rows, samples),
+        rows=max(1, min(config.rollout.rows, -(-samples // ranks))),
         token_buckets=tuple(buckets),
         tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every place a sequence could have
         cache_bytes=int(config.memory.cache_gib * 2**30) if config.memory.cache_gib else None,

@@ -58,7 +58,7 @@ def train(config: Config, world: World | None = None) -> Run:
                 view.step(step, values, run.seconds)
                 if samples is not None:
                     samples.write(step, rollouts, [max(s.advantages, key=abs, default=0.0) for s in batch.samples])
-                stopping = bool(asked_to_stop)
+                stopping = run.on_any_rank(bool(asked_to_stop))
                 maybe_save(run, step, values, stopping)
                 run.seconds.clear()
                 if stopping:
@@ -172,6 +172,8 @@ def resume(run: Run, view: View) -> int:
     """Continue where the last whole checkpoint left off, or begin; gives the first step to take."""
     config, folder = run.config, Path(run.config.output)
     saved = None if config.resume == "never" else run.checkpoints.latest()
+    if config.resume == "never" and run.checkpoints.complete():
+        raise CheckpointError(f"resume: never, but {folder / 'checkpoints'} has checkpoints: choose another output")
     if saved is None and config.resume == "must":
         raise CheckpointError(f"resume: must, but {folder / 'checkpoints'} has no whole checkpoint")
     reference = folder / "reference"
@@ -192,6 +194,8 @@ def resume(run: Run, view: View) -> int:
     state = run.checkpoints.load(saved)
     run.data.load_state(state["data"])
     run.surplus = [[_rollout(entry) for entry in group] for group in state["surplus"]]
+    for problem in run.checkpoints.problems:
+        view.note(problem)
     view.note(f"resumed after step {saved.step}")
     return saved.step + 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,10 @@ def run_train(options: argparse.Namespace) -> int:
     try:
         with joined(World.current()) as world:
             train(config, world)
-    except (ValueError, OSError) as error:
-        print(f"rollgraph train: {error}", file=sys.stderr)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        if os.environ.get("ROLLGRAPH_TRACEBACK"):
+            raise
+        print(f"rollgraph train: {error}\n(ROLLGRAPH_TRACEBACK=1 shows where)", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("rollgraph train: interrupted; the last checkpoint is whole", file=sys.stderr)

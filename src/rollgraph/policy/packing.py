@@ -72,6 +72,8 @@ def fill(samples: Iterable[Sample], tokens: int, sequences: int, longest: int) -
         prompt, count = len(sample.prompt), len(sample.tokens)
         if not prompt:
             raise ValueError("a sample without a prompt: nothing predicts its first token")
+        if prompt + count > longest:
+            raise ValueError(f"a sample of {prompt + count} tokens is longer than {longest}, which attention looks at")
         whole, end, first = np.array([*sample.prompt, *sample.tokens]), at + prompt + count, at + prompt - 1
         arrays.ids[at:end] = whole
         arrays.positions[at:end] = np.arange(prompt + count)

@@ -104,6 +104,7 @@ class PolicyWorker:
         self._train_graphs: dict[tuple[str, int], Callable[..., Any]] = {}
         self._score_graphs: dict[int, Callable[..., Any]] = {}
         self._losses: dict[str, tuple[Loss, bool, list[str]]] = {}
+        self._has_reference = False  # when the losses were captured
         self.engine: Engine | None = None
 
     # -- capture -----------------------------------------------------------------------------------
@@ -111,6 +112,7 @@ class PolicyWorker:
     def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_capture: OnCapture | None = None) -> None:
         """Allocate the cache and capture every graph. `losses` are by name, with whether they want the entropy."""
         progress = on_capture or (lambda name, done, total: None)
+        self._has_reference = "reference" in self.weights
         with self.phases.enter("generate"):
             self.engine = Engine(
                 self.model,
@@ -150,7 +152,7 @@ class PolicyWorker:
         return "cuda" if self.world.device.startswith("cuda") else "tape"
 
     def _capture(self, step: Callable[..., Any], tokens: int, name: str, grad: bool = False) -> Callable[..., Any]:
-        inputs = self._upload(fill([], tokens, self.limits.sequences(tokens)))
+        inputs = self._upload(self._fill([], tokens))
         guards = [self.sharded.stale, self._not_the_policy] if grad else [self.sharded.stale]
         with torch.set_grad_enabled(grad):
             return capture(
@@ -162,9 +164,9 @@ class PolicyWorker:
         """Layers, or attentions and MLPs, as graphs with the communication of their parameters beside them."""
         hidden, head_dim = self.model.architecture.hidden, self.model.architecture.head_dim
         device, dtype = self.world.device, self.model.embed.weight.dtype
-        cu_seqlens = self._upload(fill([], tokens, self.limits.sequences(tokens)))[4]
+        cu_seqlens = self._upload(self._fill([], tokens))[4]
         angles = tuple(torch.zeros(tokens, head_dim // 2, device=device) for _ in range(2))
-        most = min(tokens, self.limits.max_length)
+        most = self._longest(tokens)
 
         def stream(grad: bool = True) -> Tensor:
             return torch.zeros(tokens, hidden, dtype=dtype, device=device, requires_grad=grad)
@@ -182,8 +184,10 @@ class PolicyWorker:
             if "mlp" in self._scopes:
                 units.append(layer.mlp)
                 samples.append((stream(),))
+        # Without recordings, generation and scoring run the same modules, in other shapes.
+        on_mismatch: Any = "eager" if self._named_backend == "eager" else self._on_mismatch
         make_graphed_callables(
-            tuple(units), tuple(samples), pool=self.pool, backend=self._named_backend, on_mismatch=self._on_mismatch,
+            tuple(units), tuple(samples), pool=self.pool, backend=self._named_backend, on_mismatch=on_mismatch,
             hooks=[self.sharded.graph_hooks(unit) for unit in units], grad_buffers=self.sharded.flat.grad_buffers,
             num_warmup_iters=max(1, self._warmup), guards=[self._not_the_policy],
         )  # fmt: skip
@@ -196,7 +200,7 @@ class PolicyWorker:
 
     def _logprobs(self, inputs: Sequence[Tensor], entropy: bool) -> tuple[Tensor, Tensor | None]:
         ids, positions, targets, _, cu_seqlens, _ = inputs
-        hidden = self.model(ids, positions, cu_seqlens, min(len(ids), self.limits.max_length))
+        hidden = self.model(ids, positions, cu_seqlens, self._longest(len(ids)))
         self.sharded.before_reading([self.model.head_weight])
         found = token_logprobs(hidden, self.model.head_weight, targets, self._temperature, entropy=entropy)
         return found if isinstance(found, tuple) else (found, None)
@@ -220,7 +224,7 @@ class PolicyWorker:
                 sequence=inputs[3],
                 sequences=len(inputs[4]) - 1,
                 entropy=entropy,
-                reference_logprobs=streams["reference_logprobs"] if "reference" in self.weights else None,
+                reference_logprobs=streams["reference_logprobs"] if self._has_reference else None,
             )
         )
         names[:] = metrics
@@ -296,8 +300,15 @@ class PolicyWorker:
         for group in pack(lengths, most, limits.sequences(most)):
             used = sum(lengths[i] for i in group)
             size = next(b for b in buckets if b >= used and limits.sequences(b) >= len(group))
-            packed.append((group, fill((samples[i] for i in group), size, limits.sequences(size))))
+            packed.append((group, self._fill([samples[i] for i in group], size)))
         return packed
+
+    def _fill(self, samples: Sequence[Sample], tokens: int) -> Arrays:
+        return fill(samples, tokens, self.limits.sequences(tokens), self._longest(tokens))
+
+    def _longest(self, tokens: int) -> int:
+        """Of the sequences in a microbatch, padding included."""
+        return min(tokens, self.limits.max_length)
 
     # -- train -------------------------------------------------------------------------------------
 
@@ -308,6 +319,12 @@ class PolicyWorker:
 
         With `score_old` the old log-probabilities are computed first; otherwise they are the rollout's own.
         """
+        if not batch.minibatches or not all(batch.minibatches):
+            raise ValueError("there is nothing to train on: a batch has minibatches, and a minibatch has samples")
+        if not self._has_reference and any(sample.reference_logprobs is not None for sample in batch.samples):
+            raise ValueError(
+                "the loss was captured without a reference, but samples have one: save() it before capture_all()"
+            )
         if score_old:
             found = self.logprobs(batch.samples)
             for sample, logprobs in zip(batch.samples, found, strict=True):
@@ -325,7 +342,7 @@ class PolicyWorker:
         if self.world.size > 1:  # collectives: every rank runs as many
             most = max(int(count) for count in self.sharded.collectives.agree(str(len(microbatches))))
             size = max(self._score_graphs)
-            microbatches += [fill([], size, self.limits.sequences(size))] * (most - len(microbatches))
+            microbatches += [self._fill([], size)] * (most - len(microbatches))
         for index, arrays in enumerate(microbatches):
             if "step" in self._scopes:
                 metrics = self._train_graphs[loss, len(arrays.ids)](*self._upload(arrays))
@@ -356,20 +373,24 @@ class PolicyWorker:
         return metrics
 
     def _summary(self, totals: Totals) -> dict[str, float]:
-        """One transfer from the device, after one sum over ranks."""
-        names = list(totals.metrics)
+        """Means over all ranks: one transfer from the device, and one more where ranks exchange their sums."""
+        names, tokens, places = list(totals.metrics), totals.tokens, totals.places
         apart = torch.stack(totals.agreement)
         sums = torch.stack([*apart[:, :2].sum(0), *(totals.metrics[name] for name in names)])
         largest = apart[:, 2].max()
         if self.world.size > 1:
-            sums = self.sharded.collectives.sum(sums)
-        found = means(dict(zip(names, sums[2:], strict=True)))
-        found |= dict(zip(AGREEMENT, (sums[0] / sums[1].clamp_min(1), largest), strict=True))
-        found |= {"lr": self.optimizer.rate, "skipped_steps": self.optimizer.skipped}
+            mine = [tokens, places, *torch.stack([largest, *sums]).tolist()]
+            everyone = [json.loads(said) for said in self.sharded.collectives.agree(json.dumps(mine))]
+            tokens, places = (sum(theirs[i] for theirs in everyone) for i in range(2))
+            found = torch.tensor([theirs[2:] for theirs in everyone], device=sums.device)
+            largest, sums = found[:, 0].max(), found[:, 1:].sum(0)
+        values = means(dict(zip(names, sums[2:], strict=True)))
+        values |= dict(zip(AGREEMENT, (sums[0] / sums[1].clamp_min(1), largest), strict=True))
+        values |= {name: values[name] / totals.updates for name in values.keys() & {"loss", "weight"}}  # of a minibatch
+        values |= {"lr": self.optimizer.rate, "skipped_steps": self.optimizer.skipped}
         if totals.norms:
-            found["grad_norm"] = torch.stack(totals.norms).mean()
-        summary = to_host(found)
-        return {**summary, "padding": 1 - totals.tokens / max(1, totals.places), "train_tokens": float(totals.tokens)}
+            values["grad_norm"] = torch.stack(totals.norms).mean()
+        return {**to_host(values), "padding": 1 - tokens / max(1, places), "train_tokens": float(tokens)}
 
     # -- several ranks, and the end ----------------------------------------------------------------
 

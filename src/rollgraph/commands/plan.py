@@ -1,0 +1,122 @@
+"""`rollgraph plan`: the memory of each phase and the floor of a step's time, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rollgraph.config import ConfigError, load_config
+
+if TYPE_CHECKING:
+    from rollgraph.plan import Plan
+
+DONE, TOO_LARGE, WRONG = 0, 1, 2
+GIB = 2**30
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="memory and least time of a run, before it begins",
+        description="Reads the configuration and the model's config.json, and allocates nothing. "
+        f"Exit code: {DONE} it fits or nobody knows, {TOO_LARGE} it does not fit, {WRONG} something is wrong.",
+    )
+    parser.add_argument("config", help="YAML file; see docs/config.md")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. memory.cache_gib=20")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the run (default: 1)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what it will run on (default: cuda)")
+    parser.add_argument("--device-gib", type=float, help="memory of a GPU (default: of this machine's, if it has one)")
+    parser.add_argument("--tflops", type=float, help="of a bf16 matrix product (default: 785, one H200, measured)")
+    parser.add_argument("--tb-per-second", type=float, help="of its memory (default: 4.28, one H200, measured)")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        config = load_config(options.config, options.overrides)
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    from rollgraph.plan import make_plan
+
+    given = {"tflops": options.tflops, "tb_per_second": options.tb_per_second}
+    speeds = {name: value for name, value in given.items() if value is not None}
+    try:
+        if min(options.ranks, *speeds.values(), 1 if options.device_gib is None else options.device_gib) <= 0:
+            raise ValueError("--ranks, --device-gib, --tflops and --tb-per-second are positive")
+        plan = make_plan(
+            config,
+            ranks=options.ranks,
+            device_bytes=_device_bytes(options),
+            device=options.device,
+            **speeds,
+        )
+    except (ValueError, OSError) as error:
+        print(f"rollgraph plan: {error}", file=sys.stderr)
+        return WRONG
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else describe(plan))
+    return TOO_LARGE if plan.fits is False else DONE
+
+
+def _device_bytes(options: argparse.Namespace) -> int | None:
+    if options.device == "cpu":
+        return None
+    if options.device_gib is not None:
+        return int(options.device_gib * GIB)
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+
+
+def describe(plan: Plan) -> str:
+    """A table of memory, one of time, and what follows from them."""
+    from rollgraph.plan import PHASES, TB_PER_SECOND, TFLOPS
+
+    rows = [("memory of a rank", "where", *PHASES)]
+    for line in plan.lines:
+        cells = (_size(line.nbytes) if phase in line.phases else "" for phase in PHASES)
+        rows.append((line.name, line.where, *cells))
+    rows.append(("sum", "device", *(_size(plan.total(phase)) for phase in PHASES)))
+    rows.append(("sum", "host", *(_size(plan.total(phase, "host")) for phase in PHASES)))
+    text = [*_table(rows), "", _verdict(plan), ""]
+    text += _table(
+        [
+            ("floor of a step, seconds", "repeated prompts", "shared prompts"),
+            *((name, _seconds(slow), _seconds(plan.floor.shared[name])) for name, slow in plan.floor.repeated.items()),
+            ("sum", *(_seconds(sum(parts.values())) for parts in (plan.floor.repeated, plan.floor.shared))),
+        ]
+    )
+    speed = (plan.floor.tflops, plan.floor.tb_per_second)
+    named = " (one H200, measured)" if speed == (TFLOPS, TB_PER_SECOND) else ""
+    text.append(f"at {speed[0]:g} TFLOP/s and {speed[1]:g} TB/s{named}")
+    return "\n".join([*text, *(f"note: {note}" for note in plan.notes)])
+
+
+def _verdict(plan: Plan) -> str:
+    peak = f"peak {_size(plan.peak)} in {plan.peak_phase}"
+    if plan.device_bytes is None:
+        return f"{peak}; whether it fits is not known (--device-gib)"
+    left = plan.device_bytes - plan.peak
+    return f"{peak}; {_size(plan.device_bytes)} are there: {_size(abs(left))} {'left' if left >= 0 else 'too much'}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 or cell in ("where", "device", "host") else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,343 @@
+"""What a run will take, known before anything is allocated: the memory of each phase, and the floor of a step's time.
+
+Owns the arithmetic. Shapes come from where a run takes them: limits from `setup.py`, buckets from `sharding/`, the
+cache from `inference/kv_cache.py`, over a model that has shapes and no memory. Graphs of all phases share one pool, so
+what only one phase needs is there once, as large as the largest.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rollgraph.config import Config, check_scopes
+from rollgraph.inference.kv_cache import CachePlan
+from rollgraph.model import Architecture, ArchitectureError, Decoder
+from rollgraph.model.logprobs import CHUNK_ELEMENTS
+from rollgraph.policy import Limits
+from rollgraph.rl.algorithms import Algorithm, load_algorithm
+from rollgraph.setup import make_limits, make_model, make_tokenizer
+from rollgraph.sharding.flat_buffer import BucketPlan, plan_buckets, specs_of
+from rollgraph.world import World
+
+Phase = Literal["generate", "score", "train"]
+Place = Literal["device", "host"]
+PHASES: tuple[Phase, ...] = ("generate", "score", "train")
+
+TFLOPS, TB_PER_SECOND = 785.0, 4.28  # one H200, measured: a bf16 matrix product, and a copy on the device
+BUCKET_BYTES = 64 * 2**20  # as ShardedModel has it
+BLOCK_SIZE, STATE_COLUMNS = 16, 9  # of the engine: tokens in a block, and numbers of a row beside its block table
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kind of memory, e.g. Line("parameters", 3087428608, "device", ("generate", "score", "train"))."""
+
+    name: str
+    nbytes: int
+    where: Place
+    phases: tuple[Phase, ...]  # in which it is needed
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds that a step takes at least, by its parts, if every prompt and completion is as long as it may be."""
+
+    repeated: dict[str, float]  # each sample with a prompt of its own, as training packs them
+    shared: dict[str, float]  # the prompt of a group computed once
+    tflops: float
+    tb_per_second: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of one rank, and the floor of its step."""
+
+    lines: tuple[Line, ...]
+    floor: Floor
+    device_bytes: int | None  # what there is; None is not known
+    notes: tuple[str, ...] = ()  # what had to be assumed
+
+    def total(self, phase: Phase, where: Place = "device") -> int:
+        return sum(line.nbytes for line in self.lines if line.where == where and phase in line.phases)
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(PHASES, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        return self.total(self.peak_phase)
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.device_bytes is None else self.peak <= self.device_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "lines": [{**asdict(line), "phases": list(line.phases)} for line in self.lines],
+            "phases": {phase: self.total(phase) for phase in PHASES},
+            "host": max(self.total(phase, "host") for phase in PHASES),
+            "peak": {"phase": self.peak_phase, "bytes": self.peak},
+            "device_bytes": self.device_bytes,
+            "fits": self.fits,
+            "floor_seconds": {
+                "repeated": {**self.floor.repeated, "total": sum(self.floor.repeated.values())},
+                "shared": {**self.floor.shared, "total": sum(self.floor.shared.values())},
+            },
+            "tflops": self.floor.tflops,
+            "tb_per_second": self.floor.tb_per_second,
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    config: Config,
+    *,
+    ranks: int = 1,
+    device_bytes: int | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+    tflops: float = TFLOPS,
+    tb_per_second: float = TB_PER_SECOND,
+) -> Plan:
+    """What one of so many ranks takes. Reads config.json at most: no weights, and nothing on a device."""
+    model, notes = shape_model(config)
+    algorithm = _algorithm(config)
+    cuda = device == "cuda"
+    limits = make_limits(config, model, ranks)
+    lines = [*_weights(model, ranks)]
+    lines += _reference(config, algorithm, lines, device_bytes if cuda else None)
+    lines.append(_cache(model, limits, lines, device_bytes, cuda))
+    lines += _decode_state(config, limits, cuda)
+    lines += _working_memory(config, model, algorithm, limits, ranks, cuda)
+    if config.data.max_prompt_tokens is None:
+        notes.append("data.max_prompt_tokens is null: prompts are taken to be as long as the model allows")
+    floor = step_floor(config, model, algorithm, limits, ranks, tflops, tb_per_second)
+    return Plan(tuple(lines), floor, device_bytes if cuda else None, tuple(notes))
+
+
+def shape_model(config: Config) -> tuple[Decoder, list[str]]:
+    """The model of a run with shapes and dtypes but without memory, and what had to be assumed."""
+    with torch.device("meta"):
+        if config.model.path is None:
+            return make_model(config, make_tokenizer(config), World(0, 1, "meta")), []
+        source = Path(config.model.path) / "config.json"
+        try:
+            stored = json.loads(source.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ArchitectureError(f"{source} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ArchitectureError(f"{source} is not JSON: {error}") from None
+        model = Decoder(Architecture.from_config(stored), checkpointing=config.model.checkpointing)
+        said = stored.get("dtype") or stored.get("torch_dtype")
+        dtype = said if config.model.dtype == "auto" else config.model.dtype
+        notes = [] if dtype else [f"{source} does not say a dtype: bfloat16 is assumed"]
+        return model.to(dtype=getattr(torch, dtype or "bfloat16")), notes
+
+
+def _algorithm(config: Config) -> Algorithm:
+    options = dict(config.algorithm.options)
+    if config.algorithm.kl_coef:
+        options["kl_coef"] = config.algorithm.kl_coef
+    return load_algorithm(config.algorithm.name, options)
+
+
+# -- what is there in every phase ------------------------------------------------------------------
+
+
+def _buckets(model: Decoder, ranks: int) -> tuple[BucketPlan, ...]:
+    return plan_buckets(specs_of(model), ranks=ranks, bucket_bytes=BUCKET_BYTES)
+
+
+def _weights(model: Decoder, ranks: int) -> list[Line]:
+    buckets = _buckets(model, ranks)
+    moments = [sum(end - start for _, start, end in b.owned(0)) for b in buckets]
+    optimizer = sum(FP32 * b.shard_numel + 2 * FP32 * own for b, own in zip(buckets, moments, strict=True))
+    return [
+        Line("parameters", sum(b.numel * b.dtype.itemsize for b in buckets), "device", PHASES),
+        Line("gradients, fp32", sum(b.numel * FP32 for b in buckets), "device", PHASES),
+        Line("optimizer", optimizer, "device", PHASES),
+    ]
+
+
+def _reference(config: Config, algorithm: Algorithm, before: list[Line], device_bytes: int | None) -> list[Line]:
+    """The reference's weights, where they wait."""
+    if not algorithm.needs_reference:
+        return []
+    parameters, where = before[0].nbytes, config.memory.reference
+    if where == "auto":
+        where = "device" if device_bytes is None or parameters < _free(device_bytes, before) // 8 else "host"
+    return [Line("reference", parameters, where, PHASES)]
+
+
+def _cache(model: Decoder, limits: Limits, before: list[Line], device_bytes: int | None, cuda: bool) -> Line:
+    """Blocks for all that the rows could ever hold, within what is given or most of what is free by then."""
+    most = limits.rows * _blocks_of_row(limits) + 1
+    whole = CachePlan(model.architecture, model.embed.weight.dtype, BLOCK_SIZE, most)
+    given = limits.cache_bytes
+    if given is None and not cuda:
+        given = 2**30
+    elif given is None and device_bytes is not None:
+        given = _free(device_bytes, before) * 8 // 10
+    if given is not None:
+        fitting = CachePlan.within(whole.architecture, whole.dtype, BLOCK_SIZE, given)
+        whole = min(whole, fitting, key=lambda plan: plan.blocks)
+    return Line("key/value cache", whole.nbytes, "device", PHASES)
+
+
+def _decode_state(config: Config, limits: Limits, cuda: bool) -> list[Line]:
+    rollout, rows, table = config.rollout, limits.rows, _blocks_of_row(limits)
+    filters = bool(rollout.top_k) or rollout.top_p < 1 or rollout.min_p > 0
+    state, history = rows * (STATE_COLUMNS + table), rows * (limits.max_length if filters else 1)
+    most = limits.prefill_tokens or (8192 if cuda else 512)
+    sizes = [size for size in (64 * 4**power for power in range(16)) if size < most]
+    batches = [3 * size + 1 + min(64, rows) * (2 + table) for size in (*sizes, most)]
+    orders, results = rows, 3 * rows
+    pinned = 2 * (batches[-1] + state + history + 8 * rows) + 2 * results
+    return [
+        Line("decode state", 4 * (state + history + orders + results + sum(batches)), "device", PHASES),
+        Line("decode state, pinned", 4 * pinned, "host", PHASES),
+    ]
+
+
+def _blocks_of_row(limits: Limits) -> int:
+    return -(-limits.max_length // BLOCK_SIZE)
+
+
+def _free(device_bytes: int, lines: list[Line]) -> int:
+    return max(0, device_bytes - sum(line.nbytes for line in lines if line.where == "device"))
+
+
+# -- what one phase needs while it runs ------------------------------------------------------------
+
+
+def _working_memory(
+    config: Config, model: Decoder, algorithm: Algorithm, limits: Limits, ranks: int, cuda: bool
+) -> list[Line]:
+    a, itemsize = model.architecture, model.embed.weight.dtype.itemsize
+    tokens, prefill = limits.token_buckets[-1], limits.prefill_tokens or (8192 if cuda else 512)
+    scopes = check_scopes(config, ranks) or (("step",) if ranks == 1 else ("layer",))
+    chunk = min(tokens, max(1, CHUNK_ELEMENTS // a.vocabulary))
+    kept = activation_bytes(a, tokens, itemsize, checkpointing=model.checkpointing, cuda=cuda)
+    if model.checkpointing:
+        kept += layer_bytes(a, tokens, itemsize, cuda=cuda)  # one is computed again at a time
+    copies = 1 if cuda else 3  # plain PyTorch has intermediate results, kernels have none
+    backward = chunk * a.vocabulary * (FP32 + itemsize if cuda else 5 * FP32)
+    head = FP32 * a.vocabulary * a.hidden if chunk < tokens else 0  # its gradient is summed over chunks in fp32
+    filtered = bool(config.rollout.top_k) or config.rollout.top_p < 1 or config.rollout.min_p > 0
+    drawn = limits.rows * a.vocabulary * FP32 * (8 if filtered else copies)  # a filter sorts
+    lines = [
+        Line("activations", kept, "device", ("train",)),
+        Line("inside a layer, prefill", temporary_bytes(a, prefill, itemsize), "device", ("generate",)),
+        Line("inside a layer", temporary_bytes(a, tokens, itemsize), "device", ("score", "train")),
+        Line("logits, decode", drawn, "device", ("generate",)),
+        Line("logits chunk, forward", chunk * a.vocabulary * FP32 * copies, "device", ("score",)),
+        Line("logits chunk, backward", backward + head, "device", ("train",)),
+        Line("gradients of a microbatch", _new_gradients(model, scopes), "device", ("train",)),
+    ]
+    if "step" not in scopes:
+        lines.append(Line("inputs of graphs", _graph_inputs(a, scopes, tokens, itemsize), "device", PHASES))
+    if algorithm.needs_reference:
+        largest = max(bucket.numel * bucket.dtype.itemsize for bucket in _buckets(model, ranks))
+        lines.append(Line("bucket in exchange", largest, "device", ("score",)))
+    return lines
+
+
+def activation_bytes(a: Architecture, tokens: int, itemsize: int, *, checkpointing: bool, cuda: bool) -> int:
+    """What a forward of so many tokens, up to their log-probabilities, keeps for its backward."""
+    each = tokens * 2 * a.hidden * itemsize if checkpointing else layer_bytes(a, tokens, itemsize, cuda=cuda)
+    angles, numbers = 2 * FP32 * (a.head_dim // 2), 8 + 8 + FP32  # cos and sin; id, target and normalizer
+    return a.layers * each + tokens * (_norm_bytes(a.hidden, itemsize, cuda) + angles + numbers)
+
+
+def layer_bytes(a: Architecture, tokens: int, itemsize: int, *, cuda: bool) -> int:
+    """What one layer keeps for its backward."""
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    # The projection (values are a view of it), rotated queries and keys, the output; a sum for each head's softmax.
+    attention = (q + 2 * kv + q + kv + q) * itemsize + FP32 * a.heads
+    if a.qk_norm:
+        attention += (q + kv) * itemsize + FP32 * (a.heads + a.kv_heads)
+    if not (cuda and itemsize == 2):
+        attention += tokens * itemsize  # a mask, [tokens, tokens], where there is no attention over packed sequences
+    mlp = (3 if cuda else 4) * a.mlp * itemsize  # gate, up and their product; plain PyTorch keeps silu(gate), too
+    return tokens * (2 * _norm_bytes(a.hidden, itemsize, cuda) + attention + mlp)
+
+
+def _norm_bytes(width: int, itemsize: int, cuda: bool) -> int:
+    """Of a token: what goes in, its scale and what comes out; plain PyTorch also keeps what the weight multiplies."""
+    return width * (2 * itemsize if cuda else FP32 + 2 * itemsize) + FP32
+
+
+def temporary_bytes(a: Architecture, tokens: int, itemsize: int) -> int:
+    """What exists at a time inside a layer's MLP, its widest part, and is not kept: forward, or its gradients."""
+    return tokens * (2 * a.hidden + 3 * a.mlp) * itemsize
+
+
+def _new_gradients(model: Decoder, scopes: tuple[str, ...]) -> int:
+    """Gradients in the dtype of the weights, before they are added to the fp32 ones: all, or those of a layer."""
+    everything = sum(p.nbytes for p in model.parameters())
+    if "step" in scopes:
+        return everything
+    layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
+    return everything - sum(layers) + max(layers)
+
+
+def _graph_inputs(a: Architecture, scopes: tuple[str, ...], tokens: int, itemsize: int) -> int:
+    stream, angles = a.hidden * itemsize, 2 * FP32 * (a.head_dim // 2)
+    each = {"layer": 2 * stream + angles, "attn": stream + angles, "mlp": stream}
+    return a.layers * tokens * sum(each[scope] for scope in scopes)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def step_floor(
+    config: Config,
+    model: Decoder,
+    algorithm: Algorithm,
+    limits: Limits,
+    ranks: int,
+    tflops: float,
+    tb_per_second: float,
+) -> Floor:
+    """Matrix products and bytes that no implementation can leave out, over what the device can do.
+
+    A token costs 2 FLOPs for each weight forward and 6 with backward; attention itself is not counted. A decode step
+    reads all weights and the keys and values of its rows, and takes the longer of its FLOPs and its bytes.
+    """
+    a = model.architecture
+    table = 0 if a.tied else a.vocabulary * a.hidden  # embedding is a look-up, unless its weights make the logits
+    weights = sum(p.numel() for p in model.parameters()) - table
+    prompts = -(-config.data.prompts_per_step // ranks)
+    samples = prompts * config.rollout.samples_per_prompt
+    new = min(config.rollout.max_tokens, limits.max_length - 1)
+    prompt = limits.max_length - new
+    flops, bandwidth = tflops * 1e12, tb_per_second * 1e12
+    itemsize, rows = model.embed.weight.dtype.itemsize, limits.rows
+
+    def decode(running: int) -> float:
+        computed = 2 * weights * running / flops
+        own = 2 * a.kv_heads * a.head_dim * itemsize * running  # bytes of one token in one layer, in all rows
+        windows = [a.window(layer) or limits.max_length for layer in range(a.layers)]
+        read = [weights * itemsize + own * sum(min(prompt + i, w) for w in windows) for i in range(1, new + 1)]
+        return sum(max(computed, nbytes / bandwidth) for nbytes in read)
+
+    def parts(prompts_computed: int) -> dict[str, float]:
+        tokens = prompts_computed * prompt + samples * new
+        forward = 2 * weights * tokens / flops
+        found = {"decode": decoded, "prefill": 2 * weights * prompts_computed * prompt / flops}
+        if algorithm.needs_reference:
+            found["reference"] = forward
+        if algorithm.needs_old_logprobs:
+            found["old log-probabilities"] = forward
+        passes = 4 if model.checkpointing else 3  # backward is two forwards; checkpointing adds one
+        return found | {"train": passes * config.algorithm.epochs * forward}
+
+    full, rest = divmod(samples, rows)
+    decoded = full * decode(rows) + (decode(rest) if rest else 0.0)
+    return Floor(parts(samples), parts(prompts), tflops, tb_per_second)

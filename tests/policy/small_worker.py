@@ -1,0 +1,111 @@
+"""A worker that is captured in seconds, and batches that need no rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollgraph.inference import SamplingParams
+from rollgraph.model import Architecture, Decoder
+from rollgraph.policy import Limits, PolicyWorker
+from rollgraph.policy.worker import Loss
+from rollgraph.rl.algorithms.grpo import GRPO
+from rollgraph.types import Batch, Prompt, Rollout, Sample
+from rollgraph.world import World
+
+TINY = Architecture("llama", vocabulary=40, hidden=16, mlp=24, layers=2, heads=2, kv_heads=1, head_dim=8)
+LIMITS = Limits(max_length=40, rows=4, token_buckets=(48, 96), cache_bytes=1 << 17, prefill_tokens=32)
+ALONE = World(0, 1, "cpu")
+ALGORITHM = GRPO(kl_coef=0.04)
+RATE, DECAY = 0.01, 0.1
+
+
+def make_model() -> Decoder:
+    """Weights large enough that tokens differ in probability, and norms that are not all ones."""
+    torch.manual_seed(0)
+    model = Decoder(TINY)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def make_worker(
+    world: World = ALONE,
+    *,
+    loss: Loss = ALGORITHM.loss,
+    limits: Limits = LIMITS,
+    temperature: float = 1.0,
+    reference: bool = True,
+    **options: Any,
+) -> PolicyWorker:
+    """Captured, with the reference equal to the policy."""
+    sampling = SamplingParams(max_tokens=12, temperature=temperature)
+    settings = {"optimizer": {"lr": RATE, "weight_decay": DECAY}, "warmup": 1, "verify_weights": True} | options
+    worker = PolicyWorker(make_model(), None, world, limits, sampling=sampling, **settings)  # type: ignore[arg-type]
+    if reference:
+        worker.weights.save("reference")
+    worker.capture_all({"policy": (loss, False)})
+    return worker
+
+
+def parameters(worker: PolicyWorker) -> Tensor:
+    """A copy of all of them, one after the other."""
+    worker.sharded.full_parameters("gather")
+    return torch.cat([parameter.detach().flatten() for parameter in worker.model.parameters()])
+
+
+def make_samples(count: int, seed: int = 0, lengths: Sequence[int] | None = None) -> list[Sample]:
+    """Random tokens; a loss over them weighs all tokens alike."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(number: int) -> list[int]:
+        return torch.randint(40, (number,), generator=generator).tolist()
+
+    def numbers(number: int, mean: float, spread: float) -> list[float]:
+        return (mean + spread * torch.randn(number, generator=generator)).tolist()
+
+    samples = []
+    for index in range(count):
+        length = lengths[index] if lengths is not None else int(torch.randint(1, 16, (), generator=generator))
+        old = numbers(length, -3.7, 0.3)
+        prompt = tokens(int(torch.randint(1, 8, (), generator=generator)) if lengths is None else 4)
+        samples.append(
+            Sample(
+                prompt, tokens(length), numbers(length, 0, 1), [0.02] * length, old, None, numbers(length, -3.7, 0.3)
+            )
+        )
+    return samples
+
+
+def make_batch(minibatches: int, each: int, seed: int = 0) -> Batch:
+    return Batch([make_samples(each, seed * 100 + index) for index in range(minibatches)])
+
+
+def sample_rollouts(worker: PolicyWorker, count: int, seed: str, max_tokens: int = 12) -> list[Rollout]:
+    """Two groups of prompts; the reward is any function of the tokens."""
+    prompts = [(1 + index % 2, 2, 3) for index in range(count)]
+    params = SamplingParams(max_tokens=max_tokens, temperature=worker.sampling.temperature)
+    turns = worker.generate([(list(p), index) for index, p in enumerate(prompts)], seed=seed, params=params)
+    return [
+        Rollout(
+            Prompt(index % 2, prompt, ""),
+            list(turn.tokens),
+            [True] * len(turn.tokens),
+            list(turn.logprobs),
+            reward=float(sum(turn.tokens) % 7),
+            group=index % 2,
+        )
+        for index, (prompt, turn) in enumerate(zip(prompts, turns, strict=True))
+    ]
+
+
+def start_again(worker: PolicyWorker, rate: float = RATE) -> None:
+    """The weights, the optimizer and the reference as they were in the beginning, in the same memory."""
+    worker.sharded.flat.load(make_model().state_dict())
+    worker.optimizer.read_shards()
+    worker.optimizer.restart(rate, None)
+    worker.weights.save("reference")

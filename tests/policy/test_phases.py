@@ -1,0 +1,149 @@
+"""The phase machine: every change asks for exactly the work it needs, and leaving restores what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rollgraph.policy import PhaseError, Phases
+from rollgraph.policy.phases import IDLE, PHASES, READING
+
+
+class Hall:
+    """Effects of the smallest kind: what was asked for, counted."""
+
+    def __init__(self) -> None:
+        self.pauses = self.gathers = self.drops = 0
+        self.unreachable = False  # a gather fails
+
+    @contextmanager
+    def paused(self, gather: bool) -> Iterator[None]:
+        if self.unreachable:
+            raise ConnectionError("a rank is gone")
+        self.gathers += gather
+        self.pauses += 1
+        try:
+            yield
+        finally:
+            self.pauses -= 1
+
+    def drop_gradients(self) -> None:
+        self.drops += 1
+
+
+class EnteringAndLeaving(RuleBasedStateMachine):
+    """Any sequence of entries and exits, nested as they come, against a stack of names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hall = Hall()
+        self.phases = Phases(self.hall)
+        self.open: list[tuple[str, AbstractContextManager[None]]] = []
+        self.gathers = self.drops = 0
+        self.entered = dict.fromkeys(PHASES, 0)
+
+    @property
+    def current(self) -> str:
+        return self.open[0][0] if self.open else IDLE
+
+    @rule(phase=st.sampled_from(PHASES))
+    def enter(self, phase: str) -> None:
+        context = self.phases.enter(phase)
+        if self.current not in (IDLE, phase):
+            with pytest.raises(PhaseError, match=f"cannot {phase} inside of {self.current}"):
+                context.__enter__()
+            return
+        if self.current == IDLE:
+            self.entered[phase] += 1
+            self.gathers += phase in READING
+        context.__enter__()
+        self.open.append((phase, context))
+
+    @rule(name=st.sampled_from(["idle", "Train", ""]))
+    def enter_what_is_not_there(self, name: str) -> None:
+        with pytest.raises(PhaseError, match=r"there is no phase .*generate, score, save, train"):
+            self.phases.enter(name).__enter__()
+
+    @precondition(lambda self: self.current == IDLE)
+    @rule(phase=st.sampled_from(READING))
+    def enter_while_a_rank_is_gone(self, phase: str) -> None:
+        self.hall.unreachable = True
+        with pytest.raises(ConnectionError):
+            self.phases.enter(phase).__enter__()
+        self.hall.unreachable = False
+
+    @precondition(lambda self: self.open)
+    @rule()
+    def leave(self) -> None:
+        self.open.pop()[1].__exit__(None, None, None)
+
+    @precondition(lambda self: self.open)
+    @rule(error=st.sampled_from([ValueError(), KeyboardInterrupt()]), levels=st.integers(1, 3))
+    def fail(self, error: BaseException, levels: int) -> None:
+        """An exception passes through the innermost contexts, and is caught outside of them."""
+        for _ in range(min(levels, len(self.open))):
+            phase, context = self.open.pop()
+            self.drops += phase == "train"
+            assert not context.__exit__(type(error), error, None)  # it is not swallowed
+
+    @invariant()
+    def the_machine_is_where_the_stack_says(self) -> None:
+        assert self.phases.current == self.current
+        assert self.hall.pauses == (self.current in READING)
+        assert self.hall.gathers == self.gathers
+        assert self.hall.drops == self.drops
+        assert {phase: self.phases.entered[phase] for phase in PHASES} == self.entered
+
+    def teardown(self) -> None:
+        while self.open:
+            self.leave()
+        self.the_machine_is_where_the_stack_says()
+
+
+TestEnteringAndLeaving = EnteringAndLeaving.TestCase
+
+
+def test_entering_again_gathers_nothing() -> None:
+    hall = Hall()
+    phases = Phases(hall)
+    with ExitStack() as many:
+        for _ in range(5):
+            many.enter_context(phases.enter("score"))
+        assert (hall.gathers, hall.pauses) == (1, 1)
+    assert (phases.current, hall.pauses) == (IDLE, 0)
+
+
+def test_a_refused_entry_leaves_the_other_phase_as_it_was() -> None:
+    hall = Hall()
+    phases = Phases(hall)
+    with phases.enter("train"):
+        refused = pytest.raises(PhaseError, match="cannot generate inside of train: leave it first")
+        with refused, phases.enter("generate"):
+            pytest.fail("entered")
+        assert (phases.current, hall.pauses, hall.gathers, hall.drops) == ("train", 0, 0, 0)
+    assert hall.drops == 0  # training itself did not fail
+
+
+def test_gradients_are_dropped_where_training_failed_even_if_a_train_phase_goes_on_around_it() -> None:
+    hall = Hall()
+    phases = Phases(hall)
+    with phases.enter("train"):
+        with pytest.raises(ValueError, match="half of the gradients"), phases.enter("train"):
+            raise ValueError("half of the gradients are there")
+        assert (phases.current, hall.drops) == ("train", 1)
+    assert (phases.current, hall.drops) == (IDLE, 1)
+
+
+def test_a_failed_train_is_over_even_if_its_gradients_cannot_be_dropped() -> None:
+    class Lost(Hall):
+        def drop_gradients(self) -> None:
+            raise ConnectionError("a rank is gone")
+
+    phases = Phases(Lost())
+    with pytest.raises(ConnectionError), phases.enter("train"):
+        raise ValueError
+    assert phases.current == IDLE

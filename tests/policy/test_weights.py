@@ -1,0 +1,226 @@
+"""Weight slots: other weights in the same memory, and afterwards, bit for bit, those that were there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.model import Decoder
+from rollgraph.policy import WeightsError, WeightSlots
+from rollgraph.sharding import ShardedModel
+from tests.policy.small_worker import ALONE, make_model
+
+
+@pytest.fixture
+def sharded() -> Iterator[ShardedModel]:
+    """Several buckets: an exchange can fail between two of them."""
+    sharded = ShardedModel(make_model(), ALONE, bucket_bytes=4096)
+    assert len(sharded.flat.buckets) >= 4
+    yield sharded
+    sharded.close()
+
+
+@pytest.fixture
+def slots(sharded: ShardedModel) -> WeightSlots:
+    """The reference is what the model began with; the policy is something else."""
+    slots = WeightSlots(sharded)
+    slots.save("reference")
+    change(sharded)
+    return slots
+
+
+def change(sharded: ShardedModel) -> None:
+    with torch.no_grad():
+        for parameter in sharded.model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+def bits(sharded: ShardedModel) -> list[Tensor]:
+    return [bucket.parameters.clone().view(torch.int32) for bucket in sharded.flat.buckets]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def addresses(sharded: ShardedModel) -> list[int]:
+    return [parameter.data_ptr() for parameter in sharded.model.parameters()]
+
+
+def hidden(model: Decoder) -> Tensor:
+    ids = torch.arange(10)
+    with torch.no_grad():
+        return model(ids, ids, torch.tensor([0, 10], dtype=torch.int32), 10)
+
+
+def test_the_weights_of_a_slot_are_in_the_same_memory_inside_and_the_policy_is_back_afterwards(
+    sharded: ShardedModel,
+) -> None:
+    slots = WeightSlots(sharded)
+    original, before = copy.deepcopy(sharded.model), bits(sharded)
+    slots.save("reference")
+    change(sharded)
+    policy, places, trained = bits(sharded), addresses(sharded), hidden(sharded.model)
+    for _ in range(3):
+        with slots.use("reference"):
+            assert slots.current == "reference"
+            assert same(bits(sharded), before)
+            assert torch.equal(hidden(sharded.model), hidden(original))
+            assert addresses(sharded) == places
+        assert slots.current == "policy"
+        assert same(bits(sharded), policy)
+    assert torch.equal(hidden(sharded.model), trained)
+    assert not torch.equal(trained, hidden(original))
+    sharded.flat.check()
+
+
+def test_values_that_are_not_equal_to_themselves_come_back_too(sharded: ShardedModel, slots: WeightSlots) -> None:
+    with torch.no_grad():
+        sharded.model.norm[:3] = torch.tensor([float("nan"), -0.0, float("inf")])
+    policy = bits(sharded)
+    with slots.use("reference"):
+        assert sharded.model.norm.isfinite().all()
+    assert same(bits(sharded), policy)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_policy_is_back_after_an_exception(
+    sharded: ShardedModel, slots: WeightSlots, error: type[BaseException]
+) -> None:
+    policy = bits(sharded)
+    with pytest.raises(error), slots.use("reference"):
+        raise error
+    assert slots.current == "policy"
+    assert same(bits(sharded), policy)
+    with slots.use("reference"):
+        assert not same(bits(sharded), policy)
+    assert same(bits(sharded), policy)
+
+
+@pytest.mark.parametrize("index", [0, 2, -1])
+@pytest.mark.parametrize("elements", [1, 3], ids=["one element, which spreads over the bucket", "three elements"])
+def test_an_exchange_that_fails_half_way_is_taken_back(
+    sharded: ShardedModel, slots: WeightSlots, index: int, elements: int
+) -> None:
+    """A slot of another shape fails before the bucket is written, one of a single element only after it."""
+    policy = bits(sharded)
+    slot = slots._slots["reference"]
+    whole = slot[index]
+    reference = [tensor.clone() for tensor in slot]
+    slot[index] = torch.full((elements,), 5.0)
+    with pytest.raises(RuntimeError, match=r"size|shape"), slots.use("reference"):
+        pytest.fail("the body was run with half of the weights")
+    assert slots.current == "policy"
+    assert same(bits(sharded), policy)
+    slot[index] = whole
+    assert same(slot, reference)
+    with slots.use("reference"):
+        assert same(bits(sharded), [tensor.view(torch.int32) for tensor in reference])
+    assert same(bits(sharded), policy)
+
+
+def test_using_the_slot_that_is_there_changes_nothing(sharded: ShardedModel, slots: WeightSlots) -> None:
+    policy = bits(sharded)
+    with slots.use("policy"):
+        assert same(bits(sharded), policy)
+        with slots.use("reference"):  # "policy" is no slot to be left first
+            inside = bits(sharded)
+            with pytest.raises(ValueError, match="inner"), slots.use("reference"):
+                raise ValueError("inner")
+            with slots.use("reference"):
+                assert same(bits(sharded), inside)
+            assert slots.current == "reference"
+            assert same(bits(sharded), inside)
+    assert same(bits(sharded), policy)
+
+
+def test_one_slot_at_a_time(sharded: ShardedModel, slots: WeightSlots) -> None:
+    slots.save("previous")
+    policy = bits(sharded)
+    with slots.use("reference"):
+        inside = bits(sharded)
+        for name in ("previous", "policy", "nothing"):
+            with pytest.raises(WeightsError, match="'reference' is in the model: leave it before"), slots.use(name):
+                pytest.fail("entered")
+        for name in ("previous", "reference", "another"):
+            with pytest.raises(WeightsError, match="while 'reference' is in the model"):
+                slots.save(name)
+        with pytest.raises(WeightsError, match="'reference' is in the model now"):
+            slots.drop("reference")
+        assert same(bits(sharded), inside)
+    assert same(bits(sharded), policy)
+    assert "another" not in slots
+
+
+def test_a_slot_is_saved_again_into_its_own_memory(sharded: ShardedModel, slots: WeightSlots) -> None:
+    places = [tensor.data_ptr() for tensor in slots._slots["reference"]]
+    slots.save("reference")
+    assert [tensor.data_ptr() for tensor in slots._slots["reference"]] == places
+    policy = bits(sharded)
+    change(sharded)
+    with slots.use("reference"):
+        assert same(bits(sharded), policy)
+
+
+def test_names_that_are_not_there(sharded: ShardedModel, slots: WeightSlots) -> None:
+    slots.save("previous", place="host")
+    assert slots.nbytes("device") == 2 * sum(b.parameters.nbytes for b in sharded.flat.buckets)
+    with pytest.raises(WeightsError, match=r"no slot 'nothing'.*there are: reference, previous"), slots.use("nothing"):
+        pytest.fail("entered")
+    with pytest.raises(WeightsError, match="'policy' is the model itself"):
+        slots.save("policy")
+    with pytest.raises(WeightsError, match="'policy' is in the model now"):
+        slots.drop("policy")
+    assert "policy" in slots
+    slots.drop("previous")
+    slots.drop("previous")
+    assert "previous" not in slots
+    assert slots.nbytes("device") == sum(b.parameters.nbytes for b in sharded.flat.buckets)
+    slots.drop("reference")
+    with pytest.raises(WeightsError, match="there are: none"), slots.use("reference"):
+        pytest.fail("entered")
+
+
+def test_verify_finds_a_policy_that_was_changed_while_it_was_away(sharded: ShardedModel) -> None:
+    slots = WeightSlots(sharded, verify=True)
+    slots.save("reference")
+    change(sharded)
+    with slots.use("reference"):
+        change(sharded)  # the reference itself: no matter of the policy's
+    changed = pytest.raises(WeightsError, match="the policy is not what it was before 'reference' was used")
+    with changed, slots.use("reference"):
+        slots._slots["reference"][1][0] += 1  # where the policy is now
+    assert slots.current == "policy"
+
+
+def test_a_checksum_sees_every_bit_of_every_bucket(sharded: ShardedModel) -> None:
+    slots = WeightSlots(sharded)
+    whole = slots.checksum()
+    assert whole == slots.checksum()
+    seen = {whole}
+    for bucket in sharded.flat.buckets:
+        words = bucket.parameters.view(torch.int32)
+        for place in (0, 1, len(words) // 2, len(words) - 1):
+            for bit in range(32):
+                mask = torch.tensor(1 << bit).to(torch.int32)
+                words[place] ^= mask
+                seen.add(slots.checksum())
+                words[place] ^= mask
+    assert len(seen) == 1 + len(sharded.flat.buckets) * 4 * 32
+    assert slots.checksum() == whole
+
+
+def test_a_checksum_sees_that_values_changed_places(sharded: ShardedModel) -> None:
+    """Round numbers at distances of powers of two: their differences are in the highest bits only."""
+    slots = WeightSlots(sharded)
+    flat = next(bucket.parameters for bucket in sharded.flat.buckets if len(bucket.parameters) >= 1030)
+    for distance in (1, 2, 512, 1024):
+        for place in (0, 1):
+            flat[place], flat[place + distance] = 1.0, 2.0
+            before = slots.checksum()
+            flat[place], flat[place + distance] = 2.0, 1.0
+            assert slots.checksum() != before

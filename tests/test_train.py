@@ -1,0 +1,247 @@
+"""The loop as people run it: it learns, stops, goes on, and survives what happens to runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollgraph.checkpoint import CheckpointError
+from rollgraph.config import Config, parse_config
+from rollgraph.rl.data import DataError
+from rollgraph.train import train
+from rollgraph.world import World
+
+TIMES = ("seconds", "tokens/s", "memory")  # what differs between two runs that are the same
+
+SMALL = """
+steps: 4
+model:
+  tiny: {layers: 1, width: 16, heads: 2, kv_heads: 1, mlp: 24, max_length: 16}
+data: {prompts_per_step: 4, max_prompt_tokens: 6}
+rollout: {samples_per_prompt: 4, max_tokens: 4, rows: 8}
+reward:
+  functions: [{name: "REWARD"}]
+algorithm: {minibatches: 2, options: {kl_coef: 0.05}}
+optimizer: {lr: 1e-2, schedule: linear}
+train: {token_buckets: [96]}
+validation: {every: 2, max_prompts: 8, temperature: 1.0}
+checkpoint: {every: 2, export_at_end: false}
+memory: {cache_gib: 0.001}
+log: {progress: none, sinks: [jsonl]}
+graph: {warmup: 1}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Prompts of digits, and a reward for even bytes."""
+    rows = [{"prompt": f"{i:02}?", "answer": "4"} for i in range(40)]
+    for name, part in (("train", rows[:30]), ("held_out", rows[30:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (tmp_path / "rewards.py").write_text(
+        "import os, signal\n"
+        "calls = []\n"
+        "def even(prompts, completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    if os.environ.get('STOP_AT') == str(len(calls)):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return [sum(b % 2 == 0 for b in c.encode()) / max(1, len(c.encode())) for c in completions]\n"
+    )
+    return tmp_path
+
+
+def config_of(folder: Path, *overrides: str, text: str = SMALL) -> Config:
+    given = [f"output={folder / 'run'}", f"data.train={folder / 'train.jsonl'}"]
+    given += [f"data.validation={folder / 'held_out.jsonl'}"]
+    return parse_config(text.replace("REWARD", f"{folder / 'rewards.py'}:even"), [*given, *overrides])
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
+
+
+def weights_of(folder: Path, step: int, rank: int = 0) -> dict[str, torch.Tensor]:
+    """Everything a rank has in a checkpoint: weights and moments."""
+    return load_file(folder / "checkpoints" / f"step_{step:08}" / f"rank{rank}.safetensors")
+
+
+def assert_same_run(one: Path, other: Path, step: int) -> None:
+    assert metrics_of(one) == metrics_of(other)
+    ours, theirs = weights_of(one, step), weights_of(other, step)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+ONE = World(0, 1, "cpu")
+
+
+def test_a_run_leaves_what_it_should_and_captures_nothing_on_the_way(folder: Path) -> None:
+    run = train(config_of(folder, "checkpoint.export_at_end=true", "algorithm.minibatches=1"), ONE)
+    out = folder / "run"
+    values = metrics_of(out)
+    assert [entry["step"] for entry in values] == [0, 1, 2, 3]
+    assert values[0]["kl"] == 0.0  # nothing was updated yet
+    assert values[0]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+    assert values[2]["kl"] > 0
+    assert all(0 <= entry["reward"] <= 1 for entry in values)
+    assert [entry["step"] for entry in values if "validation/reward" in entry] == [1, 3]
+    report = json.loads((out / "graphs.json").read_text())
+    assert all(graph["captures"] == 1 and not graph["eager_runs"] for graph in report["graphs"])
+    assert sum(graph["replays"] for graph in report["graphs"]) > 0
+    assert (out / "model" / "model.safetensors").exists()
+    assert (out / "samples.jsonl").exists()
+    assert not run.policy.sharded.hooks.modules
+
+
+def test_graphs_and_eager_are_the_same_run(folder: Path) -> None:
+    train(config_of(folder), ONE)
+    train(config_of(folder, "graph.impl=none", f"output={folder / 'eager'}"), ONE)
+    assert_same_run(folder / "run", folder / "eager", step=3)
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "rloo"])
+def test_a_run_in_two_halves_is_the_same_run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is ended by SIGTERM in the middle of its second step."""
+    options = [f"algorithm.name={name}", "algorithm.options={kl_coef: 0.05}", "validation.every=100"]
+    halves = config_of(folder, *options, f"output={folder / 'halves'}")
+    monkeypatch.setenv("STOP_AT", "2")
+    train(halves, ONE)
+    assert metrics_of(folder / "halves")[-1]["step"] < 3
+    monkeypatch.delenv("STOP_AT")
+    train(halves, ONE)
+    train(config_of(folder, *options), ONE)
+    assert_same_run(folder / "run", folder / "halves", step=3)
+
+
+def test_resume_says_what_it_needs(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="resume: must"):
+        train(config_of(folder, "resume=must"), ONE)
+    train(config_of(folder, "steps=1"), ONE)
+    with pytest.raises(CheckpointError, match="resume: never"):
+        train(config_of(folder, "resume=never"), ONE)
+    with pytest.raises(DataError, match="seed"):
+        train(config_of(folder, "seed=5"), ONE)
+
+
+def test_a_reward_that_fails_does_not_end_the_run(folder: Path) -> None:
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, **columns):\n"
+        "    if any(ord(c[0]) % 3 == 0 for c in completions if c):\n"
+        "        raise RuntimeError('cannot read this')\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    run = train(config_of(folder, "reward.on_failure=-1.0"), ONE)
+    assert run.rewards.failures["raised"] > 0
+    assert len(metrics_of(folder / "run")) == 4
+
+
+COMMAND = [sys.executable, "-m", "rollgraph", "train"]
+
+
+def start(
+    folder: Path, *overrides: str, prefix: tuple[str, ...] = (), environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    from rollgraph.config import to_yaml
+
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder, *overrides)))
+    environment = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", **(environment or {})}
+    command = [*prefix, *COMMAND[1:]] if prefix else COMMAND
+    return subprocess.Popen(
+        [*command, str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.02)
+
+
+def test_sigterm_saves_and_ends_well(folder: Path) -> None:
+    process = start(folder, "steps=1000", "checkpoint.every=1000")
+    metrics = folder / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, process)
+    process.terminate()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    (saved,) = (folder / "run" / "checkpoints").glob("step_*")
+    assert int(saved.name.removeprefix("step_")) == metrics_of(folder / "run")[-1]["step"]
+
+
+@pytest.mark.multi
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
+    """kill -9 at moments of every kind, among them while a checkpoint is written."""
+    options = ["steps=40", "checkpoint.every=1", "validation.every=100"]
+    train(config_of(folder, *options), ONE)
+    killed = [*options, f"output={folder / 'killed'}"]
+    place = folder / "killed" / "checkpoints"
+
+    def saving() -> bool:
+        return place.exists() and any(
+            p.is_dir() and not p.name.removeprefix("step_").isdigit() for p in place.iterdir()
+        )
+
+    def steps(count: int) -> Any:
+        return lambda: (place / f"step_{count:08}").exists()
+
+    for condition in (lambda: True, steps(1), saving, steps(12), saving, saving):
+        process = start(folder, *killed)
+        wait_for(condition, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    process = start(folder, *killed)
+    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    assert_same_run(folder / "run", folder / "killed", step=39)
+
+
+@pytest.mark.multi
+def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
+    prefix = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    process = start(folder, "steps=3", prefix=prefix)
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    values = metrics_of(folder / "run")
+    assert [entry["step"] for entry in values] == [0, 1, 2]
+    train(config_of(folder, "steps=3", f"output={folder / 'alone'}"), ONE)
+    alone = metrics_of(folder / "alone")
+    assert values[0]["reward"] == pytest.approx(alone[0]["reward"])  # the same prompts, the same noise
+    assert values[2]["loss"] == pytest.approx(alone[2]["loss"], abs=1e-4)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_graphs_overlap_swaps_and_a_resume_change_nothing(folder: Path, ranks: int) -> None:
+    """20 rollouts with everything on, ended by SIGTERM in the middle and resumed, against an eager run in one go."""
+    together = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone")
+    options = ["steps=20", "validation.every=7", "checkpoint.every=100", "algorithm.options={kl_coef: 0.05}"]
+
+    def run(*overrides: str, stop_at: str = "") -> None:
+        process = start(folder, *options, *overrides, prefix=together, environment={"STOP_AT": stop_at})
+        output = process.communicate(timeout=280)[0]
+        assert process.returncode == 0, output
+
+    run("graph.impl=none", f"output={folder / 'eager'}")
+    run(stop_at="9")
+    assert metrics_of(folder / "run")[-1]["step"] < 15
+    run("resume=must")
+    assert metrics_of(folder / "eager") == metrics_of(folder / "run")
+    for rank in range(ranks):
+        ours, theirs = (weights_of(folder / name, 19, rank) for name in ("run", "eager"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    report = json.loads((folder / "run" / "graphs.json").read_text())
+    assert all(graph["captures"] == 1 and not graph["eager_runs"] for graph in report["graphs"])
+    assert any(graph["backward_replays"] for graph in report["graphs"]) == (ranks > 1)  # layers are units then
