@@ -16,8 +16,8 @@ demo: $(ENV) ## a tiny model learns addition: a warm start, then GRPO, in a few 
 	$(PY) examples/arithmetic.py runs/quickstart/data
 	$(PY) -m rollgraph train examples/quickstart.yaml $(ARGS)
 
-test: $(ENV) ## run the tests, apart from the slow ones (ARGS="-n 2 -k hooks" goes to pytest)
-	$(PY) -m pytest -m "not slow" $(ARGS)
+test: $(ENV) ## run the tests, apart from the slow ones (ARGS="-k hooks" goes to pytest)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 check: $(ENV) ## lint, formatting and types
 	$(PY) -m ruff check .
