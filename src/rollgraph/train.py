@@ -35,6 +35,9 @@ def train(config: Config, world: World | None = None) -> Run:
         run = make_run(config, world, lambda name, done, total: view.phase(f"capture {name}", done, total))
         try:
             first_step = resume(run, view)
+            if first_step == 0 and run.validation:
+                before = evaluate(run, "before")
+                view.note("before the first step: " + ", ".join(f"{k} {v:.3f}" for k, v in before.items()))
             captured = _captures(run)
             sinks = (
                 make_sinks(config.log, folder, resume_at=first_step, run_config=to_dict(config))
@@ -52,7 +55,7 @@ def train(config: Config, world: World | None = None) -> Run:
                         batch, POLICY_LOSS, epochs=config.algorithm.epochs, score_old=run.algorithm.needs_old_logprobs
                     )
                 values = {**batch.metrics, **learned, **validate(run, step)}
-                values |= speed(run, rollouts, time.perf_counter() - started)
+                values |= troubles(run) | speed(run, rollouts, time.perf_counter() - started)
                 if step % config.log.every == 0 or step == config.steps - 1:
                     metrics.log(step, values)
                 view.step(step, values, run.seconds)
@@ -222,6 +225,14 @@ def finish(run: Run, view: View, captured: int) -> None:
     report = run.policy.pool.report()
     (Path(run.config.output) / "graphs.json").write_text(report.to_json())
     view.note(f"graphs: {report.replays} replays, {report.eager_runs} eager runs, {later} captures after warm-up")
+
+
+def troubles(run: Run) -> dict[str, float]:
+    """What went wrong without ending the run, counted since its start."""
+    found = {f"reward_failures/{kind}": float(count) for kind, count in run.rewards.failures.items()}
+    found |= {"dropped_prompts": float(run.data.dropped)} if run.data.dropped else {}
+    failures = getattr(run.environment, "failures", {})
+    return found | {f"environment_failures/{kind}": float(count) for kind, count in failures.items()}
 
 
 def speed(run: Run, rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:

@@ -1,0 +1,209 @@
+"""A whole GRPO step: `python benchmarks/grpo_step.py` on a machine with a CUDA device; `--tiny` runs it anywhere.
+
+The shape of `examples/grpo_math_1b.yaml`: 32 prompts x 16 samples, prompts of 128 tokens, 384 new tokens, KL to a
+reference, one update, random weights in the shape of Qwen2.5-1.5B in bf16. One run: rollgraph with graphs and on the
+eager backend, by phase, TRL's GRPOTrainer with transformers generation where it is installed (`--trl`), and the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, synchronize, table
+
+from rollgraph.inference import SamplingParams
+from rollgraph.model import Architecture, Decoder
+from rollgraph.policy import Limits, PolicyWorker
+from rollgraph.rl.algorithms import load_algorithm
+from rollgraph.rl.environment import SingleTurn
+from rollgraph.types import Prompt
+from rollgraph.world import World
+
+TINY = Architecture("llama", vocabulary=300, hidden=32, mlp=64, layers=2, heads=2, kv_heads=1, head_dim=16)
+PHASES = ("generate", "score", "train", "switching")
+
+
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Any:
+        synchronize()
+        start = time.perf_counter()
+        yield
+        synchronize()
+        self.seconds[name] += time.perf_counter() - start
+
+
+def make_worker(architecture: Architecture, options: argparse.Namespace, backend: Any) -> tuple[PolicyWorker, Any]:
+    device = "cuda:0" if torch.cuda.is_available() and not options.tiny else "cpu"
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Decoder(architecture).to(torch.float32 if device == "cpu" else torch.bfloat16)
+    algorithm = load_algorithm("grpo", {"kl_coef": 0.01})
+    longest = options.prompt + options.new
+    worker = PolicyWorker(
+        model,
+        None,
+        World(0, 1, device),
+        Limits(
+            max_length=longest,
+            rows=options.prompts * options.samples,
+            token_buckets=(max(longest, options.bucket),),
+            cache_bytes=options.cache_gib << 30 if device != "cpu" else 64 << 20,
+        ),
+        sampling=SamplingParams(max_tokens=options.new),
+        optimizer={"lr": 1e-6},
+        backend=backend,
+    )
+    worker.weights.save("reference")
+    worker.capture_all({"policy": (algorithm.loss, False)})
+    return worker, algorithm
+
+
+def run_step(worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, step: int) -> dict[str, float]:
+    """One step as `train.py` takes it, with a random reward."""
+    clock = Clock()
+    generator = torch.Generator().manual_seed(step)
+    vocabulary = worker.model.architecture.vocabulary
+    ids = torch.randint(0, vocabulary, (options.prompts, options.prompt), generator=generator).tolist()
+    prompts = [Prompt(i, tuple(tokens), "") for i, tokens in enumerate(ids)]
+    with clock.phase("generate"):
+        rollouts = SingleTurn(options.samples).run(lambda requests: worker.generate(requests, seed=str(step)), prompts)
+    for rollout, reward in zip(rollouts, torch.rand(len(rollouts), generator=generator).tolist(), strict=True):
+        rollout.reward = reward
+    with clock.phase("score"):
+        worker.score(rollouts, "reference")
+    batch = algorithm.make_batch(rollouts)
+    with clock.phase("train"):
+        worker.train(batch)
+    with clock.phase("switching"):  # what entering and leaving costs, with nothing done inside
+        for phase in ("generate", "score", "train"):
+            with worker.phases.enter(phase):
+                pass
+    return clock.seconds
+
+
+def measure(architecture: Architecture, options: argparse.Namespace, backend: Any) -> dict[str, float]:
+    worker, algorithm = make_worker(architecture, options, backend)
+    run_step(worker, algorithm, options, 0)
+    found = [run_step(worker, algorithm, options, step) for step in range(1, 1 + options.repeats)]
+    report = worker.pool.report()
+    print(f"{backend}: {report.captures} captures, {report.replays} replays, {report.eager_runs} eager runs")
+    worker.close()
+    return {phase: statistics.median(entry[phase] for entry in found) for phase in PHASES}
+
+
+def floor(architecture: Architecture, options: argparse.Namespace) -> dict[str, float]:
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Decoder(architecture).parameters())
+    a, sequences = architecture, options.prompts * options.samples
+    tokens = sequences * (options.prompt + options.new)
+    place = 2 * a.layers * 2 * a.kv_heads * a.head_dim
+    decode = 0.0
+    for length in range(options.prompt, options.prompt + options.new):
+        moved = (2 * parameters + sequences * length * place) / BYTES_PER_SECOND
+        decode += max(moved, 2 * parameters * sequences / FLOPS_PER_SECOND)
+    prefill = 2 * parameters * sequences * options.prompt / FLOPS_PER_SECOND
+    return {
+        "generate": decode + prefill,
+        "score": 2 * parameters * tokens / FLOPS_PER_SECOND,
+        "train": 6 * parameters * tokens / FLOPS_PER_SECOND,
+        "switching": 0.0,
+    }
+
+
+def time_trl(options: argparse.Namespace) -> float:
+    """Seconds of a step of TRL's GRPOTrainer with its built-in generation."""
+    import tempfile
+
+    from datasets import Dataset
+    from generate import make_transformers
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rollgraph.tokenizer import ByteTokenizer
+
+    times: list[float] = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        synchronize()
+        times.append(time.perf_counter())
+        return torch.rand(len(completions)).tolist()
+
+    with tempfile.TemporaryDirectory() as folder:
+        ByteTokenizer().save(folder)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")
+        settings = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=options.prompts * options.samples // 16,
+            num_generations=options.samples,
+            max_completion_length=options.new,
+            beta=0.01,
+            max_steps=options.repeats + 2,
+            bf16=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            generation_kwargs={"min_new_tokens": options.new},
+        )
+        rows = Dataset.from_list([{"prompt": "x" * options.prompt}] * (options.prompts * (options.repeats + 2)))
+        trainer = GRPOTrainer(
+            make_transformers(), reward_funcs=reward, args=settings, train_dataset=rows, processing_class=tokenizer
+        )
+        trainer.train()
+    return statistics.median(after - before for before, after in pairwise(times[1:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=384, help="new tokens")
+    parser.add_argument("--bucket", type=int, default=16384, help="tokens of a microbatch")
+    parser.add_argument("--cache-gib", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU: whether it runs, not how fast")
+    parser.add_argument("--trl", action="store_true", help="TRL in the same run")
+    parser.add_argument("--alone", action="store_true", help="without the eager backend")
+    options = parser.parse_args()
+    architecture = QWEN_1_5B
+    if options.tiny:
+        architecture = TINY
+        options.prompts, options.samples, options.prompt, options.new, options.bucket = 4, 4, 12, 8, 96
+    elif not torch.cuda.is_available():
+        raise SystemExit("benchmarks/grpo_step.py needs a CUDA device, or --tiny")
+    else:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    found = {"rollgraph": measure(architecture, options, "auto")}
+    gc.collect()
+    if not options.alone:
+        found["rollgraph, graph.impl: none"] = measure(architecture, options, "eager")
+    found["floor"] = floor(architecture, options)
+    lowest = sum(found["floor"].values())
+    rows: list[tuple[Any, ...]] = [
+        (name, *(seconds[phase] for phase in PHASES), total := sum(seconds.values()), total / lowest)
+        for name, seconds in found.items()
+    ]
+    if options.trl:
+        gc.collect()
+        seconds = time_trl(options)
+        rows.append(("TRL", "-", "-", "-", "-", seconds, seconds / lowest))
+    title = f"a GRPO step, {options.prompts} x {options.samples}, {options.prompt} + {options.new} tokens, seconds"
+    table(title, ("", *PHASES, "step", "x floor"), rows)
+
+
+if __name__ == "__main__":
+    main()
