@@ -145,6 +145,7 @@ def make_model(config: Config, tokenizer: Tokenizer, world: World) -> Decoder:
         max_length=tiny.max_length,
     )
     model = Decoder(architecture, checkpointing=config.model.checkpointing)
+    model.reset_parameters(std=0.4 * tiny.width**-0.5)  # narrow layers learn sooner from larger weights
     return model.to(world.device, dtype or torch.float32)
 
 
