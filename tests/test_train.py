@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from rollgraph.checkpoint import CheckpointError
 from rollgraph.config import Config, parse_config
 from rollgraph.rl.data import DataError
-from rollgraph.train import train
+from rollgraph.setup import make_run
+from rollgraph.train import check_report, train
 from rollgraph.world import World
 
 TIMES = ("seconds", "tokens/s", "memory")  # what differs between two runs that are the same
@@ -95,7 +96,7 @@ def test_a_run_leaves_what_it_should_and_captures_nothing_on_the_way(folder: Pat
     assert values[0]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
     assert values[2]["kl"] > 0
     assert all(0 <= entry["reward"] <= 1 for entry in values)
-    assert [entry["step"] for entry in values if "validation/reward" in entry] == [1, 3]
+    assert [entry["step"] for entry in values if "validation/pass@1" in entry] == [1, 3]
     report = json.loads((out / "graphs.json").read_text())
     assert all(graph["captures"] == 1 and not graph["eager_runs"] for graph in report["graphs"])
     assert sum(graph["replays"] for graph in report["graphs"]) > 0
@@ -108,6 +109,18 @@ def test_graphs_and_eager_are_the_same_run(folder: Path) -> None:
     train(config_of(folder), ONE)
     train(config_of(folder, "graph.impl=none", f"output={folder / 'eager'}"), ONE)
     assert_same_run(folder / "run", folder / "eager", step=3)
+
+
+def test_a_report_that_contradicts_the_configuration_ends_the_run(folder: Path) -> None:
+    run = make_run(config_of(folder), ONE)
+    try:
+        check_report(run)
+        run.policy.pool.disable()
+        run.policy.generate([([1, 2, 3], 0)], seed="x")
+        with pytest.raises(RuntimeError, match=r"asks for tape graphs, but the report has tape and [1-9]"):
+            check_report(run)
+    finally:
+        run.close()
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "rloo"])

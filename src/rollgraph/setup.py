@@ -44,6 +44,7 @@ class Run:
     policy: PolicyWorker
     algorithm: Algorithm
     environment: Environment
+    examiner: Environment  # the same, with as many samples as a validation takes
     rewards: RewardFunctions
     data: PromptData
     validation: list[Prompt]
@@ -89,7 +90,7 @@ def make_run(config: Config, world: World, on_capture: Callable[[str, int, int],
     )
     data = make_data(config, tokenizer, world)
     rewards.check_columns(data.columns)
-    environment = make_environment(config, tokenizer)
+    environment = make_environment(config, tokenizer, config.rollout.samples_per_prompt)
     policy = PolicyWorker(
         model,
         tokenizer,
@@ -119,7 +120,8 @@ def make_run(config: Config, world: World, on_capture: Callable[[str, int, int],
         asynchronous=config.checkpoint.asynchronous,
     )
     held_out = make_validation(config, tokenizer)
-    return Run(config, world, tokenizer, policy, algorithm, environment, rewards, data, held_out, checkpoints)
+    examiner = make_environment(config, tokenizer, config.validation.samples)
+    return Run(config, world, tokenizer, policy, algorithm, environment, examiner, rewards, data, held_out, checkpoints)
 
 
 def make_tokenizer(config: Config) -> Tokenizer:
@@ -180,8 +182,8 @@ def make_sampling(config: Config, environment: Environment) -> SamplingParams:
     )
 
 
-def make_environment(config: Config, tokenizer: Tokenizer) -> Environment:
-    given, samples = config.rollout.environment, config.rollout.samples_per_prompt
+def make_environment(config: Config, tokenizer: Tokenizer, samples: int) -> Environment:
+    given = config.rollout.environment
     if given is None:
         return SingleTurn(samples)
     return load_environment(given.name, tokenizer=tokenizer, samples_per_prompt=samples, **given.options)

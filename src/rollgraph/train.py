@@ -15,12 +15,13 @@ import torch
 from rollgraph.checkpoint import CheckpointError
 from rollgraph.config import Config, to_dict
 from rollgraph.dashboard import SampleWriter, View, close_sinks, make_sinks, make_view
+from rollgraph.inference import Progress
 from rollgraph.metrics import Metrics
 from rollgraph.model import load_weights, save_model
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.data import load_rows
 from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, make_run
-from rollgraph.types import Prompt, Rollout
+from rollgraph.types import Batch, Prompt, Rollout
 from rollgraph.world import World
 
 MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some groups
@@ -29,49 +30,67 @@ MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some 
 def train(config: Config, world: World | None = None) -> Run:
     """A whole run, from the last checkpoint if there is one."""
     world = world or World.current()
-    folder = Path(config.output)
-    quiet = "none" if world.rank else config.log.progress
-    with make_view(quiet, config.steps) as view, _sigterm() as asked_to_stop:
+    with make_view("none" if world.rank else config.log.progress, config.steps) as view, _sigterm() as asked_to_stop:
         run = make_run(config, world, lambda name, done, total: view.phase(f"capture {name}", done, total))
         try:
             first_step = resume(run, view)
-            if first_step == 0 and run.validation:
-                before = evaluate(run, "before")
-                view.note("before the first step: " + ", ".join(f"{k} {v:.3f}" for k, v in before.items()))
-            captured = _captures(run)
-            sinks = (
-                make_sinks(config.log, folder, resume_at=first_step, run_config=to_dict(config))
-                if not world.rank
-                else []
-            )
-            samples = SampleWriter(folder, config.log.samples_every, resume_at=first_step) if not world.rank else None
-            metrics = Metrics(sinks)
-            for step in range(first_step, config.steps):
-                started = time.perf_counter()
-                rollouts = collect(run, step, view)
-                batch = run.algorithm.make_batch(rollouts, minibatches=config.algorithm.minibatches, seed=step)
-                with run.timed("train"):
-                    learned = run.policy.train(
-                        batch, POLICY_LOSS, epochs=config.algorithm.epochs, score_old=run.algorithm.needs_old_logprobs
-                    )
-                values = {**batch.metrics, **learned, **validate(run, step)}
-                values |= troubles(run) | speed(run, rollouts, time.perf_counter() - started)
-                if step % config.log.every == 0 or step == config.steps - 1:
-                    metrics.log(step, values)
-                view.step(step, values, run.seconds)
-                if samples is not None:
-                    samples.write(step, rollouts, [max(s.advantages, key=abs, default=0.0) for s in batch.samples])
-                stopping = run.on_any_rank(bool(asked_to_stop))
-                maybe_save(run, step, values, stopping)
-                run.seconds.clear()
-                if stopping:
-                    view.note(f"asked to stop: saved after step {step}")
-                    break
+            captured = run.policy.pool.report().captures
+            with Logbook(run, view, first_step) as logbook:
+                for step in range(first_step, config.steps):
+                    rollouts = collect(run, step, view)
+                    batch = run.algorithm.make_batch(rollouts, minibatches=config.algorithm.minibatches, seed=step)
+                    with run.timed("train"):
+                        learned = run.policy.train(
+                            batch,
+                            POLICY_LOSS,
+                            epochs=config.algorithm.epochs,
+                            score_old=run.algorithm.needs_old_logprobs,
+                        )
+                    found = validate(run, step)
+                    logbook.write(step, rollouts, batch, {**learned, **found})
+                    if step == first_step:
+                        check_report(run)
+                    stopping = run.on_any_rank(bool(asked_to_stop))
+                    maybe_save(run, step, found.get("validation/reward"), stopping)
+                    if stopping:
+                        view.note(f"asked to stop: saved after step {step}")
+                        break
             finish(run, view, captured)
-            close_sinks(sinks)
         finally:
             run.close()
     return run
+
+
+class Logbook:
+    """What people see of each step: the terminal, metrics and samples, on rank 0."""
+
+    def __init__(self, run: Run, view: View, first_step: int) -> None:
+        self._run, self._view, self._log = run, view, run.config.log
+        folder, first = Path(run.config.output), run.world.rank == 0
+        self._sinks = (
+            make_sinks(self._log, folder, resume_at=first_step, run_config=to_dict(run.config)) if first else []
+        )
+        self._samples = SampleWriter(folder, self._log.samples_every, resume_at=first_step) if first else None
+        self._metrics = Metrics(self._sinks)
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> Logbook:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        close_sinks(self._sinks)
+
+    def write(self, step: int, rollouts: Sequence[Rollout], batch: Batch, values: dict[str, float]) -> None:
+        """Everything about a step that has been taken; the next one's time begins here."""
+        run, now = self._run, time.perf_counter()
+        values = {**batch.metrics, **values, **troubles(run), **speed(run, rollouts, now - self._started)}
+        if step % self._log.every == 0 or step == run.config.steps - 1:
+            self._metrics.log(step, values)
+        self._view.step(step, values, run.seconds)
+        if self._samples is not None:
+            self._samples.write(step, rollouts, [max(s.advantages, key=abs, default=0.0) for s in batch.samples])
+        run.seconds.clear()
+        self._started = now
 
 
 def collect(run: Run, step: int, view: View) -> list[Rollout]:
@@ -89,16 +108,14 @@ def collect(run: Run, step: int, view: View) -> list[Rollout]:
     return [replace(rollout, group=index) for index, group in enumerate(groups[:wanted]) for rollout in group]
 
 
-def sample(run: Run, prompts: Sequence[Prompt], seed: str, view: View | None = None, **options: Any) -> list[Rollout]:
+def sample(run: Run, prompts: Sequence[Prompt], seed: str, view: View) -> list[Rollout]:
     """Rollouts of prompts, with rewards and, where KL needs it, with the reference's log-probabilities."""
 
-    def show(progress: Any) -> None:
-        if view is not None:
-            view.phase("generate", progress.finished, len(prompts) * run.config.rollout.samples_per_prompt)
+    def show(progress: Progress) -> None:
+        view.phase("generate", progress.finished, progress.finished + progress.running + progress.waiting)
 
     with run.timed("generate"):
-        generate = partial(run.policy.generate, seed=seed, **options)
-        rollouts = run.environment.run(generate, prompts)
+        rollouts = run.environment.run(partial(run.policy.generate, seed=seed, on_progress=show), prompts)
     with run.timed("reward"):
         run.rewards.score(rollouts)
     if run.algorithm.needs_reference:
@@ -123,16 +140,11 @@ def validate(run: Run, step: int) -> dict[str, float]:
 
 
 def evaluate(run: Run, seed: str) -> dict[str, float]:
+    """Of all held-out prompts, on every rank."""
     v = run.config.validation
     params = replace(run.policy.sampling, temperature=v.temperature)
-    requests = [(list(prompt.tokens), prompt.id * v.samples + k) for prompt in run.validation for k in range(v.samples)]
     with run.timed("validate"):
-        turns = run.policy.generate(requests, seed=seed, params=params)
-        owners = [prompt for prompt in run.validation for _ in range(v.samples)]
-        rollouts = [
-            Rollout(p, list(t.tokens), [True] * len(t.tokens), list(t.logprobs), t.text, t.finish_reason, group=p.id)
-            for p, t in zip(owners, turns, strict=True)
-        ]
+        rollouts = run.examiner.run(partial(run.policy.generate, seed=seed, params=params), run.validation)
         run.rewards.score(rollouts)
     best = [max(rollout.reward for rollout in group) for group in grouped(rollouts)]
     return {
@@ -163,7 +175,7 @@ def warm_start(run: Run, view: View) -> None:
         loss = run.policy.train(algorithm.make_batch(rollouts), SUPERVISED)["loss"]
         view.phase("warm start", step + 1, w.steps)
         if w.stop_at is not None and (step + 1) % w.check_every == 0:
-            rollouts = sample(run, run.data.next_prompts(), f"warm start/{step}")
+            rollouts = sample(run, run.data.next_prompts(), f"warm start/{step}", view)
             reward = sum(rollout.reward for rollout in rollouts) / len(rollouts)
             view.note(f"warm start, step {step + 1}: loss {loss:.3f}, mean reward of samples {reward:.3f}")
             if reward >= w.stop_at:
@@ -189,6 +201,9 @@ def resume(run: Run, view: View) -> int:
                 with run.policy.phases.enter("save"):
                     save_model(run.policy.model, reference)
         run.data.load_state({**run.data.state(), "cursor": 0})  # a warm start has looked at some prompts
+        if run.validation:
+            before = evaluate(run, "before")
+            view.note("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in before.items()))
         return 0
     if run.algorithm.needs_reference:
         if reference.exists():
@@ -203,7 +218,7 @@ def resume(run: Run, view: View) -> int:
     return saved.step + 1
 
 
-def maybe_save(run: Run, step: int, values: dict[str, float], now: bool = False) -> None:
+def maybe_save(run: Run, step: int, score: float | None, now: bool = False) -> None:
     c = run.config.checkpoint
     if not (now or (step + 1) % c.every == 0 or step == run.config.steps - 1):
         return
@@ -213,7 +228,20 @@ def maybe_save(run: Run, step: int, values: dict[str, float], now: bool = False)
         "config": to_dict(run.config),
     }
     with run.timed("save"), run.policy.phases.enter("save"):
-        run.checkpoints.save(step, state, values.get("validation/reward"))
+        run.checkpoints.save(step, state, score)
+
+
+def check_report(run: Run) -> None:
+    """After the first step: what was captured and replayed has to be what the configuration asked for."""
+    graph, report = run.config.graph, run.policy.pool.report()
+    wanted = run.policy.backend_name
+    used = {record.backend for record in report.graphs}
+    eager = report.eager_runs if graph.impl != "none" and graph.on_mismatch == "raise" else 0
+    if used != {wanted} or eager:
+        raise RuntimeError(
+            f"graph.impl: {graph.impl} asks for {wanted} graphs, but the report has {', '.join(sorted(used))} and "
+            f"{eager} eager runs:\n{report}"
+        )
 
 
 def finish(run: Run, view: View, captured: int) -> None:
@@ -221,8 +249,8 @@ def finish(run: Run, view: View, captured: int) -> None:
     run.checkpoints.wait()
     if run.config.checkpoint.export_at_end:
         run.policy.export(Path(run.config.output) / "model")
-    later = _captures(run) - captured
     report = run.policy.pool.report()
+    later = report.captures - captured
     (Path(run.config.output) / "graphs.json").write_text(report.to_json())
     view.note(f"graphs: {report.replays} replays, {report.eager_runs} eager runs, {later} captures after warm-up")
 
@@ -242,10 +270,6 @@ def speed(run: Run, rollouts: Sequence[Rollout], seconds: float) -> dict[str, fl
     if run.world.device.startswith("cuda"):
         values["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return values
-
-
-def _captures(run: Run) -> int:
-    return run.policy.pool.report().captures
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:

@@ -225,6 +225,8 @@ class Engine:
         if len(several) != len(prompts):
             raise ValueError(f"{len(several)} sampling parameters for {len(prompts)} prompts")
         outputs = []
+        if not self._samples:  # progress is of this call, unless others have submitted something
+            self._counts |= {"tokens": 0, "finished": 0}
         try:
             for prompt, own in zip(prompts, several, strict=True):
                 try:

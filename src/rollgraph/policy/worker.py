@@ -123,7 +123,7 @@ class PolicyWorker:
                 prefill_tokens=self.limits.prefill_tokens,
                 filters=self.sampling.filtered,
                 pool=self.pool,
-                backend=self._named_backend,
+                backend=self.backend_name,
                 guards=[self.sharded.stale],
                 on_capture=progress,
             )
@@ -146,7 +146,7 @@ class PolicyWorker:
             self._capture_units(buckets[-1])
 
     @property
-    def _named_backend(self) -> BackendName:
+    def backend_name(self) -> BackendName:
         if self._backend != "auto":
             return self._backend
         return "cuda" if self.world.device.startswith("cuda") else "tape"
@@ -156,7 +156,7 @@ class PolicyWorker:
         guards = [self.sharded.stale, self._not_the_policy] if grad else [self.sharded.stale]
         with torch.set_grad_enabled(grad):
             return capture(
-                step, inputs, pool=self.pool, backend=self._named_backend, guards=guards, name=name,
+                step, inputs, pool=self.pool, backend=self.backend_name, guards=guards, name=name,
                 on_mismatch=self._on_mismatch, warmup=max(1, self._warmup),
             )  # fmt: skip
 
@@ -185,9 +185,9 @@ class PolicyWorker:
                 units.append(layer.mlp)
                 samples.append((stream(),))
         # Without recordings, generation and scoring run the same modules, in other shapes.
-        on_mismatch: Any = "eager" if self._named_backend == "eager" else self._on_mismatch
+        on_mismatch: Any = "eager" if self.backend_name == "eager" else self._on_mismatch
         make_graphed_callables(
-            tuple(units), tuple(samples), pool=self.pool, backend=self._named_backend, on_mismatch=on_mismatch,
+            tuple(units), tuple(samples), pool=self.pool, backend=self.backend_name, on_mismatch=on_mismatch,
             hooks=[self.sharded.graph_hooks(unit) for unit in units], grad_buffers=self.sharded.flat.grad_buffers,
             num_warmup_iters=max(1, self._warmup), guards=[self._not_the_policy],
         )  # fmt: skip

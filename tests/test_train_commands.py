@@ -1,0 +1,56 @@
+"""`rollgraph train`, `eval` and `export` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollgraph.cli import main
+from rollgraph.config import to_yaml
+from rollgraph.model import load_model
+from tests.test_train import config_of, folder, weights_of
+
+__all__ = ["folder"]
+
+
+def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder, "steps=2")))
+    assert main(["train", str(path), "optimizer.lr=0.02"]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(path), "validation.samples=3"]) == 0
+    found = capsys.readouterr()
+    values = json.loads(found.out)
+    assert set(values) == {"validation/reward", "validation/pass@3"}
+    assert "step 1 of" in found.err
+    assert main(["export", str(path), "--to", str(folder / "exported")]) == 0
+    exported = load_model(folder / "exported")
+    saved = weights_of(folder / "run", 1)
+    assert torch.equal(exported.norm.detach(), saved["master/norm"])
+
+
+def test_what_is_wrong_is_said_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder)).replace("prompts_per_step", "prompt_per_step"))
+    assert main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "prompts_per_step" in error
+    assert "config.yaml:" in error
+    path.write_text(to_yaml(config_of(folder)))
+    assert main(["train", str(path), f"data.train={folder / 'nowhere.jsonl'}"]) == 1
+    assert "nowhere.jsonl" in capsys.readouterr().err
+    assert main(["eval", str(path), "data.validation=null"]) == 1
+    assert "nothing to evaluate on" in capsys.readouterr().err
+
+
+def test_help_does_not_import_pytorch() -> None:
+    program = "import sys; from rollgraph.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    program += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": "src"}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "train" in found.stdout
