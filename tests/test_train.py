@@ -147,6 +147,31 @@ def test_resume_says_what_it_needs(folder: Path) -> None:
         train(config_of(folder, "seed=5"), ONE)
 
 
+def test_prompts_that_are_too_long_are_left_out_once_and_for_all(folder: Path) -> None:
+    rows = [{"prompt": "x" * length, "answer": "4"} for length in (3, 30, 4, 40, 5, 50)]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["data.max_prompt_tokens=null", "data.prompts_per_step=2", "data.too_long=drop", "steps=2"]
+    run = train(config_of(folder, *options), ONE)
+    assert [len(prompt.tokens) for prompt in run.validation] == [3, 4, 5]
+    assert metrics_of(folder / "run")[-1]["dropped_prompts"] == 3
+    with pytest.raises(DataError, match="jsonl:2"):
+        train(config_of(folder, *options, "data.too_long=error", f"output={folder / 'other'}"), ONE)
+
+
+def test_a_run_that_can_learn_nothing_more_ends_with_its_checkpoints(folder: Path) -> None:
+    options = ["data.validation=null", "checkpoint.every=1"]
+    train(config_of(folder, *options, "steps=2"), ONE)
+    with pytest.raises(RuntimeError, match="every rollout failed or the loss is not finite"):
+        train(config_of(folder, *options, "steps=9", "optimizer.lr=1e30"), ONE)
+    assert (folder / "run" / "checkpoints" / "step_00000001").exists()  # the last good one was not pruned
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, **columns):\n    raise RuntimeError('no idea')\n"
+    )
+    with pytest.raises(RuntimeError, match=r"no rollout of the first step was rewarded: .*no idea"):
+        train(config_of(folder, f"output={folder / 'other'}"), ONE)
+
+
 def test_a_reward_that_fails_does_not_end_the_run(folder: Path) -> None:
     (folder / "rewards.py").write_text(
         "def even(prompts, completions, **columns):\n"

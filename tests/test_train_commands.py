@@ -21,7 +21,12 @@ __all__ = ["folder"]
 def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder, "steps=2")))
-    assert main(["train", str(path), "optimizer.lr=0.02"]) == 0
+    assert main(["eval", str(path)]) == 1
+    assert "has no checkpoint" in capsys.readouterr().err
+    assert not (folder / "run").exists()
+    assert main(["train", str(path), "optimizer.lr=0.02", "data.validation=null"]) == 0
+    assert main(["export", str(path), "--which", "best", "--to", str(folder / "best")]) == 1
+    assert "no checkpoint with a score" in capsys.readouterr().err
     capsys.readouterr()
     assert main(["eval", str(path), "validation.samples=3"]) == 0
     found = capsys.readouterr()
@@ -44,8 +49,9 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, capsys: pytest.CaptureF
     path.write_text(to_yaml(config_of(folder)))
     assert main(["train", str(path), f"data.train={folder / 'nowhere.jsonl'}"]) == 1
     assert "nowhere.jsonl" in capsys.readouterr().err
-    assert main(["eval", str(path), "data.validation=null"]) == 1
-    assert "nothing to evaluate on" in capsys.readouterr().err
+    (folder / "demonstrations.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    assert main(["train", str(path), f"warm_start={{data: {folder / 'demonstrations.jsonl'}}}"]) == 1
+    assert "demonstrations.jsonl:1: a warm start needs `prompt` and `completion`" in capsys.readouterr().err
 
 
 def test_help_does_not_import_pytorch() -> None:

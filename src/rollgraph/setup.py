@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +87,16 @@ def make_run(config: Config, world: World, on_capture: Callable[[str, int, int],
         timeout=config.reward.timeout,
         on_failure=config.reward.on_failure,
     )
-    data = make_data(config, tokenizer, world)
+    limits = make_limits(config, model, world.size)
+    data = make_data(config, tokenizer, world, limits)
     rewards.check_columns(data.columns)
+    held_out = make_validation(config, tokenizer, limits, rewards)
     environment = make_environment(config, tokenizer, config.rollout.samples_per_prompt)
     policy = PolicyWorker(
         model,
         tokenizer,
         world,
-        make_limits(config, model, world.size),
+        limits,
         sampling=make_sampling(config, environment),
         optimizer=optimizer_settings(config),
         clip_norm=config.optimizer.clip_norm,
@@ -119,7 +120,6 @@ def make_run(config: Config, world: World, on_capture: Callable[[str, int, int],
         keep_best=config.checkpoint.keep_best,
         asynchronous=config.checkpoint.asynchronous,
     )
-    held_out = make_validation(config, tokenizer)
     examiner = make_environment(config, tokenizer, config.validation.samples)
     return Run(config, world, tokenizer, policy, algorithm, environment, examiner, rewards, data, held_out, checkpoints)
 
@@ -189,7 +189,7 @@ def make_environment(config: Config, tokenizer: Tokenizer, samples: int) -> Envi
     return load_environment(given.name, tokenizer=tokenizer, samples_per_prompt=samples, **given.options)
 
 
-def make_data(config: Config, tokenizer: Tokenizer, world: World) -> PromptData:
+def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits) -> PromptData:
     d = config.data
     return PromptData(
         load_rows(d.train),
@@ -197,7 +197,7 @@ def make_data(config: Config, tokenizer: Tokenizer, world: World) -> PromptData:
         prompts_per_step=d.prompts_per_step,
         seed=config.seed,
         shuffle=d.shuffle,
-        max_prompt_tokens=d.max_prompt_tokens,
+        max_prompt_tokens=_longest_prompt(config, limits),
         too_long=d.too_long,
         chat=d.chat,
         rank=world.rank,
@@ -205,22 +205,27 @@ def make_data(config: Config, tokenizer: Tokenizer, world: World) -> PromptData:
     )
 
 
-def make_validation(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+def make_validation(config: Config, tokenizer: Tokenizer, limits: Limits, rewards: RewardFunctions) -> list[Prompt]:
     """The first prompts of the held-out file; every rank has all of them."""
     if config.data.validation is None:
         return []
-    rows = list(islice(load_rows(config.data.validation), config.validation.max_prompts))
     held_out = PromptData(
-        rows,
+        load_rows(config.data.validation)[: config.validation.max_prompts],
         tokenizer,
-        prompts_per_step=len(rows),
+        prompts_per_step=1,
         seed=0,
         shuffle=False,
-        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_prompt_tokens=_longest_prompt(config, limits),
         too_long=config.data.too_long,
         chat=config.data.chat,
     )
-    return held_out.next_prompts()
+    rewards.check_columns(held_out.columns)
+    return [prompt for _ in range(len(held_out)) for prompt in held_out.next_prompts()]
+
+
+def _longest_prompt(config: Config, limits: Limits) -> int:
+    """As configured, or what leaves room for one token."""
+    return config.data.max_prompt_tokens or limits.max_length - 1
 
 
 def optimizer_settings(config: Config) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ def train(config: Config, world: World | None = None) -> Run:
                             epochs=config.algorithm.epochs,
                             score_old=run.algorithm.needs_old_logprobs,
                         )
+                    refuse_dead(run, step, batch, learned)
                     found = validate(run, step)
                     logbook.write(step, rollouts, batch, {**learned, **found})
                     if step == first_step:
@@ -84,13 +86,25 @@ class Logbook:
         """Everything about a step that has been taken; the next one's time begins here."""
         run, now = self._run, time.perf_counter()
         values = {**batch.metrics, **values, **troubles(run), **speed(run, rollouts, now - self._started)}
-        if step % self._log.every == 0 or step == run.config.steps - 1:
+        due = step % self._log.every == 0 or step == run.config.steps - 1
+        if due or any(name.startswith("validation/") for name in values):
             self._metrics.log(step, values)
         self._view.step(step, values, run.seconds)
         if self._samples is not None:
             self._samples.write(step, rollouts, [max(s.advantages, key=abs, default=0.0) for s in batch.samples])
         run.seconds.clear()
         self._started = now
+
+
+def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) -> None:
+    """End the run, with its checkpoints as they are, where nothing can be learned any more."""
+    if batch.metrics.get("failed") == 1.0 or not math.isfinite(learned["loss"]):
+        raise RuntimeError(
+            f"step {step}: every rollout failed or the loss is not finite. Go back to a checkpoint from before, with a "
+            "smaller learning rate"
+        )
+    if step == 0 and run.rewards.messages and not any(batch.metrics.get(name) for name in ("reward", "reward_std")):
+        raise RuntimeError("no rollout of the first step was rewarded: " + "; ".join(run.rewards.messages.values()))
 
 
 def collect(run: Run, step: int, view: View) -> list[Rollout]:
@@ -103,7 +117,8 @@ def collect(run: Run, step: int, view: View) -> list[Rollout]:
         rollouts = sample(run, prompts, f"{run.config.seed}/{step}/{turn}", view)
         groups = groups + [group for group in grouped(rollouts) if run.algorithm.keeps(group)]
     if not groups:
-        raise RuntimeError(f"{MOST_ROUNDS} rounds of sampling gave no group that the algorithm keeps")
+        why = "; ".join(run.rewards.messages.values()) or "the rewards of each group are all equal"
+        raise RuntimeError(f"{MOST_ROUNDS} rounds of sampling gave no group that the algorithm keeps: {why}")
     run.surplus = groups[wanted:]
     return [replace(rollout, group=index) for index, group in enumerate(groups[:wanted]) for rollout in group]
 
@@ -159,6 +174,9 @@ def warm_start(run: Run, view: View) -> None:
     assert w is not None
     algorithm = load_algorithm(SUPERVISED)
     rows = load_rows(w.data)
+    for row in rows:
+        if not isinstance(row.prompt, str) or not isinstance(row.columns.get("completion"), str):
+            raise ValueError(f"{row.place}: a warm start needs `prompt` and `completion`, both text")
     end = run.tokenizer.eos_id
     optimizer, settings = run.policy.optimizer, (run.policy.optimizer.base, run.policy.optimizer.schedule)
     optimizer.restart(w.lr, None)
@@ -197,8 +215,9 @@ def resume(run: Run, view: View) -> int:
             warm_start(run, view)
         if run.algorithm.needs_reference:
             run.policy.weights.save("reference")
-            if run.world.rank == 0 and (config.model.path is None or config.warm_start is not None):
-                with run.policy.phases.enter("save"):
+        if config.model.path is None or config.warm_start is not None:  # or the model's own folder is the reference
+            with run.policy.phases.enter("save"):
+                if run.world.rank == 0:
                     save_model(run.policy.model, reference)
         run.data.load_state({**run.data.state(), "cursor": 0})  # a warm start has looked at some prompts
         if run.validation:
@@ -206,7 +225,7 @@ def resume(run: Run, view: View) -> int:
             view.note("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in before.items()))
         return 0
     if run.algorithm.needs_reference:
-        if reference.exists():
+        if config.model.path is None or config.warm_start is not None:
             load_weights(run.policy.model, reference)
         run.policy.weights.save("reference")
     state = run.checkpoints.load(saved)

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,24 @@ def run_train(options: argparse.Namespace) -> int:
     from rollgraph.train import train
     from rollgraph.world import World
 
-    try:
+    def run() -> None:
         with joined(World.current()) as world:
             train(config, world)
+
+    return _told(options, run)
+
+
+def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
+    """Run, and say what went wrong in one line."""
+    try:
+        run()
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("ROLLGRAPH_TRACEBACK"):
             raise
-        print(f"rollgraph train: {error}\n(ROLLGRAPH_TRACEBACK=1 shows where)", file=sys.stderr)
+        print(f"rollgraph {options.command}: {error}\n(ROLLGRAPH_TRACEBACK=1 shows where)", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("rollgraph train: interrupted; the last checkpoint is whole", file=sys.stderr)
+        print(f"rollgraph {options.command}: interrupted; what was saved is whole", file=sys.stderr)
         return 130
     return DONE
 
@@ -84,28 +93,28 @@ def _evaluated(run: Any) -> dict[str, float]:
     return evaluate(run, "eval")
 
 
-def _with_checkpoint(options: argparse.Namespace, act: Any) -> int:
-    """Do something with the weights of a checkpoint, or with the model itself if there is none."""
+def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.Namespace], None]) -> int:
+    """Do something with the weights of a checkpoint."""
     config = _load(options)
     if config is None:
         return WRONG
     from rollgraph.setup import make_run
     from rollgraph.world import World
 
-    try:
+    def run() -> None:
+        if not (Path(config.output) / "checkpoints").is_dir():
+            raise ValueError(f"{config.output} has no checkpoint")
         run = make_run(config, World.current())
         try:
             checkpoints = run.checkpoints
             saved = checkpoints.best() if options.which == "best" else checkpoints.latest()
-            if saved is not None:
-                checkpoints.load(saved)
-                print(f"step {saved.step} of {config.output}", file=sys.stderr)
-            else:
-                print(f"{config.output} has no checkpoint: the model before training", file=sys.stderr)
+            if saved is None:
+                scored = " with a score: use --which latest" if checkpoints.complete() else ""
+                raise ValueError(f"{config.output} has no checkpoint{scored}")
+            checkpoints.load(saved)
+            print(f"step {saved.step} of {config.output}", file=sys.stderr)
             act(run, options)
         finally:
             run.close()
-    except (ValueError, OSError) as error:
-        print(f"rollgraph {options.command}: {error}", file=sys.stderr)
-        return FAILED
-    return DONE
+
+    return _told(options, run)
