@@ -165,11 +165,10 @@ def test_a_run_that_can_learn_nothing_more_ends_with_its_checkpoints(folder: Pat
     with pytest.raises(RuntimeError, match="every rollout failed or the loss is not finite"):
         train(config_of(folder, *options, "steps=9", "optimizer.lr=1e30"), ONE)
     assert (folder / "run" / "checkpoints" / "step_00000001").exists()  # the last good one was not pruned
-    (folder / "rewards.py").write_text(
-        "def even(prompts, completions, **columns):\n    raise RuntimeError('no idea')\n"
-    )
+    (folder / "broken.py").write_text("def f(prompts, completions, **columns):\n    raise RuntimeError('no idea')\n")
+    broken = [f"reward.functions=[{{name: '{folder / 'broken.py'}:f'}}]", f"output={folder / 'other'}"]
     with pytest.raises(RuntimeError, match=r"no rollout of the first step was rewarded: .*no idea"):
-        train(config_of(folder, f"output={folder / 'other'}"), ONE)
+        train(config_of(folder, *broken), ONE)
 
 
 def test_a_reward_that_fails_does_not_end_the_run(folder: Path) -> None:

@@ -115,7 +115,7 @@ class RewardFunction:
 class Reward:
     functions: Annotated[tuple[RewardFunction, ...], "the reward is their weighted sum"] = ()
     workers: Annotated[Natural, "processes that compute rewards; 0 is in this process"] = 0
-    timeout: Annotated[Positive, "seconds for one completion"] = 10.0
+    timeout: Annotated[Positive, "seconds for one call of a function, with all its completions; needs workers"] = 10.0
     on_failure: Annotated[float, "reward where a function raises or runs out of time; such cases are counted"] = 0.0
 
 

@@ -147,7 +147,7 @@ def grouped(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """Every so often: the mean reward of held-out prompts, and whether any of k samples has the full one."""
+    """Every so often: the mean reward of held-out prompts, and pass@k: of how many any sample has a reward of 1."""
     v = run.config.validation
     if not run.validation or ((step + 1) % v.every and step != run.config.steps - 1):
         return {}
@@ -310,7 +310,7 @@ class _sigterm:
 
     def __enter__(self) -> list[int]:
         try:
-            self._found = signal.signal(signal.SIGTERM, lambda number, frame: self._asked.append(number))
+            self._found = signal.signal(signal.SIGTERM, self._ask)
         except ValueError:  # not the main thread: somebody else's matter
             self._found = None
         return self._asked
@@ -318,3 +318,9 @@ class _sigterm:
     def __exit__(self, *error: object) -> None:
         if self._found is not None:
             signal.signal(signal.SIGTERM, self._found)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self._asked.append(number)
+        if len(self._asked) > 1:  # asked twice: the step does not end
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
