@@ -120,11 +120,13 @@ def score(specs: list[Any], *rollouts: Rollout, **options: Any) -> tuple[list[fl
 
 
 def is_running(pid: int) -> bool:
+    """With any of its threads: a killed process is a zombie before the last of them has gone, and cannot be waited for."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"  # an orphan that is dead and that nobody has collected
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads]
+    except (FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/task").exists() and len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
+    return len(states) > 1 or states != ["Z"]  # an orphan that is dead and that nobody has collected
 
 
 def wait_until_gone(pids: list[int]) -> None:
