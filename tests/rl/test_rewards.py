@@ -120,7 +120,7 @@ def score(specs: list[Any], *rollouts: Rollout, **options: Any) -> tuple[list[fl
 
 
 def is_running(pid: int) -> bool:
-    """With any of its threads: a killed process is a zombie before the last of them has gone, and cannot be waited for."""
+    """With any of its threads: a killed process is a zombie before the last of them has gone."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
         states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads]
