@@ -230,7 +230,7 @@ def resume(run: Run, view: View) -> int:
         run.policy.weights.save("reference")
     state = run.checkpoints.load(saved)
     run.data.load_state(state["data"])
-    run.surplus = [[_rollout(entry) for entry in group] for group in state["surplus"]]
+    run.surplus = [[Rollout.from_dict(entry) for entry in group] for group in state["surplus"]]
     for problem in run.checkpoints.problems:
         view.note(problem)
     view.note(f"resumed after step {saved.step}")
@@ -243,7 +243,7 @@ def maybe_save(run: Run, step: int, score: float | None, now: bool = False) -> N
         return
     state = {
         "data": run.data.state(),
-        "surplus": [[_plain(rollout) for rollout in group] for group in run.surplus],
+        "surplus": [[rollout.to_dict() for rollout in group] for group in run.surplus],
         "config": to_dict(run.config),
     }
     with run.timed("save"), run.policy.phases.enter("save"):
@@ -289,16 +289,6 @@ def speed(run: Run, rollouts: Sequence[Rollout], seconds: float) -> dict[str, fl
     if run.world.device.startswith("cuda"):
         values["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return values
-
-
-def _plain(rollout: Rollout) -> dict[str, Any]:
-    prompt = {**vars(rollout.prompt), "tokens": list(rollout.prompt.tokens), "columns": dict(rollout.prompt.columns)}
-    return {**vars(rollout), "prompt": prompt}
-
-
-def _rollout(entry: dict[str, Any]) -> Rollout:
-    prompt = entry["prompt"]
-    return Rollout(**{**entry, "prompt": Prompt(**{**prompt, "tokens": tuple(prompt["tokens"])})})
 
 
 class _sigterm:

@@ -42,6 +42,16 @@ class Rollout:
     reference_logprobs: list[float] | None = None  # under the reference policy, where KL needs it
     group: int = 0  # rollouts of the same prompt in the same step have the same group
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it: for a checkpoint, and for other ranks."""
+        prompt = {**vars(self.prompt), "tokens": list(self.prompt.tokens), "columns": dict(self.prompt.columns)}
+        return {**vars(self), "prompt": prompt}
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> Rollout:
+        prompt = entry["prompt"]
+        return cls(**{**entry, "prompt": Prompt(**{**prompt, "tokens": tuple(prompt["tokens"])})})
+
 
 @dataclass
 class Sample:

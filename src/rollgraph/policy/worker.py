@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -362,14 +363,9 @@ class PolicyWorker:
 
     def _run_units(self, name: str, arrays: Arrays, last: bool) -> Tensor:
         """Forward and backward with graphs of layers inside; gradients are reduced beside the last backward."""
-        inputs = self._upload(arrays)
-        if last:
-            loss, metrics = self._loss(name, inputs)
+        with nullcontext() if last else self.sharded.no_sync():
+            loss, metrics = self._loss(name, self._upload(arrays))
             loss.backward()
-        else:
-            with self.sharded.no_sync():
-                loss, metrics = self._loss(name, inputs)
-                loss.backward()
         return metrics
 
     def _summary(self, totals: Totals) -> dict[str, float]:
@@ -398,17 +394,11 @@ class PolicyWorker:
         """The rollouts of all ranks, in the order of ranks, on every rank; groups are numbered anew."""
         if self.world.size == 1:
             return rollouts
-        from rollgraph.types import Prompt
-
         everyone: list[Rollout] = []
-        for said in self.sharded.collectives.agree(json.dumps([_to_dict(r) for r in rollouts])):
-            theirs = json.loads(said)
-            offset = 1 + max((r.group for r in everyone), default=-1)
-            for entry in theirs:
-                prompt = entry.pop("prompt")
-                prompt["tokens"] = tuple(prompt["tokens"])
-                entry["group"] += offset
-                everyone.append(Rollout(prompt=Prompt(**prompt), **entry))
+        for said in self.sharded.collectives.agree(json.dumps([rollout.to_dict() for rollout in rollouts])):
+            offset = 1 + max((rollout.group for rollout in everyone), default=-1)
+            theirs = [Rollout.from_dict(entry) for entry in json.loads(said)]
+            everyone += [replace(rollout, group=rollout.group + offset) for rollout in theirs]
         return everyone
 
     def export(self, folder: Path) -> None:
@@ -431,9 +421,3 @@ def _bare(prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float
 
 def _seed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
-def _to_dict(rollout: Rollout) -> dict[str, Any]:
-    entry = dict(vars(rollout))
-    prompt = dict(vars(rollout.prompt))
-    return {**entry, "prompt": {**prompt, "columns": dict(prompt["columns"])}}
