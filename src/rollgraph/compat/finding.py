@@ -1,0 +1,28 @@
+"""A finding: one known failure, and whether this installation has it. Owns the four states and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    AFFECTED = "affected"
+    CLEAR = "not affected"
+    REPAIRED = "repaired"
+    UNKNOWN = "cannot tell here"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One known failure as it stands here.
+
+    For example `Finding("forward-pre-hooks", State.AFFECTED, symptom="AssertionError: ...", reason="hooks are looked
+    up through the module tree ...", repair="rollgraph.compat.megatron.repair()")`.
+    """
+
+    name: str  # kebab-case, stable: what --json prints and docs/megatron.md is searched by
+    state: State
+    symptom: str  # what people see, with the exact error text
+    reason: str  # why it happens; with UNKNOWN, why it could not be tried
+    repair: str  # what to do about it
