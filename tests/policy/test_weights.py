@@ -11,24 +11,32 @@ from torch import Tensor
 
 from rollgraph.model import Decoder
 from rollgraph.policy import WeightsError, WeightSlots
+from rollgraph.policy.weights import Place
 from rollgraph.sharding import ShardedModel
-from tests.policy.small_worker import ALONE, make_model
+from rollgraph.world import World
+from tests.policy.small_worker import make_model
 
 
-@pytest.fixture
-def sharded() -> Iterator[ShardedModel]:
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def sharded(request: pytest.FixtureRequest) -> Iterator[ShardedModel]:
     """Several buckets: an exchange can fail between two of them."""
-    sharded = ShardedModel(make_model(), ALONE, bucket_bytes=4096)
+    device = request.param
+    sharded = ShardedModel(make_model().to(device), World(0, 1, device), bucket_bytes=4096)
     assert len(sharded.flat.buckets) >= 4
     yield sharded
     sharded.close()
 
 
+@pytest.fixture(params=["device", pytest.param("host", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> Place:
+    return request.param
+
+
 @pytest.fixture
-def slots(sharded: ShardedModel) -> WeightSlots:
+def slots(sharded: ShardedModel, place: Place) -> WeightSlots:
     """The reference is what the model began with; the policy is something else."""
     slots = WeightSlots(sharded)
-    slots.save("reference")
+    slots.save("reference", place)
     change(sharded)
     return slots
 
@@ -52,17 +60,18 @@ def addresses(sharded: ShardedModel) -> list[int]:
 
 
 def hidden(model: Decoder) -> Tensor:
-    ids = torch.arange(10)
+    device = model.embed.weight.device
+    ids = torch.arange(10, device=device)
     with torch.no_grad():
-        return model(ids, ids, torch.tensor([0, 10], dtype=torch.int32), 10)
+        return model(ids, ids, torch.tensor([0, 10], dtype=torch.int32, device=device), 10)
 
 
 def test_the_weights_of_a_slot_are_in_the_same_memory_inside_and_the_policy_is_back_afterwards(
-    sharded: ShardedModel,
+    sharded: ShardedModel, place: Place
 ) -> None:
     slots = WeightSlots(sharded)
     original, before = copy.deepcopy(sharded.model), bits(sharded)
-    slots.save("reference")
+    slots.save("reference", place)
     change(sharded)
     policy, places, trained = bits(sharded), addresses(sharded), hidden(sharded.model)
     for _ in range(3):
@@ -111,7 +120,7 @@ def test_an_exchange_that_fails_half_way_is_taken_back(
     slot = slots._slots["reference"]
     whole = slot[index]
     reference = [tensor.clone() for tensor in slot]
-    slot[index] = torch.full((elements,), 5.0)
+    slot[index] = torch.full((elements,), 5.0, device=whole.device, pin_memory=whole.is_pinned())
     with pytest.raises(RuntimeError, match=r"size|shape"), slots.use("reference"):
         pytest.fail("the body was run with half of the weights")
     assert slots.current == "policy"
@@ -168,7 +177,7 @@ def test_a_slot_is_saved_again_into_its_own_memory(sharded: ShardedModel, slots:
 
 def test_names_that_are_not_there(sharded: ShardedModel, slots: WeightSlots) -> None:
     slots.save("previous", place="host")
-    assert slots.nbytes("device") == 2 * sum(b.parameters.nbytes for b in sharded.flat.buckets)
+    assert slots.nbytes("device") + slots.nbytes("host") == 2 * sum(b.parameters.nbytes for b in sharded.flat.buckets)
     with pytest.raises(WeightsError, match=r"no slot 'nothing'.*there are: reference, previous"), slots.use("nothing"):
         pytest.fail("entered")
     with pytest.raises(WeightsError, match="'policy' is the model itself"):
@@ -179,22 +188,46 @@ def test_names_that_are_not_there(sharded: ShardedModel, slots: WeightSlots) -> 
     slots.drop("previous")
     slots.drop("previous")
     assert "previous" not in slots
-    assert slots.nbytes("device") == sum(b.parameters.nbytes for b in sharded.flat.buckets)
+    assert slots.nbytes("device") + slots.nbytes("host") == sum(b.parameters.nbytes for b in sharded.flat.buckets)
     slots.drop("reference")
     with pytest.raises(WeightsError, match="there are: none"), slots.use("reference"):
         pytest.fail("entered")
 
 
-def test_verify_finds_a_policy_that_was_changed_while_it_was_away(sharded: ShardedModel) -> None:
+def test_verify_finds_a_policy_that_was_changed_while_it_was_away(sharded: ShardedModel, place: Place) -> None:
     slots = WeightSlots(sharded, verify=True)
-    slots.save("reference")
+    slots.save("reference", place)
     change(sharded)
     with slots.use("reference"):
         change(sharded)  # the reference itself: no matter of the policy's
     changed = pytest.raises(WeightsError, match="the policy is not what it was before 'reference' was used")
     with changed, slots.use("reference"):
+        if slots._lanes is not None:
+            slots._lanes.finish()
         slots._slots["reference"][1][0] += 1  # where the policy is now
     assert slots.current == "policy"
+
+
+@pytest.mark.gpu
+def test_exchanges_with_host_memory_keep_their_order_with_what_the_device_is_doing(sharded: ShardedModel) -> None:
+    """Nobody waits on the host: a long computation is still going on when the weights are exchanged under it."""
+    if not sharded.flat.buckets[0].parameters.is_cuda:
+        pytest.skip("on a CPU everything is in order")
+    slots = WeightSlots(sharded)
+    slots.save("reference", "host")
+    busy = torch.randn(4096, 4096, device="cuda")
+    seen, expected = [], []
+    for turn in range(6):
+        for _ in range(20):
+            busy = torch.tanh(busy @ busy)
+        sharded.model.norm.data.fill_(turn)  # an update, behind the computation
+        with slots.use("reference"):
+            seen.append(sharded.model.norm.clone())
+        seen.append(sharded.model.norm.clone())
+        expected += [None, float(turn)]
+    reference = seen[0]
+    for found, value in zip(seen, expected, strict=True):
+        assert torch.equal(found, reference if value is None else torch.full_like(found, value))
 
 
 def test_a_checksum_sees_every_bit_of_every_bucket(sharded: ShardedModel) -> None:
@@ -206,7 +239,7 @@ def test_a_checksum_sees_every_bit_of_every_bucket(sharded: ShardedModel) -> Non
         words = bucket.parameters.view(torch.int32)
         for place in (0, 1, len(words) // 2, len(words) - 1):
             for bit in range(32):
-                mask = torch.tensor(1 << bit).to(torch.int32)
+                mask = torch.tensor(1 << bit).to(torch.int32).to(words.device)
                 words[place] ^= mask
                 seen.add(slots.checksum())
                 words[place] ^= mask

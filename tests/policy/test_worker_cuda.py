@@ -1,0 +1,242 @@
+"""The worker on a GPU: CUDA graphs, bf16, flash attention, pinned host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.checkpoint import Checkpoints
+from rollgraph.graph import GraphError
+from rollgraph.inference import SamplingParams
+from rollgraph.model import Architecture, Decoder
+from rollgraph.policy import Limits, PolicyWorker
+from rollgraph.rl.algorithms import Algorithm, load_algorithm
+from rollgraph.types import Batch, Prompt, Rollout
+from rollgraph.world import World
+
+pytestmark = pytest.mark.gpu
+
+SMALL = Architecture("qwen2", vocabulary=200, hidden=64, mlp=128, layers=3, heads=4, kv_heads=2, head_dim=16)
+LIMITS = Limits(max_length=64, rows=16, token_buckets=(128, 512), cache_bytes=1 << 21, prefill_tokens=64)
+
+
+def make_worker(algorithm: Algorithm, *, place: str = "device", **options: Any) -> PolicyWorker:
+    torch.manual_seed(0)
+    model = Decoder(SMALL)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    worker = PolicyWorker(
+        model.to("cuda:0", torch.bfloat16),
+        None,
+        World(0, 1, "cuda:0"),
+        LIMITS,
+        sampling=SamplingParams(max_tokens=24),
+        optimizer={"lr": 1e-2},
+        verify_weights=True,
+        **options,
+    )
+    worker.weights.save("reference", place)  # type: ignore[arg-type]
+    worker.capture_all({"policy": (algorithm.loss, algorithm.needs_entropy)})
+    return worker
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., PolicyWorker]]:
+    made: list[PolicyWorker] = []
+
+    def make(algorithm: Algorithm | None = None, **options: Any) -> PolicyWorker:
+        made.append(make_worker(algorithm or GRPO, **options))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
+
+
+GRPO = load_algorithm("grpo", {"kl_coef": 0.04})
+
+
+def roll_out(worker: PolicyWorker, seed: str, count: int = 24) -> list[Rollout]:
+    """Four prompts, several samples of each; the reward is any function of the tokens."""
+    prompts = [tuple(range(1 + index % 4, 9)) for index in range(count)]
+    turns = worker.generate([(list(prompt), index) for index, prompt in enumerate(prompts)], seed=seed)
+    return [
+        Rollout(
+            Prompt(index % 4, prompt, ""),
+            list(turn.tokens),
+            [True] * len(turn.tokens),
+            list(turn.logprobs),
+            reward=float(sum(turn.tokens) % 7),
+            group=index % 4,
+        )
+        for index, (prompt, turn) in enumerate(zip(prompts, turns, strict=True))
+    ]
+
+
+def step(worker: PolicyWorker, algorithm: Algorithm, seed: str) -> dict[str, float]:
+    rollouts = roll_out(worker, seed)
+    worker.score(rollouts)
+    return worker.train(algorithm.make_batch(rollouts), score_old=algorithm.needs_old_logprobs)
+
+
+def parameters(worker: PolicyWorker) -> Tensor:
+    worker.sharded.full_parameters("gather")
+    return torch.cat([parameter.detach().flatten() for parameter in worker.model.parameters()]).clone()
+
+
+def test_graphs_train_as_eager_does_apart_from_its_own_noise(make: Callable[..., PolicyWorker]) -> None:
+    graphs, eager, again = make(), make(backend="eager"), make(backend="eager")
+    rollouts = roll_out(graphs, "a")
+    graphs.score(rollouts)
+    batch = GRPO.make_batch(rollouts, minibatches=2)
+    found = [worker.train(Batch(batch.minibatches)) for worker in (graphs, eager, again)]
+    after = [parameters(worker).float() for worker in (graphs, eager, again)]
+    noise = (after[1] - after[2]).abs().max().item()
+    assert (after[0] - after[1]).abs().max().item() <= 2 * noise + 2**-8 * 1e-2
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-4)
+    assert graphs.pool.report().eager_runs == 0
+    assert not torch.equal(after[0], parameters(make()).float())  # something was learned
+
+
+def test_phases_alternate_without_a_capture_an_eager_run_or_new_memory(make: Callable[..., PolicyWorker]) -> None:
+    worker = make()
+    captures, memory = worker.pool.report().captures, 0
+    for round_ in range(12):
+        found = step(worker, GRPO, str(round_))
+        assert found["token_mult_prob_error"] < 1.1
+        if round_ == 1:
+            memory = torch.cuda.memory_allocated()
+    report = worker.pool.report()
+    assert (report.captures, report.eager_runs) == (captures, 0)
+    assert torch.cuda.memory_allocated() == memory
+
+
+def test_the_first_update_finds_a_ratio_near_one_and_no_distance_to_the_reference(
+    make: Callable[..., PolicyWorker],
+) -> None:
+    worker = make()
+    rollouts = roll_out(worker, "a")
+    worker.score(rollouts)
+    samples = GRPO.make_batch(rollouts).samples
+    for rollout, logprobs in zip(rollouts, worker.logprobs(samples), strict=True):
+        assert rollout.reference_logprobs == logprobs  # the reference is the policy: the same graph, the same numbers
+    found = worker.train(GRPO.make_batch(rollouts))
+    assert abs(found["ratio"] - 1) < 0.02
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_the_reference_scores_as_before_and_the_policy_is_what_it_was(
+    make: Callable[..., PolicyWorker], place: str
+) -> None:
+    worker = make(place=place)
+    assert worker.weights.nbytes(place) > 0  # type: ignore[arg-type]
+    rollouts = roll_out(worker, "a")
+    samples = GRPO.make_batch(rollouts).samples
+    before = worker.logprobs(samples)
+    worker.score(rollouts)
+    worker.train(GRPO.make_batch(rollouts))
+    policy, learned = parameters(worker), worker.logprobs(samples)
+    assert learned != before
+    for _ in range(5):  # the exchanges follow one another without the host waiting
+        assert worker.logprobs(samples, "reference") == before
+        assert worker.logprobs(samples) == learned
+    with pytest.raises(ValueError, match="inside"), worker.weights.use("reference"):
+        raise ValueError("inside")
+    assert torch.equal(parameters(worker), policy)
+    worker.weights.save("reference", place)  # type: ignore[arg-type]
+    assert worker.logprobs(samples, "reference") == learned
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_an_exchange_with_host_memory_that_fails_half_way_is_taken_back(
+    make: Callable[..., PolicyWorker], where: int
+) -> None:
+    worker = make(place="host")
+    policy = parameters(worker)
+    slot = worker.weights._slots["reference"]
+    where %= len(slot)
+    whole = slot[where]
+    slot[where] = torch.full((3,), 5.0, dtype=whole.dtype).pin_memory()
+    with pytest.raises(RuntimeError), worker.weights.use("reference"):
+        pytest.fail("the body was run with half of the weights")
+    slot[where] = whole
+    assert torch.equal(parameters(worker), policy)
+    with worker.weights.use("reference"):
+        assert torch.equal(parameters(worker), policy)  # the reference is equal to it
+
+
+def test_other_weights_in_the_model_are_not_trained(make: Callable[..., PolicyWorker]) -> None:
+    worker = make()
+    rollouts = roll_out(worker, "a")
+    worker.score(rollouts)
+    batch = GRPO.make_batch(rollouts)
+    with worker.weights.use("reference"), pytest.raises(GraphError, match="the weights in the model are 'reference'"):
+        worker.train(batch)
+    assert worker.train(batch)["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "sft"])
+def test_every_algorithm_is_captured_and_trains(make: Callable[..., PolicyWorker], name: str) -> None:
+    algorithm = load_algorithm(name, {"kl_coef": 0.04, "entropy_coef": 0.01} if name == "grpo" else {})
+    worker, eager = make(algorithm), make(algorithm, backend="eager")
+    rollouts = roll_out(worker, "a")
+    worker.score(rollouts)
+    batch = algorithm.make_batch(rollouts)
+    found, expected = worker.train(batch), eager.train(batch)
+    assert found.keys() == expected.keys()
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-2, abs=1e-4)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
+    assert worker.pool.report().eager_runs == 0
+
+
+@pytest.mark.parametrize("scopes", [("layer",), ("attn", "mlp")])
+def test_graphs_of_parts_train_as_one_graph_of_the_step_does(
+    make: Callable[..., PolicyWorker], scopes: tuple[str, ...]
+) -> None:
+    whole, parts = make(), make(scopes=scopes)
+    rollouts = roll_out(whole, "a")
+    whole.score(rollouts)
+    batch = GRPO.make_batch(rollouts)
+    one, other = whole.train(batch), parts.train(batch)
+    assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
+    assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
+    assert parts.pool.report().eager_runs == 0
+    for round_ in range(3):
+        step(parts, GRPO, str(round_))
+    assert parts.pool.report().eager_runs == 0
+
+
+def test_a_checkpoint_holds_everything(make: Callable[..., PolicyWorker], tmp_path: Path) -> None:
+    worker, other = make(), make()
+    step(worker, GRPO, "a")
+    with worker.phases.enter("save"):
+        checkpoints = Checkpoints(tmp_path, worker.sharded, worker.optimizer)
+        checkpoints.save(0, {})
+    saved = parameters(worker)
+    step(worker, GRPO, "b")  # while it is written
+    checkpoints.close()
+    reader = Checkpoints(tmp_path, other.sharded, other.optimizer)
+    found = reader.latest()
+    assert found is not None
+    reader.load(found)
+    reader.close()
+    assert torch.equal(parameters(other), saved)
+    rollouts = roll_out(other, "b")
+    other.score(rollouts)
+    assert [r.tokens for r in rollouts] == [r.tokens for r in roll_out_at(worker, saved, "b")]
+
+
+def roll_out_at(worker: PolicyWorker, values: Tensor, seed: str) -> list[Rollout]:
+    """With given weights in the model, all of them."""
+    at = 0
+    with torch.no_grad():
+        for parameter in worker.model.parameters():
+            parameter.copy_(values[at : at + parameter.numel()].view_as(parameter))
+            at += parameter.numel()
+    return roll_out(worker, seed)
