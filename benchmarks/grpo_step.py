@@ -12,6 +12,7 @@ import gc
 import statistics
 import time
 from contextlib import contextmanager
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -27,14 +28,15 @@ from rollgraph.types import Prompt
 from rollgraph.world import World
 
 TINY = Architecture("llama", vocabulary=300, hidden=32, mlp=64, layers=2, heads=2, kv_heads=1, head_dim=16)
-PHASES = ("generate", "score", "train", "switching")
+PHASES = ("generate", "score", "train")
+SWITCHING = "of it, switching"
 
 
 class Clock:
     """Seconds by phase."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds = dict.fromkeys((*PHASES, SWITCHING), 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Any:
@@ -87,10 +89,13 @@ def run_step(worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, 
     batch = algorithm.make_batch(rollouts)
     with clock.phase("train"):
         worker.train(batch)
-    with clock.phase("switching"):  # what entering and leaving costs, with nothing done inside
-        for phase in ("generate", "score", "train"):
-            with worker.phases.enter(phase):
-                pass
+    with clock.phase(SWITCHING):  # the same once more, with nothing done inside
+        with worker.phases.enter("generate"):
+            pass
+        with worker.phases.enter("score"), worker.weights.use("reference"):
+            pass
+        with worker.phases.enter("train"):
+            pass
     return clock.seconds
 
 
@@ -101,7 +106,7 @@ def measure(architecture: Architecture, options: argparse.Namespace, backend: An
     report = worker.pool.report()
     print(f"{backend}: {report.captures} captures, {report.replays} replays, {report.eager_runs} eager runs")
     worker.close()
-    return {phase: statistics.median(entry[phase] for entry in found) for phase in PHASES}
+    return {phase: statistics.median(entry[phase] for entry in found) for phase in found[0]}
 
 
 def floor(architecture: Architecture, options: argparse.Namespace) -> dict[str, float]:
@@ -119,7 +124,7 @@ def floor(architecture: Architecture, options: argparse.Namespace) -> dict[str, 
         "generate": decode + prefill,
         "score": 2 * parameters * tokens / FLOPS_PER_SECOND,
         "train": 6 * parameters * tokens / FLOPS_PER_SECOND,
-        "switching": 0.0,
+        SWITCHING: 0.0,
     }
 
 
@@ -143,6 +148,7 @@ def time_trl(options: argparse.Namespace) -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         ByteTokenizer().save(folder)
+        make_transformers().save_pretrained(folder)  # it loads the policy and the reference from there
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")
         settings = GRPOConfig(
             output_dir=folder,
@@ -153,14 +159,16 @@ def time_trl(options: argparse.Namespace) -> float:
             beta=0.01,
             max_steps=options.repeats + 2,
             bf16=True,
+            gradient_checkpointing=False,  # its default is slower
             report_to=[],
+            model_init_kwargs={"dtype": "bfloat16"},
             save_strategy="no",
             logging_strategy="no",
             generation_kwargs={"min_new_tokens": options.new},
         )
         rows = Dataset.from_list([{"prompt": "x" * options.prompt}] * (options.prompts * (options.repeats + 2)))
         trainer = GRPOTrainer(
-            make_transformers(), reward_funcs=reward, args=settings, train_dataset=rows, processing_class=tokenizer
+            folder, reward_funcs=reward, args=settings, train_dataset=rows, processing_class=tokenizer
         )
         trainer.train()
     return statistics.median(after - before for before, after in pairwise(times[1:]))
@@ -192,17 +200,17 @@ def main() -> None:
     if not options.alone:
         found["rollgraph, graph.impl: none"] = measure(architecture, options, "eager")
     found["floor"] = floor(architecture, options)
-    lowest = sum(found["floor"].values())
+    lowest = sum(found["floor"].values())  # the phases: switching has none
     rows: list[tuple[Any, ...]] = [
-        (name, *(seconds[phase] for phase in PHASES), total := sum(seconds.values()), total / lowest)
+        (name, *seconds.values(), total := sum(seconds[phase] for phase in PHASES), total / lowest)
         for name, seconds in found.items()
     ]
     if options.trl:
         gc.collect()
         seconds = time_trl(options)
-        rows.append(("TRL", "-", "-", "-", "-", seconds, seconds / lowest))
+        rows.append((f"TRL {version('trl')}", "-", "-", "-", "-", seconds, seconds / lowest))
     title = f"a GRPO step, {options.prompts} x {options.samples}, {options.prompt} + {options.new} tokens, seconds"
-    table(title, ("", *PHASES, "step", "x floor"), rows)
+    table(title, ("", *PHASES, SWITCHING, "step", "x floor"), rows)
 
 
 if __name__ == "__main__":

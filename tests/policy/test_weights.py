@@ -52,7 +52,9 @@ def bits(sharded: ShardedModel) -> list[Tensor]:
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # slots in host memory are written beside everything else
+    return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(left, right, strict=True))
 
 
 def addresses(sharded: ShardedModel) -> list[int]:

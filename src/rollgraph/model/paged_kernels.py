@@ -76,6 +76,43 @@ def rotate_and_store(
 
 
 @triton.jit
+def _look(
+    queries, positions, pages, table, begin, end, kv_head, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries, [n, WIDTH], at positions, over the places from begin to end of one row of the table.
+
+    Gives each one's highest score, its sum of weights against that, and the values so weighed.
+    """
+    dims = tl.arange(0, WIDTH)
+    in_dim = dims < DIM
+    best = tl.full((queries.shape[0],), -1e30, tl.float32)
+    total = tl.zeros((queries.shape[0],), tl.float32)
+    mixed = tl.zeros((queries.shape[0], WIDTH), tl.float32)
+    for start in range(begin, end, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < end
+        block = tl.load(table + place // BLOCK, mask=inside, other=0)
+        at = ((block.to(tl.int64) * BLOCK + place % BLOCK) * (2 * KV_HEADS) + kv_head) * DIM
+        shown = inside[:, None] & in_dim
+        keys = tl.load(pages + at[:, None] + dims, mask=shown, other=0.0)
+        values = tl.load(pages + at[:, None] + KV_HEADS * DIM + dims, mask=shown, other=0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        seen = (place <= positions[:, None]) & inside
+        if WINDOW > 0:
+            seen = seen & (positions[:, None] - place < WINDOW)
+        scores = tl.where(seen, scores, -1e30)
+        highest = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.where(seen, tl.exp(scores - highest[:, None]), 0.0)
+        shrink = tl.exp(best - highest)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        best = highest
+    return best, total, mixed
+
+
+@triton.jit
 def _decode_kernel(
     q, pages, table, lengths, out, sums, scale, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
@@ -95,25 +132,11 @@ def _decode_kernel(
     in_group, in_dim = group < HEADS // KV_HEADS, dims < DIM
     head = kv_head * (HEADS // KV_HEADS) + group
     queries = tl.load(q + (row * HEADS + head)[:, None] * DIM + dims, mask=in_group[:, None] & in_dim, other=0.0)
-    best = tl.full((GROUP,), -1e30, tl.float32)
-    total = tl.zeros((GROUP,), tl.float32)
-    mixed = tl.zeros((GROUP, WIDTH), tl.float32)
-    for start in range(begin, end, TILE):
-        place = start + tl.arange(0, TILE)
-        inside = place < end
-        block = tl.load(table + row * table_stride + place // BLOCK, mask=inside, other=0)
-        at = ((block.to(tl.int64) * BLOCK + place % BLOCK) * (2 * KV_HEADS) + kv_head) * DIM
-        shown = inside[:, None] & in_dim
-        keys = tl.load(pages + at[:, None] + dims, mask=shown, other=0.0)
-        values = tl.load(pages + at[:, None] + KV_HEADS * DIM + dims, mask=shown, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(inside, scores, -1e30)
-        highest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.where(inside, tl.exp(scores - highest[:, None]), 0.0)
-        shrink = tl.exp(best - highest)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-        best = highest
+    positions = tl.zeros((GROUP,), tl.int32) + (length - 1)
+    best, total, mixed = _look(
+        queries, positions, pages, table + row * table_stride, begin, end, kv_head, scale,
+        KV_HEADS, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+    )  # fmt: skip
     where = (row * HEADS + head) * SPLITS + split
     if SPLITS == 1:
         mixed = mixed / total[:, None]
@@ -201,28 +224,10 @@ def _prefill_kernel(
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(length - count + tile * ROWS - WINDOW + 1, 0)
-    best = tl.full((ROWS,), -1e30, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(lowest, end, TILE):
-        place = start + tl.arange(0, TILE)
-        inside = place < end
-        block = tl.load(table + sequence * table_stride + place // BLOCK, mask=inside, other=0)
-        at = ((block.to(tl.int64) * BLOCK + place % BLOCK) * (2 * KV_HEADS) + kv_head) * DIM
-        shown = inside[:, None] & in_dim
-        keys = tl.load(pages + at[:, None] + dims, mask=shown, other=0.0)
-        values = tl.load(pages + at[:, None] + KV_HEADS * DIM + dims, mask=shown, other=0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        seen = (place <= position[:, None]) & inside
-        if WINDOW > 0:
-            seen = seen & (position[:, None] - place < WINDOW)
-        scores = tl.where(seen, scores, -1e30)
-        highest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.where(seen, tl.exp(scores - highest[:, None]), 0.0)
-        shrink = tl.exp(best - highest)
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-        best = highest
+    _, total, mixed = _look(
+        queries, position, pages, table + sequence * table_stride, lowest, end, kv_head, scale,
+        KV_HEADS, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+    )  # fmt: skip
     mixed = mixed / tl.where(in_row, total, 1.0)[:, None]
     tl.store(out + at_q[:, None] + dims, mixed.to(out.dtype.element_ty), mask=in_row[:, None] & in_dim)
 

@@ -1,0 +1,140 @@
+"""Norm, rotary positions and SwiGLU three ways: `python benchmarks/pointwise.py` on a machine with a CUDA device.
+
+Our kernels, the same formulas under `torch.compile`, and Liger's kernels where they are installed, forward and forward
+with backward, at the shape of Qwen2.5-1.5B. Floor: every input, output and gradient crosses memory once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from common import BYTES_PER_SECOND, QWEN_1_5B, device_time, table
+from torch import Tensor
+from torch.nn import functional
+
+from rollgraph.model.pointwise import add_norm, rotate, swiglu
+
+EPS = 1e-6
+Operation = Callable[..., Any]
+
+
+def plain_add_norm(stream: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    stream = stream + update
+    wide = stream.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(stream.dtype), stream
+
+
+def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def plain_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def liger() -> dict[str, Operation]:
+    """Theirs, with our arguments. Their rotation takes queries and keys together, and cosines of the whole width."""
+    try:
+        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+        from liger_kernel.ops.rope import LigerRopeFunction
+        from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
+    except ImportError as error:
+        print(f"without Liger: {error}")
+        return {}
+    heads = QWEN_1_5B.heads
+
+    def both(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = x[None].transpose(1, 2).split((heads, x.shape[1] - heads), 1)
+        wide = torch.cat((cos, cos), -1).transpose(0, 1), torch.cat((sin, sin), -1).transpose(0, 1)
+        return LigerRopeFunction.apply(q, k, *wide)
+
+    return {
+        "add + norm": lambda x, update, weight: LigerFusedAddRMSNormFunction.apply(update, x, weight, EPS),
+        "rotary": both,
+        "SwiGLU": LigerFusedGateUpSiLUMulFunction.apply,
+    }
+
+
+def measure(operation: Operation, inputs: Sequence[Tensor], backward: bool) -> float:
+    """Milliseconds, of the forward or of both, in a graph: what the host does is not counted."""
+    leaves = [x for x in inputs if x.requires_grad]
+
+    def forward() -> tuple[Tensor, ...]:
+        with torch.set_grad_enabled(backward):
+            found = operation(*inputs)
+        return found if isinstance(found, tuple) else (found,)
+
+    gradients = [torch.randn_like(output) for output in forward()]
+
+    def run() -> None:
+        outputs = forward()
+        if backward:
+            torch.autograd.grad(outputs, leaves, gradients)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return device_time(graph.replay)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16384)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/pointwise.py needs a CUDA device")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    a, tokens = QWEN_1_5B, options.tokens
+
+    def values(*shape: int, grad: bool = True) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+
+    angles = [torch.rand(tokens, 1, a.head_dim // 2, device="cuda") for _ in range(2)]
+    hidden, heads = tokens * a.hidden * 2, tokens * (a.heads + a.kv_heads) * a.head_dim * 2
+    # Inputs, and the bytes of a forward and of a backward.
+    cases: dict[str, tuple[list[Tensor], int, int]] = {
+        "add + norm": ([values(tokens, a.hidden), values(tokens, a.hidden), values(a.hidden)], 4 * hidden, 4 * hidden),
+        "rotary": ([values(tokens, a.heads + a.kv_heads, a.head_dim), *angles], 2 * heads, 2 * heads),
+        "SwiGLU": ([values(tokens, 2 * a.mlp)], 3 * tokens * a.mlp * 2, 5 * tokens * a.mlp * 2),
+    }
+    ways: dict[str, dict[str, Operation]] = {
+        "rollgraph": {
+            "add + norm": lambda x, update, weight: add_norm(x, update, weight, EPS),
+            "rotary": lambda x, cos, sin: rotate(x, cos[:, 0], sin[:, 0]),
+            "SwiGLU": swiglu,
+        },
+        "torch.compile": {
+            "add + norm": torch.compile(plain_add_norm),
+            "rotary": torch.compile(plain_rotate),
+            "SwiGLU": torch.compile(plain_swiglu),
+        },
+        "Liger": liger(),
+    }
+    rows: list[tuple[Any, ...]] = []
+    for case, (inputs, forward, backward) in cases.items():
+        for way, operations in ways.items():
+            if case in operations:
+                times = []
+                for both in (False, True):
+                    fresh = [
+                        x.detach().clone().requires_grad_(x.requires_grad) for x in inputs
+                    ]  # Liger writes in place
+                    times.append(1e3 * measure(operations[case], fresh, both))
+                rows.append((f"{case}, {way}", *times))
+        floor = [1e6 * moved / BYTES_PER_SECOND for moved in (forward, forward + backward)]
+        rows.append((f"{case}, floor", *floor))
+    table(f"{tokens} tokens, µs", ("", "forward", "forward + backward"), rows)
+
+
+if __name__ == "__main__":
+    main()
