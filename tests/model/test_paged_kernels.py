@@ -13,13 +13,14 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.model.attention import packed_attention, paged_decode, paged_prefill
+from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
 from rollgraph.model.pointwise import norm, rotary_angles, rotate
 
 Case = Callable[[torch.device, torch.dtype], None]
@@ -193,6 +194,32 @@ def test_packed_attention_on_cuda(heads: tuple[int, int], window: int | None, dt
         results.append([out, *torch.autograd.grad(out, inputs, upstream.to(device, kind))])
     for found, expected in zip(*results, strict=True):
         close(found.detach(), expected.detach(), times=2)  # gradients are sums over many queries
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 5, 64])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_packed_attention_with_shared_keys_on_cuda(heads: tuple[int, int], window: int | None) -> None:
+    """Flash attention over keys that are there many times against a mask over keys that are there once."""
+    shared, own, dim = 70, (1, 65, 3, 40), 64
+    cu_seqlens = torch.tensor([0, shared, *own, 0, 0]).cumsum(0).int()
+    starts = cu_seqlens.tolist()[1:]
+    seen = [list(range(shared))]
+    seen += [[*seen[0], *range(start, start + count)] for start, count in zip(starts, own, strict=False)]
+    keys = Keys(
+        torch.tensor([*chain(*seen), *[0] * 9]),
+        torch.tensor([0, *map(len, seen), 0, 0]).cumsum(0).int(),
+    )
+    tokens, dtype = shared + sum(own), torch.bfloat16
+    q, k, v, upstream = (torch.randn(tokens, n, dim).to(dtype) for n in (heads[0], heads[1], heads[1], heads[0]))
+    results = []
+    for device, kind in (("cuda", dtype), ("cpu", torch.float32)):
+        inputs = [t.to(device, kind).requires_grad_() for t in (q, k, v)]
+        layout = Keys(*(t.to(device) for t in keys))
+        out = packed_attention(*inputs, cu_seqlens.to(device), shared + max(own), window, layout)
+        results.append([out, *torch.autograd.grad(out, inputs, upstream.to(device, kind))])
+    for found, expected in zip(*results, strict=True):
+        close(found.detach(), expected.detach(), times=2)
 
 
 def main() -> None:

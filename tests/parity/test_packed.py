@@ -6,6 +6,7 @@ In fp32. On CUDA the same tests are those of the kernels, together.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.graph import capture
-from rollgraph.model import Architecture, Decoder, Rope, token_logprobs
+from rollgraph.model import Architecture, Decoder, Keys, Rope, token_logprobs
 
 WINDOW = 5
 LLAMA = Architecture("llama", 61, hidden=32, mlp=48, layers=2, heads=6, kv_heads=2, head_dim=8, rope=Rope(300.0))
@@ -100,6 +101,41 @@ def test_padding_does_not_change_the_rest() -> None:
         expected = packed(model, batch)
         for padding in sequences(1, 9, 30):
             close(packed(model, [*batch, padding])[:11], expected)
+
+
+@every_model
+@pytest.mark.parametrize("empty", [0, 2])
+def test_a_shared_prompt_equals_a_prompt_of_its_own(architecture: Architecture, empty: int) -> None:
+    """Hidden states, and gradients, to which every sequence that shares it contributes."""
+    model = build(architecture)
+    prompt, one, *rest = sequences(2 * WINDOW, 3, 1, WINDOW + 2, 7)
+    weights = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
+
+    # Another sequence first; the prompt; what follows it, three times.
+    lengths = torch.tensor([0, len(one), len(prompt), *map(len, rest), *[0] * empty]).cumsum(0).int()
+    at = range(len(one), len(one) + len(prompt))
+    seen: list[list[int]] = [list(range(len(one))), list(at)]
+    for start, ids in zip(lengths[2:].tolist(), rest, strict=False):
+        seen.append([*at, *range(start, start + len(ids))])
+    spare = 5  # keys of nobody
+    keys = Keys(
+        torch.tensor([*chain(*seen), *[0] * spare]),
+        torch.tensor([0, *map(len, seen), *[0] * empty]).cumsum(0).int(),
+    )
+    positions = torch.cat(
+        [torch.arange(len(one)), torch.arange(len(prompt)), *(len(prompt) + torch.arange(len(ids)) for ids in rest)]
+    )
+    longest = len(prompt) + max(map(len, rest))
+    shared = model(torch.cat([one, prompt, *rest]), positions, lengths, longest, keys)
+
+    own = [packed(model, [torch.cat((prompt, ids))]) for ids in rest]
+    expected = torch.cat([packed(model, [one]), own[0][: len(prompt)], *(hidden[len(prompt) :] for hidden in own)])
+    close(shared, expected)
+    upstream = torch.randn_like(expected)
+    found, wanted = (torch.autograd.grad(hidden, weights, upstream) for hidden in (shared, expected))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3 if ours.is_cuda else 2e-4)  # sums of four
+        assert theirs.abs().max() > 1e-1
 
 
 # -- paged -----------------------------------------------------------------------------------------

@@ -2,43 +2,86 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import groupby, pairwise
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rollgraph.policy.packing import STREAMS, fill, pack
+from rollgraph.policy.packing import STREAMS, fill, measure, pack
 from rollgraph.types import Sample
 
 
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120), st.integers(1, 9))
+def of_lengths(*lengths: int, prompt: int = 1) -> list[Sample]:
+    """Samples of prompts of their own."""
+    return [
+        Sample([100 + i] * prompt, [i] * (length - prompt), *[[0.0] * (length - prompt)] * 3)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def taken(samples: list[Sample]) -> tuple[int, int, int]:
+    """Tokens, sequences and repeated keys, as they lie in a bucket."""
+    arrays = fill(samples, 10_000, 1_000, 10_000)
+    sequences = len(set(arrays.sequence[: arrays.used].tolist()))
+    return arrays.used, sequences, int(arrays.cu_keys[sequences]) - arrays.used
+
+
+@st.composite
+def of_few_prompts(draw: st.DrawFn) -> list[Sample]:
+    prompts = draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=4))
+    counts = draw(st.lists(st.tuples(st.sampled_from(prompts), st.integers(0, 30)), max_size=40))
+    return [Sample(prompt, [i] * count, *[[0.0] * count] * 3) for i, (prompt, count) in enumerate(counts)]
+
+
+@given(of_few_prompts(), st.integers(50, 120), st.integers(3, 9), st.randoms())
 def test_every_index_is_in_one_group_and_groups_keep_the_limits(
-    lengths: list[int], tokens: int, sequences: int
+    samples: list[Sample], tokens: int, sequences: int, random: Random
 ) -> None:
-    groups = pack(lengths, tokens, sequences)
-    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    groups = pack(samples, tokens, sequences)
+    assert sorted(index for group in groups for index in group) == list(range(len(samples)))
     for group in groups:
-        assert 1 <= len(group) <= sequences
-        assert sum(lengths[index] for index in group) <= tokens
-    assert groups == pack(lengths, tokens, sequences)
+        members = [samples[index] for index in group]
+        assert taken(members) == measure(members)
+        used, count, repeated = measure(members)
+        assert used <= tokens
+        assert 1 <= count <= sequences
+        assert repeated <= tokens  # so that the keys have room
+    again = random.sample(samples, len(samples))
+    assert [[again[i] for i in group] for group in pack(again, tokens, sequences)] == [
+        [samples[i] for i in group] for group in groups
+    ]
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 120))
-def test_no_two_groups_could_have_been_one(lengths: list[int], tokens: int) -> None:
-    used = sorted(sum(lengths[index] for index in group) for group in pack(lengths, tokens, len(lengths)))
-    assert len(used) == 1 or used[0] + used[1] > tokens
+@given(of_few_prompts(), st.integers(50, 120))
+def test_samples_of_a_prompt_lie_side_by_side(samples: list[Sample], tokens: int) -> None:
+    for group in pack(samples, tokens, 100):
+        prompts = [tuple(samples[index].prompt) for index in group]
+        assert len([prompt for prompt, _ in groupby(prompts)]) == len(set(prompts))
 
 
-def test_equal_lengths_stay_in_order() -> None:
-    assert pack([24, 24, 24, 24], tokens=48, sequences=8) == [[0, 1], [2, 3]]
+def test_a_group_of_samples_computes_its_prompt_once() -> None:
+    samples = [Sample(list(range(100)), [i] * 50, *[[0.0] * 50] * 3) for i in range(4)]
+    assert measure(samples) == (99 + 4 * 51, 5, 4 * 99)
+    assert pack(samples, tokens=400, sequences=8) == [[0, 1, 2, 3]]
+    assert pack(samples, tokens=290, sequences=8) == [[0, 1], [2, 3]]  # three would repeat too many keys
+    assert pack(samples, tokens=400, sequences=3) == [[0, 1], [2, 3]]
+
+
+def test_the_longest_come_first() -> None:
+    assert pack(of_lengths(5, 9, 3, 6), tokens=12, sequences=8) == [[1, 2], [3, 0]]
+    assert pack(of_lengths(24, 24, 24, 24), tokens=48, sequences=8) == [[0, 1], [2, 3]]
     assert pack([], tokens=48, sequences=8) == []
-    assert pack([7, 0, 0], tokens=7, sequences=2) == [[0, 1], [2]]
+    assert pack(of_lengths(7, 1, 1), tokens=8, sequences=1) == [[0], [1], [2]]
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    assert pack([12], tokens=12, sequences=1) == [[0]]
+    assert pack(of_lengths(12), tokens=12, sequences=1) == [[0]]
     with pytest.raises(ValueError, match="13 tokens does not fit a microbatch of 12"):
-        pack([3, 13], tokens=12, sequences=8)
+        pack(of_lengths(3, 13), tokens=12, sequences=8)
 
 
 @st.composite
@@ -62,40 +105,66 @@ def stream(sample: Sample, name: str) -> list[float]:
     return [0.0] * len(sample.tokens) if values is None else list(values)
 
 
-@given(st.lists(sample(), max_size=5), st.integers(0, 30), st.integers(0, 3), st.integers(11, 60))
+@given(
+    st.lists(st.tuples(sample(), st.integers(0, 2)), max_size=4), st.integers(0, 30), st.integers(0, 3),
+    st.integers(11, 60),
+)  # fmt: skip
 def test_a_bucket_holds_what_a_plain_loop_puts_there(
-    samples: list[Sample], padding: int, spare: int, longest: int
+    given: list[tuple[Sample, int]], padding: int, spare: int, longest: int
 ) -> None:
-    tokens = sum(len(s.prompt) + len(s.tokens) for s in samples) + padding
-    assume(tokens)
-    sequences = len(samples) + spare
+    """Each sample that is given has so many others of its prompt behind it, with one token less each."""
+    samples = [cut(one, less) for one, others in given for less in range(others + 1)]
+    size = measure(samples)
+    tokens, sequences = size.tokens + padding, size.sequences + spare
+    assume(tokens and size.repeated <= tokens)
     arrays = fill(samples, tokens, sequences, longest)
 
     expected = []  # (id, position, target, sequence, streams) of each token
+    keys = []  # of each sequence, the tokens it sees
     starts = []
-    for number, s in enumerate(samples):
-        starts.append(len(expected) + len(s.prompt) - 1)
-        whole = [*s.prompt, *s.tokens]
-        for place, token in enumerate(whole):
-            following = whole[place + 1] if place + 1 < len(whole) else 0
-            which = place + 1 - len(s.prompt)  # of the sample's own tokens, the one that follows
-            known = [stream(s, name)[which] if 0 <= which < len(s.tokens) else 0.0 for name in STREAMS]
-            expected.append((token, place, following, number, known))
+    for prompt, together in groupby(samples, key=lambda one: list(one.prompt)):
+        same = list(together)
+        shared: list[int] = []
+        if len(same) > 1 and len(prompt) > 1:
+            shared = list(range(len(expected), len(expected) + len(prompt) - 1))
+            expected += [(prompt[at], at, prompt[at + 1], len(keys), [0.0] * len(STREAMS)) for at in range(len(shared))]
+            keys.append(shared)
+        for s in same:
+            whole = [*s.prompt, *s.tokens]
+            keys.append([*shared, *range(len(expected), len(expected) + len(whole) - len(shared))])
+            for place in range(len(shared), len(whole)):
+                following = whole[place + 1] if place + 1 < len(whole) else 0
+                which = place + 1 - len(prompt)  # of the sample's own tokens, the one that follows
+                if which == 0:
+                    starts.append(len(expected))
+                known = [stream(s, name)[which] if 0 <= which < len(s.tokens) else 0.0 for name in STREAMS]
+                expected.append((whole[place], place, following, len(keys) - 1, known))
     assert arrays.used == len(expected)
     assert arrays.starts == starts
+    for at in range(0, padding, longest):
+        keys.append([len(expected) + at + place for place in range(min(longest, padding - at))])
     expected += [(0, place % longest, 0, sequences, [0.0] * len(STREAMS)) for place in range(padding)]
 
     columns = (arrays.ids, arrays.positions, arrays.targets, arrays.sequence, arrays.streams.T)
     assert [(*map(int, row[:4]), row[4].tolist()) for row in zip(*columns, strict=True)] == expected
 
-    bounds = arrays.cu_seqlens.tolist()
-    starting = [place for place, row in enumerate(expected) if row[1] == 0]
-    assert bounds[: len(starting)] == starting
-    assert set(bounds[len(starting) :]) == {tokens}  # the rest repeats the end
-    assert max(np.diff(bounds), default=0) <= longest
+    bounds, key_bounds = arrays.cu_seqlens.tolist(), arrays.cu_keys.tolist()
+    assert [arrays.keys[a:b].tolist() for a, b in pairwise(key_bounds)][: len(keys)] == keys
+    assert set(key_bounds[len(keys) :]) == {sum(map(len, keys))}  # the rest has none
+    own = [range(a, b) for a, b in pairwise(bounds)][: len(keys)]
+    assert all(list(rows) == seen[len(seen) - len(rows) :] for rows, seen in zip(own, keys, strict=True))
+    assert set(bounds[len(keys) :]) == {tokens}
+    assert max(np.diff(key_bounds), default=0) <= longest
     empty = fill([], tokens, sequences, longest)
     assert [a.shape for a in arrays.tensors] == [a.shape for a in empty.tensors]  # what a graph was captured with
     assert [a.dtype for a in arrays.tensors] == [a.dtype for a in empty.tensors]
+
+
+def cut(sample: Sample, less: int) -> Sample:
+    """Without the last tokens."""
+    end = max(0, len(sample.tokens) - less)
+    values = {name: getattr(sample, name) for name in (*STREAMS, "tokens")}
+    return replace(sample, **{name: None if value is None else value[:end] for name, value in values.items()})
 
 
 def test_a_sample_that_cannot_be_laid_out_is_refused() -> None:

@@ -40,8 +40,9 @@ def make(world: World, **options: Any) -> PolicyWorker:
 
 
 def paired(call: int) -> list[Sample]:
-    """Four samples of 24 tokens: two fill a microbatch."""
-    return make_samples(4, seed=call, lengths=[20] * 4)
+    """Four samples of 24 tokens: two fill a microbatch. By their prompts, 0 and 2 come first."""
+    samples = make_samples(4, seed=call, lengths=[20] * 4)
+    return [replace(one, prompt=[first, *one.prompt[1:]]) for one, first in zip(samples, (0, 2, 1, 3), strict=True)]
 
 
 def poisoned() -> Batch:

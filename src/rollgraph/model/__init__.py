@@ -1,6 +1,7 @@
 """One decoder for the Llama and Qwen family, for training and for generation."""
 
 from rollgraph.model.architecture import Architecture, ArchitectureError, Rope
+from rollgraph.model.attention import Keys
 from rollgraph.model.decoder import Decoder
 from rollgraph.model.hf_weights import WeightsError, load_model, load_weights, save_model
 from rollgraph.model.logprobs import token_logprobs
@@ -9,6 +10,7 @@ __all__ = [
     "Architecture",
     "ArchitectureError",
     "Decoder",
+    "Keys",
     "Rope",
     "WeightsError",
     "load_model",

@@ -10,31 +10,75 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
+class Keys(NamedTuple):
+    """The keys of packed sequences some of which begin with the tokens of another one, a shared prompt.
+
+    Sequence i has the keys `cu_seqlens[i]` to `cu_seqlens[i + 1]`: first those of the tokens that it shares, which lie
+    side by side, then those of its own tokens.
+    """
+
+    tokens: Tensor  # [keys] int64: the token that each key is of
+    cu_seqlens: Tensor  # [sequences + 1] int32; the last entry may be less than the number of keys
+
+
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    window: int | None = None,
+    keys: Keys | None = None,
 ) -> Tensor:
     """Causal attention inside each of the sequences that lie one after the other.
 
     q is [tokens, heads, head_dim], k and v have kv_heads. Sequence i is rows `cu_seqlens[i]` to `cu_seqlens[i + 1]`;
     the last entry is the number of rows (padding is a sequence, too), and entries may repeat to fill a fixed length.
+    With `keys`, a sequence also sees the tokens it shares, which come before its own.
     """
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
-        sizes = (-1 if window is None else window - 1, 0)
-        lengths = (cu_seqlens, cu_seqlens, max_length, max_length)
+        cu_keys = cu_seqlens
+        if keys is not None:
+            k, v, cu_keys = _Take.apply(k, keys.tokens), _Take.apply(v, keys.tokens), keys.cu_seqlens
+        sizes = (-1 if window is None else window - 1, 0)  # the last query of a sequence sees its last key
+        lengths = (cu_seqlens, cu_keys, max_length, max_length)
         return cast(Tensor, varlen_attn(q, k, v, *lengths, window_size=sizes, **_varlen_options()))
-    places = torch.arange(q.shape[0], device=q.device)
-    sequence = torch.searchsorted(cu_seqlens, places, right=True, out_int32=True)
-    mask = (sequence[:, None] == sequence) & _visible(places[:, None], places, window)
+    rows = torch.arange(q.shape[0], device=q.device)
+    sequence = torch.searchsorted(cu_seqlens, rows, right=True, out_int32=True)
+    mask = (sequence[:, None] == sequence) & _visible(rows[:, None], rows, window)
+    if keys is not None:
+        shared = keys.cu_seqlens.diff() - cu_seqlens.diff()  # how many tokens each sequence shares
+        first = keys.tokens[keys.cu_seqlens[:-1].clamp_max(len(keys.tokens) - 1)]  # and where they lie
+        own = sequence.long() - 1
+        place = rows - cu_seqlens[own] + shared[own]  # of a query in its sequence
+        other = rows - first[own][:, None]  # of a key among those that the query's sequence shares
+        mask = mask | ((other >= 0) & (other < shared[own][:, None]) & _visible(place[:, None], other, window))
     return _attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask).transpose(0, 1)
+
+
+class _Take(torch.autograd.Function):
+    """Rows of a tensor, some of them many times. Their gradients are added up in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        total = torch.zeros((ctx.count, *gradient.shape[1:]), dtype=torch.float32, device=gradient.device)
+        return total.index_add_(0, rows, gradient.float()).to(gradient.dtype), None
 
 
 def paged_decode(q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rollgraph.model.architecture import Architecture
-from rollgraph.model.attention import packed_attention, paged_decode, paged_prefill
+from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
 from rollgraph.model.logprobs import full_logits
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
 
@@ -33,9 +33,11 @@ class Attention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int, keys: Keys | None = None
+    ) -> Tensor:
         """Over packed sequences."""
-        return self.run(x, cos, sin, partial(_packed, cu_seqlens, max_length))
+        return self.run(x, cos, sin, partial(_packed, cu_seqlens, max_length, keys))
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         return self.out(attend(self, self.qkv(x), cos, sin).flatten(1))
@@ -84,11 +86,12 @@ class Layer(nn.Module):
         self.mlp = MLP(a)
 
     def forward(
-        self, stream: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int
-    ) -> tuple[Tensor, Tensor]:
+        self, stream: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int,
+        keys: Keys | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Over packed sequences: the stream before the last update, and that update."""
         x, stream = add_norm(stream, update, self.attention_norm, self.eps)
-        x, stream = add_norm(stream, self.attention(x, cos, sin, cu_seqlens, max_length), self.mlp_norm, self.eps)
+        x, stream = add_norm(stream, self.attention(x, cos, sin, cu_seqlens, max_length, keys), self.mlp_norm, self.eps)
         return stream, self.mlp(x)
 
     def run(self, stream: Tensor, update: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -139,17 +142,22 @@ class Decoder(nn.Module):
             self.frequencies = exact.to(self.frequencies.device)
         return self
 
-    def forward(self, ids: Tensor, positions: Tensor, cu_seqlens: Tensor, max_length: int) -> Tensor:
-        """Hidden states, [tokens, hidden], of packed sequences. `max_length` bounds the longest of them."""
+    def forward(
+        self, ids: Tensor, positions: Tensor, cu_seqlens: Tensor, max_length: int, keys: Keys | None = None
+    ) -> Tensor:
+        """Hidden states, [tokens, hidden], of packed sequences. `max_length` bounds the longest of them.
+
+        With `keys`, sequences may share the tokens they begin with.
+        """
         stream, update, cos, sin = self._begin(ids, positions)
         for layer in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
                 stream, update = checkpoint(
-                    layer, stream, update, cos, sin, cu_seqlens, max_length,
+                    layer, stream, update, cos, sin, cu_seqlens, max_length, keys,
                     use_reentrant=False, preserve_rng_state=False,
                 )  # fmt: skip
             else:
-                stream, update = layer(stream, update, cos, sin, cu_seqlens, max_length)
+                stream, update = layer(stream, update, cos, sin, cu_seqlens, max_length, keys)
         return self._end(stream, update)
 
     def prefill(
@@ -183,9 +191,11 @@ class Decoder(nn.Module):
         return add_norm(stream, update, self.norm, self.architecture.norm_eps)[0]
 
 
-def _packed(cu_seqlens: Tensor, max_length: int, attention: Attention, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _packed(
+    cu_seqlens: Tensor, max_length: int, keys: Keys | None, attention: Attention, qkv: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     q, k, v = attention.split(qkv, cos, sin)
-    return packed_attention(q, k, v, cu_seqlens, max_length, attention.window)
+    return packed_attention(q, k, v, cu_seqlens, max_length, attention.window, keys)
 
 
 def _prefill(

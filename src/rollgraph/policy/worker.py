@@ -23,8 +23,8 @@ from rollgraph.graph import GraphPool, capture, make_graphed_callables
 from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, Progress, SamplingParams
 from rollgraph.metrics import to_host
-from rollgraph.model import Decoder, save_model, token_logprobs
-from rollgraph.policy.packing import STREAMS, Arrays, fill, pack
+from rollgraph.model import Decoder, Keys, save_model, token_logprobs
+from rollgraph.policy.packing import STREAMS, Arrays, fill, measure, pack
 from rollgraph.policy.phases import Phases
 from rollgraph.policy.weights import POLICY, WeightSlots
 from rollgraph.rl.environment import Turn
@@ -165,9 +165,9 @@ class PolicyWorker:
         """Layers, or attentions and MLPs, as graphs with the communication of their parameters beside them."""
         hidden, head_dim = self.model.architecture.hidden, self.model.architecture.head_dim
         device, dtype = self.world.device, self.model.embed.weight.dtype
-        cu_seqlens = self._upload(self._fill([], tokens))[4]
+        cu_seqlens, *keys = self._upload(self._fill([], tokens))[4:7]
         angles = tuple(torch.zeros(tokens, head_dim // 2, device=device) for _ in range(2))
-        most = self._longest(tokens)
+        layout = (cu_seqlens, self._longest(tokens), Keys(*keys))
 
         def stream(grad: bool = True) -> Tensor:
             return torch.zeros(tokens, hidden, dtype=dtype, device=device, requires_grad=grad)
@@ -177,11 +177,11 @@ class PolicyWorker:
         for index, layer in enumerate(self.model.layers):
             if "layer" in self._scopes:
                 units.append(layer)
-                samples.append((stream(), stream(index > 0), *angles, cu_seqlens, most))
+                samples.append((stream(), stream(index > 0), *angles, *layout))
                 continue
             if "attn" in self._scopes:
                 units.append(layer.attention)
-                samples.append((stream(), *angles, cu_seqlens, most))
+                samples.append((stream(), *angles, *layout))
             if "mlp" in self._scopes:
                 units.append(layer.mlp)
                 samples.append((stream(),))
@@ -200,8 +200,8 @@ class PolicyWorker:
     # -- what runs inside of graphs ----------------------------------------------------------------
 
     def _logprobs(self, inputs: Sequence[Tensor], entropy: bool) -> tuple[Tensor, Tensor | None]:
-        ids, positions, targets, _, cu_seqlens, _ = inputs
-        hidden = self.model(ids, positions, cu_seqlens, self._longest(len(ids)))
+        ids, positions, targets, _, cu_seqlens, *keys, _ = inputs
+        hidden = self.model(ids, positions, cu_seqlens, self._longest(len(ids)), Keys(*keys))
         self.sharded.before_reading([self.model.head_weight])
         found = token_logprobs(hidden, self.model.head_weight, targets, self._temperature, entropy=entropy)
         return found if isinstance(found, tuple) else (found, None)
@@ -214,7 +214,7 @@ class PolicyWorker:
         """The loss of a microbatch, and its metrics side by side."""
         loss, wants_entropy, names = self._losses[name]
         logprobs, entropy = self._logprobs(inputs, wants_entropy)
-        streams = dict(zip(STREAMS, inputs[5].unbind(), strict=True))
+        streams = dict(zip(STREAMS, inputs[7].unbind(), strict=True))
         value, metrics = loss(
             TokenStreams(
                 logprobs=logprobs,
@@ -286,23 +286,26 @@ class PolicyWorker:
         """Of the tokens of each sample, under a slot's weights, at the temperature of sampling."""
         results: list[list[float]] = [[] for _ in samples]
         with self.phases.enter("score"), self.weights.use(weights), torch.no_grad():
-            for group, arrays in self._microbatches(samples):
-                found = self._score_graphs[len(arrays.ids)](*self._upload(arrays)).cpu()
-                for index, start in zip(group, arrays.starts, strict=True):
-                    results[index] = found[start : start + len(samples[index].tokens)].tolist()
+            scored = []
+            for group, bucket in self._plan(samples):  # one is laid out while the device is busy with the last
+                arrays = self._fill([samples[i] for i in group], bucket)
+                scored.append((group, arrays.starts, self._score_graphs[bucket](*self._upload(arrays)).clone()))
+        for group, starts, values in scored:
+            found = values.cpu()
+            for index, start in zip(group, starts, strict=True):
+                results[index] = found[start : start + len(samples[index].tokens)].tolist()
         return results
 
-    def _microbatches(self, samples: Sequence[Sample]) -> list[tuple[list[int], Arrays]]:
-        """Samples packed into the buckets they fit best."""
-        limits, buckets = self.limits, sorted(self._score_graphs)
+    def _plan(self, samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
+        """Which samples go together, and the bucket they fit best."""
+        buckets = sorted(self._score_graphs)
         most = buckets[-1]
-        lengths = [len(sample.prompt) + len(sample.tokens) for sample in samples]
-        packed = []
-        for group in pack(lengths, most, limits.sequences(most)):
-            used = sum(lengths[i] for i in group)
-            size = next(b for b in buckets if b >= used and limits.sequences(b) >= len(group))
-            packed.append((group, self._fill([samples[i] for i in group], size)))
-        return packed
+        groups = pack(samples, most, self.limits.sequences(most))
+        sizes = [measure(samples[i] for i in group) for group in groups]
+        return [
+            (group, next(b for b in buckets if size.fits(b, self.limits.sequences(b))))
+            for group, size in zip(groups, sizes, strict=True)
+        ]
 
     def _fill(self, samples: Sequence[Sample], tokens: int) -> Arrays:
         return fill(samples, tokens, self.limits.sequences(tokens), self._longest(tokens))
@@ -339,14 +342,14 @@ class PolicyWorker:
 
     def _learn(self, minibatch: Sequence[Sample], loss: str, totals: Totals) -> None:
         mine = minibatch[self.world.rank :: self.world.size]
-        microbatches = [arrays for _, arrays in self._microbatches(mine)]
+        microbatches = self._plan(mine)
         if self.world.size > 1:  # collectives: every rank runs as many
             most = max(int(count) for count in self.sharded.collectives.agree(str(len(microbatches))))
-            size = max(self._score_graphs)
-            microbatches += [self._fill([], size)] * (most - len(microbatches))
-        for index, arrays in enumerate(microbatches):
+            microbatches += [([], max(self._score_graphs))] * (most - len(microbatches))
+        for index, (group, bucket) in enumerate(microbatches):
+            arrays = self._fill([mine[i] for i in group], bucket)
             if "step" in self._scopes:
-                metrics = self._train_graphs[loss, len(arrays.ids)](*self._upload(arrays))
+                metrics = self._train_graphs[loss, bucket](*self._upload(arrays))
             else:
                 metrics = self._run_units(loss, arrays, last=index == len(microbatches) - 1)
             if totals.updates == 0:
@@ -354,7 +357,7 @@ class PolicyWorker:
             for name, value in zip(self._losses[loss][2], metrics[3:].detach(), strict=True):
                 totals.metrics[name] = totals.metrics[name] + value if name in totals.metrics else value.clone()
             totals.tokens += arrays.used
-            totals.places += len(arrays.ids)
+            totals.places += bucket
         self.sharded.finish_gradients(average=False)
         if self._clip_norm is not None:
             totals.norms.append(self.sharded.clip_gradients(self._clip_norm))
