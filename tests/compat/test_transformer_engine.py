@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import pickle
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +22,25 @@ from rollgraph.graph import CaptureError, GraphPool, HookError, MemoryInUse, Ord
 INTERLEAVED = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_census() -> Iterator[None]:
+    """A capture looks through everything alive; leave out what was alive before these tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The default device of the test: the tape on a CPU, CUDA graphs on a GPU."""
-    torch.set_default_device(request.param)
+    """The default device of the test, with deterministic kernels: the tape on a CPU, CUDA graphs on a GPU."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_default_device(request.param)
     yield torch.device(request.param)
     torch.set_default_device(None)
+    torch.use_deterministic_algorithms(before)
 
 
 class Layer(nn.Module):
@@ -296,6 +311,12 @@ def test_unused_inputs(device: torch.device) -> None:
     pair(used, unused).sum().backward()
     assert used.grad is not None
     assert unused.grad is None, "as eager"
+    (layer,) = layers(1)
+    layer.spare = nn.Parameter(torch.zeros(1))
+    with pytest.raises(CaptureError, match=r"parameter spare .*allow_unused_input"):
+        make_graphed_callables(layer, (sample(),))
+    make_graphed_callables(layer, (sample(),), allow_unused_input=True)(data(0)).sum().backward()
+    assert layer.spare.grad is None
 
 
 @pytest.mark.parametrize("graphed_in", [True, False])
@@ -739,6 +760,21 @@ def test_graphs_captured_later_leave_a_retained_forward_alone(device: torch.devi
     torch.testing.assert_close(gradients(*model), gradients(*eager), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_a_later_microbatch_leaves_a_retained_one_alone(device: torch.device, reuse: bool) -> None:
+    (layer,), (eager,) = layers(1), layers(1)
+    first, second = make_graphed_callables(
+        (layer,), [(sample(),)] * 2, _order=[1, -1, 1, -1], retain_graph_in_backward=True,
+        _reuse_graph_input_output_buffers=reuse,
+    )  # fmt: skip
+    for one, other in ((first, second), (eager, eager)):
+        y = one(data(0))
+        y.backward(data(1), retain_graph=True)
+        other(data(2)).backward(data(3))
+        y.backward(data(4))
+    torch.testing.assert_close(gradients(layer), gradients(eager), rtol=0, atol=0)
+
+
 def test_without_it_a_second_backward_is_refused(device: torch.device) -> None:
     (layer,) = layers(1)
     make_graphed_callables(layer, (sample(),))
@@ -746,3 +782,18 @@ def test_without_it_a_second_backward_is_refused(device: torch.device) -> None:
     y.sum().backward(retain_graph=True)
     with pytest.raises(StaleGraph, match="already ran"):
         y.sum().backward()
+
+
+# -- documentation -----------------------------------------------------------------------------------
+
+
+def test_the_documentation_has_every_argument_and_its_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "transformer_engine.md").read_text(encoding="utf-8")
+    table = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    named = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
+    assert set(inspect.signature(make_graphed_callables).parameters) - named == set()
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(example, "docs/transformer_engine.md", "exec"), {})
+    norms = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(norms) == 3
+    assert all(norm > 0 for norm in norms)

@@ -233,7 +233,8 @@ def make_graphed_callables(
         )
         graphs.append(GraphedCallable(spec, on_mismatch, guards, num_warmup_iters))
     surfaces = [Surface(*sample) for sample in samples]
-    statics = _static_inputs(schedule, surfaces, reuse_buffers and order is not None)
+    reuse = reuse_buffers and order is not None and not retain_graph  # a backward that runs again reads its inputs
+    statics = _static_inputs(schedule, surfaces, reuse)
     segments = [Segment(g.spec, u, s, pool.arena) for g, u, s in zip(graphs, surfaces, statics, strict=True)]
     capture_segments(segments, schedule, num_warmup_iters, pre_warmup_hook, post_warmup_hook)
     for graph, segment in zip(graphs, segments, strict=True):
