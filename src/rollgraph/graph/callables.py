@@ -60,6 +60,11 @@ class GraphedCallable(Captured):
         self.record.replays += 1
         return output
 
+    @property
+    def replays(self) -> bool:
+        """Whether a call, in the training mode of the capture, replays a graph and not the original."""
+        return self.enabled and bool(self._segments)
+
     def _call_with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.module is not None and self.module.training is not self._training:
             return self._run_original("called in the other training mode", args, kwargs)
@@ -189,6 +194,7 @@ def make_graphed_callables(
     pre_warmup_hook: WarmupHook | None = None,
     post_warmup_hook: WarmupHook | None = None,
     grad_buffers: Mapping[Tensor, Tensor] | None = None,
+    retain_graph: bool = False,
     backend: BackendName = "auto",
     on_mismatch: OnMismatch = "raise",
 ) -> Any:
@@ -203,6 +209,9 @@ def make_graphed_callables(
 
     `grad_buffers` maps parameters to tensors, of any dtype, into which the backward graph adds their gradient;
     `param.grad` stays untouched.
+
+    With `retain_graph` a backward can run again, as long as autograd retains its graph: what a forward leaves for it
+    is memory that no other graph gets.
     """
     single = not isinstance(callables, (tuple, list))
     targets = [callables] if single else list(callables)
@@ -219,10 +228,13 @@ def make_graphed_callables(
         name = callable_name(targets[index])
         name = pool.unique_name(name if order is None else f"{name}[{layer}]@{microbatch}")
         record, buffers = GraphRecord(name, chosen.name), dict(grad_buffers or {})
-        spec = CallableSpec(targets[index], chosen, record, per_callable[index], allow_unused_input, buffers)
+        spec = CallableSpec(
+            targets[index], chosen, record, per_callable[index], allow_unused_input, buffers, retain_graph
+        )
         graphs.append(GraphedCallable(spec, on_mismatch, guards, num_warmup_iters))
     surfaces = [Surface(*sample) for sample in samples]
-    statics = _static_inputs(schedule, surfaces, reuse_buffers and order is not None)
+    reuse = reuse_buffers and order is not None and not retain_graph  # a backward that runs again reads its inputs
+    statics = _static_inputs(schedule, surfaces, reuse)
     segments = [Segment(g.spec, u, s, pool.arena) for g, u, s in zip(graphs, surfaces, statics, strict=True)]
     capture_segments(segments, schedule, num_warmup_iters, pre_warmup_hook, post_warmup_hook)
     for graph, segment in zip(graphs, segments, strict=True):

@@ -22,7 +22,7 @@ from rollgraph.graph.errors import CaptureError, MemoryInUse
 from rollgraph.graph.report import GraphRecord, Report
 
 PoolHandle = tuple[int, int]  # what torch.cuda.graph_pool_handle() returns
-_FOREVER = sys.maxsize
+FOREVER = sys.maxsize  # later than any capture
 
 
 class Graph(Protocol):
@@ -47,7 +47,7 @@ class Arena:
         self._recordings = 0
         # forward -> graph, backward, bounds before it was opened, the autograd node that can still run it
         self._open: dict[int, tuple[str, int, int, int, ref[Any]]] = {}
-        self.low, self.high = -1, _FOREVER  # captures strictly between may replay
+        self.low, self.high = -1, FOREVER  # captures strictly between may replay
 
     def cuda_handle(self) -> PoolHandle:
         if self.handle is None:
@@ -118,7 +118,7 @@ class Arena:
             return
         remaining = list(self._open.items())
         self._open.clear()
-        self.low, self.high = -1, _FOREVER
+        self.low, self.high = -1, FOREVER
         for start, (graph, end, _, _, node) in remaining:
             self._open[start] = (graph, end, self.low, self.high, node)
             self.low, self.high = max(self.low, start), min(self.high, end)

@@ -25,13 +25,14 @@ from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, Replay
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
 from rollgraph.graph.journal import Transaction
 from rollgraph.graph.lending import LentTensors, side_by_side
-from rollgraph.graph.pool import Arena
+from rollgraph.graph.pool import FOREVER, Arena
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
 
 _requires_grad = attrgetter("requires_grad")
 _is_none = partial(is_, None)
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # of the backward that is running
 _LARGE = 2**20  # bytes of a gradient: below, one launch for all of them is cheaper than memory
 WarmupHook = Callable[[Any], None]
 
@@ -46,6 +47,7 @@ class CallableSpec:
     hooks: GraphHooks
     allow_unused: bool = False
     grad_buffers: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    retain_graph: bool = False  # what the backward needs is kept after it, so that it can run again
 
     def __post_init__(self) -> None:
         self.hooked = self.hooks.at_replay
@@ -119,7 +121,9 @@ class Segment:
             _without_tensor_hooks(self.parameters),  # they run where the gradients leave, at replay
             _moving_out(leaving, self._gradients or (), self.parameters),
         ):
-            found = torch.autograd.grad(results, targets, gradients, allow_unused=True)
+            found = torch.autograd.grad(
+                results, targets, gradients, allow_unused=True, retain_graph=self.spec.retain_graph
+            )
         kept: list[Tensor | None] = list(found[: len(inputs)])
         for parameter, gradient in zip(self.parameters, found[len(inputs) :], strict=True):
             buffer = buffers.get(parameter)
@@ -223,7 +227,8 @@ class Segment:
         self._check_unused()
         self._boundary = self._make_boundary()
         spec.hooks.run("post_backward", "capture", spec.target)
-        self._forget_results()
+        if not spec.retain_graph:
+            self._forget_results()
 
     def _record(self, transaction: Transaction, thunk: Any, statics: StaticTensors, which: str) -> Recording:
         backend, journal = self.spec.backend, transaction.journal
@@ -342,7 +347,7 @@ class Segment:
     def _make_boundary(self) -> Callable[..., Any]:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
         segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
-        replay, forward, backward = self.forward.replay, self.forward_number, self.backward_number
+        replay, forward, last = self.forward.replay, self.forward_number, self._needed_until()
         assert self.outputs is not None
         bare = self.outputs.is_tensor
 
@@ -352,7 +357,7 @@ class Segment:
                 if not arena.low < forward < arena.high:
                     arena.admit(forward, name)
                 outputs = replay(tensors[:inputs])
-                arena.open(name, forward, backward, ctx)
+                arena.open(name, forward, last, ctx)
                 ctx.set_materialize_grads(False)
                 if bare:
                     return outputs[0].detach()  # type: ignore[union-attr]
@@ -369,15 +374,22 @@ class Segment:
         apply: Callable[..., Any] = super(torch.autograd.Function, Boundary).apply
         return apply
 
+    def _needed_until(self) -> int:
+        """The first capture that may lie in memory of a forward; none, if that was never given back."""
+        return FOREVER if self.spec.retain_graph else self.backward_number
+
     def replay_backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Gradients for `(inputs, passed)`."""
         spec = self.spec
         self._check_backward(ctx)
-        self.arena.close(self.forward_number)
+        again = spec.retain_graph and _keeps_graph()
+        if not again:
+            self.arena.close(self.forward_number)
         try:
             self.arena.admit(self.backward_number, spec.record.name)
         except MemoryInUse:
-            self.arena.open(spec.record.name, self.forward_number, self.backward_number, ctx)
+            if not again:
+                self.arena.open(spec.record.name, self.forward_number, self._needed_until(), ctx)
             raise
         if spec.hooked:
             spec.hooks.run("pre_backward", "replay", spec.target)
