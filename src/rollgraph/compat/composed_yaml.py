@@ -1,7 +1,8 @@
 """A YAML file as NeMo-RL composes it: the chain of `defaults:`, then interpolations.
 
-Every value keeps its file and line. Follows OmegaConf where its rules differ from ours: `True` and `yes` are true, `1e-8` is a number, `${a.b}` refers to
-another key, `${mul:2,3}` calls a resolver. Neither OmegaConf nor Hydra is needed.
+Every value keeps its file and line. Follows OmegaConf where its rules differ from ours: `True` and `yes` are true,
+`1e-8` is a number, `${a.b}` refers to another key, `${mul:2,3}` calls a resolver. Neither OmegaConf nor Hydra is
+needed.
 """
 
 from __future__ import annotations
