@@ -145,17 +145,19 @@ def test_a_layer_is_built_with_these_settings() -> None:
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.spec_utils import build_module
 
     overrides = graph_overrides({"enable_cuda_graph": True})
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True, **overrides.seed_arguments)
+        random.model_parallel_cuda_manual_seed(1, force_reset_rng=True, **overrides.seed_arguments)
         config = transformer_config(**overrides.transformer)
-        layer = build_module(get_gpt_layer_local_spec(), config=config)
+        with torch.cuda.stream(torch.cuda.current_stream()):  # a manager changes the stream for good
+            layer = build_module(get_gpt_layer_local_spec(), config=config)
         assert layer.cudagraph_manager is not None
     finally:
+        random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = None, False
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()

@@ -161,7 +161,8 @@ class _Section:
         for key in SCOPE_KEYS:
             if self.impl == "local" and key in self.model and {"attn", "mlp"} & set(self.scopes):
                 text = "the local implementation captures the whole dense layer, whether attn or mlp is named"
-                yield self.remark(Kind.NO_EFFECT, key, text, "leave the scope out, or use transformer_engine")
+                advice = "leave the scope out" if self.in_nemo else "leave the scope out, or use transformer_engine"
+                yield self.remark(Kind.NO_EFFECT, key, text, advice)
 
     def captures_nothing(self) -> Iterator[Remark]:
         def nothing(key: str, text: str, advice: str) -> Remark:
@@ -185,7 +186,7 @@ class _Section:
         loops = {"transformer_engine": "TECudaGraphHelper", "full_iteration": "FullCudaGraphWrapper"}
         loop = loops.get("full_iteration" if "full_iteration" in self.scopes else self.impl)
         if loop and not any(self.model.get(flag) for flag in FLAGS):
-            text = f"only a training loop that uses {loop} captures, and NeMo-RL's worker calls the schedule directly"
+            text = f"only a training loop with {loop} captures; NeMo-RL's, in the versions known here, has none"
             yield nothing("cuda_graph_impl", text, "use cuda_graph_impl: local")
 
 
