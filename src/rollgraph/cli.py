@@ -9,14 +9,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rollgraph.commands import check, config, generate, plan, train
+from rollgraph.commands import check, config, doctor, generate, plan, train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rollgraph", description="Post-training on captured graphs.")
     parser.add_argument("--version", action="version", version=f"rollgraph {sys.modules['rollgraph'].__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for command in (train, generate, plan, config, check):
+    for command in (train, generate, plan, config, check, doctor):
         command.add_to(commands)
     options = parser.parse_args(arguments)
     exit_code: int = options.run(options)

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from rollgraph.commands.streams import printing_to_stderr
+
 if TYPE_CHECKING:
     from rollgraph.graph import Findings
 
@@ -41,7 +43,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        with _printing_to_stderr():
+        with printing_to_stderr():
             findings = run_check(options.target, options.replays, options.backend)
     except TargetError as error:
         print(f"rollgraph check: {error}", file=sys.stderr)
@@ -88,20 +90,6 @@ def _failures(what: str) -> Iterator[None]:
         raise TargetError(f"{what} called sys.exit({error.code!r})") from error
     except Exception as error:
         raise TargetError(f"{what} raised {type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def _printing_to_stderr() -> Iterator[None]:
-    """What the target prints, from C too, is not the report."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _load(target: str) -> Callable[[], Any]:

@@ -1,11 +1,13 @@
-"""`rollgraph config`: the resolved configuration of a run, its JSON schema, or the table of all keys."""
+"""`rollgraph config`: the resolved configuration of a run, its JSON schema, the table of all keys, or one of theirs."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import MISSING
+from pathlib import Path
 from typing import Any
 
 from rollgraph.config import ConfigError, Key, json_schema, list_keys, load_config, spell, to_yaml
@@ -16,12 +18,20 @@ DONE, BROKEN = 0, 2
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "config",
-        help="show the resolved configuration of a run",
+        help="show the resolved configuration of a run, or import one of NeMo-RL",
+        usage="%(prog)s [--schema | --keys] [FILE [key=value ...]]\n       %(prog)s import THEIRS [-o OURS]",
         description="Check a configuration and print it with everything it inherits and all defaults, as YAML. "
+        "With `import`, translate a GRPO config of NeMo-RL and list what became of each of its keys. "
         f"Exit code: {DONE} it is right, {BROKEN} something is wrong; every problem has its line on standard error.",
     )
-    parser.add_argument("file", nargs="?", help="the YAML file of a run")
-    parser.add_argument("overrides", nargs="*", help="key=value, for example rollout.temperature=0.7")
+    parser.add_argument("file", nargs="?", metavar="FILE", help="the YAML file of a run, or the word `import`")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="for example rollout.temperature=0.7; after import, their YAML",
+    )
+    parser.add_argument("-o", "--output", metavar="OURS", help="where import writes; without it, to standard output")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--schema", action="store_true", help="print the JSON schema of such files, for editors")
     shape.add_argument("--keys", action="store_true", help="print a table of all keys, as Markdown")
@@ -32,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
     if options.schema or options.keys:
         print(json.dumps(json_schema(), indent=2) if options.schema else key_tables())
         return DONE
+    if options.file == "import":
+        return import_theirs(options.overrides, options.output)
     if options.file is None or "=" in options.file:
         print("rollgraph config: expected the YAML file of a run, --schema or --keys", file=sys.stderr)
         return BROKEN
@@ -40,6 +52,26 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BROKEN
+    return DONE
+
+
+def import_theirs(files: Sequence[str], output: str | None) -> int:
+    """YAML and what became of each key: to a file and standard output, or to standard output and standard error."""
+    from rollgraph.compat.nemo import import_nemo
+
+    if len(files) != 1:
+        print("rollgraph config import: expected one file, a GRPO config of NeMo-RL", file=sys.stderr)
+        return BROKEN
+    try:
+        found = import_nemo(files[0])
+        if output is not None:
+            Path(output).write_text(found.to_yaml(), encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return BROKEN
+    if output is None:
+        print(found.to_yaml(), end="")
+    print(found.describe(), file=sys.stderr if output is None else sys.stdout)
     return DONE
 
 

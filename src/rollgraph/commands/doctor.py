@@ -1,0 +1,103 @@
+"""`rollgraph doctor`: what is broken in an installation of the Megatron family, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rollgraph.commands.streams import printing_to_stderr
+
+if TYPE_CHECKING:
+    from rollgraph.compat.examination import Examination
+
+WELL, AFFECTED, BROKEN = 0, 1, 2
+COLOURS = {"affected": "red", "not affected": "green", "repaired": "green", "cannot tell here": "yellow"}
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="find what breaks in an installed Megatron, Megatron-Bridge or NeMo-RL",
+        description="Try known failures of CUDA graphs and overlap on what is installed here, and look for mistakes in "
+        f"the graph keys of a config. Exit code: {WELL} nothing is affected, {AFFECTED} something is and is not "
+        f"repaired, {BROKEN} the config cannot be read.",
+    )
+    parser.add_argument("--config", metavar="YAML", help="a config of theirs, whose graph keys are looked at")
+    parser.add_argument("--repaired", action="store_true", help="look again with the repairs of rollgraph in force")
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from rollgraph.compat.examination import examine
+    from rollgraph.config import ConfigError
+
+    try:
+        with printing_to_stderr():
+            found = examine(options.config, repaired=options.repaired)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BROKEN
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(found, has_config=options.config is not None, repaired=options.repaired)
+    return AFFECTED if found.affected else WELL
+
+
+def show(found: Examination, *, has_config: bool = False, repaired: bool = False) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    versions = ", ".join(f"{name} {version or 'none'}" for name, version in found.installed.items())
+    _print(console, f"installed: {versions}")
+    if not found.family:
+        _print(console, "Nothing of the Megatron family is installed here, so there is nothing to examine.")
+    for finding in found.findings:
+        _print(console, "")
+        _print(console, f"{finding.state.upper()}  {finding.name}", COLOURS[finding.state])
+        for label in ("symptom", "reason", "repair"):
+            _row(console, label, getattr(finding, label))
+    if has_config:
+        _print(console, "")
+        _print(
+            console, f"config: {len(found.remarks) or 'no'} remarks" if len(found.remarks) != 1 else "config: 1 remark"
+        )
+    for remark in found.remarks:
+        _print(console, f"{remark.place}: {remark.key}: {remark.kind}", "red" if remark.serious else "yellow")
+        _row(console, "reason", remark.text)
+        _row(console, "repair", remark.advice)
+    _print(console, "")
+    _print(console, summary(found, repaired=repaired), "red bold" if found.affected else "green bold")
+
+
+def summary(found: Examination, *, repaired: bool = False) -> str:
+    states = [finding.state.value for finding in found.findings]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in COLOURS if state in states)
+    serious = sum(remark.serious for remark in found.remarks)
+    parts = [counts] if counts else []
+    if found.remarks:
+        parts.append(f"{serious} of {len(found.remarks)} remarks on the config are serious")
+    if "affected" in states and not repaired:
+        parts.append("call rollgraph.compat.megatron.repair() before anything else; --repaired shows what that gives")
+    return "; ".join(parts) or "nothing is affected"
+
+
+def _print(console: Any, text: str, style: str = "") -> None:
+    """Whole lines where nobody reads them in a terminal."""
+    console.print(text, style=style or None, markup=False, soft_wrap=not console.is_terminal)
+
+
+def _row(console: Any, label: str, text: str) -> None:
+    if not console.is_terminal:
+        return _print(console, f"  {label:<8} {' '.join(text.split())}")
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=9)
+    table.add_column()
+    table.add_row(Text(f"  {label}", style="dim"), Text(text))
+    return console.print(table)

@@ -1,0 +1,246 @@
+"""A YAML file as NeMo-RL composes it: the chain of `defaults:`, then interpolations.
+
+Every value keeps its file and line. Follows OmegaConf where its rules differ from ours: `True` and `yes` are true,
+`1e-8` is a number, `${a.b}` refers to another key, `${mul:2,3}` calls a resolver. Neither OmegaConf nor Hydra is
+needed.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollgraph.config import ConfigError, Node
+
+RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {  # those that NeMo-RL registers
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": max,
+}
+NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+def load_composed(path: str | os.PathLike[str]) -> Node:
+    """The whole tree, with every interpolation replaced by what it stands for."""
+    tree = _Resolver(_load(Path(path), ())).resolve_all()
+    assert isinstance(tree.value, dict)
+    return tree
+
+
+def plain(node: Node) -> Any:
+    """The value without places."""
+    if isinstance(node.value, dict):
+        return {name: plain(inner) for name, inner in node.value.items()}
+    return [plain(inner) for inner in node.value] if isinstance(node.value, list) else node.value
+
+
+# Files
+
+
+def _load(path: Path, above: tuple[Path, ...]) -> Node:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+    tree = _parse(text, path)
+    if not isinstance(tree.value, dict):
+        raise ConfigError([f"{tree.place}: expected keys, got {type(tree.value).__name__}"])
+    bases = tree.value.pop("defaults", Node([], tree.place))
+    above = (*above, path.resolve())
+    merged = Node({}, tree.place)
+    for base in bases.value if isinstance(bases.value, list) else [bases]:
+        if not isinstance(base.value, str):
+            raise ConfigError([f"{base.place}: defaults: expected the path of a file, got {plain(base)!r}"])
+        other = path.parent / base.value
+        if other.resolve() in above:
+            chain = " -> ".join(step.name for step in (*above, other))
+            raise ConfigError([f"{base.place}: defaults: files name each other: {chain}"])
+        if not other.is_file():
+            raise ConfigError([f"{base.place}: defaults: there is no file {other}"])
+        merged = _merge(merged, _load(other, above))
+    return _merge(merged, tree)
+
+
+def _parse(text: str, path: Path) -> Node:
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    def at(mark: Any) -> str:
+        return f"{path}:{mark.line + 1 if mark else 1}"
+
+    def convert(node: Any) -> Node:
+        here = at(node.start_mark)
+        if isinstance(node, yaml.ScalarNode):
+            return Node(scalar(node), here)
+        if isinstance(node, yaml.SequenceNode):
+            return Node([convert(item) for item in node.value], here)
+        loader.flatten_mapping(node)  # `<<: *anchor`
+        found: dict[str, Node] = {}
+        for key, value in node.value:
+            name = str(key.value)
+            if name in found:
+                raise ConfigError([f"{at(key.start_mark)}: {name}: given twice"])
+            found[name] = convert(value)._replace(place=at(key.start_mark))
+        return Node(found, here)
+
+    def scalar(node: Any) -> Any:
+        if node.tag == "tag:yaml.org,2002:str" and node.style is None and NUMBER.fullmatch(node.value):
+            return float(node.value)  # PyYAML takes 1e-8 for a text
+        return node.value if node.tag.endswith((":timestamp", ":value")) else loader.construct_object(node)
+
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        return Node({}, at(None)) if root is None else convert(root)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError([f"{at(error.problem_mark)}: not YAML: {error.problem}"]) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError([f"{at(None)}: not YAML: {error}"]) from None
+    finally:
+        loader.dispose()
+
+
+def _merge(base: Node, top: Node) -> Node:
+    """Mappings key by key, anything else is replaced; so is a mapping that says `_override_: true`."""
+    if not isinstance(top.value, dict):
+        return top
+    inside = {name: node for name, node in top.value.items() if name != "_override_"}
+    replaces = "_override_" in top.value and bool(top.value["_override_"].value)
+    below = base.value if isinstance(base.value, dict) and not replaces else {}
+    both = {name: _merge(below.get(name, Node(None, node.place)), node) for name, node in inside.items()}
+    return Node({**below, **both}, top.place)
+
+
+# Interpolations
+
+
+class _Unresolved(Exception):
+    pass
+
+
+class _Resolver:
+    """Replaces `${...}` by what it stands for, in place, and collects what it cannot."""
+
+    def __init__(self, tree: Node) -> None:
+        self.tree = tree
+        self.open: list[str] = []  # keys being resolved, to find circles
+        self.problems: list[str] = []
+
+    def resolve_all(self) -> Node:
+        tree = self.walk(self.tree, ())
+        if self.problems:
+            raise ConfigError(self.problems)
+        return tree
+
+    def walk(self, node: Node, path: tuple[str, ...]) -> Node:
+        if isinstance(node.value, dict):
+            return node._replace(value={name: self.walk(inner, (*path, name)) for name, inner in node.value.items()})
+        if isinstance(node.value, list):
+            return node._replace(value=[self.walk(item, (*path, str(i))) for i, item in enumerate(node.value)])
+        try:
+            return node._replace(value=self.value_of(node, path))
+        except _Unresolved as error:
+            self.problems.append(f"{node.place}: {'.'.join(path)}: {error}")
+            return node
+
+    def value_of(self, node: Node, path: tuple[str, ...]) -> Any:
+        if not isinstance(node.value, str) or "${" not in node.value:
+            return node.value
+        key = ".".join(path)
+        if key in self.open:
+            raise _Unresolved(f"refers to itself: {' -> '.join([*self.open, key])}")
+        self.open.append(key)
+        try:
+            return self.expand(node.value, path)
+        finally:
+            self.open.pop()
+
+    def expand(self, text: str, path: tuple[str, ...]) -> Any:
+        """A text that is one interpolation is its value; one among other text is put into it."""
+        parts: list[Any] = []
+        rest = text
+        while (start := rest.find("${")) >= 0:
+            end = _closing(rest, start)
+            if start:
+                parts.append(rest[:start])
+            parts.append(self.interpolate(rest[start + 2 : end], path))
+            rest = rest[end + 1 :]
+        if rest:
+            parts.append(rest)
+        return parts[0] if len(parts) == 1 else "".join(map(str, parts))
+
+    def interpolate(self, inside: str, path: tuple[str, ...]) -> Any:
+        name, colon, arguments = inside.partition(":")
+        if not colon or "${" in name:
+            return self.look_up(str(self.expand(inside, path)).strip(), path)
+        values = [self.argument(part, path) for part in _split(arguments)]
+        if name.strip() == "oc.env":
+            return _environment(*map(str, values))
+        if name.strip() not in RESOLVERS:
+            raise _Unresolved(f"${{{inside}}}: no resolver {name!r}; known are {', '.join(RESOLVERS)} and oc.env")
+        try:
+            return RESOLVERS[name.strip()](*values)
+        except Exception as error:
+            raise _Unresolved(f"${{{inside}}}: {error}") from None
+
+    def argument(self, text: str, path: tuple[str, ...]) -> Any:
+        if "${" in text:
+            return self.expand(text.strip(), path)
+        word = text.strip()
+        if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"":
+            return word[1:-1]
+        if not NUMBER.fullmatch(word):
+            return word
+        return int(word) if re.fullmatch(r"[-+]?\d[\d_]*", word) else float(word)
+
+    def look_up(self, reference: str, path: tuple[str, ...]) -> Any:
+        dots = len(reference) - len(reference.lstrip("."))
+        names = [*(path[:-dots] if dots else ()), *re.findall(r"[^.\[\]]+", reference)]
+        node = self.tree
+        for depth, name in enumerate(names):
+            if isinstance(node.value, dict) and name in node.value:
+                node = node.value[name]
+            elif isinstance(node.value, list) and name.isdecimal() and int(name) < len(node.value):
+                node = node.value[int(name)]
+            else:
+                raise _Unresolved(f"${{{reference}}}: there is no key {'.'.join(names[: depth + 1])}")
+        if isinstance(node.value, dict | list):
+            if ".".join(names) in self.open:
+                raise _Unresolved(f"refers to itself: {' -> '.join([*self.open, '.'.join(names)])}")
+            return self.walk(node, tuple(names)).value
+        return self.value_of(node, tuple(names))
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for place in range(start, len(text)):
+        if text.startswith("${", place):
+            depth += 1
+        elif text[place] == "}":
+            depth -= 1
+            if not depth:
+                return place
+    raise _Unresolved(f"{text!r}: an interpolation has no end")
+
+
+def _split(arguments: str) -> list[str]:
+    """At commas that are in no interpolation."""
+    parts, depth = [""], 0
+    for character in arguments:
+        depth += (character == "{") - (character == "}")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _environment(name: str, default: str | None = None) -> str:
+    if name not in os.environ and default is None:
+        raise _Unresolved(f"${{oc.env:{name}}}: the environment has no {name}")
+    return os.environ.get(name, default or "")

@@ -1,0 +1,218 @@
+"""What is wrong with the CUDA-graph keys of somebody's YAML: deprecated, contradictory, unknown, or without any effect.
+
+Owns the remarks, each with its file and line; what the keys mean is in `graph_keys.py`. Reads configs of NeMo-RL,
+Megatron-Bridge (`model:` and `rng:`) and flat ones; a section is wherever such a key stands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rollgraph.compat.composed_yaml import load_composed, plain
+from rollgraph.compat.graph_keys import (
+    DETAIL_KEYS,
+    FLAGS,
+    GRAPH_KEYS,
+    SCOPE_KEYS,
+    SCOPES,
+    TRACKERS,
+    contradictions,
+    implementation,
+    scopes,
+)
+from rollgraph.config import Node
+
+NEMO_FORWARDS = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps")  # the latter two since late
+
+
+class Kind(StrEnum):
+    CONTRADICTORY = "contradictory"
+    CAPTURES_NOTHING = "captures nothing"
+    DEPRECATED = "deprecated"
+    UNKNOWN = "unknown"
+    NO_EFFECT = "no effect"
+
+
+SERIOUS = (Kind.CONTRADICTORY, Kind.CAPTURES_NOTHING)  # the run fails, or is not what the file says
+
+
+@dataclass(frozen=True)
+class Remark:
+    """For example `Remark(Kind.DEPRECATED, "a.yaml:7", "policy.megatron_cfg.enable_cuda_graph", "...", "...")`."""
+
+    kind: Kind
+    place: str  # file:line
+    key: str
+    text: str
+    advice: str
+
+    @property
+    def serious(self) -> bool:
+        return self.kind in SERIOUS
+
+
+def lint_file(path: str | os.PathLike[str], known: Collection[str] | None = None) -> list[Remark]:
+    """All remarks, by line of the file. `known` are the fields of the installed TransformerConfig, if there is one."""
+    return lint(load_composed(path), known)
+
+
+def lint(tree: Node, known: Collection[str] | None = None) -> list[Remark]:
+    remarks: list[Remark] = []
+    for section in _find_sections(tree, ()):
+        remarks += _Section(tree, section, known).remarks()
+    remarks += _generation(tree)
+    return sorted(remarks, key=lambda remark: (_line(remark.place), remark.key))
+
+
+def _line(place: str) -> tuple[str, int]:
+    file, _, line = place.rpartition(":")
+    return file, int(line) if line.isdecimal() else 0
+
+
+def _find_sections(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if isinstance(node.value, dict):
+        if path[-1:] != ("mcore_generation_config",) and any(key in node.value for key in (*GRAPH_KEYS, *TRACKERS)):
+            yield path
+        for name, inner in node.value.items():
+            yield from _find_sections(inner, (*path, name))
+
+
+class _Section:
+    """One mapping with graph keys, and what around it matters."""
+
+    def __init__(self, tree: Node, path: tuple[str, ...], known: Collection[str] | None) -> None:
+        self.path, self.known = path, known
+        self.node = _at(tree, path)
+        self.model: dict[str, Any] = plain(self.node)
+        beside = _at(tree, (*path[:-1], "rng")) if path else _at(tree, ("rng",))
+        self.rng: dict[str, Any] = plain(beside) if isinstance(beside.value, dict) else {}
+        if "te_rng_tracker" in self.model:  # flat, as Megatron-LM's arguments are
+            self.rng = {**self.rng, "te_rng_tracker": self.model["te_rng_tracker"]}
+        self.in_nemo = path[-1:] == ("megatron_cfg",)
+        if self.in_nemo and self.model.get("activation_checkpointing"):  # what NeMo-RL makes of it
+            self.model = {"recompute_granularity": "full", **self.model}
+        self.impl, self.scopes = implementation(self.model), scopes(self.model)
+
+    def remark(self, kind: Kind, key: str, text: str, advice: str) -> Remark:
+        shown = "activation_checkpointing" if key == "recompute_granularity" and key not in self.node.value else key
+        place = self.node.value[shown].place if shown in self.node.value else self.node.place
+        return Remark(kind, place, ".".join((*self.path, shown)), text, advice)
+
+    def remarks(self) -> Iterator[Remark]:
+        for key, text in contradictions(self.model, self.rng):
+            yield self.remark(Kind.CONTRADICTORY, key, text, "keep one of them, or make them agree")
+        yield from self.deprecated()
+        yield from self.unknown()
+        yield from self.without_effect()
+        if self.impl != "none" or self.scopes:
+            yield from self.captures_nothing()
+
+    def deprecated(self) -> Iterator[Remark]:
+        for flag, means in FLAGS.items():
+            if flag in self.model:
+                word = means if self.model[flag] else "none"
+                yield self.remark(Kind.DEPRECATED, flag, f"{flag} is deprecated", f"write cuda_graph_impl: {word}")
+        old, new = SCOPE_KEYS
+        if old in self.model and (self.known is None or new in self.known):
+            where = (
+                "in later versions of megatron-core" if self.known is None else "in the megatron-core installed here"
+            )
+            yield self.remark(Kind.DEPRECATED, old, f"{old} is called {new} {where}", f"rename it to {new} there")
+        for key in SCOPE_KEYS:
+            if self.model.get(key) in ("full", ["full"]):
+                yield self.remark(Kind.DEPRECATED, key, "the scope full is deprecated", f"write {key}: []")
+        if "full_iteration" in self.scopes and (self.known is None or new in self.known):
+            yield self.remark(
+                Kind.DEPRECATED,
+                new if new in self.model else old,
+                "full_iteration is an implementation in versions that have cuda_graph_modules",
+                "write cuda_graph_impl: full_iteration there, and no scope",
+            )
+
+    def unknown(self) -> Iterator[Remark]:
+        old, new = SCOPE_KEYS
+        key = new if self.model.get(new) is not None else old
+        for name in self.scopes:
+            if name not in (*SCOPES, "full"):
+                advice = f"it is passed through; known here: {', '.join(SCOPES)}"
+                yield self.remark(Kind.UNKNOWN, key, f"unknown scope {name!r}", advice)
+        if isinstance(self.model.get(old), str) and ", " in self.model[old]:
+            text = "megatron-core 0.16.1 splits at commas and keeps the spaces: KeyError"
+            yield self.remark(Kind.UNKNOWN, old, text, "write a list, or no spaces")
+        if self.known is not None:
+            for key in (*GRAPH_KEYS, *TRACKERS):
+                if key in self.model and key not in self.known and key not in FLAGS:
+                    advice = f"write {old} instead" if key == new else "remove it, or install the version that has it"
+                    yield self.remark(Kind.UNKNOWN, key, f"the megatron-core installed here has no {key}", advice)
+
+    def without_effect(self) -> Iterator[Remark]:
+        if self.model.get("cuda_graph_use_single_mempool") is not None:
+            text = "megatron-core 0.16.1 has the field and never reads it"
+            yield self.remark(Kind.NO_EFFECT, "cuda_graph_use_single_mempool", text, "remove it")
+        for key in DETAIL_KEYS[1:]:
+            if key in self.model and self.impl == "none":
+                yield self.remark(
+                    Kind.NO_EFFECT, key, "there is no implementation", "give cuda_graph_impl, or remove it"
+                )
+        for key in SCOPE_KEYS:
+            if self.impl == "local" and key in self.model and {"attn", "mlp"} & set(self.scopes):
+                text = "the local implementation captures the whole dense layer, whether attn or mlp is named"
+                advice = "leave the scope out" if self.in_nemo else "leave the scope out, or use transformer_engine"
+                yield self.remark(Kind.NO_EFFECT, key, text, advice)
+
+    def captures_nothing(self) -> Iterator[Remark]:
+        def nothing(key: str, text: str, advice: str) -> Remark:
+            return self.remark(Kind.CAPTURES_NOTHING, key, text, advice)
+
+        key = next(key for key in GRAPH_KEYS if self.model.get(key))
+        if self.path[-1:] == ("dtensor_cfg",):
+            yield nothing(key, "DTensor workers capture no graphs", "use megatron_cfg, or remove it")
+        elif self.scopes == ["mamba"]:
+            text = "mamba captures Mamba layers alone: a model without them runs eagerly"
+            yield nothing(next(key for key in SCOPE_KEYS if key in self.model), text, "name the layers there are")
+        if not self.in_nemo:
+            return
+        if self.model.get("enabled") is False:
+            yield nothing(key, "megatron_cfg.enabled is false", "enable it, or remove the graph keys")
+            return
+        for name in (*FLAGS, "cuda_graph_scope"):
+            if self.model.get(name):
+                text = f"NeMo-RL hands {', '.join(NEMO_FORWARDS)} to Megatron, and not {name}: training stays eager"
+                yield nothing(name, text, "write the current key, or apply rollgraph's graph_overrides(cfg)")
+        loops = {"transformer_engine": "TECudaGraphHelper", "full_iteration": "FullCudaGraphWrapper"}
+        loop = loops.get("full_iteration" if "full_iteration" in self.scopes else self.impl)
+        if loop and not any(self.model.get(flag) for flag in FLAGS):
+            text = f"only a training loop with {loop} captures; NeMo-RL's, in the versions known here, has none"
+            yield nothing("cuda_graph_impl", text, "use cuda_graph_impl: local")
+
+
+def _generation(tree: Node) -> Iterator[Remark]:
+    """Colocated generation can switch on only the graph managers that the training model was built with."""
+    policy = _at(tree, ("policy",))
+    values = plain(policy) if isinstance(policy.value, dict) else {}
+    generation = values.get("generation") or {}
+    settings, model = generation.get("mcore_generation_config") or {}, values.get("megatron_cfg") or {}
+    asked = implementation(settings) if "cuda_graph_impl" in settings else "none"
+    together = (generation.get("colocated") or {}).get("enabled", True)
+    if generation.get("backend") == "megatron" and together and asked != "none" and implementation(model) == "none":
+        path = ("policy", "generation", "mcore_generation_config", "cuda_graph_impl")
+        yield Remark(
+            Kind.CAPTURES_NOTHING,
+            _at(tree, path).place,
+            ".".join(path),
+            "toggle_cuda_graphs restores the managers that the model was built with, and without an implementation in "
+            "megatron_cfg there are none: decoding runs eagerly",
+            f"set policy.megatron_cfg.cuda_graph_impl: {asked}, or use a NeMo-RL that builds them for generation",
+        )
+
+
+def _at(node: Node, path: tuple[str, ...]) -> Node:
+    for name in path:
+        if not isinstance(node.value, dict) or name not in node.value:
+            return Node(None, node.place)
+        node = node.value[name]
+    return node

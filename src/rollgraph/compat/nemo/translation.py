@@ -1,0 +1,97 @@
+"""A NeMo-RL GRPO config in our keys, and what became of each of theirs.
+
+The authority for our keys is `rollgraph.config`, which reads the result before anybody gets it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from rollgraph.compat.composed_yaml import load_composed
+from rollgraph.compat.nemo.learning import translate_algorithm, translate_optimizer
+from rollgraph.compat.nemo.ledger import Ledger, Line, Status, short
+from rollgraph.compat.nemo.outputs import translate_checkpoints, translate_sinks
+from rollgraph.compat.nemo.policy import translate_backend, translate_graphs, translate_lengths, translate_model
+from rollgraph.compat.nemo.prompts import translate_data, translate_rewards
+from rollgraph.config import ConfigError, parse_config
+
+PARTS = (
+    translate_graphs,  # before the backend, which settles all keys of the one that is not used
+    translate_backend,
+    translate_model,
+    translate_algorithm,
+    translate_lengths,
+    translate_optimizer,
+    translate_data,
+    translate_rewards,
+    translate_checkpoints,
+    translate_sinks,
+)
+ORDER = (
+    "seed",
+    "steps",
+    "output",
+    "model",
+    "tokenizer",
+    "data",
+    "rollout",
+    "reward",
+    "algorithm",
+    "optimizer",
+    "train",
+)
+
+
+@dataclass(frozen=True)
+class Translation:
+    ours: dict[str, Any]
+    lines: tuple[Line, ...]  # one for each key of theirs, in their order
+    to_do: tuple[str, ...]  # what has to be brought before a run can start
+
+    def to_yaml(self) -> str:
+        """What differs from our defaults or is theirs explicitly, with what is to do above it."""
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+
+        notes = "".join(f"# To do: {text}\n" for text in self.to_do)
+        return notes + str(yaml.safe_dump(self.ours, sort_keys=False, allow_unicode=True, width=110))
+
+    def describe(self) -> str:
+        """Every key of theirs, those that need attention last."""
+        blocks = []
+        for status in (Status.IGNORED, Status.TRANSLATED, Status.UNSUPPORTED):
+            lines = [line for line in self.lines if line.status is status]
+            rows = [f"  {line.place}: {line.key}: {short(line.value)} → {line.text}" for line in lines]
+            blocks.append("\n".join([f"{status} ({len(lines)})", *rows]))
+        to_do = [f"  {text}" for text in self.to_do]
+        return "\n\n".join([*blocks, "\n".join([f"to do ({len(to_do)})", *to_do])])
+
+
+def import_nemo(path: str | os.PathLike[str]) -> Translation:
+    """Translate a file; ConfigError if it cannot be read, is no GRPO config, or makes none of ours."""
+    tree = load_composed(path)
+    book = Ledger(tree)
+    if missing := [name for name in ("grpo", "policy") if not isinstance(book.get(name), dict)]:
+        there = ", ".join(tree.value) or "nothing"
+        sections = " and no ".join(f"`{name}`" for name in missing)
+        raise ConfigError([f"{path}: not a GRPO config of NeMo-RL: it has no {sections}, but {there}"])
+    for translate in PARTS:
+        translate(book)
+    lines = book.finish()
+    _cut_warmup(book)
+    ours = {name: book.ours[name] for name in (*ORDER, *book.ours) if name in book.ours}
+    translation = Translation(ours, lines, tuple(book.to_do))
+    try:
+        parse_config(translation.to_yaml(), name="translation")
+    except ConfigError as error:
+        raise ConfigError([f"{path}: its translation is no valid config: {text}" for text in error.problems]) from None
+    return translation
+
+
+def _cut_warmup(book: Ledger) -> None:
+    """Theirs may be longer than the run."""
+    steps, optimizer = book.ours.get("steps"), book.ours.get("optimizer", {})
+    if isinstance(steps, int) and optimizer.get("warmup_steps", 0) > steps:
+        book.to_do.append(f"optimizer.warmup_steps was {optimizer['warmup_steps']}, more than the {steps} steps")
+        optimizer["warmup_steps"] = steps

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollgraph.commands import doctor as command
+from rollgraph.compat import examination
+from rollgraph.compat.examination import examine, find_installed
+from rollgraph.compat.finding import Finding, State
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(examination.__file__).parents[2])}
+LONG = "AssertionError: handles is not empty " + "and so on " * 20
+
+
+def finding(state: State, name: str = "forward-pre-hooks") -> Finding:
+    return Finding(name, state, symptom=LONG, reason="hooks are looked up", repair="repair()")
+
+
+def call(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_to(parser.add_subparsers())
+    options = parser.parse_args(["doctor", *arguments])
+    exit_code: int = options.run(options)
+    return exit_code
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the installation have megatron-core and these findings; the second list is with repairs."""
+
+    def set_findings(plain: list[Finding], repaired: list[Finding] | None = None) -> None:
+        installed = {**find_installed(), "megatron-core": "0.16.1"}
+        monkeypatch.setattr(examination, "find_installed", lambda: installed)
+        monkeypatch.setattr(examination, "_megatron_core", lambda: plain)
+        monkeypatch.setattr(examination, "_megatron_core_repaired", lambda: repaired)
+
+    return set_findings
+
+
+@pytest.mark.parametrize(
+    ("states", "exit_code"),
+    [
+        ((), 0),
+        ((State.CLEAR, State.REPAIRED, State.UNKNOWN), 0),
+        ((State.CLEAR, State.AFFECTED, State.REPAIRED), 1),
+    ],
+)
+def test_exit_code(found: Callable[..., None], states: tuple[State, ...], exit_code: int) -> None:
+    found([finding(state) for state in states])
+    assert call() == exit_code
+    assert call("--json") == exit_code
+
+
+def test_prints_every_part_on_whole_lines(found: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    found([finding(State.AFFECTED)])
+    call()
+    lines = capsys.readouterr().out.splitlines()
+    assert "AFFECTED  forward-pre-hooks" in lines
+    assert f"  symptom  {LONG.strip()}" in lines  # what is piped can be searched for the error text
+    assert "  reason   hooks are looked up" in lines
+    assert "  repair   repair()" in lines
+    assert lines[-1].startswith("1 affected; call rollgraph.compat.megatron.repair()")
+
+
+def test_a_terminal_shows_the_same(found: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    import rich.console
+
+    class Terminal(rich.console.Console):
+        def __init__(self, **options: object) -> None:
+            super().__init__(force_terminal=True, width=60, record=True, **options)  # type: ignore[arg-type]
+            made.append(self)
+
+    made: list[rich.console.Console] = []
+    monkeypatch.setattr(rich.console, "Console", Terminal)
+    found([finding(State.AFFECTED)])
+    call()
+    text = made[0].export_text()
+    assert max(map(len, text.splitlines())) <= 60
+    assert "".join(LONG.split()) in "".join(text.split())
+
+
+def test_json(found: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "their.yaml"
+    path.write_text("cuda_graph_scope: attn\n")
+    found([finding(State.CLEAR)])
+    assert call("--json", "--config", str(path)) == 1  # what is wrong with the config counts
+    report = json.loads(capsys.readouterr().out)
+    assert report["affected"] is True
+    assert report["installed"]["megatron-core"] == "0.16.1"
+    assert report["findings"][0]["state"] == "not affected"
+    kinds = {remark["kind"]: remark["serious"] for remark in report["config"]}
+    assert kinds["contradictory"] is True
+    assert {remark["place"] for remark in report["config"]} == {f"{path}:1"}
+
+
+def test_a_config_that_is_merely_old_is_no_failure(
+    found: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "their.yaml"
+    path.write_text("enable_cuda_graph: true\n")
+    found([])
+    assert call("--config", str(path)) == 0
+    out = capsys.readouterr().out
+    assert f"{path}:1: enable_cuda_graph: deprecated" in out
+    assert "write cuda_graph_impl: local" in out
+
+
+def test_a_config_that_cannot_be_read(found: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    found([])
+    assert call("--config", "nowhere.yaml") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "nowhere.yaml: cannot be read: No such file or directory" in captured.err
+
+
+def test_nothing_of_the_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    installed = dict.fromkeys(find_installed()) | {"torch": "2.11"}
+    monkeypatch.setattr(examination, "find_installed", lambda: installed)
+    assert call() == 0
+    assert "Nothing of the Megatron family is installed here" in capsys.readouterr().out
+    assert examine().findings == ()  # no probe is even tried
+
+
+def test_a_probe_that_raises_ends_nothing() -> None:
+    def broken_probe() -> list[Finding]:
+        raise RuntimeError("no such attribute")
+
+    report = examine(probes=(broken_probe, lambda: [finding(State.CLEAR)]))
+    assert [item.state for item in report.findings] == [State.UNKNOWN, State.CLEAR]
+    assert report.findings[0].name == "broken-probe"
+    assert "RuntimeError: no such attribute" in report.findings[0].reason
+    assert not report.affected
+
+
+def test_repaired_shows_the_other_findings(found: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    found([finding(State.AFFECTED)], [finding(State.REPAIRED)])
+    assert call("--repaired") == 0
+    out = capsys.readouterr().out
+    assert "REPAIRED  forward-pre-hooks" in out
+    assert out.splitlines()[-1] == "1 repaired"
+
+
+def test_what_is_installed() -> None:
+    installed = find_installed()
+    import torch
+
+    assert installed["torch"] == torch.__version__
+    assert (installed["cuda"] is not None) == torch.cuda.is_available()
+    assert examination._version("json", ("no-such-distribution",)) == "from source"
+    assert examination._version("no_such.module", ("no-such-distribution",)) is None
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """if True:
+        import sys
+        from rollgraph.cli import main
+        try:
+            main(["doctor", "--help"])
+        except SystemExit:
+            print([name for name in ("torch", "yaml", "rich", "megatron") if name in sys.modules])
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_real_package_is_affected_and_repaired() -> None:
+    """On what is installed, in a process of its own: nothing but JSON on standard output, whatever is imported."""
+    pytest.importorskip("megatron.core")
+    megatron = pytest.importorskip("rollgraph.compat.megatron")
+    if not hasattr(megatron, "findings"):
+        pytest.skip("the probes are not there")
+    states = []
+    for options in ([], ["--repaired"]):
+        words = [sys.executable, "-m", "rollgraph", "doctor", "--json", *options]
+        ran = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
+        report = json.loads(ran.stdout)
+        assert ran.returncode == report["affected"], ran.stderr
+        states.append({item["name"]: item["state"] for item in report["findings"]})
+    before, after = states
+    assert before.keys() == after.keys()
+    assert "repaired" not in before.values()
+    affected = {name for name, state in before.items() if state == "affected"}
+    assert affected
+    assert {after[name] for name in affected} == {"repaired"}

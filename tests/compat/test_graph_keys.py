@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import itertools
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgraph.compat.graph_keys import contradictions, implementation, scopes
+from rollgraph.compat.graph_lint import Kind, Remark, lint_file
+
+
+def lint(tmp_path: Path, text: str, known: tuple[str, ...] | None = None) -> list[Remark]:
+    path = tmp_path / "their.yaml"
+    path.write_text(textwrap.dedent(text))
+    return lint_file(path, known)
+
+
+def of(remarks: list[Remark], kind: Kind) -> list[tuple[str, str]]:
+    return [(remark.place.rpartition("/")[2], remark.key) for remark in remarks if remark.kind is kind]
+
+
+@pytest.mark.parametrize(
+    ("model", "impl", "names"),
+    [
+        ({}, "none", []),
+        ({"enable_cuda_graph": True}, "local", []),
+        ({"external_cuda_graph": True, "cuda_graph_scope": "attn,mlp"}, "transformer_engine", ["attn", "mlp"]),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "full"}, "local", []),
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}, "local", ["attn"]),
+        ({"enable_cuda_graph": False, "cuda_graph_scope": None}, "none", []),
+    ],
+)
+def test_meaning(model: dict[str, Any], impl: str, names: list[str]) -> None:
+    assert (implementation(model), scopes(model)) == (impl, names)
+    assert contradictions(model, {}) == []
+
+
+def test_agrees_with_megatron_core_on_what_is_contradictory() -> None:
+    """Every combination, against TransformerConfig itself: what it refuses is found, what it takes is not."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    ways = {
+        "enable_cuda_graph": (None, True),
+        "external_cuda_graph": (None, True),
+        "cuda_graph_impl": (None, "local", "transformer_engine"),
+        "cuda_graph_scope": (
+            None,
+            "full",
+            "attn,mlp",
+            "full_iteration",
+            "moe,moe_router",
+            "moe_preprocess",
+            "full,attn",
+        ),
+        "cpu_offloading": (None, True),
+        "recompute_granularity": (None, "full"),
+    }
+    taken = refused = 0
+    for values in itertools.product(*ways.values()):
+        model = {key: value for key, value in zip(ways, values, strict=True) if value is not None}
+        wrong = contradictions(model, {})
+        rest: dict[str, Any] = {"num_moe_experts": 2, "moe_expert_capacity_factor": 1.0}
+        rest |= {"moe_pad_expert_input_to_capacity": True, "moe_layer_freq": [0, 1], "num_layers": 2}
+        rest |= {"hidden_size": 8, "num_attention_heads": 2, "cpu_offloading_num_layers": 1, "moe_ffn_hidden_size": 8}
+        rest |= {"recompute_method": "uniform", "recompute_num_layers": 1} if "recompute_granularity" in model else {}
+        if model.get("cpu_offloading") and "recompute_granularity" in model:
+            continue  # refused whatever the graphs are
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                TransformerConfig(**rest, **model)
+            except (AssertionError, ValueError):
+                refused += 1
+                assert wrong, model
+            else:
+                taken += 1
+                # A scope that nothing will use is no error there.
+                assert [text for _, text in wrong if "without an implementation" not in text] == [], model
+    assert taken > 20
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("model", "rng", "words"),
+    [
+        ({"cuda_graph_impl": "local", "use_te_rng_tracker": False}, {}, "RNG tracker does not support cudagraphs!"),
+        ({"cuda_graph_impl": "local"}, {"te_rng_tracker": False}, "needs Transformer Engine's RNG tracker"),
+        ({"use_te_rng_tracker": True}, {"te_rng_tracker": False}, "disagree"),
+        ({"inference_rng_tracker": True}, {"inference_rng_tracker": False}, "disagree"),
+        ({"cuda_graph_scope": "attn"}, {}, "without an implementation"),
+        ({"cuda_graph_impl": "nccl"}, {}, "no implementation 'nccl'"),
+        ({"cuda_graph_impl": "none", "enable_cuda_graph": True}, {}, "beside cuda_graph_impl: none"),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": "attn", "cuda_graph_modules": ["mlp"]}, {}, "two values"),
+        ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": ["mlp"]}, {}, "nothing to choose"),
+    ],
+)
+def test_contradictions(model: dict[str, Any], rng: dict[str, Any], words: str) -> None:
+    assert any(words in text for _, text in contradictions(model, rng))
+
+
+def test_an_inference_tracker_needs_no_other() -> None:
+    model = {"cuda_graph_impl": "local", "use_te_rng_tracker": False, "inference_rng_tracker": True}
+    assert contradictions(model, {}) == []
+
+
+def test_deprecated_keys_have_their_line(tmp_path: Path) -> None:
+    text = """\
+        enable_cuda_graph: false
+        external_cuda_graph: true
+        cuda_graph_scope: full
+    """
+    remarks = lint(tmp_path, text)
+    assert of(remarks, Kind.DEPRECATED) == [
+        ("their.yaml:1", "enable_cuda_graph"),
+        ("their.yaml:2", "external_cuda_graph"),
+        ("their.yaml:3", "cuda_graph_scope"),  # the name
+        ("their.yaml:3", "cuda_graph_scope"),  # the value
+    ]
+    assert "cuda_graph_impl: transformer_engine" in remarks[1].advice
+    assert not any(remark.serious for remark in remarks)
+
+
+def test_which_spelling_is_right_depends_on_what_is_installed(tmp_path: Path) -> None:
+    text = "cuda_graph_impl: local\n{}: [mamba, attn]\n"
+    old, new = ("cuda_graph_impl", "cuda_graph_scope"), ("cuda_graph_impl", "cuda_graph_modules")
+    assert of(lint(tmp_path, text.format("cuda_graph_scope"), old), Kind.DEPRECATED) == []
+    assert of(lint(tmp_path, text.format("cuda_graph_scope"), new), Kind.DEPRECATED) == [
+        ("their.yaml:2", "cuda_graph_scope")
+    ]
+    assert of(lint(tmp_path, text.format("cuda_graph_modules"), old), Kind.UNKNOWN) == [
+        ("their.yaml:2", "cuda_graph_modules")
+    ]
+
+
+def test_an_unknown_scope_is_passed_through_with_a_warning(tmp_path: Path) -> None:
+    remarks = lint(tmp_path, "cuda_graph_impl: transformer_engine\ncuda_graph_modules: [attn, vision]\n")
+    assert of(remarks, Kind.UNKNOWN) == [("their.yaml:2", "cuda_graph_modules")]
+    assert "'vision'" in remarks[0].text
+    assert "passed through" in remarks[0].advice
+    assert not remarks[0].serious
+
+
+def test_spaces_between_scopes(tmp_path: Path) -> None:
+    remarks = lint(tmp_path, "cuda_graph_impl: transformer_engine\ncuda_graph_scope: attn, mlp\n")
+    assert of(remarks, Kind.UNKNOWN) == [("their.yaml:2", "cuda_graph_scope")]
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn, mlp"}
+    with pytest.raises(KeyError):  # the reason for that remark
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
+
+
+def test_the_single_mempool_is_never_read() -> None:
+    """What the remark about it says of megatron-core 0.16.1."""
+    core = pytest.importorskip("megatron.core")
+    if core.__version__ != "0.16.1":
+        pytest.skip(f"megatron-core is {core.__version__}")
+    folder = Path(core.__file__).parent
+    reads = [path for path in folder.rglob("*.py") if "config.cuda_graph_use_single_mempool" in path.read_text()]
+    assert reads == []
+
+
+def test_trackers_of_a_bridge_config(tmp_path: Path) -> None:
+    text = """\
+        model:
+          cuda_graph_impl: local
+          use_te_rng_tracker: true
+        rng:
+          te_rng_tracker: false
+    """
+    assert ("their.yaml:3", "model.use_te_rng_tracker") in of(lint(tmp_path, text), Kind.CONTRADICTORY)
+
+
+NEMO = """\
+    policy:
+      megatron_cfg:
+        enabled: true
+        activation_checkpointing: false
+        cuda_graph_impl: local
+"""
+
+
+def test_a_nemo_config_that_is_right(tmp_path: Path) -> None:
+    assert lint(tmp_path, NEMO) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "place", "key"),
+    [
+        (("enabled: true", "enabled: false"), Kind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
+        (("cuda_graph_impl: local", "enable_cuda_graph: True"), Kind.CAPTURES_NOTHING, 5, "enable_cuda_graph"),
+        (("impl: local", "impl: transformer_engine"), Kind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
+        (("impl: local", "impl: full_iteration"), Kind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
+        (("checkpointing: false", "checkpointing: true"), Kind.CONTRADICTORY, 4, "activation_checkpointing"),
+        (("impl: local", "warmup_steps: 3"), Kind.NO_EFFECT, 5, "cuda_graph_warmup_steps"),
+    ],
+)
+def test_a_nemo_config_that_is_wrong(tmp_path: Path, change: tuple[str, str], kind: Kind, place: int, key: str) -> None:
+    found = of(lint(tmp_path, NEMO.replace(*change)), kind)
+    assert found == [(f"their.yaml:{place}", f"policy.megatron_cfg.{key}")]
+
+
+def test_graph_keys_of_dtensor_workers(tmp_path: Path) -> None:
+    remarks = lint(tmp_path, "policy:\n  dtensor_cfg:\n    cuda_graph_impl: local\n")
+    assert of(remarks, Kind.CAPTURES_NOTHING) == [("their.yaml:3", "policy.dtensor_cfg.cuda_graph_impl")]
+
+
+def test_generation_without_managers(tmp_path: Path) -> None:
+    text = """\
+        policy:
+          megatron_cfg: {enabled: true, cuda_graph_impl: none}
+          generation:
+            backend: megatron
+            mcore_generation_config:
+              cuda_graph_impl: local
+    """
+    key = "policy.generation.mcore_generation_config.cuda_graph_impl"
+    assert of(lint(tmp_path, text), Kind.CAPTURES_NOTHING) == [("their.yaml:6", key)]
+    assert lint(tmp_path, text.replace("impl: none", "impl: local")) == []
+
+
+def test_keys_are_found_through_defaults_and_interpolations(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("impl: local\nmodel:\n  cuda_graph_impl: ${impl}\n")
+    text = "defaults: base.yaml\nmodel:\n  use_te_rng_tracker: False\n"
+    assert of(lint(tmp_path, text), Kind.CONTRADICTORY) == [("their.yaml:3", "model.use_te_rng_tracker")]
+    assert lint(tmp_path, text + "impl: none\n") == []

@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgraph.commands import config as command
+from rollgraph.compat.composed_yaml import load_composed, plain
+from rollgraph.compat.nemo import Status, Translation, import_nemo
+from rollgraph.compat.nemo.ledger import short
+from rollgraph.config import Config, ConfigError, load_config
+from rollgraph.rl.algorithms import load_algorithm
+
+DATA = Path(__file__).parent / "data"
+SMALL = """\
+grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_steps: 9}
+policy:
+  model_name: m
+  max_total_sequence_length: 64
+"""
+
+
+def read(path: Path, tmp_path: Path) -> tuple[Config, Translation]:
+    """Through a file, as people do it."""
+    translation = import_nemo(path)
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(translation.to_yaml())
+    return load_config(ours), translation
+
+
+def translate(tmp_path: Path, text: str) -> tuple[Config, dict[str, tuple[Status, str]]]:
+    path = tmp_path / "their.yaml"
+    path.write_text(text)
+    config, translation = read(path, tmp_path)
+    return config, statuses(translation)
+
+
+def statuses(translation: Translation) -> dict[str, tuple[Status, str]]:
+    return {line.key: (line.status, line.text) for line in translation.lines}
+
+
+def leaves(value: Any, key: str = "") -> list[str]:
+    if not isinstance(value, dict) or not value:
+        return [key]
+    return [leaf for name, inner in value.items() for leaf in leaves(inner, f"{key}.{name}".lstrip("."))]
+
+
+@pytest.mark.parametrize("name", ["grpo_base", "grpo_megatron", "grpo_megatron_current"])
+def test_every_key_is_listed_once_and_known(name: str, tmp_path: Path) -> None:
+    path = DATA / f"{name}.yaml"
+    config, translation = read(path, tmp_path)
+    assert [line.key for line in translation.lines] == leaves(plain(load_composed(path)))
+    assert [line for line in translation.lines if line.text == "not known here"] == []
+    load_algorithm(config.algorithm.name, {**config.algorithm.options, "kl_coef": config.algorithm.kl_coef})
+    for line in translation.lines:  # the list says what the file has
+        if line.status is Status.TRANSLATED and line.text.count(": ") == 1:
+            key, _, value = line.text.partition(" (")[0].partition(": ")
+            found: Any = translation.ours
+            for part in key.split("."):
+                found = found[part]
+            assert short(found) == value, line
+
+
+def test_a_dtensor_config(tmp_path: Path) -> None:
+    config, translation = read(DATA / "grpo_base.yaml", tmp_path)
+    assert (config.seed, config.steps, config.output) == (7, 300, "results/small")
+    assert (config.model.path, config.model.dtype, config.model.checkpointing) == ("acme/Tiny-1B", "bfloat16", True)
+    assert (config.data.prompts_per_step, config.rollout.samples_per_prompt) == (16, 8)
+    assert (config.data.max_prompt_tokens, config.rollout.max_tokens) == (256, 768)  # ${sub:...} of the total
+    assert config.rollout.stop == ("</answer>",)
+    assert config.train.microbatch_tokens == 4096  # ${mul:...}
+    assert config.algorithm.name == "dapo"  # whose loss is the mean over all tokens
+    assert config.algorithm.options["dynamic_sampling"] is False  # which it would do by default
+    assert config.algorithm.options["clip_high"] == 0.24
+    assert config.algorithm.minibatches == 2  # 16 x 8 / 64
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.clip_norm) == (3e-6, (0.9, 0.95), 0.5)
+    assert (config.optimizer.schedule, config.optimizer.warmup_steps) == ("constant", 30)
+    assert (config.reward.functions[0].name, config.reward.workers) == ("math_verify", 4)
+    assert config.log.sinks is None
+    found = statuses(translation)
+    assert found["policy.megatron_cfg.optimizer.lr"] == (Status.IGNORED, "policy.dtensor_cfg is the backend in use")
+    assert {key for key, (status, _) in found.items() if status is Status.UNSUPPORTED} == {
+        "grpo.use_leave_one_out_baseline",
+        "data.train.split_validation_size",
+        "data.default.prompt_file",
+    }
+
+
+def test_a_megatron_config_with_deprecated_graph_keys(tmp_path: Path) -> None:
+    config, translation = read(DATA / "grpo_megatron.yaml", tmp_path)
+    found = statuses(translation)
+    assert (config.graph.impl, config.graph.scope) == ("auto", ("attn", "mlp"))
+    assert found["policy.megatron_cfg.enable_cuda_graph"] == (Status.TRANSLATED, "graph.impl: auto")
+    assert found["policy.megatron_cfg.use_te_rng_tracker"][0] is Status.IGNORED
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.schedule) == (4e-6, (0.9, 0.98), "cosine")
+    assert config.optimizer.warmup_steps == 13
+    assert found["policy.megatron_cfg.optimizer.min_lr"] == (Status.UNSUPPORTED, "the learning rate ends at 0")
+    assert found["policy.megatron_cfg.tensor_model_parallel_size"][0] is Status.UNSUPPORTED
+    assert config.checkpoint.every == 300  # only the last
+    assert found["checkpointing.save_period"] == (Status.IGNORED, "checkpointing is off")
+    assert (config.log.sinks, config.log.wandb) == (("jsonl", "wandb"), {"project": "small", "name": "run-7"})
+    places = {line.key: Path(line.place).name for line in translation.lines}
+    assert places["grpo.seed"] == "grpo_base.yaml:15"
+    assert places["grpo.num_generations_per_prompt"] == "grpo_megatron.yaml:5"
+
+
+def test_a_megatron_config_with_current_graph_keys(tmp_path: Path) -> None:
+    config, _ = read(DATA / "grpo_megatron_current.yaml", tmp_path)
+    assert (config.graph.impl, config.graph.scope, config.graph.warmup) == ("auto", ("layer",), 5)
+    assert config.algorithm.name == "grpo"  # token_level_loss: false
+    assert (config.data.train, config.data.validation) == ("data/questions.jsonl", "data/held_out.jsonl")
+    assert config.data.shuffle is False
+    assert config.reward.functions[0].options == {"column": "solution"}
+    assert config.optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("graph_keys", "ranks", "impl", "scope"),
+    [
+        ("cuda_graph_impl: local, cuda_graph_scope: full_iteration", 1, "auto", ("step",)),
+        ("cuda_graph_impl: local, cuda_graph_scope: full_iteration", 8, "auto", ("layer",)),
+        ("external_cuda_graph: true, cuda_graph_scope: [mlp]", 8, "auto", ("mlp",)),
+        ("cuda_graph_impl: none", 1, "auto", None),  # theirs captures generation
+        ("cuda_graph_impl: local, cuda_graph_modules: [moe_router]", 1, "auto", None),
+    ],
+)
+def test_graph_keys(tmp_path: Path, graph_keys: str, ranks: int, impl: str, scope: tuple[str, ...] | None) -> None:
+    text = f"{SMALL}  megatron_cfg: {{enabled: true, {graph_keys}}}\ncluster: {{gpus_per_node: {ranks}}}\n"
+    config, _ = translate(tmp_path, text)
+    assert (config.graph.impl, config.graph.scope) == (impl, scope)
+
+
+def test_eager_training_and_generation_is_eager(tmp_path: Path) -> None:
+    text = SMALL + "  megatron_cfg: {enabled: true, cuda_graph_impl: none}\n"
+    config, found = translate(tmp_path, text + "  generation: {vllm_cfg: {enforce_eager: True}}\n")
+    assert config.graph.impl == "none"
+    assert found["policy.generation.vllm_cfg.enforce_eager"] == (Status.TRANSLATED, "graph.impl: none")
+
+
+def test_contradictory_graph_keys_are_not_guessed_at(tmp_path: Path) -> None:
+    keys = "enable_cuda_graph: true, external_cuda_graph: true"
+    config, found = translate(tmp_path, f"{SMALL}  megatron_cfg: {{enabled: true, {keys}}}\n")
+    assert found["policy.megatron_cfg.external_cuda_graph"][0] is Status.UNSUPPORTED
+    assert found["policy.megatron_cfg.enable_cuda_graph"][0] is Status.UNSUPPORTED
+    assert config.graph.impl == "auto"  # our default
+
+
+def test_sequence_level_ratios_and_corrections(tmp_path: Path) -> None:
+    loss = (
+        "{sequence_level_importance_ratios: true, token_level_loss: false, ratio_clip_min: 3e-4, ratio_clip_max: 4e-4"
+    )
+    loss += ", use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2}"
+    config, _ = translate(tmp_path, f"{SMALL}loss_fn: {loss}\n")
+    assert config.algorithm.name == "gspo"
+    assert config.algorithm.options["clip_low"] == 3e-4
+    assert config.algorithm.options["importance_cap"] == 2.0
+
+
+def test_overlong_shaping_is_dapos(tmp_path: Path) -> None:
+    shaping = "{enabled: true, overlong_buffer_length: 8, overlong_buffer_penalty: 1, max_response_length: 32}"
+    text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, reward_shaping: {shaping}")
+    config, _ = translate(tmp_path, text + "loss_fn: {token_level_loss: true}\n")
+    assert config.algorithm.options == {"dynamic_sampling": False, "max_tokens": 32, "overlong_buffer": 8}
+
+
+def test_what_would_break_our_rules_is_adapted_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "their.yaml"
+    path.write_text(
+        SMALL + "  train_micro_batch_size: 1\n" + "  megatron_cfg: {enabled: true, scheduler: {lr_warmup_iters: 50}}\n"
+    )
+    config, translation = read(path, tmp_path)
+    assert config.train.microbatch_tokens == 128  # 64 tokens of prompt and 64 of completion
+    assert config.optimizer.warmup_steps == 9
+    assert any("warmup_steps was 50, more than the 9 steps" in text for text in translation.to_do)
+
+
+def test_another_environment_has_to_be_written(tmp_path: Path) -> None:
+    text = SMALL + "data: {default: {env_name: code}}\nenv: {code: {num_workers: 2}, math: {num_workers: 3}}\n"
+    config, found = translate(tmp_path, text)
+    assert config.reward.functions[0].name == "rewards.py:reward"
+    assert found["env.code.num_workers"][0] is Status.UNSUPPORTED
+    assert found["env.math.num_workers"] == (Status.IGNORED, "no dataset uses it")
+    assert config.reward.workers == 0
+
+
+def test_a_key_nobody_knows(tmp_path: Path) -> None:
+    _, found = translate(tmp_path, SMALL + "  brand_new: 3\n")
+    assert found["policy.brand_new"] == (Status.UNSUPPORTED, "not known here")
+
+
+# What can be wrong with their file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sft: {}\npolicy: {model_name: m}\n", "not a GRPO config of NeMo-RL: it has no `grpo`, but sft, policy"),
+        ("grpo: {}\npolicy: {precision: x}\n", "their.yaml:2: policy.model_name: required, but missing"),
+        (f"{SMALL}  a: ${{policy.nam}}\n", "their.yaml:5: policy.a: ${policy.nam}: there is no key policy.nam"),
+        (f"{SMALL}  a: ${{pow:2,3}}\n", "their.yaml:5: policy.a: ${pow:2,3}: no resolver 'pow'"),
+        (f"{SMALL}  a: ${{oc.env:NO_SUCH_NAME}}\n", "the environment has no NO_SUCH_NAME"),
+        (f"{SMALL}  a: ${{policy.b}}\n  b: ${{policy.a}}\n", "refers to itself: policy.a -> policy.b -> policy.a"),
+        (f"{SMALL}  a: ${{policy\n", "an interpolation has no end"),
+        (f"{SMALL}  model_name: n\n", "their.yaml:5: model_name: given twice"),
+        (f"{SMALL}  a: [\n", "not YAML"),
+        ("defaults: nowhere.yaml\n", "their.yaml:1: defaults: there is no file"),
+        ("defaults: their.yaml\n", "their.yaml:1: defaults: files name each other: their.yaml -> their.yaml"),
+        ("- a\n", "their.yaml:1: expected keys, got list"),
+        (SMALL.replace("64", "many"), "their.yaml:4: policy.max_total_sequence_length: expected a whole number"),
+        (SMALL.replace("max_num_steps: 9", "max_num_steps: 0"), "steps: expected whole number ≥ 1, got 0"),
+        (f"{SMALL}  generation: {{temperature: hot}}\n", "policy.generation.temperature: 'hot' cannot be rollout.temp"),
+    ],
+)
+def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "their.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        import_nemo(path)
+    assert message in str(raised.value)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file or directory"):
+        import_nemo(tmp_path / "nowhere.yaml")
+
+
+def test_files_that_name_each_other(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("x: 1\ndefaults: [a.yaml]\n")
+    with pytest.raises(ConfigError, match=r"b\.yaml:2: defaults: files name each other: a\.yaml -> b\.yaml -> a\.yaml"):
+        import_nemo(tmp_path / "a.yaml")
+
+
+def test_composition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merging, replacing, words, relative references and resolvers, as OmegaConf has them."""
+    monkeypatch.setenv("WHERE", "/data")
+    (tmp_path / "first.yaml").write_text("a: {x: 1, y: [1, 2]}\nb: {x: 1}\nc: {x: 1}\nn: 3\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "second.yaml").write_text("defaults: ../third.yaml\na: {y: [3]}\n")
+    (tmp_path / "third.yaml").write_text("n: 4\nthird: yes\n")
+    (tmp_path / "top.yaml").write_text("""\
+defaults: [first.yaml, sub/second.yaml]
+b: {_override_: true, z: 2}
+c: null
+small: 1e-8
+quoted: "1e-8"
+sum: ${add:${n}, ${mul:2,${a.x}}}
+half: ${div:${n},8}
+most: ${max:${n}, 9}
+text: run-${n}-${a.y[0]}
+path: ${oc.env:WHERE}/${oc.env:NO_SUCH_NAME,x}
+whole: ${a}
+inside: {here: 5, near: "${.here}", far: "${..n}"}
+shared: &anchor {k: 1}
+merged: {<<: *anchor, l: 2}
+""")
+    assert plain(load_composed(tmp_path / "top.yaml")) == {
+        "a": {"x": 1, "y": [3]},
+        "b": {"z": 2},
+        "c": None,
+        "n": 4,
+        "third": True,
+        "small": 1e-8,
+        "quoted": "1e-8",
+        "sum": 6,
+        "half": 0.5,
+        "most": 9,
+        "text": "run-4-3",
+        "path": "/data/x",
+        "whole": {"x": 1, "y": [3]},
+        "inside": {"here": 5, "near": 5, "far": 4},
+        "shared": {"k": 1},
+        "merged": {"k": 1, "l": 2},
+    }
+
+
+# The command
+
+
+def call(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_to(parser.add_subparsers())
+    options = parser.parse_args(["config", *arguments])
+    exit_code: int = options.run(options)
+    return exit_code
+
+
+def test_the_command_writes_a_file_and_lists_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = tmp_path / "ours.yaml"
+    assert call("import", str(DATA / "grpo_megatron.yaml"), "-o", str(ours)) == 0
+    listed = capsys.readouterr().out
+    assert "grpo_base.yaml:15: grpo.seed: 7 → seed: 7\n" in listed
+    assert "unsupported (5)\n" in listed
+    assert load_config(ours).seed == 7
+    assert call(str(ours), "seed=8") == 0  # what `rollgraph config FILE` did before, it still does
+    assert "seed: 8\n" in capsys.readouterr().out
+
+
+def test_the_command_without_a_file_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("import", str(DATA / "grpo_base.yaml")) == 0
+    captured = capsys.readouterr()
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(captured.out)  # nothing but YAML
+    assert load_config(ours).steps == 300
+    assert "translated (" in captured.err
+
+
+@pytest.mark.parametrize("files", [(), ("a.yaml", "b.yaml"), ("nowhere.yaml",)])
+def test_the_command_says_what_is_wrong(files: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("import", *files) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert ("nowhere.yaml: cannot be read" if files == ("nowhere.yaml",) else "expected one file") in captured.err
+
+
+def test_the_documentation_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(DATA)
+    printed = import_nemo("grpo_megatron.yaml").describe().splitlines()
+    _, _, block = (DATA.parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8").partition("-o ours.yaml\n")
+    shown = [line for line in block.partition("```")[0].splitlines() if line.strip() not in ("", "...")]
+    assert len(shown) > 8
+    assert [line for line in shown if line not in printed] == []
