@@ -54,6 +54,7 @@ def make_worker(architecture: Architecture, options: argparse.Namespace, backend
         model = Decoder(architecture).to(torch.float32 if device == "cpu" else torch.bfloat16)
     algorithm = load_algorithm("grpo", {"kl_coef": 0.01})
     longest = options.prompt + options.new
+    largest = max(longest, options.bucket)
     worker = PolicyWorker(
         model,
         None,
@@ -61,7 +62,7 @@ def make_worker(architecture: Architecture, options: argparse.Namespace, backend
         Limits(
             max_length=longest,
             rows=options.prompts * options.samples,
-            token_buckets=(max(longest, options.bucket),),
+            token_buckets=tuple(sorted({max(longest, largest // part) for part in (4, 2, 1)})),
             cache_bytes=options.cache_gib << 30 if device != "cpu" else 64 << 20,
         ),
         sampling=SamplingParams(max_tokens=options.new),

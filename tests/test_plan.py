@@ -10,7 +10,7 @@ import torch
 
 from rollgraph.commands import plan as command
 from rollgraph.config import Config, parse_config
-from rollgraph.model import Architecture, Decoder, token_logprobs
+from rollgraph.model import Architecture, Decoder, Keys, token_logprobs
 from rollgraph.plan import PHASES, Plan, activation_bytes, layer_bytes, make_plan, shape_model
 from rollgraph.setup import make_run
 from rollgraph.world import World
@@ -212,8 +212,9 @@ def saved_bytes(model: Decoder, tokens: int) -> int:
     ids = torch.randint(model.architecture.vocabulary, (tokens,), device=device)
     ends = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=device)
     positions = torch.arange(tokens, device=device) % (tokens // 2)
+    keys = Keys(torch.arange(2 * tokens, device=device).clamp_max(tokens - 1), ends)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model(ids, positions, ends, tokens)
+        hidden = model(ids, positions, ends, tokens, keys)
         logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1))
     assert isinstance(logprobs, torch.Tensor)
     assert logprobs.requires_grad

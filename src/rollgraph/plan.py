@@ -258,12 +258,15 @@ def activation_bytes(a: Architecture, tokens: int, itemsize: int, *, checkpointi
 def layer_bytes(a: Architecture, tokens: int, itemsize: int, *, cuda: bool) -> int:
     """What one layer keeps for its backward."""
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    # The projection (values are a view of it), rotated queries and keys, the output; a sum for each head's softmax.
-    attention = (q + 2 * kv + q + kv + q) * itemsize + FP32 * a.heads
+    attention = FP32 * a.heads  # a sum for each head's softmax
+    if cuda and itemsize == 2:
+        attention += (q + 2 * 2 * kv + q) * itemsize  # rotated queries; keys and values, room for twice as many; output
+        attention += (q + 2 * kv) * itemsize if a.qk_norm else 0  # the projection
+    else:
+        attention += (q + 2 * kv + q + kv + q) * itemsize  # the projection with its values, rotated queries and keys
+        attention += tokens * itemsize  # a mask, [tokens, tokens]
     if a.qk_norm:
         attention += (q + kv) * itemsize + FP32 * (a.heads + a.kv_heads)
-    if not (cuda and itemsize == 2):
-        attention += tokens * itemsize  # a mask, [tokens, tokens], where there is no attention over packed sequences
     mlp = (3 if cuda else 4) * a.mlp * itemsize  # gate, up and their product; plain PyTorch keeps silu(gate), too
     return tokens * (2 * _norm_bytes(a.hidden, itemsize, cuda) + attention + mlp)
 
