@@ -115,6 +115,45 @@ def check_store(
     assert torch.equal(written.cpu().flatten(0, 1)[untouched], pages.flatten(0, 1)[untouched])
 
 
+def share(lone: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int) -> tuple[Tensor, Keys]:
+    """Bounds and keys: a sequence by itself, then groups of what is shared and who shares it; keys of nobody behind."""
+    seen, bounds = [list(range(lone))], [0, lone]
+    for shared, own in groups:
+        first = list(range(bounds[-1], bounds[-1] + shared))
+        seen.append(first)
+        bounds.append(bounds[-1] + shared)
+        for count in own:
+            seen.append([*first, *range(bounds[-1], bounds[-1] + count)])
+            bounds.append(bounds[-1] + count)
+    ends = torch.tensor([0, *map(len, seen), *[0] * empty]).cumsum(0).int()
+    cu_seqlens = torch.tensor([*bounds, *[bounds[-1]] * empty]).int()
+    return cu_seqlens, Keys(torch.tensor([*chain(*seen), *[0] * 9]), ends)
+
+
+def check_shared_keys(
+    dim: int, kv_heads: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int, device: torch.device,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Gradients of keys that belong to nobody are whatever is in memory, and nobody gets them."""
+    from rollgraph.model.shared_keys_kernels import TakeKeys
+
+    cu_seqlens, keys = share(3, groups, empty)
+    used, tokens = int(keys.cu_seqlens[-1]), int(cu_seqlens[-1])
+    k, v = (torch.randn(tokens, kv_heads, dim).to(dtype) for _ in range(2))
+    gradients = [torch.randn(len(keys.tokens), kv_heads, dim).to(dtype) for _ in range(2)]
+    for gradient in gradients:
+        gradient[used:] = torch.nan
+    leaves = [x.to(device).requires_grad_() for x in (k, v)]
+    layout = [x.to(device) for x in (keys.tokens, cu_seqlens, keys.cu_seqlens)]
+    taken = TakeKeys.apply(*leaves, *layout)
+    for found, source in zip(taken, (k, v), strict=True):
+        assert torch.equal(found.detach().cpu(), source[keys.tokens])
+    found = torch.autograd.grad(taken, leaves, [gradient.to(device) for gradient in gradients])
+    for sums, gradient in zip(found, gradients, strict=True):
+        expected = torch.zeros(tokens, kv_heads, dim).index_add_(0, keys.tokens[:used], gradient[:used].float())
+        close(sums, expected)
+
+
 def make_cases() -> tuple[dict[str, Case], list[str]]:
     """All cases, and the names of those that are for the interpreter, too, which is slow: each value, not each pair."""
     cases: dict[str, Case] = {}
@@ -142,6 +181,10 @@ def make_cases() -> tuple[dict[str, Case], list[str]]:
     for kind, rows in (("many", many), ("few", many[:3])):
         cases[f"decode, {kind} rows"] = partial(check_decode, 64, (6, 2), 16, None, rows, None)
     left_out.add("decode, many rows")
+    for kv_heads, groups in ((2, [(5, [1, 4, 2]), (1, [7]), (9, [1] * 6)]), (1, []), (3, [(4, [3, 3])] * 5)):
+        for empty in (0, 3):
+            shared = partial(check_shared_keys, 24, kv_heads, groups, empty)
+            cases[f"shared keys, {kv_heads} heads, {len(groups)} groups, {empty} empty"] = shared
     cases["prefill, nothing but padding"] = partial(check_prefill, 16, (2, 2), 4, None, ((4, 0), (1, 0)))
     return cases, [name for name in cases if name not in left_out]
 
@@ -202,15 +245,8 @@ def test_packed_attention_on_cuda(heads: tuple[int, int], window: int | None, dt
 def test_packed_attention_with_shared_keys_on_cuda(heads: tuple[int, int], window: int | None) -> None:
     """Flash attention over keys that are there many times against a mask over keys that are there once."""
     shared, own, dim = 70, (1, 65, 3, 40), 64
-    cu_seqlens = torch.tensor([0, shared, *own, 0, 0]).cumsum(0).int()
-    starts = cu_seqlens.tolist()[1:]
-    seen = [list(range(shared))]
-    seen += [[*seen[0], *range(start, start + count)] for start, count in zip(starts, own, strict=False)]
-    keys = Keys(
-        torch.tensor([*chain(*seen), *[0] * 9]),
-        torch.tensor([0, *map(len, seen), 0, 0]).cumsum(0).int(),
-    )
-    tokens, dtype = shared + sum(own), torch.bfloat16
+    cu_seqlens, keys = share(6, [(shared, own), (4, (2,))], empty=2)
+    tokens, dtype = int(cu_seqlens[-1]), torch.bfloat16
     q, k, v, upstream = (torch.randn(tokens, n, dim).to(dtype) for n in (heads[0], heads[1], heads[1], heads[0]))
     results = []
     for device, kind in (("cuda", dtype), ("cpu", torch.float32)):

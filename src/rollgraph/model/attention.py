@@ -20,8 +20,8 @@ from torch.nn import functional
 class Keys(NamedTuple):
     """The keys of packed sequences some of which begin with the tokens of another one, a shared prompt.
 
-    Sequence i has the keys `cu_seqlens[i]` to `cu_seqlens[i + 1]`: first those of the tokens that it shares, which lie
-    side by side, then those of its own tokens.
+    Sequence i has the keys `cu_seqlens[i]` to `cu_seqlens[i + 1]`: first those of the tokens that it shares, then those
+    of its own. What it shares is a whole sequence, which those that share it follow.
     """
 
     tokens: Tensor  # [keys] int64: the token that each key is of
@@ -48,7 +48,10 @@ def packed_attention(
 
         cu_keys = cu_seqlens
         if keys is not None:
-            k, v, cu_keys = _Take.apply(k, keys.tokens), _Take.apply(v, keys.tokens), keys.cu_seqlens
+            from rollgraph.model.shared_keys_kernels import TakeKeys
+
+            cu_keys = keys.cu_seqlens
+            k, v = TakeKeys.apply(k, v, keys.tokens, cu_seqlens, cu_keys)
         sizes = (-1 if window is None else window - 1, 0)  # the last query of a sequence sees its last key
         lengths = (cu_seqlens, cu_keys, max_length, max_length)
         return cast(Tensor, varlen_attn(q, k, v, *lengths, window_size=sizes, **_varlen_options()))
@@ -63,22 +66,6 @@ def packed_attention(
         other = rows - first[own][:, None]  # of a key among those that the query's sequence shares
         mask = mask | ((other >= 0) & (other < shared[own][:, None]) & _visible(place[:, None], other, window))
     return _attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask).transpose(0, 1)
-
-
-class _Take(torch.autograd.Function):
-    """Rows of a tensor, some of them many times. Their gradients are added up in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.count = len(x)
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        total = torch.zeros((ctx.count, *gradient.shape[1:]), dtype=torch.float32, device=gradient.device)
-        return total.index_add_(0, rows, gradient.float()).to(gradient.dtype), None
 
 
 def paged_decode(q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int | None = None) -> Tensor:

@@ -1,0 +1,77 @@
+"""Keys and values of packed sequences that share a prompt, each sequence's in one piece, and the way back.
+
+Flash attention wants the keys of a sequence side by side, so those of a shared prompt are there once for each sequence.
+In backward their gradients are added up in fp32, in the order of the sequences: the same every time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _sum_kernel(
+    d_keys, d_values, out_keys, out_values, tokens, cu_rows, cu_keys, sequences, width,
+    STEPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Of one token: the gradients of all keys, and values, that are its own."""
+    token, at = tl.program_id(0), tl.arange(0, WIDTH)
+    inside = at < width
+    low, high = 0, sequences
+    for _ in range(STEPS):  # the sequence it is in: the last one that does not begin behind it
+        middle = (low + high) // 2
+        found = tl.load(cu_rows + middle) <= token
+        low = tl.where(found, middle, low)
+        high = tl.where(found, high, middle)
+    begin, key = tl.load(cu_rows + low), tl.load(cu_keys + low)
+    shared = tl.load(cu_keys + low + 1) - key - (tl.load(cu_rows + low + 1) - begin)
+    row = (key + shared + token - begin).to(tl.int64)
+    d_key = tl.load(d_keys + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    d_value = tl.load(d_values + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    sharing = low + 1
+    more = sharing < sequences
+    while more:  # those that share this one's tokens follow it
+        key = tl.load(cu_keys + sharing)
+        shared = tl.load(cu_keys + sharing + 1) - key
+        shared -= tl.load(cu_rows + sharing + 1) - tl.load(cu_rows + sharing)
+        more = shared > 0
+        if more:
+            more = tl.load(tokens + key) == begin
+        if more:
+            row = (key + token - begin).to(tl.int64)
+            d_key += tl.load(d_keys + row * width + at, mask=inside, other=0.0).to(tl.float32)
+            d_value += tl.load(d_values + row * width + at, mask=inside, other=0.0).to(tl.float32)
+        sharing += 1
+        more = more & (sharing < sequences)
+    target = token.to(tl.int64) * width + at
+    tl.store(out_keys + target, d_key.to(out_keys.dtype.element_ty), mask=inside)
+    tl.store(out_values + target, d_value.to(out_values.dtype.element_ty), mask=inside)
+
+
+class TakeKeys(torch.autograd.Function):
+    """(keys, values) of each key's token; see `attention.Keys`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, tokens: Tensor, cu_rows: Tensor, cu_keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens, cu_rows, cu_keys)
+        ctx.rows = len(k)
+        return k.index_select(0, tokens), v.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, d_keys: Tensor, d_values: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, cu_rows, cu_keys = ctx.saved_tensors
+        d_keys, d_values = d_keys.contiguous(), d_values.contiguous()
+        sequences, width = len(cu_rows) - 1, d_keys[0].numel()
+        found = [torch.empty((ctx.rows, *d_keys.shape[1:]), dtype=d_keys.dtype, device=d_keys.device) for _ in range(2)]
+        _sum_kernel[(ctx.rows,)](
+            d_keys, d_values, *found, tokens, cu_rows, cu_keys, sequences, width,
+            STEPS=sequences.bit_length(), WIDTH=triton.next_power_of_2(width), num_warps=1,
+        )  # fmt: skip
+        return *found, None, None, None
