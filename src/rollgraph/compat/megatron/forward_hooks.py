@@ -1,4 +1,4 @@
-"""DDP's forward pre-hooks, owned by their handles: enabling and disabling never look them up through the module tree."""
+"""DDP's forward pre-hooks, owned by their handles: neither enabling nor disabling looks them up through the tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rollgraph.compat.finding import State
-from rollgraph.compat.megatron.patch import CannotRepair, Patch, need, need_parameters
+from rollgraph.compat.megatron.patch import CannotRepair, Patch, closure_values, need, need_parameters
 from rollgraph.compat.megatron.probe_objects import wrap_ddp
 from rollgraph.compat.megatron.repair import Repair, Verdict
 
@@ -51,14 +51,21 @@ def has_hooks(ddp: Any) -> bool:
 @contextmanager
 def hooks_paused(ddps: Iterable[Any]) -> Iterator[None]:
     """No hooks inside; afterwards on those that had them, on the modules that are in the tree by then."""
-    paused = [ddp for ddp in ddps if has_hooks(ddp)]
-    for ddp in paused:
-        remove_hooks(ddp)
-    try:
+    with hooks_as_found(ddps) as found:
+        for ddp in found:
+            remove_hooks(ddp)
         yield
+
+
+@contextmanager
+def hooks_as_found(ddps: Iterable[Any]) -> Iterator[list[Any]]:
+    """Whatever is enabled and disabled inside, hooks are afterwards where they were. Gathers nothing."""
+    found = {ddp: has_hooks(ddp) for ddp in ddps}
+    try:
+        yield list(found)
     finally:
-        for ddp in paused:
-            add_hooks(ddp)
+        for ddp, had in found.items():
+            (add_hooks if had else remove_hooks)(ddp)
 
 
 def find_owners(model: nn.Module) -> list[Any]:
@@ -70,9 +77,9 @@ def find_owners(model: nn.Module) -> list[Any]:
         if isinstance(module, DistributedDataParallel):
             found[id(module)] = module
         for hook in module._forward_pre_hooks.values():
-            for cell in getattr(hook, "__closure__", None) or ():
-                if isinstance(cell.cell_contents, DistributedDataParallel):
-                    found[id(cell.cell_contents)] = cell.cell_contents
+            found.update(
+                (id(value), value) for value in closure_values(hook) if isinstance(value, DistributedDataParallel)
+            )
     return list(found.values())
 
 
@@ -138,7 +145,7 @@ FORWARD_HOOKS = Repair(
     ),
     reason=(
         "Handles are looked up by walking the modules that are in the tree now, and CUDA graph managers are modules "
-        "that come and go; disabling twice finds no handle. The parameter all-gather that was asked for is then skipped."
+        "that come and go; disabling twice finds no handle. The all-gather that was asked for is then skipped."
     ),
     try_it=probe,
     plan=plan,

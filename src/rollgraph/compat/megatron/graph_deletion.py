@@ -38,7 +38,7 @@ def plan() -> list[Patch]:
     record, delete = cuda_graphs._CudagraphGlobalRecord.record_fwd_graph.__func__, cuda_graphs.delete_cuda_graphs
     need_parameters(record, "cls", "runner", "args", "kwargs", "out")
     need_parameters(delete)
-    recorded: WeakSet[Any] = WeakSet()  # their own list is emptied when the graphs are created
+    recorded: WeakSet[Any] = WeakSet(find_runners())  # their own list is emptied when the graphs are created
 
     @wraps(record)
     def record_fwd_graph(cls: Any, runner: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -67,7 +67,7 @@ def probe() -> Verdict:
     from megatron.core.transformer import cuda_graphs
 
     record = cuda_graphs._CudagraphGlobalRecord
-    if record.cudagraph_created or record.cudagraph_record or record.cudagraph_inference_record or has_runners():
+    if record.cudagraph_created or record.cudagraph_record or record.cudagraph_inference_record:
         return Verdict(State.UNKNOWN, "this process has CUDA graphs, which trying would delete; ask before the first")
     names = ("cudagraph_created", "cudagraph_record", "cudagraph_inference_record")
     with kept(record, *names), kept(cuda_graphs.CudaGraphManager, "global_mempool"), torch.no_grad():
@@ -84,11 +84,11 @@ def probe() -> Verdict:
     return Verdict(State.AFFECTED, "a runner whose graphs were deleted does not record again")
 
 
-def has_runners() -> bool:
+def find_runners() -> list[Any]:
+    """Those made before the repair: nothing of theirs lists them."""
     from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
-    gc.collect()  # those of an earlier probe
-    return any(type(thing) is _CudaGraphRunner for thing in gc.get_objects())
+    return [thing for thing in gc.get_objects() if type(thing) is _CudaGraphRunner]
 
 
 GRAPH_DELETION = Repair(

@@ -11,7 +11,7 @@ from torch import nn
 
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron.forward_hooks import find_owners, hooks_paused
-from rollgraph.compat.megatron.patch import Patch, need, need_parameters
+from rollgraph.compat.megatron.patch import Patch, closure_values, need, need_parameters
 from rollgraph.compat.megatron.probe_objects import make_config, wrap_ddp
 from rollgraph.compat.megatron.repair import Repair, Verdict
 
@@ -20,59 +20,71 @@ PARKED = "_rollgraph_parked_managers"
 
 @dataclass(frozen=True)
 class Parked:
-    """A manager of one function of a module, out of the tree while graphs are off."""
+    """A manager that is out of the tree while graphs are off."""
 
     attribute: str  # cudagraph_manager_router
     manager: Any
-    function: str  # _forward_mlp_router
-    wrapper: Any  # what calls the manager in its place
+    function: str | None  # _forward_mlp_router; None where the manager is called for the whole module
+    wrapper: Any = None  # what calls the manager in place of the function
 
 
 def park_managers(model: nn.Module) -> None:
-    """Managers that wrap a function of their module leave the tree, and the function is the module's own again."""
+    """Managers leave the tree, and functions that were wrapped are the modules' own again."""
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
+    module: Any
+    manager: Any
     for module in list(model.modules()):
         for attribute, manager in list(module._modules.items()):
-            function = find_wrapped(module, manager) if isinstance(manager, CudaGraphManager) else None
-            if function is None:
-                continue
-            parked = Parked(attribute, manager, function, vars(module)[function])
-            vars(module).setdefault(PARKED, []).append(parked)
-            delattr(module, attribute)
-            if getattr(manager.func, "__self__", None) is module:
-                delattr(module, function)
-            else:
-                setattr(module, function, manager.func)
-            if getattr(module, "use_partial_cudagraphs", False):  # generation refuses to run while it is set
-                module.use_partial_cudagraphs = False
+            if isinstance(manager, CudaGraphManager):
+                delattr(module, attribute)
+                vars(module).setdefault(PARKED, []).append(unwrap(module, attribute, manager))
+
+
+def unwrap(module: Any, attribute: str, manager: Any) -> Parked:
+    function = find_wrapped(module, manager)
+    if function is None:
+        return Parked(attribute, manager, None)
+    wrapper = vars(module)[function]
+    if getattr(manager.func, "__self__", None) is module:
+        delattr(module, function)
+    else:
+        setattr(module, function, manager.func)
+    if getattr(module, "use_partial_cudagraphs", False):
+        run_whole(module)
+    return Parked(attribute, manager, function, wrapper)
+
+
+def run_whole(layer: Any) -> None:
+    """A mixture-of-experts layer that ran in parts, around its graphs. Generation refuses to run one in parts."""
+    layer.use_partial_cudagraphs = False
+    if hasattr(layer.mlp, "fwd_execution_map"):  # which still says the last part
+        layer.mlp.fwd_execution_map = ["route", "expert_compute", "postprocess"]
 
 
 def unpark_managers(model: nn.Module, anew: bool) -> None:
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
+    module: Any
     for module in list(model.modules()):
         for parked in vars(module).pop(PARKED, ()):
+            if hasattr(module, parked.attribute):  # theirs has put one there
+                continue
+            manager = parked.manager
             if anew:
-                manager = CudaGraphManager(
-                    module.config,
-                    module,
-                    function_name=parked.function,
-                    need_backward=parked.manager.need_backward,
-                )
-            else:
-                manager = parked.manager
+                function = {} if parked.function is None else {"base_module": module, "function_name": parked.function}
+                manager = CudaGraphManager(module.config, need_backward=manager.need_backward, **function)
+            elif parked.function is not None:
                 setattr(module, parked.function, parked.wrapper)
             setattr(module, parked.attribute, manager)
-            if hasattr(module, "use_partial_cudagraphs"):
+            if parked.function is not None and hasattr(module, "use_partial_cudagraphs"):
                 module.use_partial_cudagraphs = True
 
 
 def find_wrapped(module: nn.Module, manager: Any) -> str | None:
     """The name of the function of the module that calls the manager instead."""
     for name, value in vars(module).items():
-        cells = getattr(value, "__closure__", None) or ()
-        if any(cell.cell_contents is manager for cell in cells):
+        if any(held is manager for held in closure_values(value)):
             return name
     return None
 
@@ -90,7 +102,7 @@ def drop_stale_cache(model: nn.Module) -> None:
 def plan() -> list[Patch]:
     from megatron.core.transformer import cuda_graphs, utils
 
-    need(utils, "toggle_cuda_graphs", "cuda_graph_attr_cache")
+    need(utils, "toggle_cuda_graphs", "init_cuda_graph_cache", "cuda_graph_attr_cache")
     need(cuda_graphs, "CudaGraphManager", "delete_cuda_graphs", "_CudagraphGlobalRecord")
     need(cuda_graphs._CudagraphGlobalRecord, "cudagraph_created")
     original = utils.toggle_cuda_graphs
@@ -101,6 +113,7 @@ def plan() -> list[Patch]:
     @wraps(original)
     def toggle_cuda_graphs(model: Any, set_to: str = "none", reset_cuda_graphs: bool = True) -> None:
         drop_stale_cache(model)
+        utils.init_cuda_graph_cache(model)  # while the managers are still to be seen
         before = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with hooks_paused(find_owners(model)):
             if set_to == "none" or reset_cuda_graphs:

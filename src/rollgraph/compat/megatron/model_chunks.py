@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from rollgraph.compat.megatron.patch import need
+
 Model = nn.Module | Sequence[nn.Module]
 
 
@@ -16,4 +18,7 @@ def list_chunks(model: Model) -> list[nn.Module]:
 
 def list_hooked(model: Model) -> list[Any]:
     """The chunks that overlap the parameter all-gather: only those have forward pre-hooks."""
-    return [chunk for chunk in list_chunks(model) if getattr(chunk, "use_forward_hook", False)]
+    hooked = [chunk for chunk in list_chunks(model) if getattr(chunk, "use_forward_hook", False)]
+    for chunk in hooked:
+        need(chunk, "remove_forward_pre_hook_handles", "start_param_sync")
+    return hooked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -111,6 +111,15 @@ def spell(thing: Any) -> str:
     if isinstance(thing, type) or callable(thing):
         return f"{thing.__module__}.{thing.__qualname__}"
     return type(thing).__name__
+
+
+def closure_values(function: Any) -> list[Any]:
+    """What a function holds of where it was defined; an empty list for anything else."""
+    values = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # not yet filled
+            values.append(cell.cell_contents)
+    return values
 
 
 @contextmanager

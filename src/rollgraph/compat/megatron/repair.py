@@ -76,7 +76,11 @@ class Repair:
 
     def describe(self, state: State, note: str = "") -> Finding:
         if state is State.AFFECTED:
-            return Finding(self.name, state, self.symptom, f"{self.reason} Here: {note}." if note else self.reason, ADVICE)
+            return Finding(
+                self.name, state, self.symptom, f"{self.reason} Here: {note}." if note else self.reason, ADVICE
+            )
         if state is State.REPAIRED:
             return Finding(self.name, state, self.symptom, self.reason, "in force; rollgraph.compat.megatron.undo()")
-        return Finding(self.name, state, self.symptom, note or self.reason, "nothing to do" if state is State.CLEAR else ADVICE)
+        return Finding(
+            self.name, state, self.symptom, note or self.reason, "nothing to do" if state is State.CLEAR else ADVICE
+        )
