@@ -157,24 +157,32 @@ def test_another_model_at_the_address_of_a_dead_one_is_switched() -> None:
     assert switch_at_the_address_of_another() == 0
 
 
-def make_moe() -> nn.Module:
+def make_moe(impl: str = "local") -> nn.Module:
     from megatron.core.transformer.enums import CudaGraphScope
 
     return make_gpt(
+        impl,
         num_moe_experts=2,
         moe_token_dispatcher_type="allgather",
         moe_router_load_balancing_type="none",
-        cuda_graph_scope=[CudaGraphScope.moe_router],
+        cuda_graph_scope=[CudaGraphScope.moe_router] if impl == "local" else [],
         add_bias_linear=False,
     )
 
 
-def test_layers_with_several_managers_generate_after_switching_off() -> None:
+def test_layers_with_several_managers_generate_after_switching_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 forgets to define it without Transformer Engine
+        monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+
     def generate(model: nn.Module) -> Tensor:
-        layer = model.decoder.layers[0].eval()  # type: ignore[union-attr, index]
-        return layer._forward_mlp(torch.zeros(TOKENS, 1, WIDTH), inference_context=object())
+        layer = model.decoder.layers[0].eval()
+        x = torch.randn(TOKENS, 1, WIDTH, generator=torch.Generator().manual_seed(0))
+        return layer._forward_mlp(x, inference_context=object())
 
     model = make_moe()
+    model.decoder.layers[0].mlp.fwd_execution_map = "postprocess"  # where a run leaves it
     assert len(list_managers(model)) == 1 + 2 * 4
     toggle(model, "none")
     assert len(list_managers(model)) == 2 * 4
@@ -184,16 +192,14 @@ def test_layers_with_several_managers_generate_after_switching_off() -> None:
     repair()
     toggle(model, "none")
     assert list_managers(model) == []
-    with pytest.raises(Exception) as raised:  # further than the refusal: experts need a GPU
-        generate(model)
-    assert "Partial cudagraphs" not in str(raised.value)
+    assert torch.equal(generate(model), generate(make_moe("none")))
 
 
 @pytest.mark.parametrize("reset", [True, False])
 def test_layers_with_several_managers_come_back_as_they_were(reset: bool) -> None:
     repair()
     model = make_moe()
-    layer: Any = model.decoder.layers[0]  # type: ignore[union-attr, index]
+    layer: Any = model.decoder.layers[0]
     router, wrapper = layer.cudagraph_manager_router, layer._forward_mlp_router
     layer.mlp.fwd_execution_map = "postprocess"  # where a run in parts leaves it
     toggle(model, "none", reset)
@@ -350,7 +356,7 @@ def weak_references(monkeypatch: pytest.MonkeyPatch) -> None:
 def capture_and_move_weights() -> tuple[bool, Any]:
     """Whether the memory that the graphs of the last layer were captured with is still there once weights moved."""
     model = make_gpt()
-    weight = model.decoder.layers[-1].mlp.linear_fc2.weight  # type: ignore[union-attr, index]
+    weight = model.decoder.layers[-1].mlp.linear_fc2.weight
     memory = weight.detach().numpy().copy().view(Memory)
     weight.data = torch.from_numpy(memory)
     ended = weakref.ref(memory)
