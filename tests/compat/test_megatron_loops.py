@@ -166,9 +166,13 @@ def test_an_exception_restores_weights_and_hooks(enabled: bool) -> None:
     if not enabled:
         ddp.disable_forward_pre_hook()
     policy = copy_weights(ddp)
-    with pytest.raises(RuntimeError, match="scoring failed"), reference_weights([ddp], [make_reference()]):
+
+    def score_and_fail() -> None:
         ddp.enable_forward_pre_hook()
         raise RuntimeError("scoring failed")
+
+    with pytest.raises(RuntimeError, match="scoring failed"), reference_weights([ddp], [make_reference()]):
+        score_and_fail()
     assert all(torch.equal(policy[name], tensor) for name, tensor in ddp.named_parameters())
     assert bool(ddp.remove_forward_pre_hook_handles) is enabled
 

@@ -90,8 +90,8 @@ def test_neither_name_cannot_be_repaired(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def make_tokenizer(base: Any) -> Any:
     class Letters(base):
-        vocab = {"a": 0, "b": 1}
-        inv_vocab = {0: "a", 1: "b"}
+        vocab = property(lambda self: {"a": 0, "b": 1})
+        inv_vocab = property(lambda self: {0: "a", 1: "b"})
         vocab_size = 2
 
         def tokenize(self, text: str) -> np.ndarray:
