@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ def make_optimizer(model: Any) -> Any:
 
 @torch.no_grad()
 def generate(model: Any) -> Tensor:
-    ids = torch.zeros(ROWS, 1, dtype=torch.long, device=current_device())  # [rows, tokens so far]
+    ids = torch.zeros(ROWS, 1, dtype=torch.long, device=torch.cuda.current_device())  # [rows, tokens so far]
     while ids.shape[1] < LENGTH:
         logits = model(ids, positions_of(ids), None)[:, -1]  # [rows, vocabulary]
         ids = torch.cat([ids, torch.multinomial(logits.float().softmax(-1), 1)], 1)
@@ -188,19 +188,15 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Ten
     return output, loss_of
 
 
-def swap_by_hand(model: Any, weights: dict[str, Any]) -> AbstractContextManager[None]:
+@contextmanager
+def swap_by_hand(model: Any, weights: dict[str, Any]) -> Iterator[None]:
     """Reference weights without a guard, as it is usually written."""
-
-    @contextmanager
-    def swap() -> Iterator[None]:
-        model.disable_forward_pre_hook()
-        policy = {name: clone(tensor) for name, tensor in model.state_dict().items()}
-        model.load_state_dict(weights)
-        yield
-        model.load_state_dict(policy)
-        model.enable_forward_pre_hook()
-
-    return swap()
+    model.disable_forward_pre_hook()
+    policy = {name: clone(tensor) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(weights)
+    yield
+    model.load_state_dict(policy)
+    model.enable_forward_pre_hook()
 
 
 def clone(tensor: Any) -> Any:
@@ -209,10 +205,6 @@ def clone(tensor: Any) -> Any:
 
 def positions_of(ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
-
-
-def current_device() -> Any:
-    return torch.cuda.current_device()
 
 
 def list_managers(model: Any) -> list[CudaGraphManager]:

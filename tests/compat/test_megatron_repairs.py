@@ -221,6 +221,11 @@ def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pyt
     assert changes(before) == set()
 
 
+def test_every_repair_can_be_looked_up() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
+    assert [one.name for one in REPAIRS if f"| `{one.name}` |" not in text] == []
+
+
 # Patches, on a module of our own
 
 
