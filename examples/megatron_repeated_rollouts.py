@@ -74,8 +74,8 @@ def run(rollouts: int, repaired: bool, reset_graphs: bool) -> None:
             losses = train(model.train(), optimizer, ids, reward(ids))
         print(
             f"rollout {rollout}: reward {reward(ids).mean().item():.3f}, "
-            f"distance from the reference {(theirs - own).mean().item():+.4f}, loss {losses[0]:+.4f} to {losses[-1]:+.4f}, "
-            f"{count_graphs(model)} layers replay captured graphs",
+            f"distance from the reference {(theirs - own).mean().item():+.4f}, "
+            f"loss {losses[0]:+.4f} to {losses[-1]:+.4f}, {count_graphs(model)} layers replay captured graphs",
             flush=True,
         )
         assert count_graphs(model) == LAYERS, "training is eager"
