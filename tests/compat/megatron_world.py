@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,7 +165,3 @@ def list_managers(model: nn.Module) -> list[nn.Module]:
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
     return [module for module in model.modules() if isinstance(module, CudaGraphManager)]
-
-
-def attributes_of(thing: Any) -> SimpleNamespace:
-    return SimpleNamespace(**vars(thing))

@@ -245,17 +245,18 @@ class OutOfMemory(Exception):
 
 
 def fail_a_capture(ddp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third of the graphs cannot be captured."""
-    attempts = []
+    """The third of the graphs cannot be made, when the output of the second waits to be its input."""
+    make, attempts = graphs().torch.cuda.CUDAGraph, []
 
-    def enter(self: Any) -> None:
+    def make_two() -> Any:
         attempts.append(1)
         if len(attempts) == 3:
             raise OutOfMemory
+        return make()
 
     record_step(ddp)
     with monkeypatch.context() as patched:
-        patched.setattr(graphs().torch.cuda.graph, "__enter__", enter)
+        patched.setattr(graphs().torch.cuda, "CUDAGraph", make_two, raising=False)
         with pytest.raises(OutOfMemory):
             graphs().create_cudagraphs()
 
