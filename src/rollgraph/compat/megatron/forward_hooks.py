@@ -1,0 +1,152 @@
+"""DDP's forward pre-hooks, owned by their handles: neither enabling nor disabling looks them up through the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from rollgraph.compat.finding import State
+from rollgraph.compat.megatron.patch import CannotRepair, Patch, closure_values, need, need_parameters
+from rollgraph.compat.megatron.probe_objects import wrap_ddp
+from rollgraph.compat.megatron.repair import Repair, Verdict
+
+
+def add_hooks(ddp: Any) -> None:
+    """A hook on every module of the tree that has none, and on no module that left it."""
+    handles = ddp.remove_forward_pre_hook_handles
+    modules = list(ddp.module.modules())
+    for gone in handles.keys() - set(modules):
+        handles.pop(gone).remove()
+    for module in modules:
+        if module not in handles:
+            handles[module] = module.register_forward_pre_hook(ddp._make_forward_pre_hook())
+
+
+def remove_hooks(ddp: Any) -> None:
+    handles = ddp.remove_forward_pre_hook_handles
+    while handles:
+        handles.popitem()[1].remove()
+
+
+def enable_forward_pre_hook(self: Any) -> None:
+    assert self.use_forward_hook
+    add_hooks(self)
+
+
+def disable_forward_pre_hook(self: Any, param_sync: bool = True) -> None:
+    assert self.use_forward_hook
+    remove_hooks(self)
+    if param_sync:
+        self.start_param_sync(force_sync=True)
+
+
+def has_hooks(ddp: Any) -> bool:
+    return bool(getattr(ddp, "remove_forward_pre_hook_handles", None))
+
+
+@contextmanager
+def hooks_paused(ddps: Iterable[Any]) -> Iterator[None]:
+    """No hooks inside; afterwards on those that had them, on the modules that are in the tree by then."""
+    with hooks_as_found(ddps) as found:
+        for ddp in found:
+            remove_hooks(ddp)
+        yield
+
+
+@contextmanager
+def hooks_as_found(ddps: Iterable[Any]) -> Iterator[list[Any]]:
+    """Whatever is enabled and disabled inside, hooks are afterwards where they were. Gathers nothing."""
+    found = {ddp: has_hooks(ddp) for ddp in ddps}
+    try:
+        yield list(found)
+    finally:
+        for ddp, had in found.items():
+            (add_hooks if had else remove_hooks)(ddp)
+
+
+def find_owners(model: nn.Module) -> list[Any]:
+    """The DDPs whose hooks are on the model's modules: a module inside a DDP does not know it, its hooks do."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            found[id(module)] = module
+        for hook in module._forward_pre_hooks.values():
+            found.update(
+                (id(value), value) for value in closure_values(hook) if isinstance(value, DistributedDataParallel)
+            )
+    return list(found.values())
+
+
+def probe() -> Verdict:
+    failures = []
+    for what, attempt in ATTEMPTS.items():
+        ddp = wrap_ddp(nn.Sequential(nn.Identity(), nn.Identity()))
+        try:
+            attempt(ddp)
+        except (AssertionError, KeyError) as error:
+            failures.append(f"{what}: {type(error).__name__}")
+    return Verdict(State.AFFECTED, "; ".join(failures)) if failures else Verdict(State.CLEAR)
+
+
+def disable_after_removal(ddp: Any) -> None:
+    del ddp.module[1]
+    ddp.disable_forward_pre_hook(param_sync=False)
+
+
+def disable_after_addition(ddp: Any) -> None:
+    ddp.module.append(nn.Identity())
+    ddp.disable_forward_pre_hook(param_sync=False)
+
+
+def disable_twice(ddp: Any) -> None:
+    ddp.disable_forward_pre_hook(param_sync=False)
+    ddp.disable_forward_pre_hook(param_sync=False)
+
+
+def enable_twice(ddp: Any) -> None:
+    ddp.enable_forward_pre_hook()
+
+
+ATTEMPTS: dict[str, Callable[[Any], None]] = {
+    "disabling after a module was removed": disable_after_removal,
+    "disabling after a module was added": disable_after_addition,
+    "disabling twice": disable_twice,
+    "enabling twice": enable_twice,
+}
+
+
+def plan() -> list[Patch]:
+    from megatron.core.distributed import DistributedDataParallel as DDP
+
+    need(DDP, "enable_forward_pre_hook", "disable_forward_pre_hook", "_make_forward_pre_hook", "start_param_sync")
+    need_parameters(DDP.enable_forward_pre_hook, "self")
+    need_parameters(DDP.disable_forward_pre_hook, "self", "param_sync")
+    ddp = wrap_ddp(nn.Identity())
+    need(ddp, "remove_forward_pre_hook_handles", "use_forward_hook")
+    if list(ddp.remove_forward_pre_hook_handles) != [ddp.module]:
+        raise CannotRepair("remove_forward_pre_hook_handles is not a dictionary from modules to handles")
+    return [
+        Patch(DDP, "enable_forward_pre_hook", wraps(DDP.enable_forward_pre_hook)(enable_forward_pre_hook)),
+        Patch(DDP, "disable_forward_pre_hook", wraps(DDP.disable_forward_pre_hook)(disable_forward_pre_hook)),
+    ]
+
+
+FORWARD_HOOKS = Repair(
+    name="forward-pre-hooks",
+    symptom=(
+        "AssertionError from `assert len(self.remove_forward_pre_hook_handles) == 0`, or a KeyError that prints the "
+        "whole model, in enable_forward_pre_hook or disable_forward_pre_hook"
+    ),
+    reason=(
+        "Handles are looked up by walking the modules that are in the tree now, and CUDA graph managers are modules "
+        "that come and go; disabling twice finds no handle. The all-gather that was asked for is then skipped."
+    ),
+    try_it=probe,
+    plan=plan,
+)

@@ -1,0 +1,190 @@
+"""toggle_cuda_graphs with hooks paused, for every graph manager a module has, and with state that was really reset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollgraph.compat.finding import State
+from rollgraph.compat.megatron.forward_hooks import find_owners, hooks_paused
+from rollgraph.compat.megatron.patch import Patch, closure_values, need, need_parameters
+from rollgraph.compat.megatron.probe_objects import make_config, wrap_ddp
+from rollgraph.compat.megatron.repair import Repair, Verdict
+
+PARKED = "_rollgraph_parked_managers"
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A manager that is out of the tree while graphs are off."""
+
+    attribute: str  # cudagraph_manager_router
+    manager: Any
+    function: str | None  # _forward_mlp_router; None where the manager is called for the whole module
+    wrapper: Any = None  # what calls the manager in place of the function
+
+
+def park_managers(model: nn.Module) -> None:
+    """Managers leave the tree, and functions that were wrapped are the modules' own again."""
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    module: Any
+    manager: Any
+    for module in list(model.modules()):
+        for attribute, manager in list(module._modules.items()):
+            if isinstance(manager, CudaGraphManager):
+                delattr(module, attribute)
+                vars(module).setdefault(PARKED, []).append(unwrap(module, attribute, manager))
+
+
+def unwrap(module: Any, attribute: str, manager: Any) -> Parked:
+    function = find_wrapped(module, manager)
+    if function is None:
+        return Parked(attribute, manager, None)
+    wrapper = vars(module)[function]
+    if getattr(manager.func, "__self__", None) is module:
+        delattr(module, function)
+    else:
+        setattr(module, function, manager.func)
+    if getattr(module, "use_partial_cudagraphs", False):
+        run_whole(module)
+    return Parked(attribute, manager, function, wrapper)
+
+
+def run_whole(layer: Any) -> None:
+    """A mixture-of-experts layer that ran in parts, around its graphs. Generation refuses to run one in parts."""
+    layer.use_partial_cudagraphs = False
+    if hasattr(layer.mlp, "fwd_execution_map"):  # which still says the last part
+        layer.mlp.fwd_execution_map = ["route", "expert_compute", "postprocess"]
+
+
+def unpark_managers(model: nn.Module, anew: bool) -> None:
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    module: Any
+    for module in list(model.modules()):
+        for parked in vars(module).pop(PARKED, ()):
+            if hasattr(module, parked.attribute):  # theirs has put one there
+                continue
+            manager = parked.manager
+            if anew:
+                function = {} if parked.function is None else {"base_module": module, "function_name": parked.function}
+                manager = CudaGraphManager(module.config, need_backward=manager.need_backward, **function)
+            elif parked.function is not None:
+                setattr(module, parked.function, parked.wrapper)
+            setattr(module, parked.attribute, manager)
+            if parked.function is not None and hasattr(module, "use_partial_cudagraphs"):
+                module.use_partial_cudagraphs = True
+
+
+def find_wrapped(module: nn.Module, manager: Any) -> str | None:
+    """The name of the function of the module that calls the manager instead."""
+    for name, value in vars(module).items():
+        if any(held is manager for held in closure_values(value)):
+            return name
+    return None
+
+
+def drop_stale_cache(model: nn.Module) -> None:
+    """Their cache is keyed by id(model), which a later model can have: it would switch the modules of the dead one."""
+    from megatron.core.transformer import utils
+
+    cached = (utils.cuda_graph_attr_cache or {}).get(id(model), {})
+    modules = set(model.modules())
+    if any(module not in modules for module, _ in cached.get("cudagraph_manager", ())):
+        del utils.cuda_graph_attr_cache[id(model)]
+
+
+def plan() -> list[Patch]:
+    from megatron.core.transformer import cuda_graphs, utils
+
+    need(utils, "toggle_cuda_graphs", "init_cuda_graph_cache", "cuda_graph_attr_cache")
+    need(cuda_graphs, "CudaGraphManager", "delete_cuda_graphs", "_CudagraphGlobalRecord")
+    need(cuda_graphs._CudagraphGlobalRecord, "cudagraph_created")
+    original = utils.toggle_cuda_graphs
+    need_parameters(original, "model", "set_to", "reset_cuda_graphs")
+    parameters = ("self", "config", "base_module", "function_name", "need_backward")
+    need_parameters(cuda_graphs.CudaGraphManager.__init__, *parameters)
+
+    @wraps(original)
+    def toggle_cuda_graphs(model: Any, set_to: str = "none", reset_cuda_graphs: bool = True) -> None:
+        drop_stale_cache(model)
+        utils.init_cuda_graph_cache(model)  # while the managers are still to be seen
+        before = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        with hooks_paused(find_owners(model)):
+            if set_to == "none" or reset_cuda_graphs:
+                park_managers(model)
+            if set_to == "local" and reset_cuda_graphs and cuda_graphs._CudagraphGlobalRecord.cudagraph_created:
+                cuda_graphs.delete_cuda_graphs()  # or the new managers are asked to replay what they do not have
+            original(model, set_to, reset_cuda_graphs)
+            if set_to == "local":
+                unpark_managers(model, anew=reset_cuda_graphs)
+        # The first new manager changes the current stream, and nothing else makes it wait for work under way.
+        if before is not None and torch.cuda.current_stream() != before:
+            torch.cuda.current_stream().wait_stream(before)
+
+    return [Patch(utils, "toggle_cuda_graphs", toggle_cuda_graphs, everywhere=True)]
+
+
+def probe() -> Verdict:
+    from megatron.core.transformer import utils
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    model, ddp = make_switchable()
+    try:
+        utils.toggle_cuda_graphs(model, "none", reset_cuda_graphs=False)
+    finally:
+        (utils.cuda_graph_attr_cache or {}).pop(id(model), None)
+    failures = []
+    if any(isinstance(module, CudaGraphManager) for module in model.modules()):
+        failures.append("a graph manager stays that is not called cudagraph_manager")
+    try:
+        ddp.disable_forward_pre_hook(param_sync=False)
+    except (AssertionError, KeyError) as error:
+        failures.append(f"hooks cannot be disabled after it: {type(error).__name__}")
+    return Verdict(State.AFFECTED, "; ".join(failures)) if failures else Verdict(State.CLEAR)
+
+
+def make_switchable() -> tuple[nn.Module, Any]:
+    """A module with both kinds of graph manager, inside a DDP."""
+    from megatron.core.transformer.module import MegatronModule
+
+    module = MegatronModule(make_config())
+    module.cudagraph_manager = make_manager()
+    module.cudagraph_manager_router = manager = make_manager()
+    manager.func = module.state_dict_for_save_checkpoint  # any method
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return manager(module, args, kwargs)
+
+    module.state_dict_for_save_checkpoint = wrapped
+    return module, wrap_ddp(module)
+
+
+def make_manager() -> Any:
+    """Without its constructor, which asks for a GPU and settles the random number tracker of the process."""
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+    nn.Module.__init__(manager)
+    return manager
+
+
+GRAPH_SWITCH = Repair(
+    name="switching-graphs",
+    symptom=(
+        "after toggle_cuda_graphs, AssertionError or KeyError in disable_forward_pre_hook; `AssertionError: Partial "
+        "cudagraphs for MoEs were detected during inference!`; `cudagraph_created` is set to True but no matching "
+        "cudagraph runners were found"
+    ),
+    reason=(
+        "toggle_cuda_graphs removes and replaces modules under DDP's hooks, knows one attribute name of the three "
+        "that hold graph managers, and makes new managers while the old graphs still count as created."
+    ),
+    try_it=probe,
+    plan=plan,
+)

@@ -1,0 +1,143 @@
+"""Setting attributes of somebody else's modules, all or none, and putting them back. Knows nothing of Megatron."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+ABSENT: Any = object()
+
+
+class CannotRepair(RuntimeError):
+    """The internals a repair is written for are not there. Nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """`owner.name = value`, or `owner[name] = value` where the owner is a dictionary.
+
+    With `everywhere`, modules that imported the old value by name get the new one as well.
+    """
+
+    owner: Any  # a module, a class or a dictionary
+    name: str
+    value: Any
+    everywhere: bool = False
+
+
+@dataclass(frozen=True)
+class Installed:
+    patch: Patch
+    before: Any  # ABSENT where the attribute is new
+
+    def stands(self) -> bool:
+        return read_raw(self.patch.owner, self.patch.name) is self.patch.value
+
+
+def install(patches: list[Patch]) -> list[Installed]:
+    done: list[Installed] = []
+    try:
+        for patch in patches:
+            entry = Installed(patch, read_raw(patch.owner, patch.name))
+            write_raw(patch.owner, patch.name, patch.value)
+            done.append(entry)
+            if patch.everywhere:
+                rebind(entry.before, patch.value)
+    except BaseException:
+        put_back(done)
+        raise
+    return done
+
+
+def uninstall(installed: list[Installed]) -> None:
+    for entry in installed:
+        if not entry.stands():
+            raise RuntimeError(f"cannot undo: {spell(entry.patch.owner)}.{entry.patch.name} was replaced since")
+    put_back(installed)
+
+
+def put_back(installed: list[Installed]) -> None:
+    for entry in reversed(installed):
+        write_raw(entry.patch.owner, entry.patch.name, entry.before)
+        if entry.patch.everywhere:
+            rebind(entry.patch.value, entry.before)
+
+
+def rebind(old: Any, new: Any) -> None:
+    """`from module import function` made copies of a name; a patch of the module alone would miss them."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            names = [name for name, value in list(vars(module).items()) if value is old]
+            vars(module).update(dict.fromkeys(names, new))
+
+
+def read_raw(owner: Any, name: str) -> Any:
+    """What is stored under the name: of a class the classmethod object rather than the bound method."""
+    return (owner if isinstance(owner, dict) else vars(owner)).get(name, ABSENT)
+
+
+def write_raw(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        if value is ABSENT:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+    elif value is ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def need(owner: Any, *names: str) -> None:
+    for name in names:
+        if not hasattr(owner, name):
+            raise CannotRepair(f"{spell(owner)} has no {name}")
+
+
+def need_parameters(function: Callable[..., Any], *names: str) -> None:
+    found = tuple(inspect.signature(function).parameters)
+    if found != names:
+        raise CannotRepair(f"{spell(function)} takes ({', '.join(found)}), not ({', '.join(names)})")
+
+
+def spell(thing: Any) -> str:
+    if isinstance(thing, ModuleType):
+        return thing.__name__
+    if isinstance(thing, type) or callable(thing):
+        return f"{thing.__module__}.{thing.__qualname__}"
+    return type(thing).__name__
+
+
+def closure_values(function: Any) -> list[Any]:
+    """What a function holds of where it was defined; an empty list for anything else."""
+    values = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # not yet filled
+            values.append(cell.cell_contents)
+    return values
+
+
+@contextmanager
+def swapped(owner: Any, **values: Any) -> Iterator[None]:
+    """The owner's attributes for as long as a probe runs; those that were not there are gone again afterwards."""
+    before = {name: read_raw(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            write_raw(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is not ABSENT or name in vars(owner):
+                write_raw(owner, name, value)
+
+
+@contextmanager
+def kept(owner: Any, *names: str) -> Iterator[None]:
+    """Whatever happens to these attributes inside, they are afterwards what they were."""
+    with swapped(owner, **{name: read_raw(owner, name) for name in names if read_raw(owner, name) is not ABSENT}):
+        yield

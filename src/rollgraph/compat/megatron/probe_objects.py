@@ -1,0 +1,68 @@
+"""The smallest real objects that probes run the real code on. They need neither a GPU nor a process group."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class LoneGroup:
+    """Stands in for a process group of one, where only its size and rank are asked for."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def make_config() -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+
+
+def wrap_ddp(module: nn.Module) -> Any:
+    """Megatron's DDP with forward pre-hooks, around a module without parameters: nothing to allocate or gather."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    group = LoneGroup()
+    names = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "tp", "pp", "ep")
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+    groups = SimpleNamespace(**dict.fromkeys(names, group))
+    return DistributedDataParallel(make_config(), settings, module, pg_collection=groups)
+
+
+def make_runner(need_backward: bool = False) -> Any:
+    """A graph runner of `x * 2`, as a graph manager makes one at the first call of its module."""
+    from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
+
+    return _CudaGraphRunner(nn.Identity(), None, [torch.zeros(2)], {}, lambda x: x * 2, need_backward)
+
+
+class TorchStandIn:
+    """`torch`, except for what only works on a GPU or in a process group: capture records nothing, the rank is 1."""
+
+    def __init__(self) -> None:
+        self.distributed = SimpleNamespace(get_rank=lambda *group: 1)
+        self.cuda = CudaStandIn()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class CudaStandIn:
+    CUDAGraph = type("GraphStandIn", (), {"register_generator_state": lambda self, state: None})
+
+    class graph:
+        def __init__(self, *arguments: Any, **settings: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *exception: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)

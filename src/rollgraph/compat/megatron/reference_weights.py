@@ -1,0 +1,64 @@
+"""Another set of weights in the model for as long as it scores: in place, so that captured graphs read them too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollgraph.compat.megatron.forward_hooks import hooks_paused
+from rollgraph.compat.megatron.model_chunks import Model, list_chunks, list_hooked
+
+
+@contextmanager
+def reference_weights(model: Model, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> Iterator[None]:
+    """`model` computes with `state_dict` inside, and with exactly what it had afterwards, exception or not.
+
+    `state_dict` is what `model.state_dict()` gave, on any device; for a list of chunks, a list. Parameters are
+    gathered first and their hooks paused, so that no all-gather writes policy weights over the reference.
+    """
+    chunks = list_chunks(model)
+    dicts = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
+    if len(dicts) != len(chunks):
+        raise ValueError(f"{len(dicts)} state dicts for {len(chunks)} model chunks")
+    pairs = [pair for chunk, weights in zip(chunks, dicts, strict=True) for pair in match(chunk, weights)]
+    hooked = list_hooked(model)
+    with hooks_paused(hooked):
+        for ddp in hooked:
+            ddp.start_param_sync(force_sync=True)
+        policy = [(target, target.detach().clone()) for target, _ in pairs]
+        try:
+            copy_all(pairs)
+            yield
+        finally:
+            copy_all(policy)
+
+
+@torch.no_grad()
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source)
+
+
+def match(model: nn.Module, weights: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Each tensor of the model with the one to put there. All are checked before any is written."""
+    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    given = {name: tensor for name, tensor in weights.items() if not name.endswith("_extra_state")}
+    own = {name: tensor for name, tensor in own.items() if not name.endswith("_extra_state")}
+    if own.keys() != given.keys():
+        missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        raise KeyError(f"the state dict lacks {missing or 'nothing'}, and the model {unknown or 'nothing'}")
+    for name, tensor in own.items():
+        check(name, tensor, given[name])
+    return [(tensor, given[name]) for name, tensor in own.items()]
+
+
+def check(name: str, own: Tensor, given: Tensor) -> None:
+    if type(own) not in (Tensor, nn.Parameter):
+        raise TypeError(f"{name} is a {type(own).__name__}: only plain tensors can be swapped and put back exactly")
+    if own.shape != given.shape or own.dtype != given.dtype:
+        theirs = f"{tuple(given.shape)} {given.dtype}"
+        raise ValueError(f"{name} is {tuple(own.shape)} {own.dtype} in the model and {theirs} in the state dict")

@@ -1,0 +1,40 @@
+"""All repairs, in the order they are applied. Patches are of the process, as the modules they are made to are."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from rollgraph.compat.finding import Finding
+from rollgraph.compat.megatron.capture_failure import CAPTURE_FAILURE
+from rollgraph.compat.megatron.forward_hooks import FORWARD_HOOKS
+from rollgraph.compat.megatron.graph_deletion import GRAPH_DELETION
+from rollgraph.compat.megatron.graph_switch import GRAPH_SWITCH
+from rollgraph.compat.megatron.input_surface import INPUT_SURFACE
+from rollgraph.compat.megatron.tokenizer import TOKENIZER
+
+REPAIRS = (FORWARD_HOOKS, GRAPH_SWITCH, GRAPH_DELETION, CAPTURE_FAILURE, INPUT_SURFACE, TOKENIZER)
+
+
+def findings() -> list[Finding]:
+    """What is broken in the megatron-core of this process. Without megatron-core, nothing."""
+    return [repair.find() for repair in REPAIRS] if is_installed() else []
+
+
+def repair() -> list[Finding]:
+    """Repairs what a probe shows to be broken, once; `undo` takes it back."""
+    if not is_installed():
+        raise ModuleNotFoundError("megatron-core is not installed: pip install 'rollgraph[megatron]'")
+    return [repair.mend() for repair in REPAIRS]
+
+
+def undo() -> None:
+    for repair in reversed(REPAIRS):
+        if repair.installed:
+            repair.undo()
+
+
+def is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:  # not even the namespace
+        return False

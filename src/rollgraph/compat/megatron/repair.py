@@ -1,0 +1,86 @@
+"""A repair: a known failure, the probe that shows it here, and the patches that end it. Owns their lifecycle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollgraph.compat.finding import Finding, State
+from rollgraph.compat.megatron.patch import CannotRepair, Installed, Patch, install, uninstall
+
+ADVICE = "rollgraph.compat.megatron.repair()"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a probe saw; `note` says which part fails, or why it could not be tried."""
+
+    state: State
+    note: str = ""
+
+
+@dataclass
+class Repair:
+    name: str
+    symptom: str
+    reason: str
+    try_it: Callable[[], Verdict]  # runs the real code on small objects and leaves the process as it was
+    plan: Callable[[], list[Patch]]  # raises CannotRepair where something it needs is not there; changes nothing
+    installed: list[Installed] = field(default_factory=list)
+
+    @property
+    def in_force(self) -> bool:
+        return bool(self.installed) and all(entry.stands() for entry in self.installed)
+
+    def probe(self) -> Verdict:
+        try:
+            return self.try_it()
+        except Exception as error:  # a probe on internals that moved
+            return Verdict(State.UNKNOWN, f"the probe does not run here: {type(error).__name__}: {error}")
+
+    def apply(self) -> None:
+        """Raises CannotRepair, with nothing changed, where it cannot."""
+        try:
+            patches = self.plan()
+        except CannotRepair:
+            raise
+        except Exception as error:
+            raise CannotRepair(f"{type(error).__name__}: {error}") from error
+        installed = install(patches)
+        after = self.probe()
+        if after.state is State.AFFECTED:
+            uninstall(installed)
+            raise CannotRepair(f"the failure is still there with the repair: {after.note}")
+        self.installed = installed
+
+    def undo(self) -> None:
+        uninstall(self.installed)
+        self.installed = []
+
+    def find(self) -> Finding:
+        if self.in_force:
+            return self.describe(State.REPAIRED)
+        verdict = self.probe()
+        return self.describe(verdict.state, verdict.note)
+
+    def mend(self) -> Finding:
+        """Applied only where the probe fails: what is healthy, or cannot be tried, stays untouched."""
+        found = self.find()
+        if found.state is not State.AFFECTED:
+            return found
+        try:
+            self.apply()
+        except CannotRepair as error:
+            return Finding(found.name, found.state, found.symptom, found.reason, f"cannot repair: {error}")
+        return self.describe(State.REPAIRED)
+
+    def describe(self, state: State, note: str = "") -> Finding:
+        if state is State.AFFECTED:
+            return Finding(
+                self.name, state, self.symptom, f"{self.reason} Here: {note}." if note else self.reason, ADVICE
+            )
+        if state is State.REPAIRED:
+            return Finding(self.name, state, self.symptom, self.reason, "in force; rollgraph.compat.megatron.undo()")
+        return Finding(
+            self.name, state, self.symptom, note or self.reason, "nothing to do" if state is State.CLEAR else ADVICE
+        )

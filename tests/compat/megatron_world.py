@@ -1,0 +1,167 @@
+"""A small megatron-core model in a world of one, on the CPU, for the tests of its repairs. Imports it lazily.
+
+What CPU builds of PyTorch lack is stood in for, by name: the current device, and capture (`CaptureStandIn`), which runs
+what it is given and records nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rollgraph.compat.megatron import undo
+from rollgraph.compat.megatron.probe_objects import CudaStandIn, TorchStandIn
+
+LAYERS, WIDTH, TOKENS, VOCABULARY = 4, 32, 8, 64
+REASON = "needs megatron-core: pip install 'rollgraph[megatron]'"
+
+
+class CaptureStandIn(TorchStandIn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cuda = QuietCuda()
+
+
+class QuietCuda(CudaStandIn):
+    """A device that does nothing, for the calls around a capture."""
+
+    def __init__(self) -> None:
+        stats = dict.fromkeys(("allocated_bytes.all.current", "reserved_bytes.all.current"), 0)
+        self.memory_stats = lambda: stats
+        self.device_count = lambda: 0
+        for name in ("empty_cache", "synchronize", "set_stream", "default_stream", "Stream", "graph_pool_handle"):
+            setattr(self, name, lambda *arguments: None)
+        self.get_device_capability = lambda: (9, 0)
+
+
+@pytest.fixture
+def unrepaired() -> Iterator[None]:
+    undo()
+    yield
+    undo()
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one, Megatron's groups on it, and graph managers that can be made without a GPU."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    with megatron_world(monkeypatch):
+        yield
+    dist.destroy_process_group()
+
+
+@contextmanager
+def megatron_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer import cuda_graphs, utils
+
+    parallel_state.initialize_model_parallel()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(cuda_graphs, "torch", CaptureStandIn())
+    monkeypatch.setattr(utils, "cuda_graph_attr_cache", None)
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # the one that needs no GPU
+    reset_graphs(monkeypatch)
+    try:
+        yield
+    finally:
+        monkeypatch.undo()
+        initialize_rng_tracker(force_reset=True)
+        parallel_state.destroy_model_parallel()
+
+
+def reset_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's process-wide state of graphs, empty for one test."""
+    from megatron.core.transformer import cuda_graphs
+
+    record, pool = cuda_graphs._CudagraphGlobalRecord, cuda_graphs.TensorReusePool
+    monkeypatch.setattr(record, "cudagraph_created", False)
+    monkeypatch.setattr(record, "cudagraph_record", [])
+    monkeypatch.setattr(record, "cudagraph_inference_record", [])
+    monkeypatch.setattr(cuda_graphs.CudaGraphManager, "global_mempool", None)
+    monkeypatch.setattr(pool, "pool", [])
+    monkeypatch.setattr(pool, "tensor_strong_refs", [])
+    monkeypatch.setattr(pool, "tensor_strong_refs_dataptrs", set())
+    for name in ("_IS_GRAPH_CAPTURING", "_IS_GRAPH_WARMUP"):
+        monkeypatch.setattr(cuda_graphs, name, False)
+    for name in ("fwd_buffer_reuse_ref_count", "bwd_buffer_reuse_ref_count"):
+        monkeypatch.setattr(cuda_graphs, name, 0)
+
+
+def make_gpt(cuda_graph_impl: str = "local", **settings: Any) -> nn.Module:
+    """The model of the report: a GPT of 4 layers. On the CPU, in fp32."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        cuda_graph_impl=cuda_graph_impl,
+        **settings,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=settings.get("num_moe_experts"))
+    if "num_moe_experts" in settings:
+        spec.module = MoETransformerLayer  # as in their other specs
+    return GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=TOKENS)
+
+
+def wrap_ddp(model: Any, **settings: Any) -> Any:
+    """Megatron's DDP with both overlaps, in several buckets."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    both = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+    return DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(bucket_size=5000, **{**both, **settings}), model
+    )
+
+
+def make_batch(seed: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(0, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(seed))
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(TOKENS).expand(2, -1),
+        "attention_mask": torch.ones(1, 1, TOKENS, TOKENS).tril() < 0.5,
+        "labels": ids.roll(-1, 1),
+    }
+
+
+def compute_gradients(ddp: Any, seed: int = 0) -> float:
+    """Forward, backward, and gradients reduced."""
+    ddp.zero_grad_buffer()
+    loss = ddp(**make_batch(seed)).mean()
+    loss.backward()
+    ddp.finish_grad_sync()
+    return loss.item()
+
+
+def update_shard(ddp: Any, lr: float = 0.1) -> None:
+    """What a distributed optimizer does: each rank writes its own shard, and nothing is gathered."""
+    rank, size = ddp.dp_group.rank(), ddp.dp_group.size()
+    for group in ddp.bucket_groups:
+        for bucket in group.buckets:
+            shard = slice(rank * bucket.param_data.numel() // size, (rank + 1) * bucket.param_data.numel() // size)
+            bucket.param_data[shard] -= lr * bucket.grad_data[shard]
+
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+
+def list_managers(model: nn.Module) -> list[nn.Module]:
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    return [module for module in model.modules() if isinstance(module, CudaGraphManager)]

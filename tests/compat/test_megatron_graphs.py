@@ -1,0 +1,397 @@
+"""Switching, deleting and capturing megatron-core's local graphs: each failure on the real package, then repaired.
+
+Capture itself is stood in for (`CaptureStandIn`: it runs the function and records nothing), all around it is theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollgraph.compat.finding import State
+from rollgraph.compat.megatron import findings, repair, undo
+from rollgraph.compat.megatron.graph_switch import GRAPH_SWITCH
+from rollgraph.compat.megatron.input_surface import INPUT_SURFACE
+from tests.compat.megatron_world import (
+    REASON,
+    TOKENS,
+    WIDTH,
+    compute_gradients,
+    list_managers,
+    make_batch,
+    make_gpt,
+    one_rank,  # noqa: F401
+    reset_graphs,
+    unrepaired,  # noqa: F401
+    wrap_ddp,
+)
+
+pytest.importorskip("megatron.core", reason=REASON)
+pytestmark = [pytest.mark.usefixtures("unrepaired", "one_rank"), pytest.mark.filterwarnings("ignore")]
+
+
+def graphs() -> Any:
+    from megatron.core.transformer import cuda_graphs
+
+    return cuda_graphs
+
+
+def toggle(model: nn.Module, to: str, reset: bool = True) -> None:
+    from megatron.core.transformer.utils import toggle_cuda_graphs
+
+    toggle_cuda_graphs(model, to, reset_cuda_graphs=reset)
+
+
+def record_step(ddp: Any) -> int:
+    """A training step; how many graphs it asks for."""
+    compute_gradients(ddp)
+    return len(graphs()._CudagraphGlobalRecord.cudagraph_record)
+
+
+# Deleting
+
+
+def train_delete_train(ddp: Any) -> int:
+    assert record_step(ddp) == 8  # 4 layers, forward and backward
+    graphs().create_cudagraphs()
+    assert graphs()._CudagraphGlobalRecord.cudagraph_created
+    graphs().delete_cuda_graphs()
+    return record_step(ddp)
+
+
+def test_training_is_eager_for_ever_after_a_deletion_until_repaired() -> None:
+    assert train_delete_train(wrap_ddp(make_gpt())) == 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        reset_graphs(monkeypatch)
+        repair()
+        ddp = wrap_ddp(make_gpt())
+        assert train_delete_train(ddp) == 8
+        runners = [runner for manager in list_managers(ddp.module) for runner in manager.cudagraph_runners]
+        assert len(runners) == 4  # recorded again, not added
+        graphs().create_cudagraphs()
+        assert all(runner.cudagraph_created and runner.bwd_graph is not None for runner in runners)
+
+
+def test_graphs_switched_off_with_a_reset_and_on_without_are_captured_again() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    assert record_step(ddp) == 8
+    graphs().create_cudagraphs()
+    toggle(ddp.module, "none")
+    toggle(ddp.module, "local", reset=False)
+    assert record_step(ddp) == 8
+
+
+def test_an_engine_that_imported_the_function_by_name_deletes_them_too() -> None:
+    engine = pytest.importorskip("megatron.core.inference.engines.dynamic_engine")
+    before = engine.delete_cuda_graphs
+    repair()
+    assert engine.delete_cuda_graphs is graphs().delete_cuda_graphs is not before
+    undo()
+    assert engine.delete_cuda_graphs is graphs().delete_cuda_graphs is before
+
+
+def test_existing_graphs_are_not_risked_for_a_probe() -> None:
+    ddp = wrap_ddp(make_gpt())
+    record_step(ddp)
+    graphs().create_cudagraphs()
+    found = {finding.name: finding for finding in repair()}
+    assert found["deleted-graphs"].state is State.UNKNOWN
+    assert "before the first" in found["deleted-graphs"].reason
+    runners = [runner for manager in list_managers(ddp.module) for runner in manager.cudagraph_runners]
+    assert all(runner.fwd_graph is not None and runner.cudagraph_created for runner in runners)
+    assert graphs()._CudagraphGlobalRecord.cudagraph_created
+
+
+# Switching
+
+
+def test_graphs_kept_while_off_are_the_same_graphs_when_on_again() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    record_step(ddp)
+    graphs().create_cudagraphs()
+    before = list_managers(ddp.module)
+    toggle(ddp.module, "none", reset=False)
+    assert list_managers(ddp.module) == []
+    toggle(ddp.module, "local", reset=False)
+    assert set(list_managers(ddp.module)) == set(before)
+    assert graphs()._CudagraphGlobalRecord.cudagraph_created
+
+
+def capture_then_renew(ddp: Any) -> int:
+    record_step(ddp)
+    graphs().create_cudagraphs()
+    toggle(ddp.module, "none", reset=False)
+    toggle(ddp.module, "local", reset=True)
+    return record_step(ddp)
+
+
+def test_new_managers_are_not_asked_for_the_old_graphs() -> None:
+    with pytest.raises(AssertionError, match="no matching cudagraph runners were found"):
+        capture_then_renew(wrap_ddp(make_gpt()))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        reset_graphs(monkeypatch)
+        repair()
+        assert capture_then_renew(wrap_ddp(make_gpt())) == 8
+
+
+def test_another_model_at_the_address_of_a_dead_one_is_switched() -> None:
+    from megatron.core.transformer import utils
+
+    def switch_at_the_address_of_another() -> int:
+        dead, model = make_gpt(), make_gpt()
+        toggle(dead, "none", reset=False)
+        utils.cuda_graph_attr_cache[id(model)] = utils.cuda_graph_attr_cache.pop(id(dead))  # as if it were freed
+        toggle(model, "none", reset=False)
+        return len(list_managers(model))
+
+    assert switch_at_the_address_of_another() == 5
+    repair()
+    assert switch_at_the_address_of_another() == 0
+
+
+def make_moe(impl: str = "local") -> nn.Module:
+    from megatron.core.transformer.enums import CudaGraphScope
+
+    return make_gpt(
+        impl,
+        num_moe_experts=2,
+        moe_token_dispatcher_type="allgather",
+        moe_router_load_balancing_type="none",
+        cuda_graph_scope=[CudaGraphScope.moe_router] if impl == "local" else [],
+        add_bias_linear=False,
+    )
+
+
+def test_layers_with_several_managers_generate_after_switching_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 forgets to define it without Transformer Engine
+        monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+
+    def generate(model: nn.Module) -> Tensor:
+        layer = model.decoder.layers[0].eval()
+        x = torch.randn(TOKENS, 1, WIDTH, generator=torch.Generator().manual_seed(0))
+        return layer._forward_mlp(x, inference_context=object())
+
+    model = make_moe()
+    model.decoder.layers[0].mlp.fwd_execution_map = "postprocess"  # where a run leaves it
+    assert len(list_managers(model)) == 1 + 2 * 4
+    toggle(model, "none")
+    assert len(list_managers(model)) == 2 * 4
+    with pytest.raises(AssertionError, match="Partial cudagraphs for MoEs were detected during inference!"):
+        generate(model)
+
+    repair()
+    toggle(model, "none")
+    assert list_managers(model) == []
+    assert torch.equal(generate(model), generate(make_moe("none")))
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_layers_with_several_managers_come_back_as_they_were(reset: bool) -> None:
+    repair()
+    model = make_moe()
+    layer: Any = model.decoder.layers[0]
+    router, wrapper = layer.cudagraph_manager_router, layer._forward_mlp_router
+    layer.mlp.fwd_execution_map = "postprocess"  # where a run in parts leaves it
+    toggle(model, "none", reset)
+    assert layer._forward_mlp_router.__func__ is type(layer)._forward_mlp_router
+    assert layer.mlp.fwd_execution_map == ["route", "expert_compute", "postprocess"]
+    toggle(model, "local", reset)
+    assert len(list_managers(model)) == 1 + 2 * 4
+    assert layer.use_partial_cudagraphs
+    assert (layer.cudagraph_manager_router is router) is not reset
+    assert (layer._forward_mlp_router is wrapper) is not reset
+    assert layer.cudagraph_manager_router.func == router.func  # the layer's own function, wrapped once
+
+
+def test_hooks_stay_off_where_they_were_off() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    ddp.disable_forward_pre_hook()
+    toggle(ddp.module, "none")
+    assert not ddp.remove_forward_pre_hook_handles
+    ddp.enable_forward_pre_hook()
+    toggle(ddp, "local")  # the DDP itself, as some callers pass
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+    assert len(list_managers(ddp)) == 5
+
+
+def test_switching_alone_leaves_hooks_that_even_their_own_code_can_disable() -> None:
+    GRAPH_SWITCH.apply()
+    try:
+        ddp = wrap_ddp(make_gpt())
+        for to in ("none", "local"):
+            toggle(ddp.module, to)
+            ddp.disable_forward_pre_hook()
+            ddp.enable_forward_pre_hook()
+    finally:
+        GRAPH_SWITCH.undo()
+
+
+# A capture that fails
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+def fail_a_capture(ddp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third of the graphs cannot be made, when the output of the second waits to be its input."""
+    make, attempts = graphs().torch.cuda.CUDAGraph, []
+
+    def make_two() -> Any:
+        attempts.append(1)
+        if len(attempts) == 3:
+            raise OutOfMemory
+        return make()
+
+    record_step(ddp)
+    with monkeypatch.context() as patched:
+        patched.setattr(graphs().torch.cuda, "CUDAGraph", make_two, raising=False)
+        with pytest.raises(OutOfMemory):
+            graphs().create_cudagraphs()
+
+
+def gradients_arrive(ddp: Any) -> bool:
+    ddp.zero_grad_buffer()
+    with torch.enable_grad():
+        ddp(**make_batch()).mean().backward()
+    return any(bool(parameter.main_grad.abs().sum() > 0) for parameter in ddp.module.parameters())
+
+
+def test_a_failed_capture_stops_gradients_until_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp = wrap_ddp(make_gpt())
+    fail_a_capture(ddp, monkeypatch)
+    assert graphs().is_graph_capturing()
+    assert graphs().is_graph_warmup()
+    assert not gradients_arrive(ddp)
+
+
+def test_after_a_failed_capture_training_goes_on_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    fail_a_capture(ddp, monkeypatch)
+    assert not graphs().is_graph_capturing()
+    assert not graphs().is_graph_warmup()
+    assert gradients_arrive(ddp)
+    ddp.finish_grad_sync()
+    assert graphs().fwd_buffer_reuse_ref_count == 0
+    graphs().create_cudagraphs()
+    assert graphs()._CudagraphGlobalRecord.cudagraph_created
+    runners = [runner for manager in list_managers(ddp.module) for runner in manager.cudagraph_runners]
+    assert all(runner.fwd_graph is not None and runner.bwd_graph is not None for runner in runners)
+
+
+def test_the_warm_up_flag_ends_with_the_warm_up() -> None:
+    def warm_up_after_a_capture() -> bool:
+        record_step(wrap_ddp(make_gpt()))
+        graphs().create_cudagraphs()
+        return graphs().is_graph_warmup()
+
+    assert warm_up_after_a_capture()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        reset_graphs(monkeypatch)
+        repair()
+        assert not warm_up_after_a_capture()
+
+
+def test_a_failed_capture_by_transformer_engine_leaves_no_flag() -> None:
+    """Their helper, from the point where it needs Transformer Engine."""
+    helper = object.__new__(graphs().TECudaGraphHelper)
+    helper._start_capturing = graphs()._set_capture_start
+    with pytest.raises(AttributeError):
+        helper.create_cudagraphs()
+    assert graphs().is_graph_capturing()
+    graphs()._set_capture_end()
+    repair()
+    with pytest.raises(AttributeError):
+        helper.create_cudagraphs()
+    assert not graphs().is_graph_capturing()
+
+
+def test_a_refusal_without_a_capture_keeps_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    repair()
+    record = graphs()._CudagraphGlobalRecord
+    monkeypatch.setattr(record, "cudagraph_created", True)
+    monkeypatch.setattr(record, "cudagraph_record", ["a late one"])
+    with pytest.raises(AssertionError):
+        graphs().create_cudagraphs()
+    assert record.cudagraph_record == ["a late one"]
+
+
+# Weak references to inputs
+
+
+def te_weak_reference_stand_in(tensor: Tensor) -> Tensor:
+    """Stands in for Transformer Engine's make_weak_ref: a tensor on the same memory that does not keep it alive."""
+    if tensor.numel() == 0:
+        return torch.empty_like(tensor)
+    address = tensor.detach().numpy().__array_interface__["data"][0]
+    interface = {"shape": tuple(tensor.shape), "typestr": "<f4", "data": (address, False), "version": 3}
+    return torch.from_numpy(np.asarray(type("Address", (), {"__array_interface__": interface})()))
+
+
+class Memory(np.ndarray):
+    """Memory whose end can be seen."""
+
+
+@pytest.fixture
+def weak_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs(), "HAVE_TE_GRAPHS", True)
+    monkeypatch.setattr(graphs(), "make_weak_ref", te_weak_reference_stand_in, raising=False)
+    monkeypatch.setattr(graphs(), "TransformerEngineBaseModule", type("Absent", (), {}), raising=False)
+    monkeypatch.setattr(graphs(), "is_fp8_activation_recompute_enabled", lambda: False, raising=False)
+    off = type("Off", (), {"is_fp8_enabled": staticmethod(lambda: False)})
+    monkeypatch.setattr(graphs(), "FP8GlobalStateManager", off, raising=False)
+
+
+def capture_and_move_weights() -> tuple[bool, Any]:
+    """Whether the memory that the graphs of the last layer were captured with is still there once weights moved."""
+    model = make_gpt()
+    weight = model.decoder.layers[-1].mlp.linear_fc2.weight
+    memory = weight.detach().numpy().copy().view(Memory)
+    weight.data = torch.from_numpy(memory)
+    ended = weakref.ref(memory)
+    del memory
+    with torch.enable_grad():
+        model(**make_batch()).mean().backward()
+    graphs().create_cudagraphs()
+    weight.data = weight.data.clone()
+    gc.collect()
+    return ended() is not None, model
+
+
+@pytest.mark.usefixtures("weak_references")
+def test_the_memory_of_weights_is_freed_under_a_graph_until_repaired() -> None:
+    alive, _ = capture_and_move_weights()
+    assert not alive
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        reset_graphs(monkeypatch)
+        assert INPUT_SURFACE.probe().state is State.AFFECTED
+        INPUT_SURFACE.apply()
+        try:
+            alive, model = capture_and_move_weights()
+            assert alive
+            runner = list_managers(model)[-1].cudagraph_runners[0]
+            owned = {tensor.data_ptr() for tensor in runner.fwd_graph_output_surface}
+            held = {tensor.data_ptr() for tensor in runner._rollgraph_held_inputs}
+            assert not held & owned  # what the graph's pool owns may still be reused
+        finally:
+            INPUT_SURFACE.undo()
+    assert INPUT_SURFACE.probe().state is State.AFFECTED
+
+
+def test_without_transformer_engine_there_is_nothing_to_repair() -> None:
+    found = {finding.name: finding for finding in findings()}
+    assert found["input-surfaces"].state is State.CLEAR
+    repair()
+    assert not INPUT_SURFACE.in_force

@@ -1,0 +1,151 @@
+"""DDP's forward pre-hooks while graph managers come and go, on the real package: as reported, then repaired."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollgraph.compat.megatron import repair, undo
+from rollgraph.world import World
+from tests.compat.megatron_world import (
+    REASON,
+    compute_gradients,
+    copy_weights,
+    list_managers,
+    make_gpt,
+    megatron_world,
+    one_rank,  # noqa: F401
+    unrepaired,  # noqa: F401
+    update_shard,
+    wrap_ddp,
+)
+from tests.sharding.worlds import run_world
+
+pytest.importorskip("megatron.core", reason=REASON)
+pytestmark = pytest.mark.usefixtures("unrepaired", "one_rank")
+
+
+def toggle(model: torch.nn.Module, to: str) -> None:
+    from megatron.core.transformer.utils import toggle_cuda_graphs
+
+    toggle_cuda_graphs(model, to)
+
+
+def test_the_report_as_it_was_made() -> None:
+    model = make_gpt()
+    ddp = wrap_ddp(model)
+    assert len(list_managers(model)) == 5
+    assert len(ddp.remove_forward_pre_hook_handles) == 82
+    toggle(model, "none")
+    with pytest.raises(AssertionError):
+        ddp.disable_forward_pre_hook()
+    assert len(ddp.remove_forward_pre_hook_handles) == 5
+    with pytest.raises(KeyError):
+        ddp.disable_forward_pre_hook()
+    with pytest.raises(AssertionError):
+        ddp.enable_forward_pre_hook()
+    toggle(model, "local")
+    with pytest.raises(KeyError):
+        ddp.disable_forward_pre_hook()
+
+
+@pytest.mark.parametrize("when", ["before the model is made", "after it failed"])
+def test_the_report_repaired(when: str) -> None:
+    if when == "before the model is made":
+        repair()
+    model = make_gpt()
+    ddp = wrap_ddp(model)
+    if when == "after it failed":
+        toggle(model, "none")
+        with pytest.raises(AssertionError):
+            ddp.disable_forward_pre_hook()
+        repair()
+    for to in ("none", "local", "none", "local"):
+        toggle(model, to)
+        ddp.disable_forward_pre_hook()
+        ddp.disable_forward_pre_hook()
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        ddp.enable_forward_pre_hook()
+        ddp.enable_forward_pre_hook()
+        assert all(len(module._forward_pre_hooks) == 1 for module in model.modules())
+        assert len(list_managers(model)) == (5 if to == "local" else 0)
+
+
+def test_undo_brings_the_failure_back() -> None:
+    ddp = wrap_ddp(make_gpt())
+    repair()
+    ddp.disable_forward_pre_hook()
+    ddp.disable_forward_pre_hook()
+    undo()
+    with pytest.raises(KeyError):
+        ddp.disable_forward_pre_hook()
+
+
+def test_a_module_that_left_the_tree_keeps_no_hook() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt("none"))
+    layer = ddp.module.decoder.layers[-1]
+    del ddp.module.decoder.layers[-1]
+    ddp.enable_forward_pre_hook()
+    assert not layer._forward_pre_hooks
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+
+
+def test_without_overlap_there_are_still_no_hooks_to_switch() -> None:
+    ddp = wrap_ddp(make_gpt("none"), overlap_param_gather=False)
+    repair()
+    with pytest.raises(AssertionError):
+        ddp.disable_forward_pre_hook()
+    with pytest.raises(AssertionError):
+        ddp.enable_forward_pre_hook()
+
+
+def train_healthily() -> dict[str, torch.Tensor]:
+    """Hooks and graphs switched in the order that the package expects."""
+    ddp = wrap_ddp(make_gpt())
+    ddp.disable_forward_pre_hook(param_sync=False)
+    for step in range(4):
+        compute_gradients(ddp, seed=step)
+        update_shard(ddp)
+        if step == 0:
+            ddp.enable_forward_pre_hook()
+        if step == 2:
+            ddp.disable_forward_pre_hook()
+            toggle(ddp.module, "none")
+            toggle(ddp.module, "local")
+    return copy_weights(ddp.module)
+
+
+def test_with_healthy_use_results_are_the_same_bit_for_bit() -> None:
+    expected = train_healthily()
+    repair()
+    repaired = train_healthily()
+    assert all(torch.equal(expected[name], repaired[name]) for name in expected)
+    assert not torch.equal(expected["decoder.final_layernorm.weight"], torch.ones(32))
+
+
+def switch_on_two_ranks(world: World) -> dict[str, bool]:
+    """Each rank updates its own shard; is the other one's update there after hooks were disabled?"""
+    with pytest.MonkeyPatch.context() as monkeypatch, megatron_world(monkeypatch):
+        repair()
+        seen = {}
+        for synced in (True, False):
+            ddp = wrap_ddp(make_gpt())
+            toggle(ddp.module, "none")
+            compute_gradients(ddp)
+            update_shard(ddp)
+            ddp.disable_forward_pre_hook(param_sync=False)  # a second call does not swallow what is asked for
+            ddp.disable_forward_pre_hook(param_sync=synced)
+            mine = torch.cat([parameter.detach().flatten() for parameter in ddp.module.parameters()])
+            both = [torch.empty_like(mine) for _ in range(world.size)]
+            torch.distributed.all_gather(both, mine)
+            seen[f"param_sync={synced}"] = torch.equal(*both)
+        return seen
+
+
+@pytest.mark.multi
+def test_the_parameter_sync_asked_for_is_never_skipped(tmp_path: Path) -> None:
+    expected = {"param_sync=True": True, "param_sync=False": False}
+    assert run_world(2, tmp_path, switch_on_two_ranks) == [expected, expected]

@@ -1,0 +1,228 @@
+"""Training loops around megatron-core: a one-shot train() once per rollout, and reference weights in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.compat.megatron import reference_weights, repair, repeatable_train
+from rollgraph.world import World
+from tests.compat.megatron_world import (
+    REASON,
+    copy_weights,
+    make_batch,
+    make_gpt,
+    megatron_world,
+    one_rank,  # noqa: F401
+    unrepaired,  # noqa: F401
+    update_shard,
+    wrap_ddp,
+)
+from tests.sharding.worlds import run_world
+
+pytest.importorskip("megatron.core", reason=REASON)
+pytestmark = [pytest.mark.usefixtures("unrepaired", "one_rank"), pytest.mark.filterwarnings("ignore")]
+
+PLANTED = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
+
+
+def one_shot_train(model: list[Any], config: Any, seeds: Iterable[int], fail_at: int | None = None) -> None:
+    """Stands in for the train() of Megatron-LM and slime: small, and faithful in what it expects and leaves behind.
+
+    It wants no `no_sync_func`, plants functions in the config, disables hooks for the first step, enables them for
+    the others, and disables them at the end.
+    """
+    assert config.no_sync_func is None, "a custom no_sync_func is not supported when overlapping grad-reduce"
+    config.no_sync_func = [chunk.no_sync for chunk in model]
+    config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
+    config.param_sync_func = [chunk.start_param_sync for chunk in model]
+    config.finalize_model_grads_func = finish_gradients
+    for chunk in model:
+        chunk.disable_forward_pre_hook(param_sync=False)
+    param_sync_func, config.param_sync_func = config.param_sync_func, None
+    for step, seed in enumerate(seeds):
+        if step == fail_at:
+            raise RuntimeError("a step failed")
+        for chunk in model:
+            chunk.zero_grad_buffer()
+            with config.no_sync_func[0]():
+                chunk(**make_batch(seed)).mean().backward()
+            chunk(**make_batch(seed + 100)).mean().backward()
+        config.finalize_model_grads_func(model)
+        for chunk in model:
+            update_shard(chunk)
+        if step == 0:
+            for chunk in model:
+                chunk.enable_forward_pre_hook()
+            config.param_sync_func = param_sync_func
+    for chunk in model:
+        chunk.disable_forward_pre_hook()
+
+
+def finish_gradients(model: list[Any]) -> None:
+    for chunk in model:
+        chunk.finish_grad_sync()
+
+
+def test_a_second_train_fails_as_people_report() -> None:
+    ddp = wrap_ddp(make_gpt("none"))
+    one_shot_train([ddp], ddp.config, [0, 1])
+    with pytest.raises(AssertionError, match="a custom no_sync_func is not supported"):
+        one_shot_train([ddp], ddp.config, [2])
+    ddp.config.no_sync_func = None  # the work-around people try first
+    with pytest.raises(KeyError):
+        one_shot_train([ddp], ddp.config, [2])
+
+
+@pytest.mark.parametrize("repaired", [True, False])
+def test_once_per_rollout_is_the_same_as_once(repaired: bool) -> None:
+    once = wrap_ddp(make_gpt("none"))
+    one_shot_train([once], once.config, range(6))
+    if repaired:
+        repair()
+    ddp = wrap_ddp(make_gpt("none"))
+    for rollout in range(3):
+        with repeatable_train([ddp], ddp.config):
+            one_shot_train([ddp], ddp.config, [2 * rollout, 2 * rollout + 1])
+    expected, found = copy_weights(once), copy_weights(ddp)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fail_at", [None, 0, 1])
+def test_config_and_hooks_are_afterwards_what_they_were(enabled: bool, fail_at: int | None) -> None:
+    ddp = wrap_ddp(make_gpt("none"))
+    if not enabled:
+        ddp.disable_forward_pre_hook()
+    own = {name: object() for name in PLANTED}
+    for name, value in own.items():
+        setattr(ddp.config, name, value)
+    for _ in range(2):
+        try:
+            with repeatable_train(ddp, ddp.config), repeatable_train(ddp, ddp.config):
+                one_shot_train([ddp], ddp.config, [0, 1], fail_at)
+        except RuntimeError:
+            assert fail_at is not None
+        assert {name: getattr(ddp.config, name) for name in PLANTED} == own
+        assert set(ddp.remove_forward_pre_hook_handles) == (set(ddp.module.modules()) if enabled else set())
+        assert sum(len(module._forward_pre_hooks) for module in ddp.module.modules()) == len(
+            ddp.remove_forward_pre_hook_handles
+        )
+        assert "disable_forward_pre_hook" not in vars(ddp)
+
+
+def test_a_model_without_hooks_is_only_saved_from_its_config() -> None:
+    ddp = wrap_ddp(make_gpt("none"), overlap_param_gather=False)
+    ddp.config.finalize_model_grads_func = print
+    with repeatable_train(ddp, ddp.config):
+        assert ddp.config.finalize_model_grads_func is None
+        ddp.config.no_sync_func = print
+    assert ddp.config.finalize_model_grads_func is print
+    assert ddp.config.no_sync_func is None
+
+
+# Reference weights
+
+
+def make_reference(seed: int = 1) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=random) if isinstance(tensor, Tensor) else tensor
+        for name, tensor in make_gpt("none").state_dict().items()
+    }
+
+
+@torch.no_grad()
+def score(model: Any) -> Tensor:
+    return model(**make_batch())
+
+
+def test_the_model_scores_with_the_reference_and_is_itself_again() -> None:
+    reference = make_reference()
+    expected = make_gpt("none")
+    expected.load_state_dict(reference)
+    ddp = wrap_ddp(make_gpt("none"))
+    policy, addresses = copy_weights(ddp), [parameter.data_ptr() for parameter in ddp.parameters()]
+    own = score(ddp)
+    with reference_weights(ddp, reference):
+        assert torch.equal(score(ddp), score(expected))
+        assert [parameter.data_ptr() for parameter in ddp.parameters()] == addresses
+        assert not any(module._forward_pre_hooks for module in ddp.modules())
+    assert all(torch.equal(policy[name], tensor) for name, tensor in ddp.named_parameters())
+    assert [parameter.data_ptr() for parameter in ddp.parameters()] == addresses
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+    assert torch.equal(score(ddp), own)
+    assert not torch.equal(own, score(expected))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_exception_restores_weights_and_hooks(enabled: bool) -> None:
+    ddp = wrap_ddp(make_gpt("none"))
+    if not enabled:
+        ddp.disable_forward_pre_hook()
+    policy = copy_weights(ddp)
+
+    def score_and_fail() -> None:
+        ddp.enable_forward_pre_hook()
+        raise RuntimeError("scoring failed")
+
+    with pytest.raises(RuntimeError, match="scoring failed"), reference_weights([ddp], [make_reference()]):
+        score_and_fail()
+    assert all(torch.equal(policy[name], tensor) for name, tensor in ddp.named_parameters())
+    assert bool(ddp.remove_forward_pre_hook_handles) is enabled
+
+
+def test_contexts_nest() -> None:
+    ddp = wrap_ddp(make_gpt("none"))
+    own = score(ddp)
+    with reference_weights(ddp, make_reference(1)):
+        outer = score(ddp)
+        with reference_weights(ddp, make_reference(2)):
+            assert not torch.equal(score(ddp), outer)
+        assert torch.equal(score(ddp), outer)
+    assert torch.equal(score(ddp), own)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda d: d.pop("decoder.final_layernorm.bias"), KeyError, r"lacks \['decoder.final_layernorm.bias'\]"),
+        (lambda d: d.update(other=torch.zeros(1)), KeyError, r"the model \['other'\]"),
+        (lambda d: d.update({"decoder.final_layernorm.bias": torch.zeros(3)}), ValueError, r"is \(32,\) torch.float32"),
+        (lambda d: d.update({"decoder.final_layernorm.bias": torch.zeros(32).half()}), ValueError, "torch.float16"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(change: Any, error: type[Exception], message: str) -> None:
+    ddp, reference = wrap_ddp(make_gpt("none")), make_reference()
+    change(reference)
+    policy = copy_weights(ddp)
+    with pytest.raises(error, match=message), reference_weights(ddp, reference):
+        pytest.fail("entered")
+    assert all(torch.equal(policy[name], tensor) for name, tensor in ddp.named_parameters())
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+
+
+def swap_on_two_ranks(world: World) -> bool:
+    """The policy that comes back is the gathered one: both ranks' updates, on both ranks."""
+    with pytest.MonkeyPatch.context() as monkeypatch, megatron_world(monkeypatch):
+        ddp = wrap_ddp(make_gpt("none"))
+        ddp.zero_grad_buffer()
+        ddp(**make_batch()).mean().backward()
+        ddp.finish_grad_sync()
+        update_shard(ddp)
+        with reference_weights(ddp, make_reference()):
+            score(ddp)
+        mine = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+        both = [torch.empty_like(mine) for _ in range(world.size)]
+        torch.distributed.all_gather(both, mine)
+        return torch.equal(*both)
+
+
+@pytest.mark.multi
+def test_parameters_are_gathered_before_they_are_put_aside(tmp_path: Path) -> None:
+    assert run_world(2, tmp_path, swap_on_two_ranks) == [True, True]

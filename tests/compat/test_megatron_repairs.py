@@ -1,0 +1,286 @@
+"""What holds for every repair: found, applied once, taken back, left alone where healthy, refused where it cannot."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rollgraph.compat.finding import State
+from rollgraph.compat.megatron import findings, repair, undo
+from rollgraph.compat.megatron.patch import ABSENT, CannotRepair, Patch, install, read_raw, uninstall
+from rollgraph.compat.megatron.registry import REPAIRS
+from rollgraph.compat.megatron.repair import Repair, Verdict
+from tests.compat.megatron_world import (
+    REASON,
+    one_rank,  # noqa: F401
+    unrepaired,  # noqa: F401
+)
+
+pytest.importorskip("megatron.core", reason=REASON)
+pytestmark = [pytest.mark.usefixtures("unrepaired"), pytest.mark.filterwarnings("ignore")]
+
+BROKEN = {"forward-pre-hooks", "switching-graphs", "deleted-graphs", "capture-failure", "legacy-tokenizer"}
+
+
+def states() -> dict[str, State]:
+    return {finding.name: finding.state for finding in findings()}
+
+
+def snapshot() -> dict[tuple[str, str], Any]:
+    """Every name of every loaded module of megatron, and every attribute of its classes."""
+    seen = {}
+    for module in [m for name, m in sys.modules.items() if name.startswith("megatron.") and m is not None]:
+        for name, value in vars(module).items():
+            seen[module.__name__, name] = value
+            if isinstance(value, type) and value.__module__.startswith("megatron."):
+                seen.update(
+                    {(f"{value.__module__}.{value.__qualname__}", key): inner for key, inner in vars(value).items()}
+                )
+    return {key: value for key, value in seen.items() if key[1] != "__abstractmethods__"}
+
+
+def changes(before: dict[tuple[str, str], Any]) -> set[str]:
+    after = snapshot()
+    return {f"{o}.{n}" for o, n in before.keys() | after.keys() if before.get((o, n)) is not after.get((o, n))}
+
+
+def test_what_is_broken_is_found_repaired_and_broken_again() -> None:
+    assert {name for name, state in states().items() if state is State.AFFECTED} == BROKEN
+    assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
+    assert {name for name, state in states().items() if state is State.REPAIRED} == BROKEN
+    undo()
+    assert {name for name, state in states().items() if state is State.AFFECTED} == BROKEN
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_same_after_the_user_has_initialised() -> None:
+    assert {name for name, state in states().items() if state is State.AFFECTED} == BROKEN
+    assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
+
+
+def test_probes_leave_no_trace() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    findings()  # imports
+    before, draws = snapshot(), torch.get_rng_state()
+    findings()
+    assert changes(before) == set()
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert not torch.distributed.is_initialized()
+    assert not parallel_state.is_initialized()
+    assert random._CUDA_RNG_STATE_TRACKER is before["megatron.core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER"]
+
+
+def test_twice_is_once_and_undo_leaves_nothing() -> None:
+    findings()
+    before = snapshot()
+    repair()
+    once = snapshot()
+    repair()
+    assert changes(once) == set()
+    changed = changes(before)
+    undo()
+    undo()
+    assert changes(before) == set()
+    names = {name.rsplit(".", 1)[1] for name in changed}
+    assert names == {
+        *("enable_forward_pre_hook", "disable_forward_pre_hook"),
+        *("toggle_cuda_graphs", "delete_cuda_graphs", "record_fwd_graph"),
+        *("create_cudagraphs", "create_fwd_graph"),
+        "MegatronTokenizer",
+    }
+
+
+def test_signatures_and_documentation_stay() -> None:
+    findings()
+    before = snapshot()
+    repair()
+    replaced = {key: value for key, value in snapshot().items() if key in before and before[key] is not value}
+    assert replaced
+    for key, value in replaced.items():
+        old, new = (getattr(thing, "__func__", thing) for thing in (before[key], value))
+        assert inspect.signature(new) == inspect.signature(old)
+        assert (
+            list(inspect.signature(new, follow_wrapped=False).parameters)[:1]
+            == list(inspect.signature(old).parameters)[:1]
+        )
+        assert (new.__doc__, new.__name__, new.__module__) == (old.__doc__, old.__name__, old.__module__)
+
+
+def test_a_version_without_the_failure_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future version: its hooks know their handles, its flags are reset."""
+    from megatron.core.distributed import DistributedDataParallel as DDP
+    from megatron.core.transformer import cuda_graphs
+
+    def disable(self: Any, param_sync: bool = True) -> None:
+        for handle in self.remove_forward_pre_hook_handles.values():
+            handle.remove()
+        self.remove_forward_pre_hook_handles.clear()
+
+    def enable(self: Any) -> None:
+        disable(self)
+        for module in self.module.modules():
+            self.remove_forward_pre_hook_handles[module] = module.register_forward_pre_hook(lambda *_: None)
+
+    def create(cls: Any) -> None:
+        cuda_graphs._set_capture_start()
+        try:
+            cls.cudagraph_record[0][0].create_fwd_graph()
+        finally:
+            cuda_graphs._set_capture_end()
+
+    monkeypatch.setattr(DDP, "disable_forward_pre_hook", disable)
+    monkeypatch.setattr(DDP, "enable_forward_pre_hook", enable)
+    monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "create_cudagraphs", classmethod(create))
+    found = {finding.name: finding for finding in repair()}
+    for name in ("forward-pre-hooks", "capture-failure"):
+        assert (found[name].state, found[name].repair) == (State.CLEAR, "nothing to do")
+    assert DDP.disable_forward_pre_hook is disable
+    assert cuda_graphs._CudagraphGlobalRecord.create_cudagraphs.__func__ is create
+
+
+def move_handles(monkeypatch: pytest.MonkeyPatch) -> str:
+    from megatron.core.distributed import DistributedDataParallel as DDP
+
+    def disable(self: Any, param_sync: bool = True, modules: Any = None) -> None:
+        raise KeyError("still")
+
+    monkeypatch.setattr(DDP, "disable_forward_pre_hook", disable)
+    return "takes (self, param_sync, modules), not (self, param_sync)"
+
+
+def move_flag(monkeypatch: pytest.MonkeyPatch) -> str:
+    from megatron.core.transformer import cuda_graphs
+
+    monkeypatch.delattr(cuda_graphs, "TECudaGraphHelper")
+    return "megatron.core.transformer.cuda_graphs has no TECudaGraphHelper"
+
+
+def move_cache(monkeypatch: pytest.MonkeyPatch) -> str:
+    from megatron.core.transformer import utils
+
+    original = utils.toggle_cuda_graphs
+
+    def toggle_cuda_graphs(model: Any, set_to: str = "none", reset_cuda_graphs: bool = True, more: int = 0) -> None:
+        original(model, set_to, reset_cuda_graphs)
+
+    monkeypatch.setattr(utils, "toggle_cuda_graphs", toggle_cuda_graphs)
+    return "not (model, set_to, reset_cuda_graphs)"
+
+
+def move_record(monkeypatch: pytest.MonkeyPatch) -> str:
+    from megatron.core.transformer import cuda_graphs
+
+    original = cuda_graphs._CudagraphGlobalRecord.record_fwd_graph
+
+    def record(cls: Any, *entry: Any) -> None:
+        original(*entry)
+
+    monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "record_fwd_graph", classmethod(record))
+    return "takes (cls, entry)"
+
+
+@pytest.mark.parametrize(
+    ("name", "move"),
+    [
+        ("forward-pre-hooks", move_handles),
+        ("capture-failure", move_flag),
+        ("switching-graphs", move_cache),
+        ("deleted-graphs", move_record),
+    ],
+)
+def test_internals_that_moved_are_refused_by_name(name: str, move: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = move(monkeypatch)
+    (one,) = (each for each in REPAIRS if each.name == name)
+    before = snapshot()
+    found = one.mend()
+    assert found.state is State.AFFECTED
+    assert found.repair.startswith("cannot repair: ")
+    assert message in found.repair
+    assert changes(before) == set()
+    assert not one.in_force
+
+
+def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed import DistributedDataParallel as DDP
+
+    monkeypatch.delattr(DDP, "disable_forward_pre_hook")
+    before = snapshot()
+    (one,) = (each for each in REPAIRS if each.name == "forward-pre-hooks")
+    found = one.mend()
+    assert found.state is State.UNKNOWN
+    assert "AttributeError" in found.reason
+    assert changes(before) == set()
+
+
+def test_every_repair_can_be_looked_up() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
+    assert [one.name for one in REPAIRS if f"| `{one.name}` |" not in text] == []
+
+
+# Patches, on a module of our own
+
+
+class Refuses(SimpleNamespace):
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise PermissionError(name)
+
+
+def test_a_patch_that_fails_takes_back_those_before_it() -> None:
+    first, table = SimpleNamespace(a=1), {"b": 2}
+    with pytest.raises(PermissionError):
+        install([Patch(first, "a", 10), Patch(table, "b", 20), Patch(first, "new", 30), Patch(Refuses(), "c", 40)])
+    assert (vars(first), table) == ({"a": 1}, {"b": 2})
+
+
+def test_what_was_replaced_since_is_not_undone_by_halves() -> None:
+    owner = SimpleNamespace(a=1, b=2)
+    installed = install([Patch(owner, "a", 10), Patch(owner, "b", 20)])
+    owner.b = 99
+    with pytest.raises(RuntimeError, match=r"cannot undo: SimpleNamespace.b was replaced since"):
+        uninstall(installed)
+    assert vars(owner) == {"a": 10, "b": 99}
+
+
+def test_a_repair_that_does_not_help_is_taken_back() -> None:
+    owner = SimpleNamespace(a=1)
+    useless = Repair("x", "", "", lambda: Verdict(State.AFFECTED, "still"), lambda: [Patch(owner, "a", 2)])
+    with pytest.raises(CannotRepair, match="still there with the repair: still"):
+        useless.apply()
+    assert owner.a == 1
+    assert useless.mend().repair.startswith("cannot repair: the failure is still there")
+
+
+def test_names_imported_before_and_after_follow() -> None:
+    from megatron.core.transformer import utils
+
+    mine: Any = sys.modules[__name__]
+    mine.toggle_by_name = original = utils.toggle_cuda_graphs
+    try:
+        repair()
+        assert mine.toggle_by_name is utils.toggle_cuda_graphs is not original
+        undo()
+        assert mine.toggle_by_name is utils.toggle_cuda_graphs is original
+    finally:
+        del mine.toggle_by_name
+
+
+def test_absent_attributes_are_absent_again() -> None:
+    owner = SimpleNamespace()
+    uninstall(install([Patch(owner, "a", 1)]))
+    assert read_raw(owner, "a") is ABSENT
+
+
+def test_importing_imports_nothing_of_theirs() -> None:
+    code = "import sys, rollgraph.compat.megatron; print([m for m in sys.modules if m.startswith('megatron')])"
+    source = Path(__file__).parents[2] / "src"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

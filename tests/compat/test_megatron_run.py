@@ -1,0 +1,78 @@
+"""`python -m rollgraph.compat run …`: the script sees a repaired package and itself as the main program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.compat.megatron_world import REASON
+
+SOURCE = Path(__file__).parents[2] / "src"
+SCRIPT = """
+import sys
+import neighbour
+from megatron.core.datasets.megatron_tokenizer import MegatronTokenizer
+print(__name__, sys.argv[1:], neighbour.HERE, MegatronTokenizer.__name__)
+if "fail" in sys.argv:
+    sys.exit(7)
+"""
+
+
+def start(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{SOURCE}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "rollgraph.compat", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    inside = tmp_path / "scripts"
+    inside.mkdir()
+    (inside / "train.py").write_text(SCRIPT)
+    (inside / "neighbour.py").write_text("HERE = 'found'\n")
+    return tmp_path
+
+
+def test_a_script_runs_repaired(folder: Path) -> None:
+    pytest.importorskip("megatron.core", reason=REASON)
+    done = start(folder, "run", "scripts/train.py", "--lr", "1", "-m", "fail")
+    assert done.stdout == "__main__ ['--lr', '1', '-m', 'fail'] found MegatronLegacyTokenizer\n"
+    assert done.returncode == 7
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rollgraph: ")]
+    assert "rollgraph: forward-pre-hooks: repaired" in lines
+    assert len(lines) == 6
+
+
+def test_a_module_runs_repaired(folder: Path) -> None:
+    pytest.importorskip("megatron.core", reason=REASON)
+    done = start(folder / "scripts", "run", "-m", "train", "--lr", "1")
+    assert (done.stdout, done.returncode) == ("__main__ ['--lr', '1'] found MegatronLegacyTokenizer\n", 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage: python -m rollgraph.compat run"),
+        (["run"], "usage: python -m rollgraph.compat run"),
+        (["run", "-m"], "usage: python -m rollgraph.compat run"),
+        (["walk", "script.py"], "usage: python -m rollgraph.compat run"),
+        (["run", "absent.py"], "there is no script absent.py"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = start(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+
+
+def test_without_megatron_the_install_command_is_shown(folder: Path) -> None:
+    """An empty package of the name stands in for an environment without it."""
+    (folder / "megatron").mkdir()
+    (folder / "megatron" / "__init__.py").write_text("")
+    done = start(folder, "run", "scripts/train.py", path=str(folder))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "megatron-core is not installed: pip install 'rollgraph[megatron]'\n"

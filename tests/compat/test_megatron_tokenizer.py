@@ -1,0 +1,128 @@
+"""The legacy tokenizer base under both of its names, with its module, without a name, and without the module."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollgraph.compat.finding import State
+from rollgraph.compat.megatron import undo
+from rollgraph.compat.megatron.legacy_tokenizer import MegatronLegacyTokenizer as OurLegacyTokenizer
+from rollgraph.compat.megatron.tokenizer import MODULE, TOKENIZER
+from tests.compat.megatron_world import REASON, unrepaired  # noqa: F401
+
+pytest.importorskip("megatron.core", reason=REASON)
+pytestmark = [pytest.mark.usefixtures("unrepaired"), pytest.mark.filterwarnings("ignore")]
+
+OPTIONAL = ("cls", "sep", "pad", "eod", "bos", "eos", "mask")
+
+
+def import_both() -> tuple[Any, Any]:
+    from megatron.core.datasets.megatron_tokenizer import MegatronLegacyTokenizer, MegatronTokenizer
+
+    return MegatronTokenizer, MegatronLegacyTokenizer
+
+
+class Hidden(MetaPathFinder):
+    """Hides the module, as a version without it does."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name == MODULE:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    package = importlib.import_module("megatron.core.datasets")
+    importlib.import_module(MODULE)
+    monkeypatch.delitem(sys.modules, MODULE)
+    monkeypatch.delattr(package, "megatron_tokenizer")
+    monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
+    yield
+    undo()
+
+
+def test_a_name_that_is_missing() -> None:
+    theirs = importlib.import_module(MODULE).MegatronLegacyTokenizer
+    with pytest.raises(ImportError, match="cannot import name 'MegatronTokenizer'"):
+        import_both()
+    assert TOKENIZER.mend().state is State.REPAIRED
+    assert import_both() == (theirs, theirs)
+    undo()
+    with pytest.raises(ImportError, match="cannot import name 'MegatronTokenizer'"):
+        import_both()
+
+
+@pytest.mark.usefixtures("removed")
+def test_a_module_that_was_removed() -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{MODULE}'"):
+        import_both()
+    assert TOKENIZER.mend().state is State.REPAIRED
+    assert import_both() == (OurLegacyTokenizer, OurLegacyTokenizer)
+    assert importlib.import_module("megatron.core.datasets").megatron_tokenizer is sys.modules[MODULE]
+    undo()
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{MODULE}'"):
+        import_both()
+
+
+def test_both_names_present_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = importlib.import_module(MODULE)
+    monkeypatch.setattr(module, "MegatronTokenizer", object(), raising=False)
+    before = dict(vars(module))
+    assert TOKENIZER.mend().state is State.CLEAR
+    assert vars(module) == before
+
+
+def test_neither_name_cannot_be_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(importlib.import_module(MODULE), "MegatronLegacyTokenizer")
+    found = TOKENIZER.mend()
+    assert found.state is State.AFFECTED
+    assert found.repair.startswith("cannot repair: ")
+
+
+def make_tokenizer(base: Any) -> Any:
+    class Letters(base):
+        vocab = property(lambda self: {"a": 0, "b": 1})
+        inv_vocab = property(lambda self: {0: "a", 1: "b"})
+        vocab_size = 2
+
+        def tokenize(self, text: str) -> np.ndarray:
+            return np.array([self.vocab[letter] for letter in text])
+
+    return Letters("one", "two", lower=True, seed=3)
+
+
+def test_ours_is_theirs_in_its_whole_interface() -> None:
+    theirs = importlib.import_module(MODULE).MegatronLegacyTokenizer
+    public = {name for name in vars(theirs) if not name.startswith("_")}
+    assert public == {name for name in vars(OurLegacyTokenizer) if not name.startswith("_")}
+    assert theirs.__abstractmethods__ == OurLegacyTokenizer.__abstractmethods__
+    ours, other = make_tokenizer(OurLegacyTokenizer), make_tokenizer(theirs)
+    assert ours.unique_identifiers == other.unique_identifiers
+    assert ours.unique_description == other.unique_description  # hashed into the names of dataset caches
+    assert json.loads(ours.unique_description)["lower"] == "True"
+    for ask in [*(lambda t, n=name: getattr(t, n) for name in OPTIONAL), lambda t: t.detokenize([0]), offsets]:
+        messages = []
+        for tokenizer in (ours, other):
+            with pytest.raises(NotImplementedError) as raised:
+                ask(tokenizer)
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+
+
+def offsets(tokenizer: Any) -> None:
+    tokenizer.offsets([0], "a")
+
+
+def test_what_is_abstract_must_be_written() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        OurLegacyTokenizer()
+    assert make_tokenizer(OurLegacyTokenizer).tokenize("ba").tolist() == [1, 0]
