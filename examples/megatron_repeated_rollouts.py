@@ -102,7 +102,8 @@ def make_model() -> Any:
         pipeline_dtype=torch.bfloat16,
         cuda_graph_impl="local",
     )
-    gpt = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, position_embedding_type="rope").cuda()
+    gpt = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, position_embedding_type="rope")
+    gpt = gpt.cuda().bfloat16()  # its norms are made in fp32
     overlap = DistributedDataParallelConfig(
         overlap_grad_reduce=True,
         overlap_param_gather=True,

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "examples/megatron_repeated_rollouts.py", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
