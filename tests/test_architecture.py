@@ -63,7 +63,8 @@ LAYERS = (
         "checkpoint.py",
     ), packages=None),
     Layer("run", (
-        "setup.py", "plan.py", "launch.py", "dashboard/", "train.py", "compat/", "commands/", "cli.py",
+        "claim.py", "inputs.py", "setup.py", "plan.py", "launch.py", "dashboard/", "logbook.py", "train.py",
+        "compat/", "commands/", "cli.py",
     ), packages=None),
 )
 # fmt: on

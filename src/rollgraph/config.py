@@ -257,10 +257,13 @@ GROUPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")  # a group of one
 
 def check_scopes(config: Config, ranks: int) -> tuple[Scope, ...]:
     """The scopes to capture with so many ranks, none where `impl: none`; an illegal one raises."""
-    if config.graph.impl == "none":
-        return ()
     legal = LEGAL_SCOPES["one rank" if ranks == 1 else "several ranks"]
     scopes = config.graph.scope or legal[:1]
+    if config.model.checkpointing and "step" not in scopes:
+        wrong = f"needs a graph of the whole step (one rank, graph.scope: step), not of {', '.join(scopes)}"
+        raise ConfigError([f"model.checkpointing: {wrong}"])
+    if config.graph.impl == "none":
+        return ()
     if illegal := [scope for scope in scopes if scope not in legal]:
         found = ", ".join(illegal)
         raise ConfigError([f"graph.scope: {found} is not possible with {ranks} ranks; expected {', '.join(legal)}"])
