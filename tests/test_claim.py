@@ -74,7 +74,7 @@ def test_nothing_is_left_of_a_run_that_came_to_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named_by_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
-        pytest.raises(FolderError, match="output: .*file/run cannot be used"),
+        pytest.raises(FolderError, match=r"output: .*file/run cannot be used"),
         claim_folder(tmp_path / "file/run", ONE),
     ):
         pass

@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 from dataclasses import MISSING
+from pathlib import Path
 from typing import Any
 
+from rollgraph.commands.words import add_words
 from rollgraph.config import ConfigError, Key, json_schema, list_keys, load_config, spell, to_yaml
 
 DONE, BROKEN = 0, 2
@@ -20,8 +22,7 @@ def add_to(commands: Any) -> None:
         description="Check a configuration and print it with everything it inherits and all defaults, as YAML. "
         f"Exit code: {DONE} it is right, {BROKEN} something is wrong; every problem has its line on standard error.",
     )
-    parser.add_argument("file", nargs="?", help="the YAML file of a run")
-    parser.add_argument("overrides", nargs="*", help="key=value, for example rollout.temperature=0.7")
+    add_words(parser, "rollout.temperature=0.7", nargs="?")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--schema", action="store_true", help="print the JSON schema of such files, for editors")
     shape.add_argument("--keys", action="store_true", help="print a table of all keys, as Markdown")
@@ -32,11 +33,11 @@ def run(options: argparse.Namespace) -> int:
     if options.schema or options.keys:
         print(json.dumps(json_schema(), indent=2) if options.schema else key_tables())
         return DONE
-    if options.file is None or "=" in options.file:
+    if options.config is None or ("=" in options.config and not Path(options.config).is_file()):
         print("rollgraph config: expected the YAML file of a run, --schema or --keys", file=sys.stderr)
         return BROKEN
     try:
-        print(to_yaml(load_config(options.file, options.overrides)), end="")
+        print(to_yaml(load_config(options.config, options.overrides)), end="")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BROKEN
