@@ -37,10 +37,12 @@ class Limit(NamedTuple):
         return SYMBOLS[self.word][1](value, self.bound)
 
 
+COLDEST = 0.01  # of temperatures: logits are divided by it
 COMMAS = "may be written as text with commas"
 Count = Annotated[int, Limit("minimum", 1)]
 Natural = Annotated[int, Limit("minimum", 0)]
 Positive = Annotated[float, Limit("exclusiveMinimum", 0)]
+Warm = Annotated[float, Limit("minimum", COLDEST)]
 NotNegative = Annotated[float, Limit("minimum", 0)]
 Share = Annotated[float, Limit("minimum", 0), Limit("maximum", 1)]
 ShareAboveZero = Annotated[float, Limit("exclusiveMinimum", 0), Limit("maximum", 1)]
@@ -94,7 +96,7 @@ class Environment:
 class Rollout:
     samples_per_prompt: Annotated[Count, "completions of each prompt: the size of a group"] = 16
     max_tokens: Annotated[Count, "longest completion"] = 512
-    temperature: Annotated[Positive, "of sampling"] = 1.0
+    temperature: Annotated[Warm, "of sampling; lower ones explore nothing and overflow, 0 (greedy) included"] = 1.0
     top_k: Annotated[Natural, "keep the k most likely tokens; 0 is all"] = 0
     top_p: Annotated[ShareAboveZero, "keep the most likely tokens up to this share"] = 1.0
     min_p: Annotated[Share, "keep tokens with this share of the likeliest's probability"] = 0.0
@@ -276,6 +278,8 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
     alone = c.rollout.samples_per_prompt == 1
     rollouts = c.data.prompts_per_step * c.rollout.samples_per_prompt
     longest = (c.data.max_prompt_tokens or 1) + c.rollout.max_tokens
+    kl_coef, kl_option = c.algorithm.kl_coef, c.algorithm.options.get("kl_coef")
+    one_kl = not kl_coef or kl_option in (None, kl_coef)
     heads_fit = tiny is None or (tiny.heads % tiny.kv_heads == 0 and tiny.width % (2 * tiny.heads) == 0)
     # fmt: off
     rules = (
@@ -283,8 +287,10 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
         ("heads_fit", "model.tiny", heads_fit, "kv_heads must divide heads, and 2 x heads must divide width"),
         ("length_fits", "rollout.max_tokens", tiny is None or longest <= tiny.max_length,
          f"a prompt with its completion takes {longest} tokens or more, over model.tiny.max_length"),
-        ("microbatch_fits", "train", longest <= c.train.largest_bucket,
-         f"a prompt with its completion takes {longest} tokens or more, over the largest microbatch"),
+        ("microbatch_fits", f"train.{'token_buckets' if buckets else 'microbatch_tokens'}",
+         longest <= c.train.largest_bucket,
+         f"a prompt with its completion takes {longest} tokens or more (data.max_prompt_tokens + rollout.max_tokens), "
+         "over the largest microbatch"),
         ("buckets_rise", "train.token_buckets", buckets is None or (buckets and list(buckets) == sorted(set(buckets))),
          "sizes must be given in rising order"),
         ("something_rewards", "reward.functions", c.reward.functions or c.rollout.environment,
@@ -293,9 +299,13 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
          f"{c.algorithm.name} compares the samples of a prompt, so it needs 2 or more"),
         ("minibatches_filled", "algorithm.minibatches", c.algorithm.minibatches <= rollouts,
          f"a step has only {rollouts} rollouts"),
+        ("one_kl_coef", "algorithm.kl_coef", one_kl, f"is {kl_coef:g}, and algorithm.options.kl_coef is {kl_option}"),
+        ("one_kl_coef", "algorithm.options.kl_coef", one_kl, f"is {kl_option}, and algorithm.kl_coef is {kl_coef:g}"),
         ("warmup_ends", "optimizer.warmup_steps", c.optimizer.warmup_steps <= c.steps, f"there are {c.steps} steps"),
         ("samples_differ", "validation.samples", c.validation.samples == 1 or c.validation.temperature > 0,
          "with validation.temperature 0 all samples are the same"),
+        ("greedy_or_warm", "validation.temperature", not 0 < c.validation.temperature < COLDEST,
+         f"0 takes the most likely token, anything else is {COLDEST} or more"),
         ("scope_not_empty", "graph.scope", scope or c.graph.scope is None, "name a scope, or null"),
         ("scope_without_graphs", "graph.scope", not (scope and c.graph.impl == "none"),
          "a scope makes no sense with graph.impl: none; set the scope to null"),
@@ -501,13 +511,18 @@ class _Reader:
             kinds = args if fixed else args[:1] * len(value)
             return tuple(self.read(*pair, f"{key}[{i}]") for i, pair in enumerate(zip(kinds, value, strict=True)))
         if origin is Mapping:
-            return _plain(node) if isinstance(value, dict) else _WRONG
+            return self._mapping(node, key) if isinstance(value, dict) else _WRONG
         if origin is Literal:
             return value if value in args else _WRONG
         if kind is float and type(value) is int:
             value = float(value)
         limits = [note for note in notes if isinstance(note, Limit)]
         return value if type(value) is kind and all(limit.holds(value) for limit in limits) else _WRONG
+
+    def _mapping(self, node: Node, key: str) -> Any:
+        """Of any keys; rules can be about some of them."""
+        self.places |= {f"{key}.{name}": inner.place for name, inner in node.value.items()}
+        return _plain(node)
 
 
 @functools.cache
