@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from rollgraph.claim import LOCK, FolderError, claim_folder
 from rollgraph.train import train
@@ -80,7 +83,27 @@ def test_a_folder_that_cannot_be_made_is_named_by_its_key(tmp_path: Path) -> Non
         pass
 
 
-def test_other_ranks_do_not_take_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda said, **options: None)
-    with claim_folder(tmp_path, World(0, 2, "cpu")), claim_folder(tmp_path, World(1, 2, "cpu")):
-        pass
+def refused(rank: int, folder: str, out: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        with claim_folder(f"{folder}/run", World(rank, 2, "cpu")):
+            out.put((rank, ""))
+            torch.distributed.barrier()
+    except FolderError as error:
+        out.put((rank, str(error)))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("taken", [True, False])
+def test_all_ranks_learn_that_a_folder_is_taken(tmp_path: Path, taken: bool) -> None:
+    """Only rank 0 looks at the lock; the others would wait for it for ever."""
+    context = torch.multiprocessing.get_context("spawn")
+    out = context.SimpleQueue()
+    with claim_folder(tmp_path / "run", ONE) if taken else nullcontext():
+        ranks = [context.Process(target=refused, args=(rank, str(tmp_path), out)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(120)
+    found = dict(out.get() for _ in ranks)
+    assert ["is in use by another run" in found[rank] for rank in range(2)] == [taken, taken]

@@ -34,7 +34,7 @@ def claim_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]
             lock = _take(path)
         except (FolderError, OSError) as error:
             problem = str(error) if isinstance(error, FolderError) else f"output: {path} cannot be used: {error}"
-    if world.size > 1:
+    if world.size > 1 and torch.distributed.is_initialized():  # if not, that will be said later on
         said = [problem]
         torch.distributed.broadcast_object_list(said, src=0, group=world.group)
         problem = said[0]

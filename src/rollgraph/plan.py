@@ -1,6 +1,6 @@
 """What a run will take, known before anything is allocated: the memory of each phase, and the floor of a step's time.
 
-Owns the arithmetic. Shapes come from where a run takes them: limits from `inputs.py`, buckets from `sharding/`, the
+Owns the arithmetic. Shapes come from where a run takes them: limits from `lengths.py`, buckets from `sharding/`, the
 cache from `inference/kv_cache.py`, over a model that has shapes and no memory. Graphs of all phases share one pool, so
 what only one phase needs is there once, as large as the largest.
 """
@@ -15,7 +15,8 @@ import torch
 
 from rollgraph.config import Config, check_scopes
 from rollgraph.inference.kv_cache import CachePlan
-from rollgraph.inputs import BLOCK_SIZE, make_algorithm, make_limits, make_tokenizer, read_architecture
+from rollgraph.inputs import make_algorithm, make_tokenizer, read_architecture
+from rollgraph.lengths import BLOCK_SIZE, make_limits
 from rollgraph.model import Architecture, Decoder
 from rollgraph.model.logprobs import CHUNK_ELEMENTS
 from rollgraph.policy import Limits
