@@ -34,7 +34,7 @@ class Layer:
 # fmt: off
 LAYERS = (
     Layer("values", (
-        "config.py", "types.py", "world.py", "metrics.py",
+        "config_schema.py", "config_reader.py", "config.py", "types.py", "world.py", "metrics.py",
     ), packages=frozenset()),
     Layer("graph", (
         "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/lending.py", "graph/report.py", "graph/pool.py",
@@ -64,7 +64,8 @@ LAYERS = (
         "checkpoint.py",
     ), packages=None),
     Layer("run", (
-        "setup.py", "plan.py", "launch.py", "dashboard/", "train.py", "compat/", "commands/", "cli.py",
+        "claim.py", "key_errors.py", "lengths.py", "inputs.py", "setup.py", "plan.py", "launch.py", "dashboard/",
+        "logbook.py", "train.py", "compat/", "commands/", "cli.py",
     ), packages=None),
 )
 # fmt: on
@@ -72,7 +73,7 @@ LAYERS = (
 # Additions to a layer's `packages`, by part: kernels and chat templates.
 EXTRA = {part: frozenset({"triton", "jinja2"}) for part in ("model", "inference", "tokenizer.py")}
 # Additions by file that hold inside functions and under TYPE_CHECKING only: importing the file stays instant.
-LAZY = {file: frozenset({"torch"}) for file in ("world.py", "metrics.py")} | {"config.py": frozenset({"yaml"})}
+LAZY = {file: frozenset({"torch"}) for file in ("world.py", "metrics.py")} | {"config_reader.py": frozenset({"yaml"})}
 
 
 @dataclass(frozen=True, order=True)

@@ -172,6 +172,7 @@ def two_ranks(world: World, folder: Path) -> dict[str, Any]:
         checkpoints.save(optimizer.steps, {"rank": world.rank}, score=0.0)
         steps(world, model, sharded, optimizer, 2)  # collectives, beside the writing
     checkpoints.wait()
+    sharded.collectives.agree("all have written, and rank 0 has deleted")
     found["complete"] = [saved.step for saved in checkpoints.complete()]
     newest = checkpoints.latest()
     assert newest is not None

@@ -244,6 +244,9 @@ def test_scopes_by_the_number_of_ranks() -> None:
         ("something_rewards", ["reward.functions=[]"]),
         ("group_compares", ["rollout.samples_per_prompt=1"]),
         ("minibatches_filled", ["data.prompts_per_step=1", "algorithm.minibatches=17"]),
+        ("one_kl_coef", ["algorithm.kl_coef=0.1", "algorithm.options.kl_coef=0.2"]),
+        ("one_kl_coef", ["algorithm.kl_coef=0.1", "algorithm.options.kl_coef=0"]),
+        ("greedy_or_warm", ["validation.temperature=1e-5"]),
         ("warmup_ends", ["optimizer.warmup_steps=101"]),
         ("samples_differ", ["validation.samples=4"]),
         ("scope_not_empty", ["graph.scope=[]"]),
@@ -272,6 +275,9 @@ def test_combinations_that_make_no_sense(rule: str, overrides: list[str]) -> Non
         ["graph.scope=null", "graph.impl=none"],
         ["log.sinks=[wandb]", "log.wandb.project=p"],
         ["validation.samples=4", "validation.temperature=0.7"],
+        ["algorithm.kl_coef=0.1", "algorithm.options.kl_coef=0.1"],
+        ["algorithm.kl_coef=0.0", "algorithm.options.kl_coef=0.1"],  # as it is printed
+        ["rollout.temperature=0.01", "validation.temperature=0.01"],
     ],
 )
 def test_combinations_that_are_right(overrides: list[str]) -> None:
@@ -282,7 +288,23 @@ def test_a_broken_rule_is_found_at_the_key_or_its_section() -> None:
     (problem,) = problems_of(SMALL + "\ngraph:\n  impl: none\n  scope: layer")
     assert problem.startswith("run.yaml:10: graph.scope: a scope makes no sense with graph.impl: none")
     (problem,) = problems_of(SMALL + "\ntrain:\n  microbatch_tokens: 8")
-    assert problem.startswith("run.yaml:8: train: ")
+    assert problem.startswith("run.yaml:9: train.microbatch_tokens: ")
+    (problem,) = problems_of(SMALL, "train.token_buckets=[12]")
+    assert problem.startswith("override 'train.token_buckets=[12]': train.token_buckets: a prompt with its completion")
+
+
+@pytest.mark.parametrize("temperature", ["0", "1e-05"])
+def test_a_temperature_that_explores_nothing_is_refused(temperature: str) -> None:
+    (problem,) = problems_of(SMALL, f"rollout.temperature={temperature}")
+    assert problem.endswith(f"rollout.temperature: expected number ≥ 0.01, got {temperature}")
+
+
+def test_two_keys_that_contradict_each_other_are_both_shown_with_their_lines() -> None:
+    found = problems_of(SMALL + "algorithm:\n  kl_coef: 0.1\n  options:\n    clip_low: 0.1\n    kl_coef: 0.2")
+    assert found == (
+        "run.yaml:8: algorithm.kl_coef: is 0.1, and algorithm.options.kl_coef is 0.2 [one_kl_coef]",
+        "run.yaml:11: algorithm.options.kl_coef: is 0.2, and algorithm.kl_coef is 0.1 [one_kl_coef]",
+    )
 
 
 TEXT = st.text(max_size=8) | st.sampled_from(["1e5", "0x10", "yes", "null", "~", "", "1_000", "- a", "#", "a: b", "<<"])

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from rollgraph.config import list_keys, load_config
+from rollgraph.inputs import make_environment
+from rollgraph.lengths import completion_tokens
+from rollgraph.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -75,6 +78,24 @@ def test_the_documentation_quotes_messages_that_exist() -> None:
     assert len(messages) > 20
     parts = {part: message for message in messages for part in message.split("…") if len(part) > 4}
     assert [(part, message) for part, message in parts.items() if part not in said] == []
+
+
+def test_configurations_in_the_documentation_load(tmp_path: Path) -> None:
+    found = [(path, text) for path in (ROOT / "docs").glob("*.md") for text in yaml_blocks(path)]
+    assert {path.name for path, _ in found} >= {"config.md", "rewards.md"}
+    (tmp_path / "base.yaml").write_text("")  # which one of them builds on
+    for path, text in found:
+        file = tmp_path / f"{path.stem}.yaml"
+        file.write_text(text)
+        config = load_config(file)
+        if config.rollout.environment is not None:
+            made = make_environment(config, ByteTokenizer(), config.rollout.samples_per_prompt)
+            assert made.stop == ("</calc>",)
+            assert completion_tokens(config) == ("rollout.environment.options.max_tokens", 1024)
+
+
+def yaml_blocks(path: Path) -> list[str]:
+    return re.findall(r"```yaml\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def keys_of(text: str) -> dict[str, str]:

@@ -171,16 +171,35 @@ def test_a_run_that_can_learn_nothing_more_ends_with_its_checkpoints(folder: Pat
         train(config_of(folder, *broken), ONE)
 
 
-def test_a_reward_that_fails_does_not_end_the_run(folder: Path) -> None:
+def test_a_reward_that_fails_does_not_end_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rewards.py").write_text(
         "def even(prompts, completions, **columns):\n"
         "    if any(ord(c[0]) % 3 == 0 for c in completions if c):\n"
-        "        raise RuntimeError('cannot read this')\n"
+        "        raise RuntimeError(f'cannot read {ord(completions[0][0])}')\n"
         "    return [1.0] * len(completions)\n"
     )
-    run = train(config_of(folder, "reward.on_failure=-1.0"), ONE)
-    assert run.rewards.failures["raised"] > 0
+    run = train(config_of(folder, "reward.on_failure=-1.0", "log.progress=plain"), ONE)
+    failures = run.rewards.failures["raised"]
+    assert failures > 10
     assert len(metrics_of(folder / "run")) == 4
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if line.startswith("a reward failed and counts as -1: even: RuntimeError: cannot")]
+    assert len(told) == len(set(told)) == 5  # of many
+    assert lines[-1] == f"rewards failed for {failures} rollouts: {failures} raised"
+
+
+def test_sigterm_ends_a_warm_start_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "demonstrations.jsonl").write_text('{"prompt": "01?", "completion": "4"}\n')
+    warm = f"{{data: {folder / 'demonstrations.jsonl'}, steps: 30, stop_at: 2.0, check_every: 2}}"
+    monkeypatch.setenv("STOP_AT", "1")  # the first look at the reward
+    train(config_of(folder, f"warm_start={warm}", "log.progress=plain"), ONE)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("asked to stop: in step 2 of the warm start")
+    assert not list((folder / "run" / "checkpoints").glob("step_*"))
+    monkeypatch.delenv("STOP_AT")
+    train(config_of(folder, f"warm_start={warm}", "resume=auto", "steps=1"), ONE)
+    assert [entry["step"] for entry in metrics_of(folder / "run")] == [0]
 
 
 COMMAND = [sys.executable, "-m", "rollgraph", "train"]

@@ -54,6 +54,41 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, capsys: pytest.CaptureF
     assert "demonstrations.jsonl:1: a warm start needs `prompt` and `completion`" in capsys.readouterr().err
 
 
+def test_overrides_may_stand_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(folder / "config.yaml")
+    Path(path).write_text(to_yaml(config_of(folder, "steps=2")))
+    assert main(["train", "data.validation=null", path, "steps=1"]) == 0
+    target = str(folder / "exported")
+    assert main(["export", "--to", target, path, "--which", "latest", "seed=0", "log.every=2"]) == 0
+    assert main(["eval", path, "--which", "latest", "validation.samples=2"]) == 0
+    assert "validation/pass@2" in capsys.readouterr().out
+    assert main(["plan", path, "--device", "cpu", "memory.cache_gib=0.5", "--json", "sed=1"]) == 2
+    assert "override 'sed=1': sed: unknown key" in capsys.readouterr().err
+    assert main(["config", "steps=7", path, "seed=1"]) == 0
+    assert "seed: 1\nsteps: 7\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["train", path, "--nothing", "steps=1"])
+    assert "unrecognized arguments: --nothing" in capsys.readouterr().err
+    assert main(["train", "steps=1"]) == 2
+    assert "steps=1: cannot be read" in capsys.readouterr().err
+
+
+def test_eval_says_what_pass_at_k_is_and_what_failed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder, "steps=1")))
+    assert main(["train", str(path)]) == 0
+    (folder / "broken.py").write_text("def f(completions, **columns):\n    raise RuntimeError('no idea')\n")
+    capsys.readouterr()
+    assert main(["eval", str(path), f"reward.functions=[{{name: '{folder / 'broken.py'}:f'}}]"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["validation/pass@1"] == 0
+    assert "no idea" in found.err
+    assert "rewards failed for 8 rollouts: 8 raised" in found.err
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    assert "right if its reward" in " ".join(capsys.readouterr().out.split())
+
+
 def test_help_does_not_import_pytorch() -> None:
     program = "import sys; from rollgraph.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     program += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +48,24 @@ def choose_kept(saved: Sequence[Saved], keep_last: int, keep_best: int) -> set[S
 def _by_score(saved: Iterable[Saved]) -> list[Saved]:
     scored = [(one.score, one.step, one) for one in saved if one.score is not None]
     return [one for *_, one in sorted(scored, key=lambda entry: entry[:2], reverse=True)]
+
+
+def find_complete(
+    folder: Path, without: Container[Path] = (), on_broken: Callable[[Path, CheckpointError], None] | None = None
+) -> list[Saved]:
+    """The checkpoints of a folder that have all their files, by step. What is in the files is not read."""
+    found = []
+    try:
+        paths = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and path not in without]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    for path in paths:
+        try:
+            found.append(_read_saved(path))
+        except CheckpointError as error:
+            if on_broken is not None:
+                on_broken(path, error)
+    return sorted(found, key=lambda saved: saved.step)
 
 
 class Checkpoints:
@@ -148,18 +166,7 @@ class Checkpoints:
 
     def complete(self) -> list[Saved]:
         """Those that have all their files, by step. What is in the files is not read."""
-        found = []
-        try:
-            paths = list(self.folder.iterdir())
-        except OSError as error:
-            raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
-        for path in paths:
-            if _COMPLETE.fullmatch(path.name) and path not in self._broken:
-                try:
-                    found.append(_read_saved(path))
-                except CheckpointError as error:
-                    self._distrust(path, error)
-        return sorted(found, key=lambda saved: saved.step)
+        return find_complete(self.folder, self._broken, self._distrust)
 
     def latest(self) -> Saved | None:
         """The newest of which every byte is as it was written. Newer ones that are not are in `problems`."""

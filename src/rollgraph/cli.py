@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from rollgraph.commands import check, config, doctor, generate, plan, train
+from rollgraph.commands.words import sort_words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     for command in (train, generate, plan, config, check, doctor):
         command.add_to(commands)
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if left := sort_words(options, rest):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
     exit_code: int = options.run(options)
     return exit_code

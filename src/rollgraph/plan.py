@@ -1,36 +1,36 @@
 """What a run will take, known before anything is allocated: the memory of each phase, and the floor of a step's time.
 
-Owns the arithmetic. Shapes come from where a run takes them: limits from `setup.py`, buckets from `sharding/`, the
+Owns the arithmetic. Shapes come from where a run takes them: limits from `lengths.py`, buckets from `sharding/`, the
 cache from `inference/kv_cache.py`, over a model that has shapes and no memory. Graphs of all phases share one pool, so
 what only one phase needs is there once, as large as the largest.
 """
 
 from __future__ import annotations
 
-import json
+import inspect
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from rollgraph.config import Config, check_scopes
 from rollgraph.inference.kv_cache import CachePlan
-from rollgraph.model import Architecture, ArchitectureError, Decoder
+from rollgraph.inputs import make_algorithm, make_tokenizer, read_architecture
+from rollgraph.lengths import BLOCK_SIZE, make_limits
+from rollgraph.model import Architecture, Decoder
 from rollgraph.model.logprobs import CHUNK_ELEMENTS
 from rollgraph.policy import Limits
-from rollgraph.rl.algorithms import Algorithm, load_algorithm
-from rollgraph.setup import make_limits, make_model, make_tokenizer
+from rollgraph.rl.algorithms import Algorithm
+from rollgraph.sharding import ShardedModel
 from rollgraph.sharding.flat_buffer import BucketPlan, plan_buckets, specs_of
-from rollgraph.world import World
 
 Phase = Literal["generate", "score", "train"]
 Place = Literal["device", "host"]
 PHASES: tuple[Phase, ...] = ("generate", "score", "train")
 
 TFLOPS, TB_PER_SECOND = 785.0, 4.28  # one H200, measured: a bf16 matrix product, and a copy on the device
-BUCKET_BYTES = 64 * 2**20  # as ShardedModel has it
-BLOCK_SIZE, STATE_COLUMNS = 16, 9  # of the engine: tokens in a block, and numbers of a row beside its block table
+BUCKET_BYTES: int = inspect.signature(ShardedModel).parameters["bucket_bytes"].default
+STATE_COLUMNS = 9  # of the engine: numbers of a row beside its block table
 FP32 = 4
 
 
@@ -107,13 +107,13 @@ def make_plan(
 ) -> Plan:
     """What one of so many ranks takes. Reads config.json at most: no weights, and nothing on a device."""
     model, notes = shape_model(config)
-    algorithm = _algorithm(config)
+    algorithm = make_algorithm(config)
     cuda = device == "cuda"
-    limits = make_limits(config, model, ranks)
+    limits = make_limits(config, model.architecture, device, ranks)
     lines = [*_weights(model, ranks)]
     lines += _reference(config, algorithm, lines, device_bytes if cuda else None)
     lines.append(_cache(model, limits, lines, device_bytes, cuda))
-    lines += _decode_state(config, limits, cuda)
+    lines += _decode_state(config, limits)
     lines += _working_memory(config, model, algorithm, limits, ranks, cuda)
     if config.data.max_prompt_tokens is None:
         notes.append("data.max_prompt_tokens is null: prompts are taken to be as long as the model allows")
@@ -123,28 +123,12 @@ def make_plan(
 
 def shape_model(config: Config) -> tuple[Decoder, list[str]]:
     """The model of a run with shapes and dtypes but without memory, and what had to be assumed."""
+    path = config.model.path
+    architecture, dtype = read_architecture(config, make_tokenizer(config) if path is None else None)
     with torch.device("meta"):
-        if config.model.path is None:
-            return make_model(config, make_tokenizer(config), World(0, 1, "meta")), []
-        source = Path(config.model.path) / "config.json"
-        try:
-            stored = json.loads(source.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ArchitectureError(f"{source} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise ArchitectureError(f"{source} is not JSON: {error}") from None
-        model = Decoder(Architecture.from_config(stored), checkpointing=config.model.checkpointing)
-        said = stored.get("dtype") or stored.get("torch_dtype")
-        dtype = said if config.model.dtype == "auto" else config.model.dtype
-        notes = [] if dtype else [f"{source} does not say a dtype: bfloat16 is assumed"]
-        return model.to(dtype=getattr(torch, dtype or "bfloat16")), notes
-
-
-def _algorithm(config: Config) -> Algorithm:
-    options = dict(config.algorithm.options)
-    if config.algorithm.kl_coef:
-        options["kl_coef"] = config.algorithm.kl_coef
-    return load_algorithm(config.algorithm.name, options)
+        model = Decoder(architecture, checkpointing=config.model.checkpointing)
+    notes = [] if dtype else [f"{path}/config.json does not say a dtype: bfloat16 is assumed"]
+    return model.to(dtype=getattr(torch, dtype or "bfloat16")), notes
 
 
 # -- what is there in every phase ------------------------------------------------------------------
@@ -190,11 +174,12 @@ def _cache(model: Decoder, limits: Limits, before: list[Line], device_bytes: int
     return Line("key/value cache", whole.nbytes, "device", PHASES)
 
 
-def _decode_state(config: Config, limits: Limits, cuda: bool) -> list[Line]:
+def _decode_state(config: Config, limits: Limits) -> list[Line]:
     rollout, rows, table = config.rollout, limits.rows, _blocks_of_row(limits)
     filters = bool(rollout.top_k) or rollout.top_p < 1 or rollout.min_p > 0
     state, history = rows * (STATE_COLUMNS + table), rows * (limits.max_length if filters else 1)
-    most = limits.prefill_tokens or (8192 if cuda else 512)
+    most = limits.prefill_tokens
+    assert most is not None
     sizes = [size for size in (64 * 4**power for power in range(16)) if size < most]
     batches = [3 * size + 1 + min(64, rows) * (2 + table) for size in (*sizes, most)]
     orders, results = rows, 3 * rows
@@ -220,7 +205,8 @@ def _working_memory(
     config: Config, model: Decoder, algorithm: Algorithm, limits: Limits, ranks: int, cuda: bool
 ) -> list[Line]:
     a, itemsize = model.architecture, model.embed.weight.dtype.itemsize
-    tokens, prefill = limits.token_buckets[-1], limits.prefill_tokens or (8192 if cuda else 512)
+    tokens, prefill = limits.token_buckets[-1], limits.prefill_tokens
+    assert prefill is not None
     scopes = check_scopes(config, ranks) or (("step",) if ranks == 1 else ("layer",))
     chunk = min(tokens, max(1, CHUNK_ELEMENTS // a.vocabulary))
     kept = activation_bytes(a, tokens, itemsize, checkpointing=model.checkpointing, cuda=cuda)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,13 +13,13 @@ from typing import Any
 import torch
 
 from rollgraph.checkpoint import CheckpointError
+from rollgraph.claim import claim_folder
 from rollgraph.config import Config, to_dict
-from rollgraph.dashboard import SampleWriter, View, close_sinks, make_sinks, make_view
+from rollgraph.dashboard import View, check_sinks, make_view
 from rollgraph.inference import Progress
-from rollgraph.metrics import Metrics
+from rollgraph.logbook import Logbook, count_failures, tell_failures
 from rollgraph.model import load_weights, save_model
 from rollgraph.rl.algorithms import load_algorithm
-from rollgraph.rl.data import load_rows
 from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, make_run
 from rollgraph.types import Batch, Prompt, Rollout
 from rollgraph.world import World
@@ -31,10 +30,17 @@ MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some 
 def train(config: Config, world: World | None = None) -> Run:
     """A whole run, from the last checkpoint if there is one."""
     world = world or World.current()
-    with make_view("none" if world.rank else config.log.progress, config.steps) as view, _sigterm() as asked_to_stop:
-        run = make_run(config, world, lambda name, done, total: view.phase(f"capture {name}", done, total))
+    shown = "none" if world.rank else config.log.progress
+    with make_view(shown, config.steps) as view, _sigterm() as asked_to_stop, claim_folder(config.output, world):
+        if world.rank == 0:
+            check_sinks(config.log, note=lambda text: None)
+        run = make_run(
+            config, world, lambda name, done, total: view.phase(f"capture {name}", done, total), resumes=True
+        )
         try:
-            first_step = resume(run, view)
+            first_step = resume(run, view, asked_to_stop)
+            if first_step is None:
+                return run
             captured = run.policy.pool.report().captures
             with Logbook(run, view, first_step) as logbook:
                 for step in range(first_step, config.steps):
@@ -61,39 +67,6 @@ def train(config: Config, world: World | None = None) -> Run:
         finally:
             run.close()
     return run
-
-
-class Logbook:
-    """What people see of each step: the terminal, metrics and samples, on rank 0."""
-
-    def __init__(self, run: Run, view: View, first_step: int) -> None:
-        self._run, self._view, self._log = run, view, run.config.log
-        folder, first = Path(run.config.output), run.world.rank == 0
-        self._sinks = (
-            make_sinks(self._log, folder, resume_at=first_step, run_config=to_dict(run.config)) if first else []
-        )
-        self._samples = SampleWriter(folder, self._log.samples_every, resume_at=first_step) if first else None
-        self._metrics = Metrics(self._sinks)
-        self._started = time.perf_counter()
-
-    def __enter__(self) -> Logbook:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        close_sinks(self._sinks)
-
-    def write(self, step: int, rollouts: Sequence[Rollout], batch: Batch, values: dict[str, float]) -> None:
-        """Everything about a step that has been taken; the next one's time begins here."""
-        run, now = self._run, time.perf_counter()
-        values = {**batch.metrics, **values, **troubles(run), **speed(run, rollouts, now - self._started)}
-        due = step % self._log.every == 0 or step == run.config.steps - 1
-        if due or any(name.startswith("validation/") for name in values):
-            self._metrics.log(step, values)
-        self._view.step(step, values, run.seconds)
-        if self._samples is not None:
-            self._samples.write(step, rollouts, [max(s.advantages, key=abs, default=0.0) for s in batch.samples])
-        run.seconds.clear()
-        self._started = now
 
 
 def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) -> None:
@@ -133,6 +106,7 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str, view: View) -> list[R
         rollouts = run.environment.run(partial(run.policy.generate, seed=seed, on_progress=show), prompts)
     with run.timed("reward"):
         run.rewards.score(rollouts)
+    tell_failures(run, view)
     if run.algorithm.needs_reference:
         with run.timed("score"):
             run.policy.score(rollouts, "reference")
@@ -168,20 +142,19 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
     }
 
 
-def warm_start(run: Run, view: View) -> None:
-    """Supervised training on demonstrations, until it is good enough to learn from its own samples."""
+def warm_start(run: Run, view: View, asked_to_stop: Sequence[int]) -> bool:
+    """Supervised training on demonstrations, until it is good enough to learn from its own samples; whether it ended
+    by itself."""
     w = run.config.warm_start
     assert w is not None
-    algorithm = load_algorithm(SUPERVISED)
-    rows = load_rows(w.data)
-    for row in rows:
-        if not isinstance(row.prompt, str) or not isinstance(row.columns.get("completion"), str):
-            raise ValueError(f"{row.place}: a warm start needs `prompt` and `completion`, both text")
-    end = run.tokenizer.eos_id
+    algorithm, rows, end = load_algorithm(SUPERVISED), run.demonstrations, run.tokenizer.eos_id
     optimizer, settings = run.policy.optimizer, (run.policy.optimizer.base, run.policy.optimizer.schedule)
     optimizer.restart(w.lr, None)
     order = torch.Generator().manual_seed(run.config.seed)
     for step in range(w.steps):
+        if run.on_any_rank(bool(asked_to_stop)):
+            view.note(f"asked to stop: in step {step} of the warm start, of which nothing is saved")
+            return False
         chosen = torch.randint(len(rows), (w.batch_size,), generator=order).tolist()
         rollouts = []
         for index in chosen:
@@ -199,20 +172,19 @@ def warm_start(run: Run, view: View) -> None:
             if reward >= w.stop_at:
                 break
     optimizer.restart(*settings)
+    return True
 
 
-def resume(run: Run, view: View) -> int:
-    """Continue where the last whole checkpoint left off, or begin; gives the first step to take."""
+def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | None:
+    """Continue where the last whole checkpoint left off, or begin; gives the first step to take, or None to stop."""
     config, folder = run.config, Path(run.config.output)
     saved = None if config.resume == "never" else run.checkpoints.latest()
-    if config.resume == "never" and run.checkpoints.complete():
-        raise CheckpointError(f"resume: never, but {folder / 'checkpoints'} has checkpoints: choose another output")
     if saved is None and config.resume == "must":
         raise CheckpointError(f"resume: must, but {folder / 'checkpoints'} has no whole checkpoint")
     reference = folder / "reference"
     if saved is None:
-        if config.warm_start is not None:
-            warm_start(run, view)
+        if config.warm_start is not None and not warm_start(run, view, asked_to_stop):
+            return None
         if run.algorithm.needs_reference:
             run.policy.weights.save("reference")
         if config.model.path is None or config.warm_start is not None:  # or the model's own folder is the reference
@@ -272,23 +244,9 @@ def finish(run: Run, view: View, captured: int) -> None:
     later = report.captures - captured
     (Path(run.config.output) / "graphs.json").write_text(report.to_json())
     view.note(f"graphs: {report.replays} replays, {report.eager_runs} eager runs, {later} captures after warm-up")
-
-
-def troubles(run: Run) -> dict[str, float]:
-    """What went wrong without ending the run, counted since its start."""
-    found = {f"reward_failures/{kind}": float(count) for kind, count in run.rewards.failures.items()}
-    found |= {"dropped_prompts": float(run.data.dropped)} if run.data.dropped else {}
-    failures = getattr(run.environment, "failures", {})
-    return found | {f"environment_failures/{kind}": float(count) for kind, count in failures.items()}
-
-
-def speed(run: Run, rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:
-    tokens = sum(len(rollout.tokens) for rollout in rollouts)
-    values = {"seconds": seconds, "tokens/s": tokens / seconds}
-    values |= {f"seconds/{phase}": taken for phase, taken in run.seconds.items()}
-    if run.world.device.startswith("cuda"):
-        values["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return values
+    tell_failures(run, view)
+    if failed := count_failures(run):
+        view.note(failed)
 
 
 class _sigterm:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from rollgraph.config import Log
-from rollgraph.dashboard.sinks import SampleWriter, SinkError, close_sinks, make_sinks, truncate_jsonl
+from rollgraph.dashboard.sinks import SampleWriter, SinkError, check_sinks, close_sinks, make_sinks, truncate_jsonl
 from rollgraph.types import Prompt, Rollout
 
 # The part of each package's interface that a sink uses, writing down what it was told: the packages are optional.
@@ -69,12 +68,14 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def is_missing(*packages: str) -> bool:
-    return not any(importlib.util.find_spec(package) for package in packages)
+def install_only(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    monkeypatch.setattr("rollgraph.dashboard.sinks._installed", lambda package: package in packages)
 
 
-@pytest.mark.skipif(not is_missing("tensorboard", "tensorboardX"), reason="TensorBoard is installed")
-def test_tensorboard_is_left_out_with_a_note_unless_it_was_asked_for(tmp_path: Path) -> None:
+def test_tensorboard_is_left_out_with_a_note_unless_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_only(monkeypatch)
     notes: list[str] = []
     sinks = make_sinks(Log(), tmp_path, note=notes.append)
     sinks[0].write(3, {"reward": 0.5})
@@ -87,8 +88,8 @@ def test_tensorboard_is_left_out_with_a_note_unless_it_was_asked_for(tmp_path: P
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.skipif(not is_missing("wandb") or not is_missing("mlflow"), reason="W&B or MLflow is installed")
-def test_all_missing_packages_are_named_at_once(tmp_path: Path) -> None:
+def test_all_missing_packages_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_only(monkeypatch)
     with pytest.raises(SinkError, match=r"'rollgraph\[wandb\]'; mlflow: pip install 'rollgraph\[mlflow\]'"):
         make_sinks(Log(sinks=("wandb", "mlflow")), tmp_path)
 
@@ -105,8 +106,8 @@ def test_tensorboard_with_the_real_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.skipif(not is_missing("tensorboard"), reason="the real package would be taken")
-def test_tensorboardx_takes_the_place_of_tensorboard(tmp_path: Path) -> None:
+def test_tensorboardx_takes_the_place_of_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_only(monkeypatch, "tensorboardX")
     sinks = make_sinks(Log(), tmp_path, resume_at=4)
     for sink in sinks:
         sink.write(4, {"reward": 0.5, "kl": 0.1})
@@ -139,6 +140,36 @@ def test_a_resumed_mlflow_run_goes_on(tmp_path: Path) -> None:
         *(*where, ("start", None, "n"), ("config.json", {"seed": 7}), ({"validation/pass_4": 0.5}, 0), ("end",)),
         *(*where, ("start", "new", "n"), ({"validation/pass_4": 0.5}, 1), ("end",)),
     ]
+
+
+def test_wandb_with_the_real_package(tmp_path: Path) -> None:
+    """Offline: two halves of one run, each in a file of its own, to be synced later."""
+    wandb = pytest.importorskip("wandb")
+    options = {"mode": "offline", "project": "p", "settings": wandb.Settings(console="off", silent=True)}
+    for step in (0, 1):
+        sinks = make_sinks(Log(sinks=("wandb",), wandb=options), tmp_path, run_config={"seed": 7})
+        sinks[0].write(step, {"validation/pass@4": 0.5})
+        close_sinks(sinks)
+    name = (tmp_path / "wandb_run.txt").read_text().strip()
+    written = list((tmp_path / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
+    assert written
+    assert all(b"validation/pass@4" in path.read_bytes() for path in written)
+
+
+def test_mlflow_with_the_real_package(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    mlflow.set_tracking_uri(uri)
+    mlflow.create_experiment("e", artifact_location=str(tmp_path / "artifacts"))
+    log = Log(sinks=("mlflow",), mlflow={"tracking_uri": uri, "experiment": "e", "run_name": "n"})
+    for step in (0, 1):
+        sinks = make_sinks(log, tmp_path, run_config={"seed": 7})
+        sinks[0].write(step, {"validation/pass@4": step + 0.5})
+        close_sinks(sinks)
+    name = (tmp_path / "mlflow_run.txt").read_text().strip()
+    history = mlflow.tracking.MlflowClient(uri).get_metric_history(name, "validation/pass_4")
+    assert [(entry.step, entry.value) for entry in history] == [(0, 0.5), (1, 1.5)]
+    assert mlflow.artifacts.load_dict(f"runs:/{name}/config.json") == {"seed": 7}
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -221,3 +252,11 @@ def test_samples_of_some_steps(tmp_path: Path) -> None:
 def test_no_samples_where_every_is_0(tmp_path: Path) -> None:
     assert not SampleWriter(tmp_path, every=0).write(0, [make_rollout(1.0)], [1.0])
     assert not (tmp_path / "samples.jsonl").exists()
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_package_that_is_broken_is_named_before_a_run_begins(tmp_path: Path) -> None:
+    (tmp_path / "packages" / "mlflow" / "__init__.py").write_text("raise RuntimeError('wrong version of something')")
+    with pytest.raises(SinkError, match=r"log\.sinks: mlflow cannot be imported: RuntimeError: wrong version"):
+        check_sinks(Log(sinks=("jsonl", "mlflow")))
+    assert check_sinks(Log(sinks=("jsonl", "wandb"))) == ("jsonl", "wandb")

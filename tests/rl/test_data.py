@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,21 @@ def test_a_resume_changes_nothing(rows: int, seed: int, before: int, after: int,
         expected[before:]
     )
     assert all(part.state() == whole.state() for part in resumed)
+
+
+@pytest.mark.parametrize("changed", [{"prompt": "another", "answer": 3}, {"prompt": "number 3", "answer": 4}])
+def test_a_state_is_of_the_same_content(changed: dict[str, Any]) -> None:
+    data = PromptData(rows_of(8), TOKENIZER, prompts_per_step=2, seed=1)
+    data.next_prompts()
+    rows = rows_of(8)
+    rows[3] = make_rows([changed])[0]
+    other = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=1)
+    with pytest.raises(DataError, match="row: its rows are not those of the saved state"):
+        other.load_state(data.state())
+    assert other.epoch == 0
+    again = PromptData(rows_of(8), TOKENIZER, prompts_per_step=2, seed=1)
+    again.load_state(json.loads(json.dumps(data.state())))
+    assert again.epoch == data.epoch
 
 
 def test_the_order_is_pinned_and_differs_by_seed_and_epoch() -> None:
@@ -208,16 +223,31 @@ def test_split(count: int, held_out: int | float, seed: int) -> None:
     assert (train, held) == split(rows, held_out, seed)
 
 
+def test_parquet_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "data.parquet").touch()
+    with pytest.raises(ImportError, match=r"pip install 'rollgraph\[parquet\]'"):
+        load_rows(tmp_path / "data.parquet")
+
+
 def test_parquet(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "data.parquet"
     path.write_bytes(b"no parquet")
-    if importlib.util.find_spec("pyarrow") is None:
-        with pytest.raises(ImportError, match=r"pip install 'rollgraph\[parquet\]'"):
-            load_rows(path)
-        return
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         load_rows(path)
-    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     entries = [{"prompt": "a", "messages": None}, {"prompt": None, "messages": [{"role": "user", "content": "b"}]}]
     parquet.write_table(arrow.Table.from_pylist(entries), path)
     assert [row.prompt for row in load_rows(path)] == ["a", [{"role": "user", "content": "b"}]]
+
+
+def test_parquet_and_json_lines_are_the_same_data(tmp_path: Path) -> None:
+    """Of every kind of column, in several row groups: the same rows, columns and fingerprint."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    entries = [{"prompt": f"{i}+1=", "answer": i + 1, "tags": ["a", str(i)], "more": {"x": i / 4}} for i in range(50)]
+    parquet.write_table(arrow.Table.from_pylist(entries), tmp_path / "data.parquet", row_group_size=7)
+    both = load_rows(tmp_path / "data.parquet"), load_rows(write(tmp_path, *map(json.dumps, entries)))
+    assert [(row.prompt, row.columns) for row in both[0]] == [(row.prompt, row.columns) for row in both[1]]
+    assert both[0][41].place.endswith("data.parquet:42")
+    states = [PromptData(rows, TOKENIZER, prompts_per_step=4, seed=1).state() for rows in both]
+    assert states[0] == states[1]

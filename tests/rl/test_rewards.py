@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -433,10 +432,35 @@ def test_length() -> None:
     assert lengths(target=8) == [-1.0, -0.5, -0.25, 0.0, -1.0]
 
 
-def test_math_verify() -> None:
-    if importlib.util.find_spec("math_verify") is None:
-        with pytest.raises(ImportError, match=r"pip install 'rollgraph\[math\]'"):
-            RewardFunctions(["math_verify"])
-        return
-    assert graded("math_verify", r"so it is $\frac{2}{4}$", "1/2") == 1.0
-    assert graded("math_verify", "so it is $3$", "1/2") == 0.0
+def test_math_verify_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ImportError, match=r"pip install 'rollgraph\[math\]'"):
+        RewardFunctions(["math_verify"])
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "score"),
+    [
+        (r"so it is $\frac{2}{4}$", "1/2", 1.0),
+        ("so it is $3$", "1/2", 0.0),
+        (r"Therefore \boxed{0.5}.", r"\frac{1}{2}", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+2", 0.0),
+        ("first $7$, no, the answer is $12$", "12", 1.0),
+        ("1,234", "$1234$", 1.0),
+        ("I do not know", "5", 0.0),
+        ("", "5", 0.0),
+    ],
+)
+def test_math_verify(completion: str, answer: str, score: float) -> None:
+    pytest.importorskip("math_verify")
+    assert graded("math_verify", completion, answer) == score
+
+
+def test_math_verify_in_workers() -> None:
+    """It sets alarm signals, which only a main thread may."""
+    pytest.importorskip("math_verify")
+    rollouts = [rollout(rf"\boxed{{{i}}}", {"answer": "2"}) for i in range(4)]
+    found, rewards = score(["math_verify"], *rollouts, workers=2, timeout=60.0)
+    assert found == [0.0, 0.0, 1.0, 0.0]
+    assert not rewards.failures

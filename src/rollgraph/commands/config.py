@@ -10,6 +10,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from rollgraph.commands.words import add_words
 from rollgraph.config import ConfigError, Key, json_schema, list_keys, load_config, spell, to_yaml
 
 DONE, BROKEN = 0, 2
@@ -24,13 +25,7 @@ def add_to(commands: Any) -> None:
         "With `import`, translate a GRPO config of NeMo-RL and list what became of each of its keys. "
         f"Exit code: {DONE} it is right, {BROKEN} something is wrong; every problem has its line on standard error.",
     )
-    parser.add_argument("file", nargs="?", metavar="FILE", help="the YAML file of a run, or the word `import`")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="for example rollout.temperature=0.7; after import, their YAML",
-    )
+    add_words(parser, "rollout.temperature=0.7", nargs="?")
     parser.add_argument("-o", "--output", metavar="OURS", help="where import writes; without it, to standard output")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--schema", action="store_true", help="print the JSON schema of such files, for editors")
@@ -42,13 +37,13 @@ def run(options: argparse.Namespace) -> int:
     if options.schema or options.keys:
         print(json.dumps(json_schema(), indent=2) if options.schema else key_tables())
         return DONE
-    if options.file == "import":
+    if options.config == "import":
         return import_theirs(options.overrides, options.output)
-    if options.file is None or "=" in options.file:
+    if options.config is None or ("=" in options.config and not Path(options.config).is_file()):
         print("rollgraph config: expected the YAML file of a run, --schema or --keys", file=sys.stderr)
         return BROKEN
     try:
-        print(to_yaml(load_config(options.file, options.overrides)), end="")
+        print(to_yaml(load_config(options.config, options.overrides)), end="")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BROKEN

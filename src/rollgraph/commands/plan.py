@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from rollgraph.commands.words import add_words
 from rollgraph.config import ConfigError, load_config
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ def add_to(commands: Any) -> None:
         description="Reads the configuration and the model's config.json, and allocates nothing. "
         f"Exit code: {DONE} it fits or nobody knows, {TOO_LARGE} it does not fit, {WRONG} something is wrong.",
     )
-    parser.add_argument("config", help="YAML file; see docs/config.md")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. memory.cache_gib=20")
+    add_words(parser, "memory.cache_gib=20")
     parser.add_argument("--ranks", type=int, default=1, help="processes of the run (default: 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what it will run on (default: cuda)")
     parser.add_argument("--device-gib", type=float, help="memory of a GPU (default: of this machine's, if it has one)")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollgraph.commands.words import add_words
 from rollgraph.config import Config, ConfigError, load_config
 
 DONE, FAILED, WRONG = 0, 1, 2
@@ -23,14 +24,17 @@ def add_to(commands: Any) -> None:
         "torchrun --nproc-per-node N -m rollgraph train FILE. SIGTERM saves and ends with exit code 0.",
     )
     evaluate = commands.add_parser(
-        "eval", help="reward of a run's model on held-out prompts", description="Mean reward and pass@k as JSON."
+        "eval",
+        help="reward of a run's model on held-out prompts",
+        description="Mean reward and pass@k on data.validation, as JSON. pass@k is the share of prompts of which at "
+        "least one of k samples is right; k is validation.samples, sampled at validation.temperature. A sample is "
+        "right if its reward, the weighted sum of all reward functions, is 1 or more.",
     )
     export = commands.add_parser(
         "export", help="write a checkpoint as a model folder", description="A folder that other tools can load."
     )
     for parser, run in ((train, run_train), (evaluate, run_eval), (export, run_export)):
-        parser.add_argument("config", help="YAML file; see docs/config.md")
-        parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-6")
+        add_words(parser, "optimizer.lr=1e-6")
         parser.set_defaults(run=run)
     export.add_argument("--to", required=True, help="the folder to write")
     for parser in (evaluate, export):
@@ -86,11 +90,16 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _evaluated(run: Any) -> dict[str, float]:
+    from rollgraph.logbook import count_failures
     from rollgraph.train import evaluate
 
     if not run.validation:
         raise ValueError("data.validation is not given: there is nothing to evaluate on")
-    return evaluate(run, "eval")
+    found = evaluate(run, "eval")
+    for message in (*run.rewards.unread(), count_failures(run)):
+        if message:
+            print(message, file=sys.stderr)
+    return found
 
 
 def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.Namespace], None]) -> int:

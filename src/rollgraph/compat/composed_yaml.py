@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollgraph.config import ConfigError, Node
+from rollgraph.config_reader import ConfigError, Node
 
 RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {  # those that NeMo-RL registers
     "add": operator.add,

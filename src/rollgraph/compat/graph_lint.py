@@ -24,7 +24,7 @@ from rollgraph.compat.graph_keys import (
     implementation,
     scopes,
 )
-from rollgraph.config import Node
+from rollgraph.config_reader import Node
 
 NEMO_FORWARDS = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps")  # the latter two since late
 

@@ -36,6 +36,29 @@ class SinkError(RuntimeError):
     """A sink that was asked for cannot be made."""
 
 
+def check_sinks(
+    log: Log, note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
+) -> tuple[SinkName, ...]:
+    """The sinks there will be. One that was asked for and cannot be imported raises, as does an option it has not."""
+    names = log.sinks if log.sinks is not None else DEFAULT_SINKS
+    missing = [name for name in names if name in PACKAGES and not any(map(_installed, PACKAGES[name]))]
+    if log.sinks is None:
+        names = tuple(name for name in names if name not in missing)
+        for name in missing:
+            note(f"no {name} log: it is not installed (pip install 'rollgraph[{name}]')")
+    elif missing:
+        commands = "; ".join(f"{name}: pip install 'rollgraph[{name}]'" for name in missing)
+        raise SinkError(f"log.sinks names what is not installed: {commands}")
+    for name in names:
+        try:
+            _import(name)
+        except Exception as error:  # a package that is there and broken
+            raise SinkError(f"log.sinks: {name} cannot be imported: {type(error).__name__}: {error}") from error
+    if unknown := log.mlflow.keys() - {"tracking_uri", "experiment", "run_name"}:
+        raise SinkError(f"log.mlflow has unknown options: {', '.join(sorted(unknown))}")
+    return names
+
+
 def make_sinks(
     log: Log,
     folder: Path,
@@ -49,15 +72,7 @@ def make_sinks(
     `resume_at` is the first step that will be written: what is there of it and of later steps goes away.
     `run_config` is shown beside the metrics by W&B and MLflow.
     """
-    names = log.sinks if log.sinks is not None else DEFAULT_SINKS
-    missing = [name for name in names if name in PACKAGES and not any(map(_installed, PACKAGES[name]))]
-    if log.sinks is None:
-        names = tuple(name for name in names if name not in missing)
-        for name in missing:
-            note(f"no {name} log: it is not installed (pip install 'rollgraph[{name}]')")
-    elif missing:
-        commands = "; ".join(f"{name}: pip install 'rollgraph[{name}]'" for name in missing)
-        raise SinkError(f"log.sinks names what is not installed: {commands}")
+    names = check_sinks(log, note)
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(run_config or {})
     makers: dict[str, Callable[[], Sink]] = {
@@ -79,8 +94,7 @@ def close_sinks(sinks: Iterable[Sink]) -> None:
 
 class TensorBoardSink:
     def __init__(self, folder: Path, resume_at: int | None = None) -> None:
-        module = "torch.utils.tensorboard" if _installed("tensorboard") else "tensorboardX"
-        writer = importlib.import_module(module).SummaryWriter
+        writer = _import("tensorboard").SummaryWriter
         # It hides steps from `purge_step` on that an earlier process wrote into the same folder.
         self._writer = writer(str(folder), purge_step=resume_at, flush_secs=10)
 
@@ -98,7 +112,7 @@ class WandbSink:
     def __init__(self, folder: Path, options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         known = _remembered(folder / "wandb_run.txt") or _remember(folder / "wandb_run.txt", uuid.uuid4().hex[:12])
         given = {"dir": str(folder), "id": known, "resume": "allow", "config": dict(config), **options}
-        self._run = importlib.import_module("wandb").init(**given)
+        self._run = _import("wandb").init(**given)
 
     def write(self, step: int, values: Values) -> None:
         self._run.log(values, step=step)
@@ -109,9 +123,7 @@ class WandbSink:
 
 class MlflowSink:
     def __init__(self, folder: Path, options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        if unknown := options.keys() - {"tracking_uri", "experiment", "run_name"}:
-            raise SinkError(f"log.mlflow has unknown options: {', '.join(sorted(unknown))}")
-        self._mlflow = importlib.import_module("mlflow")
+        self._mlflow = _import("mlflow")
         if uri := options.get("tracking_uri"):
             self._mlflow.set_tracking_uri(uri)
         if experiment := options.get("experiment"):
@@ -195,6 +207,13 @@ def _continue_jsonl(path: Path, resume_at: int | None) -> JsonlSink:
     if resume_at is not None:
         truncate_jsonl(path, resume_at - 1)
     return JsonlSink(path)
+
+
+def _import(name: str) -> Any:
+    """What a sink writes with; `jsonl` needs nothing."""
+    if name == "tensorboard":
+        return importlib.import_module("torch.utils.tensorboard" if _installed("tensorboard") else "tensorboardX")
+    return importlib.import_module(name) if name in PACKAGES else None
 
 
 def _installed(package: str) -> bool:

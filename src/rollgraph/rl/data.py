@@ -7,6 +7,7 @@ read; tokens are made when it is its turn.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -73,7 +74,8 @@ class PromptData:
 
     Epochs follow each other without a gap: a step may end one and begin the next. With `max_prompt_tokens` every row
     is tokenised once at the start, so that a prompt that is too long stops a run before it has begun; `too_long` says
-    whether it does, or is left out and counted in `dropped`. The id of a prompt is its index in `rows`.
+    whether it does, or is left out and counted in `dropped`; the longest that is left has `longest` tokens. The id of
+    a prompt is its index in `rows`.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class PromptData:
         if not rows:
             raise DataError("there are no rows")
         self.prompts_per_step = prompts_per_step
+        self.longest = 0
         self._rows, self._tokenizer, self._chat = rows, tokenizer, chat
         self._seed, self._shuffle, self._rank, self._ranks = seed, shuffle, rank, ranks
         self._kept = self._measure(max_prompt_tokens, too_long)
@@ -133,21 +136,36 @@ class PromptData:
         return prompts
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": self._cursor, **self._identity}
+        return {"cursor": self._cursor, **self._identity, "content": self._content}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. It has to be of the same data: the same order, whatever the ranks."""
+        self.check_state(state)
+        self._cursor = state["cursor"]
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise if a state is not of this data."""
         for name, ours in self._identity.items():
             if state.get(name) != ours:
                 raise DataError(f"{name} is {ours} here and {state.get(name)} in the saved state: not the same order")
+        if state.get("content") != self._content:
+            where = self._rows[0].place.rpartition(":")[0]
+            raise DataError(f"{where}: its rows are not those of the saved state: not the same prompts or columns")
         cursor = state.get("cursor")
         if not isinstance(cursor, int) or cursor < 0:
             raise DataError(f"the saved cursor is {cursor!r} instead of a number of prompts")
-        self._cursor = cursor
 
     @property
     def _identity(self) -> dict[str, Any]:
         return {"rows": len(self), "seed": self._seed, "shuffle": self._shuffle}
+
+    @functools.cached_property
+    def _content(self) -> str:
+        """A fingerprint of all rows: the same file, or another one that says the same."""
+        digest = hashlib.blake2b(digest_size=16)
+        for row in self._rows:
+            digest.update(json.dumps([row.prompt, row.columns], sort_keys=True, default=repr).encode() + b"\n")
+        return digest.hexdigest()
 
     def _measure(self, most: int | None, too_long: str) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The indices of rows that are short enough."""
@@ -158,6 +176,7 @@ class PromptData:
             count = len(self._make_prompt(index).tokens)
             if count <= most:
                 kept.append(index)
+                self.longest = max(self.longest, count)
             elif too_long == "error":
                 hint = "raise it, or leave such prompts out with too_long='drop'"
                 raise DataError(f"{row.place}: the prompt has {count} tokens, max_prompt_tokens is {most}; {hint}")

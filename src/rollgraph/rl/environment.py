@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,11 @@ Reply = Callable[[str, Prompt], str | None]  # the text so far -> what is put af
 
 
 class Environment(Protocol):
-    """Anything with these two can be trained in."""
+    """Anything with these two can be trained in.
+
+    One that fills in `reward` of its rollouts itself says so by `gives_rewards = True`. One with a limit on what
+    follows a prompt has it as an option `max_tokens`: by that, a run knows before it begins whether all fits.
+    """
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -144,6 +148,17 @@ class MultiTurn:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([token for token in tokens if token in self._known])  # a model may have more ids
+
+
+def find_budget(path: str, options: Mapping[str, Any]) -> int | None:
+    """The `max_tokens` that an environment would have with these options: of a sample, its prompt aside."""
+    factory = load_object(path)
+    try:
+        parameter = inspect.signature(factory).parameters.get("max_tokens")
+    except (TypeError, ValueError):
+        parameter = None  # load_environment says what is wrong with it
+    budget = options.get("max_tokens", None if parameter is None else parameter.default)
+    return budget if isinstance(budget, int) else None
 
 
 def load_environment(path: str, *, tokenizer: Tokenizer | None = None, **options: Any) -> Environment:

@@ -25,6 +25,8 @@ from rollgraph.types import Rollout
 Function = Callable[..., Sequence[float | None]]
 Arguments = dict[str, list[Any]]  # by name, one entry for each rollout
 Score = float | None | Failure
+ENVIRONMENT = "environment"  # the label of what an environment gave
+MOST_MESSAGES = 5  # that people are told of
 _GIVEN = frozenset({"prompts", "completions", "completion_ids"})  # what a function can ask for beside columns
 
 
@@ -78,7 +80,8 @@ class RewardFunctions:
     With `workers` they run in that many processes, `timeout` seconds at most for each call, and may hang or crash;
     without, they run here and may not. A call is for `batch_size` rollouts, or for as many as spread a batch evenly
     over the workers. What fails counts as `on_failure`: `failures` has the number of rollouts of each kind (raised,
-    timeout, died, wrong_length, not_finite, unscored), `messages` the first message of each.
+    timeout, died, wrong_length, not_finite, unscored), `messages` the first message of each, `unread()` the first few
+    that differ. With `adds` the sum includes what a rollout has already, from its environment.
     """
 
     def __init__(
@@ -89,8 +92,9 @@ class RewardFunctions:
         timeout: float = 30.0,
         on_failure: float = 0.0,
         batch_size: int | None = None,
+        adds: bool = False,
     ) -> None:
-        if not specs:
+        if not specs and not adds:
             raise LoadError("there are no rewards")
         if workers < 0 or timeout <= 0 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"{workers=}, {timeout=}, {batch_size=}: out of range")
@@ -102,6 +106,7 @@ class RewardFunctions:
         self._workers, self._batch_size, self._on_failure = workers, batch_size, on_failure
         self.failures: Counter[str] = Counter()
         self.messages: dict[str, str] = {}
+        self._adds, self._seen, self._unread = adds, set[str](), list[str]()
         self._pool = None
         if workers:
             self._pool = WorkerPool(workers, "rollgraph.rl.rewards:make_caller", (read,), timeout=timeout)
@@ -136,7 +141,8 @@ class RewardFunctions:
         else:
             results = self._pool.run(calls)
         for rollout in rollouts:
-            rollout.reward, rollout.rewards = 0.0, {}
+            rollout.rewards = {}
+            self._begin(rollout)
         each = iter(results)
         for reward in self._rewards:
             for batch in batches:
@@ -145,6 +151,16 @@ class RewardFunctions:
             if not rollout.rewards:
                 self._count("unscored", f"no function has a reward for a sample of prompt {rollout.prompt.id}")
                 rollout.reward = self._on_failure
+
+    def _begin(self, rollout: Rollout) -> None:
+        """What the sum begins with: nothing, or the environment's own reward."""
+        given = _check_score(rollout.reward) if self._adds else None
+        if isinstance(given, Failure):
+            self._count(given.kind, f"{ENVIRONMENT}: {given.message}")
+            given = self._on_failure
+        rollout.reward = given or 0.0
+        if given is not None:
+            rollout.rewards[ENVIRONMENT] = given
 
     def _take(self, reward: Reward, batch: Sequence[Rollout], result: list[Score] | Failure) -> None:
         scores = [result] * len(batch) if isinstance(result, Failure) else result
@@ -159,6 +175,14 @@ class RewardFunctions:
     def _count(self, kind: str, message: str) -> None:
         self.failures[kind] += 1
         self.messages.setdefault(kind, message)
+        if message not in self._seen and len(self._seen) < MOST_MESSAGES:
+            self._seen.add(message)
+            self._unread.append(message)
+
+    def unread(self) -> list[str]:
+        """Messages that differ from all before, each given once, and only the first few of a run."""
+        unread, self._unread = self._unread, []
+        return unread
 
 
 def load_reward(spec: RewardSpec) -> Reward:

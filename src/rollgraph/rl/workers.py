@@ -66,25 +66,38 @@ class WorkerPool:
             raise
 
     def run(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The result of each call, in order; a Failure where it raised, took longer than `timeout`, or died."""
+        """The result of each call, in order; a Failure where it raised, took longer than `timeout`, or died.
+
+        A process that died before it had begun a call did not die of it: such a call is given away once more.
+        """
         if self._closed:
             raise RuntimeError("the worker pool is closed")
         results: list[Any] = [None] * len(calls)
         waiting = deque(range(len(calls)))
         busy: dict[_Worker, int] = {}
+        again: set[int] = set()
+
+        def take(index: int, result: Any, begun: bool) -> None:
+            if isinstance(result, Failure) and result.kind == "died" and not begun and index not in again:
+                again.add(index)
+                waiting.appendleft(index)
+            else:
+                results[index] = result
+
         try:
             while waiting or busy:
                 for worker in self._workers:
                     if waiting and worker not in busy:
                         index = waiting.popleft()
-                        results[index] = worker.give(calls[index], self._timeout)
-                        if results[index] is None:
+                        if (failure := worker.give(calls[index], self._timeout)) is not None:
+                            take(index, failure, begun=False)
+                        else:
                             busy[worker] = index
                 first = min((worker.deadline for worker in busy), default=0.0)
                 wait([worker.connection for worker in busy], max(0.0, first - time.monotonic()))
                 for worker in list(busy):
                     if (result := worker.take(self._timeout)) is not _NOT_YET:
-                        results[busy.pop(worker)] = result
+                        take(busy.pop(worker), result, worker.begun)
         finally:  # after Ctrl-C, a late answer must not be taken for that of the next call
             for worker in busy:
                 worker.stop()
@@ -106,6 +119,7 @@ class _Worker:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
+        self.begun = False  # it said so of the call that it was given last
         self.deadline = 0.0
         self.connection: Connection[Any, Any]
 
@@ -130,6 +144,7 @@ class _Worker:
 
     def give(self, call: tuple[Any, ...], timeout: float) -> Failure | None:
         """Send a call, to a new process if need be; a Failure if that is not possible."""
+        self.begun = False
         try:
             if self._process is None or self._process.poll() is not None:  # killed while idle, by the kernel perhaps
                 self.stop()
@@ -152,12 +167,12 @@ class _Worker:
             result = self.connection.recv()
         except (EOFError, OSError):
             return Failure("died", self._bury())
-        if self._ready:
+        if self.begun:
             return result
         if isinstance(result, Failure):
             self.stop()
             return result
-        self._ready, self.deadline = True, time.monotonic() + timeout
+        self.begun, self._ready, self.deadline = self._ready, True, time.monotonic() + timeout
         return _NOT_YET
 
     def stop(self) -> int:
@@ -193,6 +208,7 @@ def serve(descriptor: int) -> NoReturn:
     connection.send(None)  # ready
     while True:
         call = calls.get()
+        connection.send(None)  # begun
         try:
             result = function(*call)
         except (Exception, SystemExit) as error:

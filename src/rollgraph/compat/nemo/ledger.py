@@ -13,7 +13,7 @@ from typing import Any
 
 from rollgraph.compat.composed_yaml import plain
 from rollgraph.compat.nemo.keys import TABLE, Ignored, To
-from rollgraph.config import ConfigError, Node
+from rollgraph.config_reader import ConfigError, Node
 
 
 class Status(StrEnum):

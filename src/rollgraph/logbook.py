@@ -1,0 +1,77 @@
+"""What people see of a run, step by step: the terminal, metrics, samples, and what went wrong without ending it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rollgraph.config import to_dict
+from rollgraph.dashboard import SampleWriter, View, close_sinks, make_sinks
+from rollgraph.metrics import Metrics
+from rollgraph.setup import Run
+from rollgraph.types import Batch, Rollout
+
+
+class Logbook:
+    """What people see of each step: the terminal, metrics and samples, on rank 0."""
+
+    def __init__(self, run: Run, view: View, first_step: int) -> None:
+        self._run, self._view, self._log = run, view, run.config.log
+        folder, first = Path(run.config.output), run.world.rank == 0
+        self._sinks = (
+            make_sinks(self._log, folder, resume_at=first_step, run_config=to_dict(run.config)) if first else []
+        )
+        self._samples = SampleWriter(folder, self._log.samples_every, resume_at=first_step) if first else None
+        self._metrics = Metrics(self._sinks)
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> Logbook:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        close_sinks(self._sinks)
+
+    def write(self, step: int, rollouts: Sequence[Rollout], batch: Batch, values: dict[str, float]) -> None:
+        """Everything about a step that has been taken; the next one's time begins here."""
+        run, now = self._run, time.perf_counter()
+        values = {**batch.metrics, **values, **troubles(run), **speed(run, rollouts, now - self._started)}
+        due = step % self._log.every == 0 or step == run.config.steps - 1
+        if due or any(name.startswith("validation/") for name in values):
+            self._metrics.log(step, values)
+        self._view.step(step, values, run.seconds)
+        if self._samples is not None:
+            self._samples.write(step, rollouts, [max(s.advantages, key=abs, default=0.0) for s in batch.samples])
+        run.seconds.clear()
+        self._started = now
+
+
+def tell_failures(run: Run, view: View) -> None:
+    """What rewards raised, as soon as it is known; of a run, the first few that differ."""
+    for message in run.rewards.unread():
+        view.note(f"a reward failed and counts as {run.config.reward.on_failure:g}: {message}")
+
+
+def count_failures(run: Run) -> str:
+    """At the end, in one line; empty where nothing failed."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in run.rewards.failures.items())
+    return f"rewards failed for {run.rewards.failures.total()} rollouts: {kinds}" if kinds else ""
+
+
+def troubles(run: Run) -> dict[str, float]:
+    """What went wrong without ending the run, counted since its start."""
+    found = {f"reward_failures/{kind}": float(count) for kind, count in run.rewards.failures.items()}
+    found |= {"dropped_prompts": float(run.data.dropped)} if run.data.dropped else {}
+    failures = getattr(run.environment, "failures", {})
+    return found | {f"environment_failures/{kind}": float(count) for kind, count in failures.items()}
+
+
+def speed(run: Run, rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:
+    tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    values = {"seconds": seconds, "tokens/s": tokens / seconds}
+    values |= {f"seconds/{phase}": taken for phase, taken in run.seconds.items()}
+    if run.world.device.startswith("cuda"):
+        values["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return values
