@@ -114,10 +114,10 @@ def test_the_cache_is_what_rows_could_use_or_what_is_given(folder: Path) -> None
     assert whole == (512 * 512 + 16) * of_a_token  # and a block for idle rows
     given = line(make_plan(configured(folder, "memory.cache_gib=2")), "key/value cache")
     assert 2 * GIB - 16 * of_a_token < given <= 2 * GIB
-    # 16 bytes for each of 1.54e9 weights leave little of 32 GiB: the cache takes 8 tenths of it.
+    # 16 bytes for each of 1.54e9 weights leave little of 32 GiB: the cache takes half of it, training needs the rest.
     small = make_plan(configured(folder, "memory.reference=host"), device_bytes=32 * GIB)
     free = 32 * GIB - sum(line(small, name) for name in ("parameters", "gradients, fp32", "optimizer"))
-    assert line(small, "key/value cache") == pytest.approx(0.8 * free, rel=1e-2)
+    assert line(small, "key/value cache") == pytest.approx(0.5 * free, rel=1e-2)
 
 
 @pytest.mark.parametrize(

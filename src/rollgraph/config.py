@@ -189,7 +189,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    cache_gib: Annotated[Positive | None, "of the key/value cache; null goes by what is free"] = None
+    cache_gib: Annotated[
+        Positive | None, "of the key/value cache; null: what all rows can use, at most half of the free memory"
+    ] = None
     reference: Annotated[Literal["auto", "device", "host"], "where the reference weights wait"] = "auto"
 
 

@@ -160,14 +160,14 @@ def _reference(config: Config, algorithm: Algorithm, before: list[Line], device_
 
 
 def _cache(model: Decoder, limits: Limits, before: list[Line], device_bytes: int | None, cuda: bool) -> Line:
-    """Blocks for all that the rows could ever hold, within what is given or most of what is free by then."""
+    """Blocks for all that the rows could ever hold, within what is given or half of what is free by then."""
     most = limits.rows * _blocks_of_row(limits) + 1
     whole = CachePlan(model.architecture, model.embed.weight.dtype, BLOCK_SIZE, most)
     given = limits.cache_bytes
     if given is None and not cuda:
         given = 2**30
     elif given is None and device_bytes is not None:
-        given = _free(device_bytes, before) * 8 // 10
+        given = _free(device_bytes, before) // 2
     if given is not None:
         fitting = CachePlan.within(whole.architecture, whole.dtype, BLOCK_SIZE, given)
         whole = min(whole, fitting, key=lambda plan: plan.blocks)

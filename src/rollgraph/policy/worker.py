@@ -120,7 +120,7 @@ class PolicyWorker:
                 self.tokenizer,
                 rows=self.limits.rows,
                 max_length=self.limits.max_length,
-                cache_bytes=self.limits.cache_bytes,
+                cache_bytes=self._cache_bytes(),
                 prefill_tokens=self.limits.prefill_tokens,
                 filters=self.sampling.filtered,
                 pool=self.pool,
@@ -145,6 +145,12 @@ class PolicyWorker:
                 progress(label, done := done + 1, steps)
         if "step" not in self._scopes:
             self._capture_units(buckets[-1])
+
+    def _cache_bytes(self) -> int | None:
+        """An engine of its own would take most of what is free; here training needs room beside it."""
+        if self.limits.cache_bytes is not None or not self.world.device.startswith("cuda"):
+            return self.limits.cache_bytes
+        return torch.cuda.mem_get_info(self.world.device)[0] // 2
 
     @property
     def backend_name(self) -> BackendName:
@@ -319,7 +325,7 @@ class PolicyWorker:
     def train(
         self, batch: Batch, loss: str = "policy", *, epochs: int = 1, score_old: bool = False
     ) -> dict[str, float]:
-        """One optimizer step for each minibatch. Every rank is given the whole batch and takes its share.
+        """One optimizer step for each minibatch. Every rank is given the whole batch and takes its share of each.
 
         With `score_old` the old log-probabilities are computed first; otherwise they are the rollout's own.
         """
@@ -330,8 +336,8 @@ class PolicyWorker:
                 "the loss was captured without a reference, but samples have one: save() it before capture_all()"
             )
         if score_old:
-            found = self.logprobs(batch.samples)
-            for sample, logprobs in zip(batch.samples, found, strict=True):
+            mine = [sample for minibatch in batch.minibatches for sample in self._share(minibatch)]
+            for sample, logprobs in zip(mine, self.logprobs(mine), strict=True):
                 sample.old_logprobs = logprobs
         totals = Totals()
         with self.phases.enter("train"):
@@ -341,7 +347,7 @@ class PolicyWorker:
         return self._summary(totals)
 
     def _learn(self, minibatch: Sequence[Sample], loss: str, totals: Totals) -> None:
-        mine = minibatch[self.world.rank :: self.world.size]
+        mine = self._share(minibatch)
         microbatches = self._plan(mine)
         if self.world.size > 1:  # collectives: every rank runs as many
             most = max(int(count) for count in self.sharded.collectives.agree(str(len(microbatches))))
@@ -363,6 +369,12 @@ class PolicyWorker:
             totals.norms.append(self.sharded.clip_gradients(self._clip_norm))
         self.optimizer.step()
         totals.updates += 1
+
+    def _share(self, minibatch: Sequence[Sample]) -> list[Sample]:
+        """This rank's samples: as many as any other has, give or take one, and those of a prompt side by side."""
+        rank, size, count = self.world.rank, self.world.size, len(minibatch)
+        ordered = sorted(minibatch, key=lambda sample: tuple(sample.prompt))
+        return ordered[count * rank // size : count * (rank + 1) // size]
 
     def _run_units(self, name: str, arrays: Arrays, last: bool) -> Tensor:
         """Forward and backward with graphs of layers inside; gradients are reduced beside the last backward."""
