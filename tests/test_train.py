@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -103,6 +104,15 @@ def test_a_run_leaves_what_it_should_and_captures_nothing_on_the_way(folder: Pat
     assert (out / "model" / "model.safetensors").exists()
     assert (out / "samples.jsonl").exists()
     assert not run.policy.sharded.hooks.modules
+
+
+def test_the_time_of_the_first_step_is_its_own(folder: Path) -> None:
+    """The held-out prompts were looked at before it, and are not part of it."""
+    train(config_of(folder, "steps=2", "validation.every=100"), ONE)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["seconds/generate"] > 0
+    assert "seconds/validate" not in lines[0]
+    assert "seconds/validate" in lines[1]  # the last step is followed by one
 
 
 def test_graphs_and_eager_are_the_same_run(folder: Path) -> None:
@@ -262,6 +272,30 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
     process = start(folder, *killed)
     assert process.wait(timeout=120) == 0, process.communicate()[0]
     assert_same_run(folder / "run", folder / "killed", step=39)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.timeout(1800)
+def test_twenty_kills_at_random_moments_change_nothing(folder: Path) -> None:
+    """Every step is saved, so that many of them fall into a save."""
+    options = ["steps=400", "checkpoint.every=1", "validation.every=100"]
+    train(config_of(folder, *options), ONE)
+    killed = [*options, f"output={folder / 'killed'}"]
+    place = folder / "killed" / "checkpoints"
+    moments, during_a_save = random.Random(0), 0
+    for _ in range(20):
+        before = set(place.iterdir()) if place.exists() else set()
+        process = start(folder, *killed)
+        wait_for(lambda before=before: place.exists() and set(place.iterdir()) != before, process)  # it is at work
+        time.sleep(moments.uniform(0, 1.5))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        during_a_save += any(path.name.endswith(".incomplete") for path in place.iterdir())
+    assert during_a_save  # or the moments were no test of it
+    process = start(folder, *killed)
+    assert process.wait(timeout=300) == 0, process.communicate()[0]
+    assert_same_run(folder / "run", folder / "killed", step=399)
 
 
 @pytest.mark.multi

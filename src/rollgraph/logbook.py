@@ -27,6 +27,7 @@ class Logbook:
         self._samples = SampleWriter(folder, self._log.samples_every, resume_at=first_step) if first else None
         self._metrics = Metrics(self._sinks)
         self._started = time.perf_counter()
+        run.seconds.clear()  # a warm start, and what was held out before the first step, are no part of it
 
     def __enter__(self) -> Logbook:
         return self
