@@ -60,7 +60,7 @@ LAYERS = (
         "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (
-        "policy/weights.py", "policy/phases.py", "policy/packing.py", "policy/worker.py",
+        "policy/weights.py", "policy/phases.py", "policy/packing.py", "policy/step_graphs.py", "policy/worker.py",
         "checkpoint.py",
     ), packages=None),
     Layer("run", (

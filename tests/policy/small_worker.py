@@ -11,7 +11,7 @@ from torch import Tensor
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
 from rollgraph.policy import Limits, PolicyWorker
-from rollgraph.policy.worker import Loss
+from rollgraph.policy.step_graphs import Loss
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.types import Batch, Prompt, Rollout, Sample
 from rollgraph.world import World

@@ -1,7 +1,8 @@
 """The policy: weight slots, phases, and the worker that generates, scores and trains."""
 
 from rollgraph.policy.phases import PhaseError, Phases
+from rollgraph.policy.step_graphs import Limits
 from rollgraph.policy.weights import WeightsError, WeightSlots
-from rollgraph.policy.worker import Limits, PolicyWorker
+from rollgraph.policy.worker import PolicyWorker
 
 __all__ = ["Limits", "PhaseError", "Phases", "PolicyWorker", "WeightSlots", "WeightsError"]

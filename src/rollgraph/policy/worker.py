@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollgraph.graph import GraphPool, capture, make_graphed_callables
+from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, Progress, SamplingParams
 from rollgraph.metrics import to_host
-from rollgraph.model import Decoder, Keys, save_model, token_logprobs
-from rollgraph.policy.packing import STREAMS, Arrays, fill, measure, pack
+from rollgraph.model import Decoder, save_model
 from rollgraph.policy.phases import Phases
+from rollgraph.policy.step_graphs import GraphSettings, Limits, Loss, OnCapture, StepGraphs
 from rollgraph.policy.weights import POLICY, WeightSlots
 from rollgraph.rl.environment import Turn
-from rollgraph.rl.losses import TokenStreams, means
+from rollgraph.rl.losses import means
 from rollgraph.sharding import ShardedAdamW, ShardedModel
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Batch, Rollout, Sample
@@ -36,24 +35,6 @@ from rollgraph.world import World
 
 # How far the log-probabilities of a rollout and of training are apart: the mean of exp(|difference|), and the largest.
 AGREEMENT = ("token_mult_prob_error", "token_mult_prob_error_max")
-
-Loss = Callable[[TokenStreams], tuple[Tensor, dict[str, Tensor]]]
-OnCapture = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The static shapes of everything that is captured."""
-
-    max_length: int  # of a prompt with its completion
-    rows: int = 64  # sequences that decode at a time
-    token_buckets: tuple[int, ...] = (4096,)  # tokens of a microbatch, ascending
-    tokens_per_sequence: int = 32  # a bucket has room for tokens / this sequences
-    cache_bytes: int | None = None
-    prefill_tokens: int | None = None
-
-    def sequences(self, tokens: int) -> int:
-        return max(8, tokens // self.tokens_per_sequence)
 
 
 @dataclass
@@ -98,22 +79,16 @@ class PolicyWorker:
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
         self.phases = Phases(self.sharded)
         self.pool = GraphPool()
-        self.sampling, self._clip_norm, self._reduction = sampling, clip_norm, reduction
-        self._backend: BackendName = backend
-        self._scopes, self._on_mismatch, self._warmup = scopes, on_mismatch, warmup
-        self._temperature = sampling.temperature or 1.0
-        self._train_graphs: dict[tuple[str, int], Callable[..., Any]] = {}
-        self._score_graphs: dict[int, Callable[..., Any]] = {}
-        self._losses: dict[str, tuple[Loss, bool, list[str]]] = {}
-        self._has_reference = False  # when the losses were captured
+        self.sampling, self._clip_norm = sampling, clip_norm
+        self.backend_name: BackendName = _backend_of(world) if backend == "auto" else backend
+        settings = GraphSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
+        temperature, guards = sampling.temperature or 1.0, [self._not_the_policy]
+        self._steps = StepGraphs(model, self.sharded, limits, settings, temperature, guards)
         self.engine: Engine | None = None
-
-    # -- capture -----------------------------------------------------------------------------------
 
     def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_capture: OnCapture | None = None) -> None:
         """Allocate the cache and capture every graph. `losses` are by name, with whether they want the entropy."""
         progress = on_capture or (lambda name, done, total: None)
-        self._has_reference = "reference" in self.weights
         with self.phases.enter("generate"):
             self.engine = Engine(
                 self.model,
@@ -128,23 +103,9 @@ class PolicyWorker:
                 guards=[self.sharded.stale],
                 on_capture=progress,
             )
-        buckets = self.limits.token_buckets if "step" in self._scopes else self.limits.token_buckets[-1:]
-        steps = len(buckets) * (1 + len(losses))
-        done = 0
-        for tokens in reversed(buckets):
-            with self.phases.enter("score"):
-                self._score_graphs[tokens] = self._capture(self._score_step, tokens, f"score {tokens}")
-            progress(f"score {tokens}", done := done + 1, steps)
-        for name, (loss, entropy) in losses.items():
-            self._losses[name] = (loss, entropy, [])
-            for tokens in reversed(buckets):
-                label = f"train {tokens}" if len(losses) == 1 else f"{name} {tokens}"
-                if "step" in self._scopes:
-                    step = self._capture(lambda *a, n=name: self._train_step(n, *a), tokens, label, grad=True)
-                    self._train_graphs[name, tokens] = step
-                progress(label, done := done + 1, steps)
-        if "step" not in self._scopes:
-            self._capture_units(buckets[-1])
+        with self.phases.enter("score"):
+            self._steps.capture_score(progress)
+        self._steps.capture_train(losses, "reference" in self.weights, progress)
 
     def _cache_bytes(self) -> int | None:
         """An engine of its own would take most of what is free; here training needs room beside it."""
@@ -152,105 +113,9 @@ class PolicyWorker:
             return self.limits.cache_bytes
         return torch.cuda.mem_get_info(self.world.device)[0] // 2
 
-    @property
-    def backend_name(self) -> BackendName:
-        if self._backend != "auto":
-            return self._backend
-        return "cuda" if self.world.device.startswith("cuda") else "tape"
-
-    def _capture(self, step: Callable[..., Any], tokens: int, name: str, grad: bool = False) -> Callable[..., Any]:
-        inputs = self._upload(self._fill([], tokens))
-        guards = [self.sharded.stale, self._not_the_policy] if grad else [self.sharded.stale]
-        with torch.set_grad_enabled(grad):
-            return capture(
-                step, inputs, pool=self.pool, backend=self.backend_name, guards=guards, name=name,
-                on_mismatch=self._on_mismatch, warmup=max(1, self._warmup),
-            )  # fmt: skip
-
-    def _capture_units(self, tokens: int) -> None:
-        """Layers, or attentions and MLPs, as graphs with the communication of their parameters beside them."""
-        hidden, head_dim = self.model.architecture.hidden, self.model.architecture.head_dim
-        device, dtype = self.world.device, self.model.embed.weight.dtype
-        cu_seqlens, *keys = self._upload(self._fill([], tokens))[4:7]
-        angles = tuple(torch.zeros(tokens, head_dim // 2, device=device) for _ in range(2))
-        layout = (cu_seqlens, self._longest(tokens), Keys(*keys))
-
-        def stream(grad: bool = True) -> Tensor:
-            return torch.zeros(tokens, hidden, dtype=dtype, device=device, requires_grad=grad)
-
-        units: list[torch.nn.Module] = []
-        samples: list[tuple[Any, ...]] = []
-        for index, layer in enumerate(self.model.layers):
-            if "layer" in self._scopes:
-                units.append(layer)
-                samples.append((stream(), stream(index > 0), *angles, *layout))
-                continue
-            if "attn" in self._scopes:
-                units.append(layer.attention)
-                samples.append((stream(), *angles, *layout))
-            if "mlp" in self._scopes:
-                units.append(layer.mlp)
-                samples.append((stream(),))
-        # Without recordings, generation and scoring run the same modules, in other shapes.
-        on_mismatch: Any = "eager" if self.backend_name == "eager" else self._on_mismatch
-        make_graphed_callables(
-            tuple(units), tuple(samples), pool=self.pool, backend=self.backend_name, on_mismatch=on_mismatch,
-            hooks=[self.sharded.graph_hooks(unit) for unit in units], grad_buffers=self.sharded.flat.grad_buffers,
-            num_warmup_iters=max(1, self._warmup), guards=[self._not_the_policy],
-        )  # fmt: skip
-
     def _not_the_policy(self) -> str | None:
         """A guard of training: other weights are in the model."""
         return None if self.weights.current == POLICY else f"the weights in the model are {self.weights.current!r}"
-
-    # -- what runs inside of graphs ----------------------------------------------------------------
-
-    def _logprobs(self, inputs: Sequence[Tensor], entropy: bool) -> tuple[Tensor, Tensor | None]:
-        ids, positions, targets, _, cu_seqlens, *keys, _ = inputs
-        hidden = self.model(ids, positions, cu_seqlens, self._longest(len(ids)), Keys(*keys))
-        self.sharded.before_reading([self.model.head_weight])
-        found = token_logprobs(hidden, self.model.head_weight, targets, self._temperature, entropy=entropy)
-        return found if isinstance(found, tuple) else (found, None)
-
-    @torch.no_grad()
-    def _score_step(self, *inputs: Tensor) -> Tensor:
-        return self._logprobs(inputs, entropy=False)[0]
-
-    def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss of a microbatch, and its metrics side by side."""
-        loss, wants_entropy, names = self._losses[name]
-        logprobs, entropy = self._logprobs(inputs, wants_entropy)
-        streams = dict(zip(STREAMS, inputs[7].unbind(), strict=True))
-        value, metrics = loss(
-            TokenStreams(
-                logprobs=logprobs,
-                old_logprobs=streams["old_logprobs"],
-                rollout_logprobs=streams["logprobs"],
-                advantages=streams["advantages"],
-                weights=streams["weights"],
-                sequence=inputs[3],
-                sequences=len(inputs[4]) - 1,
-                entropy=entropy,
-                reference_logprobs=streams["reference_logprobs"] if self._has_reference else None,
-            )
-        )
-        names[:] = metrics
-        with torch.no_grad():
-            live = streams["weights"] != 0
-            apart = torch.where(live, (logprobs - streams["logprobs"]).abs(), 0.0).clamp_max(20.0).exp()
-            agreement = torch.stack(((apart * live).sum(), live.sum().float(), apart.max()))
-        return value, torch.cat((agreement, torch.stack([metrics[metric] for metric in names])))
-
-    def _train_step(self, name: str, *inputs: Tensor) -> Tensor:
-        """Forward and backward, gradients added to the flat buffer: the whole microbatch."""
-        loss, metrics = self._loss(name, inputs)
-        buffers = self.sharded.flat.grad_buffers
-        for buffer, gradient in zip(buffers.values(), torch.autograd.grad(loss, list(buffers)), strict=True):
-            buffer.add_(gradient)
-        return metrics
-
-    def _upload(self, arrays: Arrays) -> tuple[Tensor, ...]:
-        return tuple(torch.from_numpy(array).to(self.world.device) for array in arrays.tensors)
 
     # -- generate ----------------------------------------------------------------------------------
 
@@ -291,34 +156,16 @@ class PolicyWorker:
     def logprobs(self, samples: Sequence[Sample], weights: str = POLICY) -> list[list[float]]:
         """Of the tokens of each sample, under a slot's weights, at the temperature of sampling."""
         results: list[list[float]] = [[] for _ in samples]
-        with self.phases.enter("score"), self.weights.use(weights), torch.no_grad():
+        with self.phases.enter("score"), self.weights.use(weights):
             scored = []
-            for group, bucket in self._plan(samples):  # one is laid out while the device is busy with the last
-                arrays = self._fill([samples[i] for i in group], bucket)
-                scored.append((group, arrays.starts, self._score_graphs[bucket](*self._upload(arrays)).clone()))
+            for group, bucket in self._steps.plan(samples):  # one is laid out while the device is busy with the last
+                arrays = self._steps.fill([samples[i] for i in group], bucket)
+                scored.append((group, arrays.starts, self._steps.score(arrays).clone()))
         for group, starts, values in scored:
             found = values.cpu()
             for index, start in zip(group, starts, strict=True):
                 results[index] = found[start : start + len(samples[index].tokens)].tolist()
         return results
-
-    def _plan(self, samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
-        """Which samples go together, and the bucket they fit best."""
-        buckets = sorted(self._score_graphs)
-        most = buckets[-1]
-        groups = pack(samples, most, self.limits.sequences(most))
-        sizes = [measure(samples[i] for i in group) for group in groups]
-        return [
-            (group, next(b for b in buckets if size.fits(b, self.limits.sequences(b))))
-            for group, size in zip(groups, sizes, strict=True)
-        ]
-
-    def _fill(self, samples: Sequence[Sample], tokens: int) -> Arrays:
-        return fill(samples, tokens, self.limits.sequences(tokens), self._longest(tokens))
-
-    def _longest(self, tokens: int) -> int:
-        """Of the sequences in a microbatch, padding included."""
-        return min(tokens, self.limits.max_length)
 
     # -- train -------------------------------------------------------------------------------------
 
@@ -331,7 +178,7 @@ class PolicyWorker:
         """
         if not batch.minibatches or not all(batch.minibatches):
             raise ValueError("there is nothing to train on: a batch has minibatches, and a minibatch has samples")
-        if not self._has_reference and any(sample.reference_logprobs is not None for sample in batch.samples):
+        if not self._steps.has_reference and any(sample.reference_logprobs is not None for sample in batch.samples):
             raise ValueError(
                 "the loss was captured without a reference, but samples have one: save() it before capture_all()"
             )
@@ -348,19 +195,16 @@ class PolicyWorker:
 
     def _learn(self, minibatch: Sequence[Sample], loss: str, totals: Totals) -> None:
         mine = self._share(minibatch)
-        microbatches = self._plan(mine)
+        microbatches = self._steps.plan(mine)
         if self.world.size > 1:  # collectives: every rank runs as many
             most = max(int(count) for count in self.sharded.collectives.agree(str(len(microbatches))))
-            microbatches += [([], max(self._score_graphs))] * (most - len(microbatches))
+            microbatches += [([], self._steps.buckets[-1])] * (most - len(microbatches))
         for index, (group, bucket) in enumerate(microbatches):
-            arrays = self._fill([mine[i] for i in group], bucket)
-            if "step" in self._scopes:
-                metrics = self._train_graphs[loss, bucket](*self._upload(arrays))
-            else:
-                metrics = self._run_units(loss, arrays, last=index == len(microbatches) - 1)
+            arrays = self._steps.fill([mine[i] for i in group], bucket)
+            agreement, metrics = self._steps.train(loss, arrays, last=index == len(microbatches) - 1)
             if totals.updates == 0:
-                totals.agreement.append(metrics[:3].detach().clone())
-            for name, value in zip(self._losses[loss][2], metrics[3:].detach(), strict=True):
+                totals.agreement.append(agreement.clone())
+            for name, value in metrics.items():
                 totals.metrics[name] = totals.metrics[name] + value if name in totals.metrics else value.clone()
             totals.tokens += arrays.used
             totals.places += bucket
@@ -375,13 +219,6 @@ class PolicyWorker:
         rank, size, count = self.world.rank, self.world.size, len(minibatch)
         ordered = sorted(minibatch, key=lambda sample: tuple(sample.prompt))
         return ordered[count * rank // size : count * (rank + 1) // size]
-
-    def _run_units(self, name: str, arrays: Arrays, last: bool) -> Tensor:
-        """Forward and backward with graphs of layers inside; gradients are reduced beside the last backward."""
-        with nullcontext() if last else self.sharded.no_sync():
-            loss, metrics = self._loss(name, self._upload(arrays))
-            loss.backward()
-        return metrics
 
     def _summary(self, totals: Totals) -> dict[str, float]:
         """Means over all ranks: one transfer from the device, and one more where ranks exchange their sums."""
@@ -432,6 +269,10 @@ class PolicyWorker:
 def _bare(prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> Sample:
     zeros = np.zeros(len(tokens), np.float32)
     return Sample(prompt, tokens, zeros, zeros, logprobs)  # type: ignore[arg-type]
+
+
+def _backend_of(world: World) -> BackendName:
+    return "cuda" if world.device.startswith("cuda") else "tape"
 
 
 def _seed(text: str) -> int:
