@@ -230,11 +230,15 @@ class PlainAdamW:
         return float(norm)
 
 
-def test_training_equals_a_plain_loop(worker: PolicyWorker) -> None:
+@pytest.mark.parametrize("prompts", [None, 2], ids=["prompts of their own", "shared prompts"])
+def test_training_equals_a_plain_loop(worker: PolicyWorker, prompts: int | None) -> None:
     model = make_model()
     optimizer = PlainAdamW(model)
     for call in range(4):
         batch = make_batch(1, 5 + call, call)
+        if prompts is not None:
+            for index, sample in enumerate(batch.samples):
+                sample.prompt = [3 + index % prompts, *range(call, call + 6)]
         found = worker.train(batch)
         loss = torch.stack([plain_loss(model, sample) for sample in batch.samples]).sum()
         loss.backward()
