@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rollgraph.compat import megatron
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron import findings, repair, undo
 from rollgraph.compat.megatron.patch import ABSENT, CannotRepair, Patch, install, read_raw, uninstall
@@ -27,6 +30,9 @@ pytest.importorskip("megatron.core", reason=REASON)
 pytestmark = [pytest.mark.usefixtures("unrepaired"), pytest.mark.filterwarnings("ignore")]
 
 BROKEN = {"forward-pre-hooks", "switching-graphs", "deleted-graphs", "capture-failure", "legacy-tokenizer"}
+
+
+ENABLE = "enable_forward_pre_hook"
 
 
 def states() -> dict[str, State]:
@@ -97,6 +103,51 @@ def test_twice_is_once_and_undo_leaves_nothing() -> None:
         *("create_cudagraphs", "create_fwd_graph"),
         "MegatronTokenizer",
     }
+
+
+def test_threads_that_repair_at_once_repair_once() -> None:
+    findings()
+    before = snapshot()
+    threads = [Thread(target=repair) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name for name, state in states().items() if state is State.REPAIRED} == BROKEN
+    undo()
+    assert changes(before) == set()
+
+
+def test_what_somebody_patched_over_stays_and_all_else_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import cuda_graphs
+
+    findings()
+    before = snapshot()
+    repair()
+    with monkeypatch.context() as over:
+        over.setattr(cuda_graphs._CudaGraphRunner, "create_fwd_graph", print)
+        (found,) = (finding for finding in repair() if finding.name == "capture-failure")
+        assert found.state is not State.AFFECTED or "create_fwd_graph was replaced since" in found.repair
+        with pytest.raises(RuntimeError, match=r"capture-failure: cannot undo: .*create_fwd_graph was replaced since"):
+            undo()
+        assert {name.rsplit(".", 1)[1] for name in changes(before)} == {"create_fwd_graph", "create_cudagraphs"}
+    undo()
+    assert changes(before) == set()
+
+
+def test_a_repair_that_was_patched_over_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed import DistributedDataParallel as DDP
+
+    findings()
+    before = snapshot()
+    repair()
+    with monkeypatch.context() as over:
+        over.setattr(DDP, "enable_forward_pre_hook", before[f"{DDP.__module__}.DistributedDataParallel", ENABLE])
+        found = repair()[0]
+        assert found.state is State.AFFECTED
+        assert found.repair == f"cannot repair: {DDP.__module__}.DistributedDataParallel.{ENABLE} was replaced since"
+    undo()
+    assert changes(before) == set()
 
 
 def test_signatures_and_documentation_stay() -> None:
@@ -209,6 +260,45 @@ def test_internals_that_moved_are_refused_by_name(name: str, move: Any, monkeypa
     assert not one.in_force
 
 
+def list_internals() -> list[tuple[Any, str]]:
+    """Whatever of megatron-core's modules and classes has a name that the repairs use, in whatever sense."""
+    from megatron.core import distributed
+    from megatron.core.transformer import cuda_graphs, utils
+
+    source = Path(megatron.__file__).parent
+    words = {word for file in source.glob("*.py") for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    classes = ("_CudagraphGlobalRecord", "_CudaGraphRunner", "CudaGraphManager", "TECudaGraphHelper", "TensorReusePool")
+    owners = [
+        *(cuda_graphs, utils, distributed, distributed.DistributedDataParallel),
+        *(getattr(cuda_graphs, name) for name in classes),
+    ]
+    return [(owner, name) for owner in owners for name in sorted(words & vars(owner).keys()) if name[:2] != "__"]
+
+
+@pytest.mark.parametrize("one", REPAIRS, ids=[one.name for one in REPAIRS])
+def test_without_any_of_the_internals_a_repair_works_or_is_refused_whole(
+    one: Repair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings()
+    internals = list_internals()
+    refused = 0
+    for owner, name in internals:
+        with monkeypatch.context() as moved:
+            moved.delattr(owner, name)
+            before = {id(other): dict(vars(other)) for other, _ in internals}
+            found = one.mend()
+            if found.state is State.REPAIRED:
+                assert one.probe().state is State.CLEAR, name
+                one.undo()
+            elif found.state is not State.CLEAR:
+                refused += 1
+                assert found.repair.startswith("cannot repair: "), name
+            for other, _ in internals:
+                assert vars(other).keys() == before[id(other)].keys(), name
+                assert all(vars(other)[key] is value for key, value in before[id(other)].items()), name
+    assert bool(refused) is (one.name != "legacy-tokenizer")
+
+
 def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed import DistributedDataParallel as DDP
 
@@ -218,6 +308,7 @@ def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pyt
     found = one.mend()
     assert found.state is State.UNKNOWN
     assert "AttributeError" in found.reason
+    assert found.repair == "cannot repair: what cannot be tried is left alone"
     assert changes(before) == set()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,16 @@ def make_runner(need_backward: bool = False) -> Any:
     from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
     return _CudaGraphRunner(nn.Identity(), None, [torch.zeros(2)], {}, lambda x: x * 2, need_backward)
+
+
+class GcStandIn:
+    """`gc`, except that nothing is collected: that takes longer than all else a probe does."""
+
+    def collect(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gc, name)
 
 
 class TorchStandIn:

@@ -56,7 +56,9 @@ def match(model: nn.Module, weights: Mapping[str, Any]) -> list[tuple[Tensor, Te
     return [(tensor, given[name]) for name, tensor in own.items()]
 
 
-def check(name: str, own: Tensor, given: Tensor) -> None:
+def check(name: str, own: Tensor, given: Any) -> None:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} is a {type(given).__name__} in the state dict, not a tensor")
     if type(own) not in (Tensor, nn.Parameter):
         raise TypeError(f"{name} is a {type(own).__name__}: only plain tensors can be swapped and put back exactly")
     if own.shape != given.shape or own.dtype != given.dtype:
