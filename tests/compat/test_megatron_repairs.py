@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import logging
+import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -71,13 +75,24 @@ def test_the_same_after_the_user_has_initialised() -> None:
     assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
 
 
-def test_probes_leave_no_trace() -> None:
+def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
     findings()  # imports
     before, draws = snapshot(), torch.get_rng_state()
-    findings()
+    around = (dict(os.environ), list(sys.modules), list(warnings.filters), gc.get_threshold(), torch.is_grad_enabled())
+    caplog.set_level(logging.INFO)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        findings()
+        repair()
+        undo()
+    assert (caplog.messages, warned) == ([], [])
+    assert around == (
+        *(dict(os.environ), list(sys.modules), list(warnings.filters)),
+        *(gc.get_threshold(), torch.is_grad_enabled()),
+    )
     assert changes(before) == set()
     assert torch.equal(torch.get_rng_state(), draws)
     assert not torch.distributed.is_initialized()
