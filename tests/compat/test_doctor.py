@@ -128,6 +128,28 @@ def test_nothing_of_the_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert examine().findings == ()  # no probe is even tried
 
 
+@pytest.mark.parametrize("file", ["megatron/__init__.py", "megatron/core/__init__.py"])
+def test_an_installation_that_is_broken(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("print('noise')\nraise RuntimeError('libcuda is of yesterday')\n")
+    paths = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    code = """if True:
+        import sys
+        from rollgraph.cli import main
+        from rollgraph.compat import examination
+        examination.find_installed = lambda found=examination.find_installed(): {**found, "megatron-core": "0.16.1"}
+        sys.exit(main(["doctor", "--json"]))
+    """
+    words = [sys.executable, "-c", code]
+    ran = subprocess.run(words, capture_output=True, text=True, env={**ENVIRONMENT, "PYTHONPATH": paths})
+    report = json.loads(ran.stdout.removeprefix("noise\n"))  # before the command, for the stand-in above
+    assert ran.returncode == 0, ran.stderr
+    assert {item["state"] for item in report["findings"]} == {"cannot tell here"}
+    for item in report["findings"]:
+        assert "libcuda is of yesterday" in item["reason"]
+        assert item["repair"].startswith("cannot repair: ")
+
+
 def test_a_probe_that_raises_ends_nothing() -> None:
     def broken_probe() -> list[Finding]:
         raise RuntimeError("no such attribute")

@@ -214,7 +214,7 @@ def test_a_key_nobody_knows(tmp_path: Path) -> None:
         ("defaults: their.yaml\n", "their.yaml:1: defaults: files name each other: their.yaml -> their.yaml"),
         ("- a\n", "their.yaml:1: expected keys, got list"),
         (SMALL.replace("64", "many"), "their.yaml:4: policy.max_total_sequence_length: expected a whole number"),
-        (SMALL.replace("max_num_steps: 9", "max_num_steps: 0"), "steps: expected whole number ≥ 1, got 0"),
+        (SMALL.replace("max_num_steps: 9", "max_num_steps: -1"), "steps: expected whole number ≥ 1, got -1"),
         (f"{SMALL}  generation: {{temperature: hot}}\n", "policy.generation.temperature: 'hot' cannot be rollout.temp"),
     ],
 )

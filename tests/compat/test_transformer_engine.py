@@ -603,7 +603,10 @@ def one(module: nn.Module) -> None:
         ({"forward_pre_hook": {0: one}}, r"capture_time_hooks\[0\].*'forward_pre_hook'.*forward_pre_hooks"),
         ({"forward_hooks": one}, "forward_hooks.*one function"),
         ({"forward_hooks": {0: 3}}, "forward_hooks.*int"),
-        ({"backward_pre_hooks": {0: wants_too_much}}, "backward_pre_hooks.*wants_too_much needs 3.*2 arguments at most"),
+        (
+            {"backward_pre_hooks": {0: wants_too_much}},
+            "backward_pre_hooks.*wants_too_much needs 3.*2 arguments at most",
+        ),
         ({"forward_pre_hooks": {0: one}, "forward_pre_hooks_with_kwargs": 3}, "forward_pre_hooks_with_kwargs.*int"),
         ({"forward": {0: wants_nothing}}, "wants_nothing.*takes no argument"),
         ({"forward": {0: one}, "forward_hooks": {0: one}}, "forward_hooks.*forward.*same"),

@@ -31,7 +31,9 @@ def add_to(commands: Any) -> None:
         metavar="key=value",
         help="for example rollout.temperature=0.7; after import, their YAML",
     )
-    parser.add_argument("-o", "--output", metavar="OURS", help="a new file that import writes; default: standard output")
+    parser.add_argument(
+        "-o", "--output", metavar="OURS", help="a new file that import writes; default: standard output"
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--schema", action="store_true", help="print the JSON schema of such files, for editors")
     shape.add_argument("--keys", action="store_true", help="print a table of all keys, as Markdown")

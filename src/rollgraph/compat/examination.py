@@ -82,7 +82,7 @@ def _version(module: str, distributions: tuple[str, ...]) -> str | None:
             continue
     try:
         return "from source" if importlib.util.find_spec(module) else None
-    except (ImportError, ValueError):  # its parent is not there, or is broken
+    except Exception:  # its parent is not there, or is broken
         return None
 
 

@@ -144,7 +144,7 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def kept(owner: Any, *names: str) -> Iterator[None]:
-    """Whatever happens to these attributes inside, they are afterwards what they were, or not there if they were not."""
+    """Whatever happens to these attributes inside, they are afterwards what they were, or not there as before."""
     before = {name: read_raw(owner, name) for name in names}
     try:
         yield

@@ -95,6 +95,7 @@ def translate_tree(tree: Node, path: str | os.PathLike[str]) -> Translation:
 def _cut_warmup(book: Ledger) -> None:
     """Theirs may be longer than the run."""
     steps, optimizer = book.ours.get("steps"), book.ours.get("optimizer", {})
-    if isinstance(steps, int) and optimizer.get("warmup_steps", 0) > steps:
-        book.to_do.append(f"optimizer.warmup_steps was {optimizer['warmup_steps']}, more than the {steps} steps")
+    warmup = optimizer.get("warmup_steps")
+    if isinstance(steps, int) and warmup is not None and warmup > steps:
+        book.to_do.append(f"optimizer.warmup_steps was {warmup}, more than the {steps} steps")
         optimizer["warmup_steps"] = steps
