@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import inspect
 import logging
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollgraph.compat import megatron
+from rollgraph.compat import megatron as compat
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron import findings, repair, undo
 from rollgraph.compat.megatron.patch import ABSENT, CannotRepair, Patch, install, read_raw, uninstall
@@ -75,11 +76,13 @@ def test_the_same_after_the_user_has_initialised() -> None:
     assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
 
 
-def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import utils
 
     findings()  # imports
+    monkeypatch.setattr(utils, "cuda_graph_attr_cache", None)
     before, draws = snapshot(), torch.get_rng_state()
     around = (dict(os.environ), list(sys.modules), list(warnings.filters), gc.get_threshold(), torch.is_grad_enabled())
     caplog.set_level(logging.INFO)
@@ -264,6 +267,7 @@ def move_record(monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 def test_internals_that_moved_are_refused_by_name(name: str, move: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings()  # imports
     message = move(monkeypatch)
     (one,) = (each for each in REPAIRS if each.name == name)
     before = snapshot()
@@ -280,7 +284,7 @@ def list_internals() -> list[tuple[Any, str]]:
     from megatron.core import distributed
     from megatron.core.transformer import cuda_graphs, utils
 
-    source = Path(megatron.__file__).parent
+    source = Path(compat.__file__).parent
     words = {word for file in source.glob("*.py") for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
     classes = ("_CudagraphGlobalRecord", "_CudaGraphRunner", "CudaGraphManager", "TECudaGraphHelper", "TensorReusePool")
     owners = [
@@ -330,6 +334,34 @@ def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pyt
 def test_every_repair_can_be_looked_up() -> None:
     text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
     assert [one.name for one in REPAIRS if f"| `{one.name}` |" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("distributed/distributed_data_parallel", "assert len(self.remove_forward_pre_hook_handles) == 0"),
+        ("distributed/distributed_data_parallel", "assert self.remove_forward_pre_hook_handles[module] is not None"),
+        (
+            "transformer/transformer_layer",
+            "Partial cudagraphs for MoEs were detected during inference!Please do not use --cuda-graph-scope "
+            "moe_router moe_preprocess alongside inference.",
+        ),
+        (
+            "transformer/cuda_graphs",
+            "`cudagraph_created` is set to True but no matching cudagraph runners were found. This module has ",
+        ),
+        ("transformer/cuda_graphs", "RNG tracker does not support cudagraphs!"),
+        ("distributed/param_and_grad_buffer", "Communication call has not been issued for this bucket ("),
+    ],
+)
+def test_the_texts_to_search_for_are_those_of_the_package(module: str, text: str) -> None:
+    import megatron.core
+
+    source = (Path(megatron.core.__file__).parent / f"{module}.py").read_text(encoding="utf-8")
+    # Literals that stand next to each other are joined when a module is parsed.
+    words = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    assert text in source or text in words
+    assert text in (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
 
 
 # Patches, on a module of our own

@@ -11,7 +11,7 @@ from torch import nn
 
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron.forward_hooks import find_owners, hooks_paused
-from rollgraph.compat.megatron.patch import Patch, closure_values, need, need_names, need_parameters
+from rollgraph.compat.megatron.patch import Patch, closure_values, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import make_config, wrap_ddp
 from rollgraph.compat.megatron.repair import Repair, Verdict
 
@@ -164,11 +164,10 @@ def probe() -> Verdict:
     from megatron.core.transformer import utils
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
+    need(utils, "cuda_graph_attr_cache")
     model, ddp = make_switchable()
-    try:
+    with swapped(utils, cuda_graph_attr_cache=None):
         utils.toggle_cuda_graphs(model, "none", reset_cuda_graphs=False)
-    finally:
-        (utils.cuda_graph_attr_cache or {}).pop(id(model), None)
     failures = []
     if any(isinstance(module, CudaGraphManager) for module in model.modules()):
         failures.append("a graph manager stays that is not called cudagraph_manager")
