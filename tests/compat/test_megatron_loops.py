@@ -193,6 +193,17 @@ def test_a_model_inside_of_its_ddp_is_swapped_without_its_hooks_too() -> None:
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
 
 
+def test_what_is_no_tensor_in_the_model_is_left_alone() -> None:
+    class Noted(torch.nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {**super().state_dict(*args, **kwargs), "note": b"of the checkpoint", "a._extra_state": None}
+
+    model = Noted(2, 2)
+    with reference_weights(model, {**model.state_dict(), "weight": torch.ones(2, 2), "note": b"another"}):
+        assert model.weight.eq(1).all()
+    assert not model.weight.eq(1).all()
+
+
 def test_chunks_that_are_not_wrapped() -> None:
     chunks = [make_gpt("none"), make_gpt("none")]
     own = [copy_weights(chunk) for chunk in chunks]

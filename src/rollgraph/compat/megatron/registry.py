@@ -20,7 +20,7 @@ REPAIRS = (FORWARD_HOOKS, GRAPH_SWITCH, GRAPH_DELETION, CAPTURE_FAILURE, INPUT_S
 def findings() -> list[Finding]:
     """What is broken in the megatron-core of this process. Without megatron-core, nothing."""
     with LOCK:
-        return [repair.find() for repair in REPAIRS] if is_installed() else []
+        return [each.find() for each in REPAIRS] if is_installed() else []
 
 
 def repair() -> list[Finding]:
@@ -28,18 +28,18 @@ def repair() -> list[Finding]:
     if not is_installed():
         raise ModuleNotFoundError("megatron-core is not installed: pip install 'rollgraph[megatron]'")
     with LOCK:
-        return [repair.mend() for repair in REPAIRS]
+        return [each.mend() for each in REPAIRS]
 
 
 def undo() -> None:
     """Takes back every repair; raises RuntimeError, after the others, for those that somebody has patched over."""
     failures = []
     with LOCK:
-        for repair in reversed(REPAIRS):
+        for each in reversed(REPAIRS):
             try:
-                repair.undo()
+                each.undo()
             except RuntimeError as error:
-                failures.append(f"{repair.name}: {error}")
+                failures.append(f"{each.name}: {error}")
     if failures:
         raise RuntimeError("; ".join(failures))
 
