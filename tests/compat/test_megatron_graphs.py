@@ -158,6 +158,32 @@ def test_graphs_captured_anew_and_kept_while_off_are_the_ones_that_come_back() -
     assert set(list_managers(ddp.module)) == set(renewed)  # not those that the model was made with
 
 
+def test_what_was_switched_repaired_is_switched_on_after_undo() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    toggle(ddp.module, "none")
+    undo()
+    toggle(ddp.module, "local")
+    renewed = list_managers(ddp.module)
+    assert len(renewed) == 5
+    repair()
+    toggle(ddp.module, "none", reset=False)
+    toggle(ddp.module, "local", reset=False)
+    assert set(list_managers(ddp.module)) == set(renewed)
+
+
+def test_hooks_made_repaired_can_be_switched_after_undo() -> None:
+    repair()
+    ddps = [wrap_ddp(make_gpt()), wrap_ddp(make_gpt())]
+    toggle(ddps[0].module, "none")
+    undo()
+    for ddp in ddps:
+        ddp.disable_forward_pre_hook()
+        assert not any(module._forward_pre_hooks for module in ddp.module.modules())
+        ddp.enable_forward_pre_hook()
+        assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+
+
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("fails", ["an unknown word", "a random number tracker that captures nothing"])
 def test_a_switch_that_fails_leaves_managers_where_they_were(on: bool, fails: str) -> None:

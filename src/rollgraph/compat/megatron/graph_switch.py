@@ -38,7 +38,8 @@ def park_managers(model: nn.Module) -> None:
         for attribute, manager in list(module._modules.items()):
             if isinstance(manager, CudaGraphManager):
                 delattr(module, attribute)
-                vars(module).setdefault(PARKED, []).append(unwrap(module, attribute, manager))
+                others = [parked for parked in vars(module).get(PARKED, ()) if parked.attribute != attribute]
+                vars(module)[PARKED] = [*others, unwrap(module, attribute, manager)]
 
 
 def unwrap(module: Any, attribute: str, manager: Any) -> Parked:
