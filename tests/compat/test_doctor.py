@@ -14,6 +14,7 @@ from rollgraph.commands import doctor as command
 from rollgraph.compat import examination
 from rollgraph.compat.examination import examine, find_installed
 from rollgraph.compat.finding import Finding, State
+from rollgraph.compat.megatron.patch import Patch
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(examination.__file__).parents[2])}
 LONG = "AssertionError: handles is not empty " + "and so on " * 20
@@ -167,6 +168,28 @@ def test_repaired_shows_the_other_findings(found: Callable[..., None], capsys: p
     out = capsys.readouterr().out
     assert "REPAIRED  forward-pre-hooks" in out
     assert out.splitlines()[-1] == "1 repaired"
+
+
+def test_what_cannot_be_repaired_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("megatron.core")
+    from rollgraph.compat.megatron import findings, repair, undo
+    from rollgraph.compat.megatron.patch import CannotRepair
+    from rollgraph.compat.megatron.tokenizer import TOKENIZER
+
+    def plan() -> list[Patch]:
+        raise CannotRepair("the module has no such name")
+
+    with monkeypatch.context() as moved:
+        moved.setattr(TOKENIZER, "plan", plan)
+        assert call("--repaired") == 1
+    assert "  repair   cannot repair: the module has no such name" in capsys.readouterr().out.splitlines()
+    assert all(item.state is not State.REPAIRED for item in findings())
+    repair()
+    try:
+        assert call("--repaired") == 0
+        assert any(item.state is State.REPAIRED for item in findings())  # it was in force before
+    finally:
+        undo()
 
 
 def test_what_is_installed() -> None:

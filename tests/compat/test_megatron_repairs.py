@@ -257,12 +257,26 @@ def move_record(monkeypatch: pytest.MonkeyPatch) -> str:
     return "takes (cls, entry)"
 
 
+def move_function(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a repair needs of objects that no probe can make: a graph manager needs a GPU."""
+    from megatron.core.transformer import cuda_graphs
+
+    def make(
+        self: Any, config: Any, base_module: Any = None, function_name: Any = None, need_backward: Any = 1
+    ) -> None:
+        self.wrapped, self.need_backward = getattr(base_module, function_name), need_backward
+
+    monkeypatch.setattr(cuda_graphs.CudaGraphManager, "__init__", make)
+    return "knows no func"
+
+
 @pytest.mark.parametrize(
     ("name", "move"),
     [
         ("forward-pre-hooks", move_handles),
         ("capture-failure", move_flag),
         ("switching-graphs", move_cache),
+        ("switching-graphs", move_function),
         ("deleted-graphs", move_record),
     ],
 )
