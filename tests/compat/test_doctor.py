@@ -216,7 +216,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_the_real_package_is_affected_and_repaired(capsys: pytest.CaptureFixture[str]) -> None:
-    """On what is installed, first in a process of its own: nothing but JSON on standard output, whatever is imported."""
+    """First in a process of its own: nothing but JSON on standard output, whatever is imported."""
     pytest.importorskip("megatron.core")
     words = [sys.executable, "-m", "rollgraph", "doctor", "--json"]
     ran = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)

@@ -305,7 +305,12 @@ def list_internals() -> list[tuple[Any, str]]:
         *(cuda_graphs, utils, distributed, distributed.DistributedDataParallel),
         *(getattr(cuda_graphs, name) for name in classes),
     ]
-    return [(owner, name) for owner in owners for name in sorted(words & vars(owner).keys()) if name[:2] != "__"]
+    return [
+        (owner, name)
+        for owner in owners
+        for name in sorted(words & vars(owner).keys())
+        if name[:2] != "__" and getattr(vars(owner)[name], "__module__", "megatron").startswith("megatron")
+    ]
 
 
 @pytest.mark.parametrize("one", REPAIRS, ids=[one.name for one in REPAIRS])
