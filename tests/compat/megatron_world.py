@@ -119,14 +119,13 @@ def make_gpt(cuda_graph_impl: str = "local", **settings: Any) -> nn.Module:
     return GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=TOKENS)
 
 
-def wrap_ddp(model: Any, **settings: Any) -> Any:
-    """Megatron's DDP with both overlaps, in several buckets."""
+def wrap_ddp(model: Any, kind: Any = None, **settings: Any) -> Any:
+    """Megatron's DDP, or a kind of it, with both overlaps, in several buckets."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     both = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
-    return DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(bucket_size=5000, **{**both, **settings}), model
-    )
+    overlap = DistributedDataParallelConfig(bucket_size=5000, **{**both, **settings})
+    return (kind or DistributedDataParallel)(model.config, overlap, model)
 
 
 def make_batch(seed: int = 0) -> dict[str, Tensor]:

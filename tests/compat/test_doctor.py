@@ -14,6 +14,7 @@ from rollgraph.commands import doctor as command
 from rollgraph.compat import examination
 from rollgraph.compat.examination import examine, find_installed
 from rollgraph.compat.finding import Finding, State
+from rollgraph.compat.megatron.patch import Patch
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(examination.__file__).parents[2])}
 LONG = "AssertionError: handles is not empty " + "and so on " * 20
@@ -128,6 +129,28 @@ def test_nothing_of_the_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert examine().findings == ()  # no probe is even tried
 
 
+@pytest.mark.parametrize("file", ["megatron/__init__.py", "megatron/core/__init__.py"])
+def test_an_installation_that_is_broken(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("print('noise')\nraise RuntimeError('libcuda is of yesterday')\n")
+    paths = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    code = """if True:
+        import sys
+        from rollgraph.cli import main
+        from rollgraph.compat import examination
+        examination.find_installed = lambda found=examination.find_installed(): {**found, "megatron-core": "0.16.1"}
+        sys.exit(main(["doctor", "--json"]))
+    """
+    words = [sys.executable, "-c", code]
+    ran = subprocess.run(words, capture_output=True, text=True, env={**ENVIRONMENT, "PYTHONPATH": paths})
+    report = json.loads(ran.stdout.removeprefix("noise\n"))  # before the command, for the stand-in above
+    assert ran.returncode == 0, ran.stderr
+    assert {item["state"] for item in report["findings"]} == {"cannot tell here"}
+    for item in report["findings"]:
+        assert "libcuda is of yesterday" in item["reason"]
+        assert item["repair"].startswith("cannot repair: ")
+
+
 def test_a_probe_that_raises_ends_nothing() -> None:
     def broken_probe() -> list[Finding]:
         raise RuntimeError("no such attribute")
@@ -145,6 +168,28 @@ def test_repaired_shows_the_other_findings(found: Callable[..., None], capsys: p
     out = capsys.readouterr().out
     assert "REPAIRED  forward-pre-hooks" in out
     assert out.splitlines()[-1] == "1 repaired"
+
+
+def test_what_cannot_be_repaired_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("megatron.core")
+    from rollgraph.compat.megatron import findings, repair, undo
+    from rollgraph.compat.megatron.patch import CannotRepair
+    from rollgraph.compat.megatron.tokenizer import TOKENIZER
+
+    def plan() -> list[Patch]:
+        raise CannotRepair("the module has no such name")
+
+    with monkeypatch.context() as moved:
+        moved.setattr(TOKENIZER, "plan", plan)
+        assert call("--repaired") == 1
+    assert "  repair   cannot repair: the module has no such name" in capsys.readouterr().out.splitlines()
+    assert all(item.state is not State.REPAIRED for item in findings())
+    repair()
+    try:
+        assert call("--repaired") == 0
+        assert any(item.state is State.REPAIRED for item in findings())  # it was in force before
+    finally:
+        undo()
 
 
 def test_what_is_installed() -> None:
@@ -170,20 +215,15 @@ def test_help_imports_nothing_heavy() -> None:
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_real_package_is_affected_and_repaired() -> None:
-    """On what is installed, in a process of its own: nothing but JSON on standard output, whatever is imported."""
+def test_the_real_package_is_affected_and_repaired(capsys: pytest.CaptureFixture[str]) -> None:
+    """First in a process of its own: nothing but JSON on standard output, whatever is imported."""
     pytest.importorskip("megatron.core")
-    megatron = pytest.importorskip("rollgraph.compat.megatron")
-    if not hasattr(megatron, "findings"):
-        pytest.skip("the probes are not there")
-    states = []
-    for options in ([], ["--repaired"]):
-        words = [sys.executable, "-m", "rollgraph", "doctor", "--json", *options]
-        ran = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
-        report = json.loads(ran.stdout)
-        assert ran.returncode == report["affected"], ran.stderr
-        states.append({item["name"]: item["state"] for item in report["findings"]})
-    before, after = states
+    words = [sys.executable, "-m", "rollgraph", "doctor", "--json"]
+    ran = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
+    assert ran.returncode == 1, ran.stderr
+    assert call("--json", "--repaired") == 0
+    reports = [json.loads(ran.stdout), json.loads(capsys.readouterr().out)]
+    before, after = ({item["name"]: item["state"] for item in report["findings"]} for report in reports)
     assert before.keys() == after.keys()
     assert "repaired" not in before.values()
     affected = {name for name, state in before.items() if state == "affected"}

@@ -88,6 +88,26 @@ def test_graphs_switched_off_with_a_reset_and_on_without_are_captured_again() ->
     assert record_step(ddp) == 8
 
 
+def keep_a_runner_for_each_microbatch(ddp: Any) -> None:
+    """As with pipeline parallelism."""
+    for manager in list_managers(ddp.module):
+        manager.reuse_cudagraphs = False  # type: ignore[assignment]
+
+
+def replays_what_was_captured(ddp: Any) -> bool:
+    runners = [runner for manager in list_managers(ddp.module) for runner in manager.cudagraph_runners]
+    return len(runners) == 4 and all(runner.fwd_graph is not None for runner in runners)
+
+
+def test_with_a_runner_for_each_microbatch_the_deleted_are_not_asked_again() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    keep_a_runner_for_each_microbatch(ddp)
+    assert train_delete_train(ddp) == 8
+    graphs().create_cudagraphs()
+    assert replays_what_was_captured(ddp)
+
+
 def test_an_engine_that_imported_the_function_by_name_deletes_them_too() -> None:
     engine = pytest.importorskip("megatron.core.inference.engines.dynamic_engine")
     before = engine.delete_cuda_graphs
@@ -123,6 +143,69 @@ def test_graphs_kept_while_off_are_the_same_graphs_when_on_again() -> None:
     toggle(ddp.module, "local", reset=False)
     assert set(list_managers(ddp.module)) == set(before)
     assert graphs()._CudagraphGlobalRecord.cudagraph_created
+
+
+def test_graphs_captured_anew_and_kept_while_off_are_the_ones_that_come_back() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    toggle(ddp.module, "none")
+    toggle(ddp.module, "local")
+    renewed = list_managers(ddp.module)
+    record_step(ddp)
+    graphs().create_cudagraphs()
+    toggle(ddp.module, "none", reset=False)
+    toggle(ddp.module, "local", reset=False)
+    assert set(list_managers(ddp.module)) == set(renewed)  # not those that the model was made with
+
+
+def test_what_was_switched_repaired_is_switched_on_after_undo() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    toggle(ddp.module, "none")
+    undo()
+    toggle(ddp.module, "local")
+    renewed = list_managers(ddp.module)
+    assert len(renewed) == 5
+    repair()
+    toggle(ddp.module, "none", reset=False)
+    toggle(ddp.module, "local", reset=False)
+    assert set(list_managers(ddp.module)) == set(renewed)
+
+
+def test_hooks_made_repaired_can_be_switched_after_undo() -> None:
+    repair()
+    ddps = [wrap_ddp(make_gpt()), wrap_ddp(make_gpt())]
+    toggle(ddps[0].module, "none")
+    undo()
+    for ddp in ddps:
+        ddp.disable_forward_pre_hook()
+        assert not any(module._forward_pre_hooks for module in ddp.module.modules())
+        ddp.enable_forward_pre_hook()
+        assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("fails", ["an unknown word", "a random number tracker that captures nothing"])
+def test_a_switch_that_fails_leaves_managers_where_they_were(on: bool, fails: str) -> None:
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    if not on:
+        toggle(ddp.module, "none")
+    before = list_managers(ddp.module)
+    if fails == "an unknown word":
+        with pytest.raises(AssertionError, match="Invalid CUDA graph implementation: transformer_engine"):
+            toggle(ddp.module, "transformer_engine")
+    else:
+        initialize_rng_tracker(force_reset=True)
+        with pytest.raises(AssertionError, match="RNG tracker does not support cudagraphs!"):
+            toggle(ddp.module, "local")
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    assert set(list_managers(ddp.module)) == set(before)
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+    toggle(ddp.module, "local", reset=False)
+    assert len(list_managers(ddp.module)) == 5
 
 
 def capture_then_renew(ddp: Any) -> int:
@@ -289,6 +372,16 @@ def test_after_a_failed_capture_training_goes_on_and_captures(monkeypatch: pytes
     assert graphs()._CudagraphGlobalRecord.cudagraph_created
     runners = [runner for manager in list_managers(ddp.module) for runner in manager.cudagraph_runners]
     assert all(runner.fwd_graph is not None and runner.bwd_graph is not None for runner in runners)
+
+
+def test_with_a_runner_for_each_microbatch_a_failed_capture_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    keep_a_runner_for_each_microbatch(ddp)
+    fail_a_capture(ddp, monkeypatch)
+    assert record_step(ddp) == 8
+    graphs().create_cudagraphs()
+    assert replays_what_was_captured(ddp)
 
 
 def test_the_warm_up_flag_ends_with_the_warm_up() -> None:

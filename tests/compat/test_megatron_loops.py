@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,31 @@ def test_a_model_without_hooks_is_only_saved_from_its_config() -> None:
     assert ddp.config.no_sync_func is None
 
 
+def test_what_the_config_lacked_it_lacks_again() -> None:
+    ddp, config = wrap_ddp(make_gpt("none")), SimpleNamespace(no_sync_func=1)
+    with repeatable_train(ddp, config):
+        assert config.no_sync_func is None
+        config.no_sync_func, config.grad_sync_func = 2, 3
+    assert vars(config) == {"no_sync_func": 1}
+
+
+def test_what_a_subclass_overrides_is_still_called() -> None:
+    from megatron.core.distributed import DistributedDataParallel
+
+    class Counting(DistributedDataParallel):
+        def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+            calls.append(param_sync)
+            super().disable_forward_pre_hook(param_sync)
+
+    calls: list[bool] = []
+    repair()
+    ddp = wrap_ddp(make_gpt("none"), Counting)
+    with repeatable_train(ddp, ddp.config):
+        one_shot_train([ddp], ddp.config, [0, 1])
+        ddp.disable_forward_pre_hook()
+    assert calls == [False, True, True]
+
+
 # Reference weights
 
 
@@ -158,6 +184,38 @@ def test_the_model_scores_with_the_reference_and_is_itself_again() -> None:
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
     assert torch.equal(score(ddp), own)
     assert not torch.equal(own, score(expected))
+
+
+def test_a_model_inside_of_its_ddp_is_swapped_without_its_hooks_too() -> None:
+    ddp, reference = wrap_ddp(make_gpt("none")), make_reference()
+    with reference_weights(ddp.module, reference):
+        assert not any(module._forward_pre_hooks for module in ddp.modules())
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+
+
+def test_what_is_no_tensor_in_the_model_is_left_alone() -> None:
+    class Noted(torch.nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {**super().state_dict(*args, **kwargs), "note": b"of the checkpoint", "a._extra_state": None}
+
+    model = Noted(2, 2)
+    with reference_weights(model, {**model.state_dict(), "weight": torch.ones(2, 2), "note": b"another"}):
+        assert model.weight.eq(1).all()
+    assert not model.weight.eq(1).all()
+
+
+def test_chunks_that_are_not_wrapped() -> None:
+    chunks = [make_gpt("none"), make_gpt("none")]
+    own = [copy_weights(chunk) for chunk in chunks]
+    with reference_weights(chunks, [make_reference(1), make_reference(2)]):
+        assert not torch.equal(score(chunks[0]), score(chunks[1]))
+    for chunk, before in zip(chunks, own, strict=True):
+        assert all(torch.equal(before[name], tensor) for name, tensor in chunk.named_parameters())
+    with (
+        pytest.raises(ValueError, match="1 state dicts for 2 model chunks"),
+        reference_weights(chunks, make_reference()),
+    ):
+        pytest.fail("entered")
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -195,6 +253,7 @@ def test_contexts_nest() -> None:
         (lambda d: d.update(other=torch.zeros(1)), KeyError, r"the model \['other'\]"),
         (lambda d: d.update({"decoder.final_layernorm.bias": torch.zeros(3)}), ValueError, r"is \(32,\) torch.float32"),
         (lambda d: d.update({"decoder.final_layernorm.bias": torch.zeros(32).half()}), ValueError, "torch.float16"),
+        (lambda d: d.update({"decoder.final_layernorm.bias": None}), TypeError, "bias is a NoneType in the state dict"),
     ],
 )
 def test_weights_that_do_not_fit_change_nothing(change: Any, error: type[Exception], message: str) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import inspect
+import logging
+import os
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rollgraph.compat import megatron as compat
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron import findings, repair, undo
 from rollgraph.compat.megatron.patch import ABSENT, CannotRepair, Patch, install, read_raw, uninstall
@@ -27,6 +35,9 @@ pytest.importorskip("megatron.core", reason=REASON)
 pytestmark = [pytest.mark.usefixtures("unrepaired"), pytest.mark.filterwarnings("ignore")]
 
 BROKEN = {"forward-pre-hooks", "switching-graphs", "deleted-graphs", "capture-failure", "legacy-tokenizer"}
+
+
+ENABLE = "enable_forward_pre_hook"
 
 
 def states() -> dict[str, State]:
@@ -65,13 +76,26 @@ def test_the_same_after_the_user_has_initialised() -> None:
     assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
 
 
-def test_probes_leave_no_trace() -> None:
+def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import utils
 
     findings()  # imports
+    monkeypatch.setattr(utils, "cuda_graph_attr_cache", None)
     before, draws = snapshot(), torch.get_rng_state()
-    findings()
+    around = (dict(os.environ), list(sys.modules), list(warnings.filters), gc.get_threshold(), torch.is_grad_enabled())
+    caplog.set_level(logging.INFO)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        findings()
+        repair()
+        undo()
+    assert (caplog.messages, warned) == ([], [])
+    assert around == (
+        *(dict(os.environ), list(sys.modules), list(warnings.filters)),
+        *(gc.get_threshold(), torch.is_grad_enabled()),
+    )
     assert changes(before) == set()
     assert torch.equal(torch.get_rng_state(), draws)
     assert not torch.distributed.is_initialized()
@@ -97,6 +121,51 @@ def test_twice_is_once_and_undo_leaves_nothing() -> None:
         *("create_cudagraphs", "create_fwd_graph"),
         "MegatronTokenizer",
     }
+
+
+def test_threads_that_repair_at_once_repair_once() -> None:
+    findings()
+    before = snapshot()
+    threads = [Thread(target=repair) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name for name, state in states().items() if state is State.REPAIRED} == BROKEN
+    undo()
+    assert changes(before) == set()
+
+
+def test_what_somebody_patched_over_stays_and_all_else_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import cuda_graphs
+
+    findings()
+    before = snapshot()
+    repair()
+    with monkeypatch.context() as over:
+        over.setattr(cuda_graphs._CudaGraphRunner, "create_fwd_graph", print)
+        (found,) = (finding for finding in repair() if finding.name == "capture-failure")
+        assert found.state is not State.AFFECTED or "create_fwd_graph was replaced since" in found.repair
+        with pytest.raises(RuntimeError, match=r"capture-failure: cannot undo: .*create_fwd_graph was replaced since"):
+            undo()
+        assert {name.rsplit(".", 1)[1] for name in changes(before)} == {"create_fwd_graph", "create_cudagraphs"}
+    undo()
+    assert changes(before) == set()
+
+
+def test_a_repair_that_was_patched_over_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed import DistributedDataParallel as DDP
+
+    findings()
+    before = snapshot()
+    repair()
+    with monkeypatch.context() as over:
+        over.setattr(DDP, "enable_forward_pre_hook", before[f"{DDP.__module__}.DistributedDataParallel", ENABLE])
+        found = repair()[0]
+        assert found.state is State.AFFECTED
+        assert found.repair == f"cannot repair: {DDP.__module__}.DistributedDataParallel.{ENABLE} was replaced since"
+    undo()
+    assert changes(before) == set()
 
 
 def test_signatures_and_documentation_stay() -> None:
@@ -188,16 +257,31 @@ def move_record(monkeypatch: pytest.MonkeyPatch) -> str:
     return "takes (cls, entry)"
 
 
+def move_function(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a repair needs of objects that no probe can make: a graph manager needs a GPU."""
+    from megatron.core.transformer import cuda_graphs
+
+    def make(
+        self: Any, config: Any, base_module: Any = None, function_name: Any = None, need_backward: Any = 1
+    ) -> None:
+        self.wrapped, self.need_backward = getattr(base_module, function_name), need_backward
+
+    monkeypatch.setattr(cuda_graphs.CudaGraphManager, "__init__", make)
+    return "knows no func"
+
+
 @pytest.mark.parametrize(
     ("name", "move"),
     [
         ("forward-pre-hooks", move_handles),
         ("capture-failure", move_flag),
         ("switching-graphs", move_cache),
+        ("switching-graphs", move_function),
         ("deleted-graphs", move_record),
     ],
 )
 def test_internals_that_moved_are_refused_by_name(name: str, move: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    findings()  # imports
     message = move(monkeypatch)
     (one,) = (each for each in REPAIRS if each.name == name)
     before = snapshot()
@@ -209,6 +293,50 @@ def test_internals_that_moved_are_refused_by_name(name: str, move: Any, monkeypa
     assert not one.in_force
 
 
+def list_internals() -> list[tuple[Any, str]]:
+    """Whatever of megatron-core's modules and classes has a name that the repairs use, in whatever sense."""
+    from megatron.core import distributed
+    from megatron.core.transformer import cuda_graphs, utils
+
+    source = Path(compat.__file__).parent
+    words = {word for file in source.glob("*.py") for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    classes = ("_CudagraphGlobalRecord", "_CudaGraphRunner", "CudaGraphManager", "TECudaGraphHelper", "TensorReusePool")
+    owners = [
+        *(cuda_graphs, utils, distributed, distributed.DistributedDataParallel),
+        *(getattr(cuda_graphs, name) for name in classes),
+    ]
+    return [
+        (owner, name)
+        for owner in owners
+        for name in sorted(words & vars(owner).keys())
+        if name[:2] != "__" and getattr(vars(owner)[name], "__module__", "megatron").startswith("megatron")
+    ]
+
+
+@pytest.mark.parametrize("one", REPAIRS, ids=[one.name for one in REPAIRS])
+def test_without_any_of_the_internals_a_repair_works_or_is_refused_whole(
+    one: Repair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings()
+    internals = list_internals()
+    refused = 0
+    for owner, name in internals:
+        with monkeypatch.context() as moved:
+            moved.delattr(owner, name)
+            before = {id(other): dict(vars(other)) for other, _ in internals}
+            found = one.mend()
+            if found.state is State.REPAIRED:
+                assert one.probe().state is State.CLEAR, name
+                one.undo()
+            elif found.state is not State.CLEAR:
+                refused += 1
+                assert found.repair.startswith("cannot repair: "), name
+            for other, _ in internals:
+                assert vars(other).keys() == before[id(other)].keys(), name
+                assert all(vars(other)[key] is value for key, value in before[id(other)].items()), name
+    assert bool(refused) is (one.name != "legacy-tokenizer")
+
+
 def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed import DistributedDataParallel as DDP
 
@@ -218,12 +346,41 @@ def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pyt
     found = one.mend()
     assert found.state is State.UNKNOWN
     assert "AttributeError" in found.reason
+    assert found.repair == "cannot repair: what cannot be tried is left alone"
     assert changes(before) == set()
 
 
 def test_every_repair_can_be_looked_up() -> None:
     text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
     assert [one.name for one in REPAIRS if f"| `{one.name}` |" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("distributed/distributed_data_parallel", "assert len(self.remove_forward_pre_hook_handles) == 0"),
+        ("distributed/distributed_data_parallel", "assert self.remove_forward_pre_hook_handles[module] is not None"),
+        (
+            "transformer/transformer_layer",
+            "Partial cudagraphs for MoEs were detected during inference!Please do not use --cuda-graph-scope "
+            "moe_router moe_preprocess alongside inference.",
+        ),
+        (
+            "transformer/cuda_graphs",
+            "`cudagraph_created` is set to True but no matching cudagraph runners were found. This module has ",
+        ),
+        ("transformer/cuda_graphs", "RNG tracker does not support cudagraphs!"),
+        ("distributed/param_and_grad_buffer", "Communication call has not been issued for this bucket ("),
+    ],
+)
+def test_the_texts_to_search_for_are_those_of_the_package(module: str, text: str) -> None:
+    import megatron.core
+
+    source = (Path(megatron.core.__file__).parent / f"{module}.py").read_text(encoding="utf-8")
+    # Literals that stand next to each other are joined when a module is parsed.
+    words = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    assert text in source or text in words
+    assert text in (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
 
 
 # Patches, on a module of our own

@@ -53,6 +53,44 @@ def test_a_module_runs_repaired(folder: Path) -> None:
     assert (done.stdout, done.returncode) == ("__main__ ['--lr', '1'] found MegatronLegacyTokenizer\n", 0)
 
 
+SELF_AWARE = """
+import atexit, pickle, sys, threading, time
+class Here: pass
+def check(where):
+    print(where, __name__, pickle.loads(pickle.dumps(Here())).__class__ is Here)
+def annotated(x: undefined if len(sys.argv) > 9 else int): ...
+print(__file__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0], annotated.__annotations__, __doc__)
+atexit.register(check, "at exit")
+threading.Thread(target=lambda: (threading.main_thread().join(), check("in a thread"))).start()
+if "raise" in sys.argv:
+    raise SystemExit("with a message")
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-P"]], ids=["", "safe path"])
+@pytest.mark.parametrize("target", [["folder/facts.py", "raise"], ["-m", "facts", "1"], ["-m", "folder", "1"]])
+def test_what_runs_cannot_tell_the_difference(tmp_path: Path, target: list[str], options: list[str]) -> None:
+    """A script, a module and a package, compared with Python's own way to start them; nothing is repaired here."""
+    inside = tmp_path / "folder"
+    inside.mkdir()
+    for file in (inside / "facts.py", inside / "__main__.py", tmp_path / "facts.py"):
+        file.write_text(SELF_AWARE)
+    code = "import sys; from rollgraph.compat.__main__ import run; run(sys.argv[1:], False)"
+    if target[0] == "-m":
+        code = "import sys; from rollgraph.compat.__main__ import run; run(sys.argv[2:], True)"
+    paths = os.pathsep.join([str(SOURCE), str(tmp_path)])
+    seen = [
+        subprocess.run(
+            [sys.executable, *options, *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True, text=True, timeout=100,
+        )
+        for words in (target, ["-c", code, *target])
+    ]  # fmt: skip
+    theirs, ours = ((done.stdout, done.stderr, done.returncode) for done in seen)
+    assert ours == theirs
+    assert "at exit __main__ True" in theirs[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +11,11 @@ import pytest
 
 from rollgraph.commands import config as command
 from rollgraph.compat.composed_yaml import load_composed, plain
+from rollgraph.compat.graph_lint import lint
 from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.ledger import short
-from rollgraph.config import Config, ConfigError, load_config
+from rollgraph.compat.nemo.translation import translate_tree
+from rollgraph.config import Config, ConfigError, Node, load_config
 from rollgraph.rl.algorithms import load_algorithm
 
 DATA = Path(__file__).parent / "data"
@@ -209,7 +214,7 @@ def test_a_key_nobody_knows(tmp_path: Path) -> None:
         ("defaults: their.yaml\n", "their.yaml:1: defaults: files name each other: their.yaml -> their.yaml"),
         ("- a\n", "their.yaml:1: expected keys, got list"),
         (SMALL.replace("64", "many"), "their.yaml:4: policy.max_total_sequence_length: expected a whole number"),
-        (SMALL.replace("max_num_steps: 9", "max_num_steps: 0"), "steps: expected whole number ≥ 1, got 0"),
+        (SMALL.replace("max_num_steps: 9", "max_num_steps: -1"), "steps: expected whole number ≥ 1, got -1"),
         (f"{SMALL}  generation: {{temperature: hot}}\n", "policy.generation.temperature: 'hot' cannot be rollout.temp"),
     ],
 )
@@ -219,6 +224,36 @@ def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         import_nemo(path)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("odd", [None, True, 0, -1, 1.5, "x", "", [], [1], {"a": 1}, [{"a": [1]}]], ids=repr)
+def test_a_section_that_is_something_else_is_an_error_or_listed(tmp_path: Path, odd: Any) -> None:
+    """Never a traceback, whatever stands in the place of a section or of a setting that others depend on."""
+    whole = plain(load_composed(DATA / "grpo_megatron.yaml"))
+    sections = [path for path, value in walk(whole) if isinstance(value, dict) or path[-1] in ("env_name", "scheduler")]
+    assert len(sections) > 30
+    for path in sections:
+        changed = deepcopy(whole)
+        reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = odd
+        tree = as_node(changed)
+        lint(tree)
+        try:
+            lines = translate_tree(tree, "their.yaml").lines
+        except ConfigError:
+            continue
+        assert [line.key for line in lines] == leaves(changed), path
+
+
+def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield (*path, name), inner
+        yield from walk(inner, (*path, name))
+
+
+def as_node(value: Any) -> Node:
+    if isinstance(value, dict):
+        return Node({name: as_node(inner) for name, inner in value.items()}, "their.yaml:1")
+    return Node([as_node(inner) for inner in value] if isinstance(value, list) else value, "their.yaml:1")
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
@@ -252,6 +287,7 @@ most: ${max:${n}, 9}
 text: run-${n}-${a.y[0]}
 path: ${oc.env:WHERE}/${oc.env:NO_SUCH_NAME,x}
 whole: ${a}
+through: ${whole.x}
 inside: {here: 5, near: "${.here}", far: "${..n}"}
 shared: &anchor {k: 1}
 merged: {<<: *anchor, l: 2}
@@ -270,6 +306,7 @@ merged: {<<: *anchor, l: 2}
         "text": "run-4-3",
         "path": "/data/x",
         "whole": {"x": 1, "y": [3]},
+        "through": 1,
         "inside": {"here": 5, "near": 5, "far": 4},
         "shared": {"k": 1},
         "merged": {"k": 1, "l": 2},
@@ -296,6 +333,18 @@ def test_the_command_writes_a_file_and_lists_keys(tmp_path: Path, capsys: pytest
     assert load_config(ours).seed == 7
     assert call(str(ours), "seed=8") == 0  # what `rollgraph config FILE` did before, it still does
     assert "seed: 8\n" in capsys.readouterr().out
+
+
+def test_the_command_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(SMALL)
+    assert call("import", str(theirs), "-o", str(theirs)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"{theirs} exists and is not overwritten" in captured.err
+    assert theirs.read_text() == SMALL
+    assert call(str(DATA / "grpo_base.yaml"), "-o", str(tmp_path / "new.yaml")) == 2
+    assert "-o is for import" in capsys.readouterr().err
 
 
 def test_the_command_without_a_file_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

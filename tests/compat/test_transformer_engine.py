@@ -539,6 +539,40 @@ def test_a_hook_that_takes_more_than_the_module_gets_what_a_module_hook_gets(dev
     assert [arguments for name, arguments in seen if name == "rest"] == [()] * 6
 
 
+def test_hooks_as_merged_are_called_as_module_hooks_are(device: torch.device) -> None:
+    """Written for Transformer Engine, as those of Megatron's FSDP are: who takes kwargs is said by its id."""
+    (layer,) = layers(1)
+    seen: dict[str, tuple[Any, ...]] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def record(*arguments: Any) -> None:
+            seen[name] = describe(arguments[1:])
+
+        return record
+
+    def reshard(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        seen["reshard"] = (grad_input, grad_output)
+
+    hooks = {
+        "forward_pre_hooks": {0: hook("pre"), 1: hook("pre with kwargs")},
+        "forward_pre_hooks_with_kwargs": {1: True},
+        "forward_hooks": {0: hook("post"), 1: hook("post with kwargs")},
+        "forward_hooks_with_kwargs": {1: True},
+        "backward_pre_hooks": {0: hook("unshard")},
+        "backward_hooks": {0: reshard},
+    }
+    make_graphed_callables(layer, (sample(),), 1, sample_kwargs={"mask": torch.ones(2, 4)}, capture_time_hooks=[hooks])
+    x, kwargs = ("tensor", (2, 4), True), {"mask": ("tensor", (2, 4), False)}
+    assert seen == {
+        "pre": ((x,),),
+        "pre with kwargs": ((x,), kwargs),
+        "post": ((x,), x),
+        "post with kwargs": ((x,), kwargs, x),
+        "unshard": ((),),  # in place of gradients
+        "reshard": ((), ()),
+    }
+
+
 def describe(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return ("tensor", tuple(tree.shape), tree.requires_grad)
@@ -551,7 +585,7 @@ def returns_something(module: nn.Module) -> int:
     return 1
 
 
-def wants_gradients(module: nn.Module, grad_output: Any) -> None:
+def wants_too_much(module: nn.Module, grad_output: Any, more: Any) -> None:
     pass
 
 
@@ -569,8 +603,11 @@ def one(module: nn.Module) -> None:
         ({"forward_pre_hook": {0: one}}, r"capture_time_hooks\[0\].*'forward_pre_hook'.*forward_pre_hooks"),
         ({"forward_hooks": one}, "forward_hooks.*one function"),
         ({"forward_hooks": {0: 3}}, "forward_hooks.*int"),
-        ({"backward_pre_hooks": {0: wants_gradients}}, "backward_pre_hooks.*wants_gradients.*module alone"),
-        ({"backward": {0: wants_gradients}}, "backward.*wants_gradients.*module alone"),
+        (
+            {"backward_pre_hooks": {0: wants_too_much}},
+            "backward_pre_hooks.*wants_too_much needs 3.*2 arguments at most",
+        ),
+        ({"forward_pre_hooks": {0: one}, "forward_pre_hooks_with_kwargs": 3}, "forward_pre_hooks_with_kwargs.*int"),
         ({"forward": {0: wants_nothing}}, "wants_nothing.*takes no argument"),
         ({"forward": {0: one}, "forward_hooks": {0: one}}, "forward_hooks.*forward.*same"),
         ({"backward_hooks": {0: returns_something}}, "returns_something returned int"),

@@ -26,7 +26,9 @@ def add_to(commands: Any) -> None:
         f"Exit code: {DONE} it is right, {BROKEN} something is wrong; every problem has its line on standard error.",
     )
     add_words(parser, "rollout.temperature=0.7", nargs="?")
-    parser.add_argument("-o", "--output", metavar="OURS", help="where import writes; without it, to standard output")
+    parser.add_argument(
+        "-o", "--output", metavar="OURS", help="a new file that import writes; default: standard output"
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--schema", action="store_true", help="print the JSON schema of such files, for editors")
     shape.add_argument("--keys", action="store_true", help="print a table of all keys, as Markdown")
@@ -39,6 +41,9 @@ def run(options: argparse.Namespace) -> int:
         return DONE
     if options.config == "import":
         return import_theirs(options.overrides, options.output)
+    if options.output is not None:
+        print("rollgraph config: -o is for import", file=sys.stderr)
+        return BROKEN
     if options.config is None or ("=" in options.config and not Path(options.config).is_file()):
         print("rollgraph config: expected the YAML file of a run, --schema or --keys", file=sys.stderr)
         return BROKEN
@@ -60,7 +65,11 @@ def import_theirs(files: Sequence[str], output: str | None) -> int:
     try:
         found = import_nemo(files[0])
         if output is not None:
-            Path(output).write_text(found.to_yaml(), encoding="utf-8")
+            with Path(output).open("x", encoding="utf-8") as file:
+                file.write(found.to_yaml())
+    except FileExistsError:
+        print(f"{output} exists and is not overwritten: name another, or remove it", file=sys.stderr)
+        return BROKEN
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return BROKEN

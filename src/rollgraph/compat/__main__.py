@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import runpy
 import sys
+import zipfile
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
 
 from rollgraph.compat.finding import Finding, State
 
@@ -42,12 +47,36 @@ def main(arguments: list[str]) -> int:
 def run(target: list[str], as_module: bool) -> None:
     """As Python starts them: a script's folder, or the working directory, is the first place to import from."""
     sys.argv = target
+    path = Path(target[0]).absolute()
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd() if as_module else path.resolve().parent)
     if as_module:
-        sys.path[0] = str(Path.cwd())
-        runpy.run_module(target[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(target[0]).resolve().parent)
+        run_module(target[0])
+    elif path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         runpy.run_path(target[0], run_name="__main__")
+    else:
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        execute(code, __file__=str(path), __loader__=SourceFileLoader("__main__", str(path)))
+
+
+def run_module(name: str) -> None:
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    loader: Any = spec and spec.loader
+    if spec is None or not hasattr(loader, "get_code"):
+        sys.exit(f"there is no module {name} that can be run")
+    sys.argv[0] = str(spec.origin)
+    attributes = {"__file__": spec.origin, "__loader__": loader, "__package__": spec.parent, "__spec__": spec}
+    execute(loader.get_code(spec.name), **attributes)
+
+
+def execute(code: CodeType, **attributes: Any) -> None:
+    """In a main module that stays after its last line, as runpy's does not: threads and exit handlers still pickle."""
+    main_module = ModuleType("__main__")
+    vars(main_module).update(attributes)
+    sys.modules["__main__"] = main_module
+    exec(code, vars(main_module))
 
 
 def describe(finding: Finding) -> str:

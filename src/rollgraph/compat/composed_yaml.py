@@ -203,6 +203,7 @@ class _Resolver:
         names = [*(path[:-dots] if dots else ()), *re.findall(r"[^.\[\]]+", reference)]
         node = self.tree
         for depth, name in enumerate(names):
+            node = node._replace(value=self.value_of(node, tuple(names[:depth])))  # it may refer to a mapping itself
             if isinstance(node.value, dict) and name in node.value:
                 node = node.value[name]
             elif isinstance(node.value, list) and name.isdecimal() and int(name) < len(node.value):

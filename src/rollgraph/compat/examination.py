@@ -54,7 +54,8 @@ class Examination:
 def examine(
     config: str | os.PathLike[str] | None = None, *, repaired: bool = False, probes: Sequence[Probe] | None = None
 ) -> Examination:
-    """Look at this installation; with `repaired`, after the repairs, which are taken back at the end.
+    """Look at this installation; with `repaired`, after the repairs, which are taken back at the end if
+    they were not in force before.
 
     A probe that raises is a finding that cannot be told here. A config that cannot be read raises ConfigError.
     """
@@ -82,7 +83,7 @@ def _version(module: str, distributions: tuple[str, ...]) -> str | None:
             continue
     try:
         return "from source" if importlib.util.find_spec(module) else None
-    except (ImportError, ValueError):  # its parent is not there, or is broken
+    except Exception:  # its parent is not there, or is broken
         return None
 
 
@@ -125,8 +126,9 @@ def _megatron_core() -> list[Finding]:
 def _megatron_core_repaired() -> list[Finding]:
     from rollgraph.compat import megatron
 
+    already = any(finding.state is State.REPAIRED for finding in megatron.findings())
     try:
-        megatron.repair()
-        return list(megatron.findings())
+        return list(megatron.repair())
     finally:
-        megatron.undo()
+        if not already:
+            megatron.undo()

@@ -88,8 +88,7 @@ class _Section:
         self.path, self.known = path, known
         self.node = _at(tree, path)
         self.model: dict[str, Any] = plain(self.node)
-        beside = _at(tree, (*path[:-1], "rng")) if path else _at(tree, ("rng",))
-        self.rng: dict[str, Any] = plain(beside) if isinstance(beside.value, dict) else {}
+        self.rng = _keys(tree, *path[:-1], "rng")
         if "te_rng_tracker" in self.model:  # flat, as Megatron-LM's arguments are
             self.rng = {**self.rng, "te_rng_tracker": self.model["te_rng_tracker"]}
         self.in_nemo = path[-1:] == ("megatron_cfg",)
@@ -192,13 +191,12 @@ class _Section:
 
 def _generation(tree: Node) -> Iterator[Remark]:
     """Colocated generation can switch on only the graph managers that the training model was built with."""
-    policy = _at(tree, ("policy",))
-    values = plain(policy) if isinstance(policy.value, dict) else {}
-    generation = values.get("generation") or {}
-    settings, model = generation.get("mcore_generation_config") or {}, values.get("megatron_cfg") or {}
+    generation = _keys(tree, "policy", "generation")
+    settings = _keys(tree, "policy", "generation", "mcore_generation_config")
     asked = implementation(settings) if "cuda_graph_impl" in settings else "none"
-    together = (generation.get("colocated") or {}).get("enabled", True)
-    if generation.get("backend") == "megatron" and together and asked != "none" and implementation(model) == "none":
+    together = _keys(tree, "policy", "generation", "colocated").get("enabled", True)
+    built_without = implementation(_keys(tree, "policy", "megatron_cfg")) == "none"
+    if generation.get("backend") == "megatron" and together and asked != "none" and built_without:
         path = ("policy", "generation", "mcore_generation_config", "cuda_graph_impl")
         yield Remark(
             Kind.CAPTURES_NOTHING,
@@ -208,6 +206,12 @@ def _generation(tree: Node) -> Iterator[Remark]:
             "megatron_cfg there are none: decoding runs eagerly",
             f"set policy.megatron_cfg.cuda_graph_impl: {asked}, or use a NeMo-RL that builds them for generation",
         )
+
+
+def _keys(tree: Node, *path: str) -> dict[str, Any]:
+    """Of a section; none where there is something else in its place."""
+    found = plain(_at(tree, path))
+    return found if isinstance(found, dict) else {}
 
 
 def _at(node: Node, path: tuple[str, ...]) -> Node:

@@ -8,8 +8,8 @@ from typing import Any
 
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron.graph_deletion import RUNNER_STATE, forget_graphs
-from rollgraph.compat.megatron.patch import Patch, kept, need, need_parameters, swapped
-from rollgraph.compat.megatron.probe_objects import TorchStandIn, make_runner
+from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
+from rollgraph.compat.megatron.probe_objects import GcStandIn, TorchStandIn, make_runner
 from rollgraph.compat.megatron.repair import Repair, Verdict
 
 FLAGS = ("_IS_GRAPH_CAPTURING", "_IS_GRAPH_WARMUP")
@@ -29,7 +29,7 @@ def plan() -> list[Patch]:
     from megatron.core.transformer import cuda_graphs
 
     need(cuda_graphs, *FLAGS, *COUNTERS, "_set_capture_end", "is_graph_capturing", "HAVE_TE_GRAPHS", "FREEZE_GC")
-    need(cuda_graphs, "_CudagraphGlobalRecord", "_CudaGraphRunner", "TECudaGraphHelper")
+    need(cuda_graphs, "_CudagraphGlobalRecord", "_CudaGraphRunner", "CudaGraphManager", "TECudaGraphHelper")
     record, runner, helper = (
         cuda_graphs._CudagraphGlobalRecord,
         cuda_graphs._CudaGraphRunner,
@@ -38,7 +38,10 @@ def plan() -> list[Patch]:
     need(record, "create_cudagraphs", "cudagraph_record")
     need(runner, "create_fwd_graph")
     need(helper, "create_cudagraphs")
-    need(make_runner(), *RUNNER_STATE)
+    need(make_runner(), *RUNNER_STATE, "base_module")
+    need_names(cuda_graphs.CudaGraphManager.__init__, "cudagraph_runners", "reuse_cudagraphs")
+    if cuda_graphs.HAVE_TE_GRAPHS:
+        need(cuda_graphs, "te_set_capture_end")
     create_all, create_forward, create_with_te = (
         record.create_cudagraphs.__func__,
         runner.create_fwd_graph,
@@ -103,7 +106,7 @@ def probe() -> Verdict:
     with (
         kept(cuda_graphs, *FLAGS, *COUNTERS),
         kept(record, "cudagraph_created", "cudagraph_record"),
-        swapped(cuda_graphs, torch=TorchStandIn()),
+        swapped(cuda_graphs, torch=TorchStandIn(), gc=GcStandIn()),
     ):
         record.cudagraph_created, record.cudagraph_record = False, [(runner, "fwd", (), {}, None)]
         try:

@@ -70,17 +70,16 @@ def hooks_as_found(ddps: Iterable[Any]) -> Iterator[list[Any]]:
 
 def find_owners(model: nn.Module) -> list[Any]:
     """The DDPs whose hooks are on the model's modules: a module inside a DDP does not know it, its hooks do."""
-    from megatron.core.distributed import DistributedDataParallel
-
-    found: dict[int, Any] = {}
+    found: dict[Any, None] = {}  # in order
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            found[id(module)] = module
-        for hook in module._forward_pre_hooks.values():
-            found.update(
-                (id(value), value) for value in closure_values(hook) if isinstance(value, DistributedDataParallel)
-            )
-    return list(found.values())
+        held = (value for hook in module._forward_pre_hooks.values() for value in closure_values(hook))
+        found.update((owner, None) for owner in (module, *held) if overlaps_gather(owner))
+    return list(found)
+
+
+def overlaps_gather(module: Any) -> bool:
+    """Whether it is a DDP that overlaps the parameter all-gather: only those have forward pre-hooks."""
+    return isinstance(module, nn.Module) and bool(getattr(module, "use_forward_hook", False))
 
 
 def probe() -> Verdict:

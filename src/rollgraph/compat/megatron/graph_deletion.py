@@ -10,8 +10,9 @@ from weakref import WeakSet
 import torch
 
 from rollgraph.compat.finding import State
-from rollgraph.compat.megatron.patch import Patch, kept, need, need_parameters
-from rollgraph.compat.megatron.probe_objects import make_runner
+from rollgraph.compat.megatron.graph_switch import list_managers
+from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
+from rollgraph.compat.megatron.probe_objects import GcStandIn, make_runner
 from rollgraph.compat.megatron.repair import Repair, Verdict
 
 RUNNER_STATE = {
@@ -24,8 +25,12 @@ RUNNER_STATE = {
 
 
 def forget_graphs(runner: Any) -> None:
+    """The runner records again. Where every microbatch has its own, new ones are made, and it is not asked any more."""
     for name, value in RUNNER_STATE.items():
         setattr(runner, name, value)
+    for manager in list_managers(runner.base_module):
+        if not manager.reuse_cudagraphs:
+            manager.cudagraph_runners = [other for other in manager.cudagraph_runners if other is not runner]
 
 
 def plan() -> list[Patch]:
@@ -34,7 +39,8 @@ def plan() -> list[Patch]:
     need(cuda_graphs, "_CudagraphGlobalRecord", "CudaGraphManager", "delete_cuda_graphs")
     need(cuda_graphs._CudagraphGlobalRecord, "record_fwd_graph", "cudagraph_created", "cudagraph_record")
     need(cuda_graphs.CudaGraphManager, "global_mempool")
-    need(make_runner(), *RUNNER_STATE, "mempool")
+    need(make_runner(), *RUNNER_STATE, "mempool", "base_module")
+    need_names(cuda_graphs.CudaGraphManager.__init__, "cudagraph_runners", "reuse_cudagraphs")
     record, delete = cuda_graphs._CudagraphGlobalRecord.record_fwd_graph.__func__, cuda_graphs.delete_cuda_graphs
     need_parameters(record, "cls", "runner", "args", "kwargs", "out")
     need_parameters(delete)
@@ -70,7 +76,12 @@ def probe() -> Verdict:
     if record.cudagraph_created or record.cudagraph_record or record.cudagraph_inference_record:
         return Verdict(State.UNKNOWN, "this process has CUDA graphs, which trying would delete; ask before the first")
     names = ("cudagraph_created", "cudagraph_record", "cudagraph_inference_record")
-    with kept(record, *names), kept(cuda_graphs.CudaGraphManager, "global_mempool"), torch.no_grad():
+    with (
+        kept(record, *names),
+        kept(cuda_graphs.CudaGraphManager, "global_mempool"),
+        swapped(cuda_graphs, gc=GcStandIn()),
+        torch.no_grad(),
+    ):
         record.cudagraph_record = []
         runner = make_runner()
         runner.record_graph_capture((torch.zeros(2),), {})
@@ -88,7 +99,7 @@ def find_runners() -> list[Any]:
     """Those made before the repair: nothing of theirs lists them."""
     from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
-    return [thing for thing in gc.get_objects() if type(thing) is _CudaGraphRunner]
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), _CudaGraphRunner)]
 
 
 GRAPH_DELETION = Repair(

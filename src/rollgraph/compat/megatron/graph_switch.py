@@ -11,7 +11,7 @@ from torch import nn
 
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron.forward_hooks import find_owners, hooks_paused
-from rollgraph.compat.megatron.patch import Patch, closure_values, need, need_parameters
+from rollgraph.compat.megatron.patch import Patch, closure_values, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import make_config, wrap_ddp
 from rollgraph.compat.megatron.repair import Repair, Verdict
 
@@ -38,7 +38,8 @@ def park_managers(model: nn.Module) -> None:
         for attribute, manager in list(module._modules.items()):
             if isinstance(manager, CudaGraphManager):
                 delattr(module, attribute)
-                vars(module).setdefault(PARKED, []).append(unwrap(module, attribute, manager))
+                others = [parked for parked in vars(module).get(PARKED, ()) if parked.attribute != attribute]
+                vars(module)[PARKED] = [*others, unwrap(module, attribute, manager)]
 
 
 def unwrap(module: Any, attribute: str, manager: Any) -> Parked:
@@ -63,22 +64,43 @@ def run_whole(layer: Any) -> None:
 
 
 def unpark_managers(model: nn.Module, anew: bool) -> None:
-    from megatron.core.transformer.cuda_graphs import CudaGraphManager
-
+    """The managers that left come back, or new ones in their place where theirs has not made them."""
     module: Any
     for module in list(model.modules()):
-        for parked in vars(module).pop(PARKED, ()):
-            if hasattr(module, parked.attribute):  # theirs has put one there
-                continue
-            manager = parked.manager
-            if anew:
-                function = {} if parked.function is None else {"base_module": module, "function_name": parked.function}
-                manager = CudaGraphManager(module.config, need_backward=manager.need_backward, **function)
-            elif parked.function is not None:
-                setattr(module, parked.function, parked.wrapper)
-            setattr(module, parked.attribute, manager)
+        parking = vars(module).get(PARKED, [])
+        while parking:
+            parked = parking[-1]
+            if not anew:
+                put_back(module, parked)
+            elif not hasattr(module, parked.attribute):
+                make_anew(module, parked)
             if parked.function is not None and hasattr(module, "use_partial_cudagraphs"):
                 module.use_partial_cudagraphs = True
+            parking.pop()
+        vars(module).pop(PARKED, None)
+
+
+def put_back(module: Any, parked: Parked) -> None:
+    """Also over the one that theirs has put there, which is the first that the module ever had."""
+    if parked.function is not None:
+        setattr(module, parked.function, parked.wrapper)
+    setattr(module, parked.attribute, parked.manager)
+
+
+def make_anew(module: Any, parked: Parked) -> None:
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    function = {} if parked.function is None else {"base_module": module, "function_name": parked.function}
+    manager = CudaGraphManager(module.config, need_backward=parked.manager.need_backward, **function)
+    setattr(module, parked.attribute, manager)
+
+
+def list_managers(module: nn.Module) -> list[Any]:
+    """Of this module, in the tree or out of it."""
+    from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+    inside = [child for child in module._modules.values() if isinstance(child, CudaGraphManager)]
+    return [*inside, *(parked.manager for parked in vars(module).get(PARKED, ()))]
 
 
 def find_wrapped(module: nn.Module, manager: Any) -> str | None:
@@ -109,20 +131,29 @@ def plan() -> list[Patch]:
     need_parameters(original, "model", "set_to", "reset_cuda_graphs")
     parameters = ("self", "config", "base_module", "function_name", "need_backward")
     need_parameters(cuda_graphs.CudaGraphManager.__init__, *parameters)
+    need_names(cuda_graphs.CudaGraphManager.__init__, "func", "need_backward")
 
     @wraps(original)
     def toggle_cuda_graphs(model: Any, set_to: str = "none", reset_cuda_graphs: bool = True) -> None:
         drop_stale_cache(model)
         utils.init_cuda_graph_cache(model)  # while the managers are still to be seen
         before = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        was_on = any(isinstance(module, cuda_graphs.CudaGraphManager) for module in model.modules())
         with hooks_paused(find_owners(model)):
-            if set_to == "none" or reset_cuda_graphs:
-                park_managers(model)
-            if set_to == "local" and reset_cuda_graphs and cuda_graphs._CudagraphGlobalRecord.cudagraph_created:
-                cuda_graphs.delete_cuda_graphs()  # or the new managers are asked to replay what they do not have
-            original(model, set_to, reset_cuda_graphs)
-            if set_to == "local":
-                unpark_managers(model, anew=reset_cuda_graphs)
+            try:
+                if set_to == "none" or reset_cuda_graphs:
+                    park_managers(model)
+                if set_to == "local" and reset_cuda_graphs and cuda_graphs._CudagraphGlobalRecord.cudagraph_created:
+                    cuda_graphs.delete_cuda_graphs()  # or the new managers are asked to replay what they do not have
+                original(model, set_to, reset_cuda_graphs)
+                if set_to == "local":
+                    unpark_managers(model, anew=reset_cuda_graphs)
+            except BaseException:
+                if was_on:
+                    unpark_managers(model, anew=False)
+                else:
+                    park_managers(model)  # those that were made before it failed
+                raise
         # The first new manager changes the current stream, and nothing else makes it wait for work under way.
         if before is not None and torch.cuda.current_stream() != before:
             torch.cuda.current_stream().wait_stream(before)
@@ -134,11 +165,10 @@ def probe() -> Verdict:
     from megatron.core.transformer import utils
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
+    need(utils, "cuda_graph_attr_cache")
     model, ddp = make_switchable()
-    try:
+    with swapped(utils, cuda_graph_attr_cache=None):
         utils.toggle_cuda_graphs(model, "none", reset_cuda_graphs=False)
-    finally:
-        (utils.cuda_graph_attr_cache or {}).pop(id(model), None)
     failures = []
     if any(isinstance(module, CudaGraphManager) for module in model.modules()):
         failures.append("a graph manager stays that is not called cudagraph_manager")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.compat.finding import State
-from rollgraph.compat.megatron.patch import Patch, kept, need, need_parameters, swapped
+from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import TorchStandIn, make_runner
 from rollgraph.compat.megatron.repair import Repair, Verdict
 
@@ -38,6 +38,7 @@ def plan() -> list[Patch]:
     need(cuda_graphs._CudaGraphRunner, "create_bwd_graph")
     original = cuda_graphs._CudaGraphRunner.create_bwd_graph
     need_parameters(original, "self")
+    need_names(original, "fwd_graph_input_surface")
 
     @wraps(original)
     def create_bwd_graph(self: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from rollgraph.compat.megatron.forward_hooks import find_owners
 from rollgraph.compat.megatron.patch import need
 
 Model = nn.Module | Sequence[nn.Module]
@@ -17,8 +18,8 @@ def list_chunks(model: Model) -> list[nn.Module]:
 
 
 def list_hooked(model: Model) -> list[Any]:
-    """The chunks that overlap the parameter all-gather: only those have forward pre-hooks."""
-    hooked = [chunk for chunk in list_chunks(model) if getattr(chunk, "use_forward_hook", False)]
-    for chunk in hooked:
-        need(chunk, "remove_forward_pre_hook_handles", "start_param_sync")
+    """The DDPs with forward pre-hooks: the chunks themselves, or those that a chunk is inside of."""
+    hooked = list(dict.fromkeys(owner for chunk in list_chunks(model) for owner in find_owners(chunk)))
+    for ddp in hooked:
+        need(ddp, "remove_forward_pre_hook_handles", "start_param_sync")
     return hooked

@@ -55,10 +55,15 @@ def install(patches: list[Patch]) -> list[Installed]:
 
 
 def uninstall(installed: list[Installed]) -> None:
-    for entry in installed:
-        if not entry.stands():
-            raise RuntimeError(f"cannot undo: {spell(entry.patch.owner)}.{entry.patch.name} was replaced since")
+    if replaced := find_replaced(installed):
+        raise RuntimeError(f"cannot undo: {replaced}")
     put_back(installed)
+
+
+def find_replaced(installed: list[Installed]) -> str:
+    """What somebody else has set over a patch, in words; empty where nothing."""
+    names = [f"{spell(entry.patch.owner)}.{entry.patch.name}" for entry in installed if not entry.stands()]
+    return f"{', '.join(names)} was replaced since" if names else ""
 
 
 def put_back(installed: list[Installed]) -> None:
@@ -105,6 +110,12 @@ def need_parameters(function: Callable[..., Any], *names: str) -> None:
         raise CannotRepair(f"{spell(function)} takes ({', '.join(found)}), not ({', '.join(names)})")
 
 
+def need_names(function: Callable[..., Any], *names: str) -> None:
+    """Attributes of objects that exist only later, in the code that sets or reads them."""
+    if missing := [name for name in names if name not in function.__code__.co_names]:
+        raise CannotRepair(f"{spell(function)} knows no {', '.join(missing)}")
+
+
 def spell(thing: Any) -> str:
     if isinstance(thing, ModuleType):
         return thing.__name__
@@ -124,20 +135,20 @@ def closure_values(function: Any) -> list[Any]:
 
 @contextmanager
 def swapped(owner: Any, **values: Any) -> Iterator[None]:
-    """The owner's attributes for as long as a probe runs; those that were not there are gone again afterwards."""
-    before = {name: read_raw(owner, name) for name in values}
-    try:
+    """The owner's attributes for as long as a probe runs."""
+    with kept(owner, *values):
         for name, value in values.items():
             write_raw(owner, name, value)
         yield
-    finally:
-        for name, value in before.items():
-            if value is not ABSENT or name in vars(owner):
-                write_raw(owner, name, value)
 
 
 @contextmanager
 def kept(owner: Any, *names: str) -> Iterator[None]:
-    """Whatever happens to these attributes inside, they are afterwards what they were."""
-    with swapped(owner, **{name: read_raw(owner, name) for name in names if read_raw(owner, name) is not ABSENT}):
+    """Whatever happens to these attributes inside, they are afterwards what they were, or not there as before."""
+    before = {name: read_raw(owner, name) for name in names}
+    try:
         yield
+    finally:
+        for name, value in before.items():
+            if value is not ABSENT or read_raw(owner, name) is not ABSENT:
+                write_raw(owner, name, value)

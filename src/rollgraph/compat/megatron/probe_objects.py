@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +24,30 @@ class LoneGroup:
         return 0
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """What theirs logs and warns of while a probe makes its objects is not about the user's."""
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith("megatron.") and isinstance(logger, logging.Logger) and not logger.disabled
+    ]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger in loggers:
+            logger.disabled = False
+
+
 def make_config() -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    with quietly():
+        return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
 
 
 def wrap_ddp(module: nn.Module) -> Any:
@@ -33,7 +58,8 @@ def wrap_ddp(module: nn.Module) -> Any:
     names = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp", "tp", "pp", "ep")
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
     groups = SimpleNamespace(**dict.fromkeys(names, group))
-    return DistributedDataParallel(make_config(), settings, module, pg_collection=groups)
+    with quietly():
+        return DistributedDataParallel(make_config(), settings, module, pg_collection=groups)
 
 
 def make_runner(need_backward: bool = False) -> Any:
@@ -41,6 +67,16 @@ def make_runner(need_backward: bool = False) -> Any:
     from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
     return _CudaGraphRunner(nn.Identity(), None, [torch.zeros(2)], {}, lambda x: x * 2, need_backward)
+
+
+class GcStandIn:
+    """`gc`, except that nothing is collected: that takes longer than all else a probe does."""
+
+    def collect(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gc, name)
 
 
 class TorchStandIn:

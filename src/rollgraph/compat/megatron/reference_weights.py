@@ -45,18 +45,22 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 def match(model: nn.Module, weights: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Each tensor of the model with the one to put there. All are checked before any is written."""
-    own = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    given = {name: tensor for name, tensor in weights.items() if not name.endswith("_extra_state")}
-    own = {name: tensor for name, tensor in own.items() if not name.endswith("_extra_state")}
+    own, given = (
+        {name: value for name, value in values.items() if not name.endswith("_extra_state")}
+        for values in (model.state_dict(), weights)
+    )
     if own.keys() != given.keys():
         missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
         raise KeyError(f"the state dict lacks {missing or 'nothing'}, and the model {unknown or 'nothing'}")
-    for name, tensor in own.items():
-        check(name, tensor, given[name])
-    return [(tensor, given[name]) for name, tensor in own.items()]
+    pairs = {name: (tensor, given[name]) for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    for name, pair in pairs.items():
+        check(name, *pair)
+    return list(pairs.values())
 
 
-def check(name: str, own: Tensor, given: Tensor) -> None:
+def check(name: str, own: Tensor, given: Any) -> None:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} is a {type(given).__name__} in the state dict, not a tensor")
     if type(own) not in (Tensor, nn.Parameter):
         raise TypeError(f"{name} is a {type(own).__name__}: only plain tensors can be swapped and put back exactly")
     if own.shape != given.shape or own.dtype != given.dtype:

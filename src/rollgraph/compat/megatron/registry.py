@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from threading import RLock
 
 from rollgraph.compat.finding import Finding
 from rollgraph.compat.megatron.capture_failure import CAPTURE_FAILURE
@@ -12,25 +13,35 @@ from rollgraph.compat.megatron.graph_switch import GRAPH_SWITCH
 from rollgraph.compat.megatron.input_surface import INPUT_SURFACE
 from rollgraph.compat.megatron.tokenizer import TOKENIZER
 
+LOCK = RLock()  # probes and patches are seen by all threads: one at a time
 REPAIRS = (FORWARD_HOOKS, GRAPH_SWITCH, GRAPH_DELETION, CAPTURE_FAILURE, INPUT_SURFACE, TOKENIZER)
 
 
 def findings() -> list[Finding]:
     """What is broken in the megatron-core of this process. Without megatron-core, nothing."""
-    return [repair.find() for repair in REPAIRS] if is_installed() else []
+    with LOCK:
+        return [each.find() for each in REPAIRS] if is_installed() else []
 
 
 def repair() -> list[Finding]:
     """Repairs what a probe shows to be broken, once; `undo` takes it back."""
     if not is_installed():
         raise ModuleNotFoundError("megatron-core is not installed: pip install 'rollgraph[megatron]'")
-    return [repair.mend() for repair in REPAIRS]
+    with LOCK:
+        return [each.mend() for each in REPAIRS]
 
 
 def undo() -> None:
-    for repair in reversed(REPAIRS):
-        if repair.installed:
-            repair.undo()
+    """Takes back every repair; raises RuntimeError, after the others, for those that somebody has patched over."""
+    failures = []
+    with LOCK:
+        for each in reversed(REPAIRS):
+            try:
+                each.undo()
+            except RuntimeError as error:
+                failures.append(f"{each.name}: {error}")
+    if failures:
+        raise RuntimeError("; ".join(failures))
 
 
 def is_installed() -> bool:
@@ -38,3 +49,5 @@ def is_installed() -> bool:
         return importlib.util.find_spec("megatron.core") is not None
     except ModuleNotFoundError:  # not even the namespace
         return False
+    except Exception:  # it is broken, which every probe will say
+        return True

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollgraph.compat.finding import Finding, State
-from rollgraph.compat.megatron.patch import CannotRepair, Installed, Patch, install, uninstall
+from rollgraph.compat.megatron.patch import CannotRepair, Installed, Patch, find_replaced, install, uninstall
 
 ADVICE = "rollgraph.compat.megatron.repair()"
 
@@ -40,18 +40,23 @@ class Repair:
 
     def apply(self) -> None:
         """Raises CannotRepair, with nothing changed, where it cannot."""
+        if self.in_force:
+            return
+        if self.installed:
+            raise CannotRepair(find_replaced(self.installed))
         try:
-            patches = self.plan()
+            self.installed = install(self.plan())
         except CannotRepair:
             raise
         except Exception as error:
             raise CannotRepair(f"{type(error).__name__}: {error}") from error
-        installed = install(patches)
-        after = self.probe()
-        if after.state is State.AFFECTED:
-            uninstall(installed)
-            raise CannotRepair(f"the failure is still there with the repair: {after.note}")
-        self.installed = installed
+        try:
+            after = self.probe()
+            if after.state is not State.CLEAR:
+                raise CannotRepair(f"the failure is still there with the repair: {after.note}")
+        except BaseException:
+            self.undo()
+            raise
 
     def undo(self) -> None:
         uninstall(self.installed)
@@ -81,6 +86,5 @@ class Repair:
             )
         if state is State.REPAIRED:
             return Finding(self.name, state, self.symptom, self.reason, "in force; rollgraph.compat.megatron.undo()")
-        return Finding(
-            self.name, state, self.symptom, note or self.reason, "nothing to do" if state is State.CLEAR else ADVICE
-        )
+        advice = "nothing to do" if state is State.CLEAR else "cannot repair: what cannot be tried is left alone"
+        return Finding(self.name, state, self.symptom, note or self.reason, advice)

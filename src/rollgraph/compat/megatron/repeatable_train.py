@@ -14,7 +14,7 @@ from rollgraph.compat.megatron.forward_hooks import (
     hooks_as_found,
 )
 from rollgraph.compat.megatron.model_chunks import Model, list_hooked
-from rollgraph.compat.megatron.patch import swapped
+from rollgraph.compat.megatron.patch import kept, swapped
 
 PLANTED = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
 
@@ -23,30 +23,32 @@ PLANTED = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_
 def repeatable_train(model: Model, config: Any) -> Iterator[None]:
     """Inside, `config` is as train() expects it; afterwards config and hooks are what they were.
 
-    Enabling and disabling hooks is safe in any order inside, with or without `repair()`. Hooks that train() leaves
-    behind are removed with the parameters gathered; after an exception without, as other ranks may not take part.
+    Enabling and disabling hooks is safe in any order inside, with or without `repair()`, except that methods which a
+    subclass of DDP overrides need it. Hooks that train() leaves behind are removed with the parameters gathered; after
+    an exception without, as other ranks may not take part.
     """
-    planted = {name: getattr(config, name) for name in PLANTED if hasattr(config, name)}
-    with hooks_as_found(list_hooked(model)) as hooked, ExitStack() as guards:
+    with hooks_as_found(list_hooked(model)) as hooked, kept(config, *PLANTED), ExitStack() as guards:
         had_hooks = {ddp for ddp in hooked if has_hooks(ddp)}
         for ddp in hooked:
             guards.enter_context(hooks_guarded(ddp))
-        for name in planted:
-            setattr(config, name, None)
-        try:
-            yield
-            for ddp in hooked:
-                if ddp not in had_hooks and has_hooks(ddp):
-                    ddp.disable_forward_pre_hook()
-        finally:
-            for name, value in planted.items():
-                setattr(config, name, value)
+        for name in PLANTED:
+            if hasattr(config, name):
+                setattr(config, name, None)
+        yield
+        for ddp in hooked:
+            if ddp not in had_hooks and has_hooks(ddp):
+                ddp.disable_forward_pre_hook()
 
 
 def hooks_guarded(ddp: Any) -> AbstractContextManager[None]:
     """The object's own methods, in place of its class's."""
-    return swapped(
-        ddp,
-        enable_forward_pre_hook=MethodType(enable_forward_pre_hook, ddp),
-        disable_forward_pre_hook=MethodType(disable_forward_pre_hook, ddp),
-    )
+    from megatron.core.distributed import DistributedDataParallel as DDP
+
+    methods = (enable_forward_pre_hook, disable_forward_pre_hook)
+    names = ("enable_forward_pre_hook", "disable_forward_pre_hook")
+    inherited = {
+        name: MethodType(method, ddp)
+        for name, method in zip(names, methods, strict=True)
+        if getattr(type(ddp), name) is getattr(DDP, name)
+    }
+    return swapped(ddp, **inherited)

@@ -63,7 +63,8 @@ def translate_rewards(book: Ledger) -> None:
     """The environment `math` is math-verify against the answer's column; any other has to be brought."""
     keys = [key for key in book.below("data.") if key.endswith(".output_key")]
     columns = [book.get(key) for key in keys if isinstance(book.get(key), str)]
-    used = [book.get(key) for key in book.below("data.") if key.endswith("env_name")] or list(book.get("env") or {})
+    used = [str(book.get(key)) for key in book.below("data.") if key.endswith("env_name")]
+    used = used or [key.split(".")[1] for key in book.below("env.")]
     if set(used) <= {"math"}:
         functions = [{"name": "math_verify", "options": {"column": columns[0] if columns else "answer"}}]
         book.put("reward.functions", functions)
@@ -72,7 +73,7 @@ def translate_rewards(book: Ledger) -> None:
         book.translate("env.math.math_verify_impl", "reward.functions", functions, "pip install 'rollgraph[math]'")
     else:
         book.put("reward.functions", [{"name": "rewards.py:reward"}])
-        words = ", ".join(sorted({str(name) for name in used}))
+        words = ", ".join(sorted(set(used)))
         book.to_do.append(f"reward.functions: write rewards.py:reward for {words}; see docs/rewards.md")
         for key in keys:
             book.ignore(key, "every column of the file goes to the reward function")

@@ -15,7 +15,7 @@ from rollgraph.compat.nemo.ledger import Ledger, Line, Status, short
 from rollgraph.compat.nemo.outputs import translate_checkpoints, translate_sinks
 from rollgraph.compat.nemo.policy import translate_backend, translate_graphs, translate_lengths, translate_model
 from rollgraph.compat.nemo.prompts import translate_data, translate_rewards
-from rollgraph.config import ConfigError, parse_config
+from rollgraph.config import ConfigError, Node, parse_config
 
 PARTS = (
     translate_graphs,  # before the backend, which settles all keys of the one that is not used
@@ -70,7 +70,10 @@ class Translation:
 
 def import_nemo(path: str | os.PathLike[str]) -> Translation:
     """Translate a file; ConfigError if it cannot be read, is no GRPO config, or makes none of ours."""
-    tree = load_composed(path)
+    return translate_tree(load_composed(path), path)
+
+
+def translate_tree(tree: Node, path: str | os.PathLike[str]) -> Translation:
     book = Ledger(tree)
     if missing := [name for name in ("grpo", "policy") if not isinstance(book.get(name), dict)]:
         there = ", ".join(tree.value) or "nothing"
@@ -92,6 +95,7 @@ def import_nemo(path: str | os.PathLike[str]) -> Translation:
 def _cut_warmup(book: Ledger) -> None:
     """Theirs may be longer than the run."""
     steps, optimizer = book.ours.get("steps"), book.ours.get("optimizer", {})
-    if isinstance(steps, int) and optimizer.get("warmup_steps", 0) > steps:
-        book.to_do.append(f"optimizer.warmup_steps was {optimizer['warmup_steps']}, more than the {steps} steps")
+    warmup = optimizer.get("warmup_steps")
+    if isinstance(steps, int) and warmup is not None and warmup > steps:
+        book.to_do.append(f"optimizer.warmup_steps was {warmup}, more than the {steps} steps")
         optimizer["warmup_steps"] = steps
