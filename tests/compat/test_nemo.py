@@ -15,7 +15,8 @@ from rollgraph.compat.graph_lint import lint
 from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.ledger import short
 from rollgraph.compat.nemo.translation import translate_tree
-from rollgraph.config import Config, ConfigError, Node, load_config
+from rollgraph.config import Config, ConfigError, load_config
+from rollgraph.config_reader import Node
 from rollgraph.rl.algorithms import load_algorithm
 
 DATA = Path(__file__).parent / "data"

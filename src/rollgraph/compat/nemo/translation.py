@@ -15,7 +15,8 @@ from rollgraph.compat.nemo.ledger import Ledger, Line, Status, short
 from rollgraph.compat.nemo.outputs import translate_checkpoints, translate_sinks
 from rollgraph.compat.nemo.policy import translate_backend, translate_graphs, translate_lengths, translate_model
 from rollgraph.compat.nemo.prompts import translate_data, translate_rewards
-from rollgraph.config import ConfigError, Node, parse_config
+from rollgraph.config import ConfigError, parse_config
+from rollgraph.config_reader import Node
 
 PARTS = (
     translate_graphs,  # before the backend, which settles all keys of the one that is not used
