@@ -22,6 +22,7 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != "test_train.py")  # the longest first, so that nobody waits for it
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")
