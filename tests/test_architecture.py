@@ -50,7 +50,8 @@ LAYERS = (
         "model/paged_kernels.py", "model/shared_keys_kernels.py", "model/attention.py",
         "model/logprob_kernels.py", "model/logprobs.py",
         "model/decoder.py", "model/hf_weights.py",
-        "tokenizer.py",
+        "tokenizer/files.py", "tokenizer/chat_template.py", "tokenizer/tokenizer.py", "tokenizer/byte_tokenizer.py",
+        "tokenizer/detokenizer.py", "tokenizer/megatron_view.py",
     ), packages=BASE, independent=True, of_graph=frozenset({"graph/errors.py", "graph/hooks.py"})),
     Layer("uses", (
         "inference/blocks.py", "inference/scheduler.py", "inference/kv_cache.py",
@@ -71,7 +72,7 @@ LAYERS = (
 # fmt: on
 
 # Additions to a layer's `packages`, by part: kernels and chat templates.
-EXTRA = {part: frozenset({"triton", "jinja2"}) for part in ("model", "inference", "tokenizer.py")}
+EXTRA = {part: frozenset({"triton", "jinja2"}) for part in ("model", "inference", "tokenizer")}
 # Additions by file that hold inside functions and under TYPE_CHECKING only: importing the file stays instant.
 LAZY = {file: frozenset({"torch"}) for file in ("world.py", "metrics.py")} | {"config_reader.py": frozenset({"yaml"})}
 
@@ -258,7 +259,7 @@ ALLOWED = [
     ("metrics.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
     ("graph/tape.py", "import torch.nn, numpy as np; from safetensors.torch import load"),
     ("model/attention.py", "import triton.language as tl"),
-    ("tokenizer.py", "import jinja2, tokenizers"),
+    ("tokenizer/tokenizer.py", "import jinja2, tokenizers"),
     ("launch.py", "import ray"),
 ]
 
@@ -297,8 +298,8 @@ FORBIDDEN = [
     ("model/decoder.py", "from rollgraph.graph import GraphHooks", "only graph/errors.py, graph/hooks.py"),
     ("sharding/overlap.py", "import rollgraph.model.decoder", "sharding and model do not know each other"),
     ("model/decoder.py", "from ..sharding import hook_set", "model and sharding do not know each other"),
-    ("tokenizer.py", "from .model import decoder", "tokenizer.py and model do not know each other"),
-    ("model/decoder.py", "from .. import tokenizer", "model and tokenizer.py do not know each other"),
+    ("tokenizer/files.py", "from ..model import decoder", "tokenizer and model do not know each other"),
+    ("model/decoder.py", "from .. import tokenizer", "model and tokenizer do not know each other"),
     ("inference/engine.py", "from rollgraph.rl import data", "inference and rl do not know each other"),
     ("rl/algorithms/grpo.py", "import rollgraph.inference", "rl and inference do not know each other"),
     # other packages

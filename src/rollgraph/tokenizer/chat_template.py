@@ -1,0 +1,52 @@
+"""Chat templates: programs that came with somebody's weights, so they run in a sandbox."""
+
+from __future__ import annotations
+
+import functools
+import json
+import traceback
+from datetime import datetime
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rollgraph.tokenizer.files import TokenizerError
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the model wrote, for training masks; here its body is rendered and no more."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+@functools.lru_cache(maxsize=32)
+def compile_template(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    # The type itself would offer `dict.update`, and with it a way to write to the caller's messages.
+    environment.globals["dict"] = lambda *args, **values: dict(*args, **values)
+    return environment.from_string(source)
+
+
+def describe_failure(error: Exception) -> TokenizerError:
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
+    line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else "unknown"
+    message = error.message if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    return TokenizerError(f"chat template, line {line}: {message}")
