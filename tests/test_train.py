@@ -115,6 +115,24 @@ def test_the_time_of_the_first_step_is_its_own(folder: Path) -> None:
     assert "seconds/validate" in lines[1]  # the last step is followed by one
 
 
+def test_threads_are_those_of_the_run_inside_and_what_they_were_afterwards(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run = make_run(config_of(folder, "cpu_threads=1", "graph.impl=none"), ONE)
+        assert torch.get_num_threads() == 1
+        run.close()
+        assert torch.get_num_threads() == 2
+        monkeypatch.setattr("rollgraph.setup.make_policy", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_run(config_of(folder, "cpu_threads=1"), ONE)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_graphs_and_eager_are_the_same_run(folder: Path) -> None:
     train(config_of(folder), ONE)
     train(config_of(folder, "graph.impl=none", f"output={folder / 'eager'}"), ONE)

@@ -215,6 +215,9 @@ class Config:
     resume: Annotated[Literal["auto", "never", "must"], "from the output folder; auto is if there is something"] = (
         "auto"
     )
+    cpu_threads: Annotated[
+        Count | None, "of PyTorch on a CPU; null leaves it to PyTorch, 1 is best for tiny models"
+    ] = None
     model: Annotated[Model, "what is trained"] = field(default_factory=Model)
     tokenizer: Annotated[Tokenizer, "text to tokens"] = field(default_factory=Tokenizer)
     data: Annotated[Data, "prompts"]

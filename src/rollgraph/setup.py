@@ -39,6 +39,7 @@ class Run(Inputs):
     world: World
     policy: PolicyWorker
     checkpoints: Checkpoints
+    threads_before: int  # of PyTorch, which are its again when the run is closed
     surplus: list[list[Rollout]] = field(default_factory=list)  # groups that were sampled and not used yet
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of this step, by phase
 
@@ -60,6 +61,7 @@ class Run(Inputs):
 
     def close(self) -> None:
         with contextlib.ExitStack() as all_of_them:  # each, even if another one fails
+            all_of_them.callback(torch.set_num_threads, self.threads_before)
             all_of_them.callback(self.policy.close)
             all_of_them.callback(self.rewards.close)
             all_of_them.callback(self.checkpoints.close)
@@ -71,7 +73,11 @@ def make_run(
     """Check, load, allocate and capture everything; nothing has been trained, and nothing of a checkpoint loaded."""
     inputs = check_inputs(config, world, resumes=resumes)
     torch.manual_seed(config.seed)  # of random weights
+    threads = torch.get_num_threads()
     with contextlib.ExitStack() as undo:
+        undo.callback(torch.set_num_threads, threads)
+        if config.cpu_threads is not None and world.device == "cpu":
+            torch.set_num_threads(config.cpu_threads)
         undo.callback(inputs.rewards.close)
         policy = make_policy(config, world, inputs)
         undo.callback(policy.close)
@@ -90,7 +96,9 @@ def make_run(
             asynchronous=config.checkpoint.asynchronous,
         )
         undo.pop_all()
-    return Run(**vars(inputs), config=config, world=world, policy=policy, checkpoints=checkpoints)
+    return Run(
+        **vars(inputs), config=config, world=world, policy=policy, checkpoints=checkpoints, threads_before=threads
+    )
 
 
 def make_policy(config: Config, world: World, inputs: Inputs) -> PolicyWorker:
