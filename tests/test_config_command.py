@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,20 @@ def run_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text("model: {path: m}\ndata: {train: t}\nreward: {functions: [{name: f}]}\n")
     return path
+
+
+def test_whoever_reads_the_output_may_stop() -> None:
+    words = [sys.executable, "-m", "rollgraph", "config", "--schema"]
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141
 
 
 def test_prints_what_a_run_would_use(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,29 @@ def test_a_run_leaves_what_it_should_and_captures_nothing_on_the_way(folder: Pat
     assert not run.policy.sharded.hooks.modules
 
 
+def test_a_finished_run_is_left_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config_of(folder, "checkpoint.export_at_end=true", "steps=2"), ONE)
+    before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
+    train(config_of(folder, "checkpoint.export_at_end=true", "steps=2", "log.progress=plain"), ONE)
+    assert "is finished, with 2 steps: raise `steps`" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()} == before
+    train(config_of(folder, "checkpoint.export_at_end=true", "steps=3"), ONE)  # it goes on from there
+    assert metrics_of(folder / "run")[-1]["step"] == 2
+
+
+def test_samples_are_written_with_their_own_advantages(folder: Path) -> None:
+    """In a group, who is rewarded more has the higher advantage, whatever minibatch it went to."""
+    train(config_of(folder, "log.samples_every=1", "algorithm.minibatches=4"), ONE)
+    lines = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
+    groups: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for line in lines:
+        groups.setdefault((line["step"], line["prompt"]), []).append((line["reward"], line["advantage"]))
+    for group in groups.values():
+        by_reward = sorted(group)
+        assert [advantage for _, advantage in by_reward] == sorted(advantage for _, advantage in by_reward)
+    assert any(len({reward for reward, _ in group}) > 1 for group in groups.values())
+
+
 def test_the_time_of_the_first_step_is_its_own(folder: Path) -> None:
     """The held-out prompts were looked at before it, and are not part of it."""
     train(config_of(folder, "steps=2", "validation.every=100"), ONE)

@@ -6,6 +6,8 @@ So `--help` is instant.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -22,5 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if left := sort_words(options, rest):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
-    exit_code: int = options.run(options)
+    try:
+        exit_code: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return exit_code

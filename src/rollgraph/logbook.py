@@ -44,9 +44,18 @@ class Logbook:
             self._metrics.log(step, values)
         self._view.step(step, values, run.seconds)
         if self._samples is not None:
-            self._samples.write(step, rollouts, [max(s.advantages, key=abs, default=0.0) for s in batch.samples])
+            self._samples.write(step, rollouts, advantages_of(rollouts, batch))
         run.seconds.clear()
         self._started = now
+
+
+def advantages_of(rollouts: Sequence[Rollout], batch: Batch) -> list[float]:
+    """In the order of the rollouts; minibatches have another one."""
+    found = [0.0] * len(rollouts)
+    for sample in batch.samples:
+        if sample.rollout is not None:
+            found[sample.rollout] = max(sample.advantages, key=abs, default=0.0)
+    return found
 
 
 def tell_failures(run: Run, view: View) -> None:

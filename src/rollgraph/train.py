@@ -41,6 +41,11 @@ def train(config: Config, world: World | None = None) -> Run:
             first_step = resume(run, view, asked_to_stop)
             if first_step is None:
                 return run
+            if first_step >= config.steps and is_finished(config):
+                view.note(
+                    f"{config.output} is finished, with {first_step} steps: raise `steps`, or give another output"
+                )
+                return run
             captured = run.policy.pool.report().captures
             with Logbook(run, view, first_step) as logbook:
                 for step in range(first_step, config.steps):
@@ -61,12 +66,18 @@ def train(config: Config, world: World | None = None) -> Run:
                     stopping = run.on_any_rank(bool(asked_to_stop))
                     maybe_save(run, step, found.get("validation/reward"), stopping)
                     if stopping:
-                        view.note(f"asked to stop: saved after step {step}")
+                        view.note(f"asked to stop: saved after {step + 1} of {config.steps} steps")
                         break
             finish(run, view, captured)
         finally:
             run.close()
     return run
+
+
+def is_finished(config: Config) -> bool:
+    """Whether a run that has taken all its steps has left everything, too."""
+    output = Path(config.output)
+    return (output / "graphs.json").exists() and ((output / "model").exists() or not config.checkpoint.export_at_end)
 
 
 def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) -> None:
@@ -205,7 +216,7 @@ def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | Non
     run.surplus = [[Rollout.from_dict(entry) for entry in group] for group in state["surplus"]]
     for problem in run.checkpoints.problems:
         view.note(problem)
-    view.note(f"resumed after step {saved.step}")
+    view.note(f"resumed after {saved.step + 1} of {config.steps} steps")
     return saved.step + 1
 
 

@@ -69,6 +69,7 @@ class Sample:
     logprobs: Sequence[float]  # of the rollout
     old_logprobs: Sequence[float] | None = None  # of the policy before this batch; None: the rollout's
     reference_logprobs: Sequence[float] | None = None
+    rollout: int | None = None  # which of the rollouts it was made of
 
 
 @dataclass

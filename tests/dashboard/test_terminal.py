@@ -37,6 +37,15 @@ def run_some(view: View, steps: int = 3) -> None:
         view.step(step, {**VALUES, "reward": 0.1 * step}, SECONDS)
 
 
+def test_a_pager_that_was_closed_does_not_end_a_run() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        view = make_view("plain", 10, stream)
+        for text in ("one", "two"):
+            view.note(text)
+
+
 def test_plain_is_one_line_for_a_step() -> None:
     with make_view("plain", 100, stream := io.StringIO()) as view:
         run_some(view, 2)

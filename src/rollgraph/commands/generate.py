@@ -118,6 +118,10 @@ def _prepare(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[E
         prompts.append(tokenizer.encode_chat(messages) if chat else tokenizer.encode(row["prompt"]))
     dtype = getattr(torch, options.dtype) if options.dtype else None
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"--device {device}: there is no CUDA device here; use --device cpu")
+    if options.rows < 1:
+        raise InputError(f"--rows {options.rows}: at least one sequence has to decode at a time")
     model = load_model(options.model, dtype=dtype, device=device)
     needed = max(map(len, prompts)) + params.max_tokens
     with _capture_bar(options.quiet) as on_capture:

@@ -81,7 +81,10 @@ class PlainView(View):
     def _print(self, text: str) -> None:
         clean = "".join(character if character.isprintable() else " " for character in text)
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        print(clean.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+        try:
+            print(clean.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+        except BrokenPipeError:  # a pager was closed: no reason to end a run, whose metrics are in its files
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 class LiveView(View):

@@ -440,5 +440,6 @@ def _plan_cache(model: Decoder, rows: int, max_length: int, block_size: int, cac
     plan = CachePlan.within(model.architecture, weight.dtype, block_size, cache_bytes)
     most = rows * -(-max_length // block_size) + 1
     if plan.blocks < 2:
-        raise ValueError(f"cache_bytes={cache_bytes}: one block takes {plan.nbytes // max(plan.blocks, 1)} bytes")
+        one = CachePlan(plan.architecture, plan.dtype, block_size, 1).nbytes
+        raise ValueError(f"cache_bytes={cache_bytes}: one block takes {one} bytes, and a cache has two at least")
     return CachePlan(plan.architecture, plan.dtype, block_size, min(plan.blocks, most))

@@ -58,6 +58,7 @@ def build_batch(
             weights=[weight if on else 0.0 for on in trained[i]],
             logprobs=rollout.logprobs,
             reference_logprobs=rollout.reference_logprobs,
+            rollout=i,
         )
 
     parts = []
