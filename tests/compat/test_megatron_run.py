@@ -107,6 +107,14 @@ def test_a_wrong_call_says_what_is_wrong(tmp_path: Path, arguments: list[str], m
     assert done.stderr.startswith(message)
 
 
+@pytest.mark.parametrize("name", ["absent", "absent.part"])
+def test_a_module_that_is_not_there_is_one_line(tmp_path: Path, name: str) -> None:
+    done = start(tmp_path, "run", "-m", name)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"there is no module {name}")
+
+
 def test_without_megatron_the_install_command_is_shown(folder: Path) -> None:
     """An empty package of the name stands in for an environment without it."""
     (folder / "megatron").mkdir()

@@ -60,7 +60,10 @@ def run(target: list[str], as_module: bool) -> None:
 
 
 def run_module(name: str) -> None:
-    spec = find_spec(name)
+    try:
+        spec = find_spec(name)
+    except ModuleNotFoundError as error:
+        sys.exit(f"there is no module {name}: {error}")
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")
     loader: Any = spec and spec.loader
