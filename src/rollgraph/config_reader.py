@@ -38,29 +38,45 @@ class Node(NamedTuple):
 def load_tree(path: Path, text: str | None = None, above: tuple[Path, ...] = ()) -> Node:
     """A file, or a text in its place, merged with those it names under `defaults`."""
     if text is None:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+        text = read_text(path)
     tree = _compose(text, f"{path}:{{line}}")
     if tree.value is None:  # an empty file
         tree = Node({}, tree.place)
     if not isinstance(tree.value, dict):
         raise ConfigError([f"{tree.place}: expected keys, got {_got(tree)}"])
+    return merge_bases(tree, path, above, lambda other, above: load_tree(other, None, above), _merge, _got)
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+
+
+def merge_bases(
+    tree: Node,
+    path: Path,
+    above: tuple[Path, ...],
+    load: Callable[[Path, tuple[Path, ...]], Node],
+    merge: Callable[[Node, Node], Node],
+    describe: Callable[[Node], str],
+) -> Node:
+    """The tree of a file over those of the files it names under `defaults`, which `load` reads; `above` named it."""
     bases = tree.value.pop("defaults", Node([], tree.place))
     above = (*above, path.resolve())
     merged = Node({}, tree.place)
     for base in bases.value if isinstance(bases.value, list) else [bases]:
         if not isinstance(base.value, str):
-            raise ConfigError([f"{base.place}: defaults: expected the path of a file, got {_got(base)}"])
+            raise ConfigError([f"{base.place}: defaults: expected the path of a file, got {describe(base)}"])
         other = path.parent / base.value
         if other.resolve() in above:
             chain = " -> ".join(step.name for step in (*above, other))
             raise ConfigError([f"{base.place}: defaults: files name each other: {chain}"])
         if not other.is_file():
             raise ConfigError([f"{base.place}: defaults: there is no file {other}"])
-        merged = _merge(merged, load_tree(other, None, above))
-    return _merge(merged, tree)
+        merged = merge(merged, load(other, above))
+    return merge(merged, tree)
 
 
 def _compose(text: str, place: str) -> Node:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollgraph.config_reader import ConfigError, Node
+from rollgraph.config_reader import ConfigError, Node, merge_bases, read_text
 
 RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {  # those that NeMo-RL registers
     "add": operator.add,
@@ -44,27 +44,10 @@ def plain(node: Node) -> Any:
 
 
 def _load(path: Path, above: tuple[Path, ...]) -> Node:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
-    tree = _parse(text, path)
+    tree = _parse(read_text(path), path)
     if not isinstance(tree.value, dict):
         raise ConfigError([f"{tree.place}: expected keys, got {type(tree.value).__name__}"])
-    bases = tree.value.pop("defaults", Node([], tree.place))
-    above = (*above, path.resolve())
-    merged = Node({}, tree.place)
-    for base in bases.value if isinstance(bases.value, list) else [bases]:
-        if not isinstance(base.value, str):
-            raise ConfigError([f"{base.place}: defaults: expected the path of a file, got {plain(base)!r}"])
-        other = path.parent / base.value
-        if other.resolve() in above:
-            chain = " -> ".join(step.name for step in (*above, other))
-            raise ConfigError([f"{base.place}: defaults: files name each other: {chain}"])
-        if not other.is_file():
-            raise ConfigError([f"{base.place}: defaults: there is no file {other}"])
-        merged = _merge(merged, _load(other, above))
-    return _merge(merged, tree)
+    return merge_bases(tree, path, above, _load, _merge, lambda base: repr(plain(base)))
 
 
 def _parse(text: str, path: Path) -> Node:
