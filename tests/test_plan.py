@@ -132,6 +132,18 @@ def test_where_the_reference_waits(folder: Path, setting: str, gib: int | None, 
     assert (plan.total("train", "host") > GIB) == (where == "host")
 
 
+@pytest.mark.parametrize(
+    ("setting", "gib", "whole"),
+    [("auto", 140, True), ("auto", 80, False), ("auto", None, True), ("chunks", 140, False), ("whole", 80, True)],
+)
+def test_where_logits_are_kept(folder: Path, setting: str, gib: int | None, whole: bool) -> None:
+    """16,384 tokens of a microbatch have 10 GB of them, which an eighth of what is free on 80 GiB does not hold."""
+    device_bytes = None if gib is None else gib * GIB
+    plan = make_plan(configured(folder, f"memory.logits={setting}"), device_bytes=device_bytes)
+    everything = 16384 * 151936 * (4 + 2)  # logits, and their gradient in bf16
+    assert (line(plan, "logits, train") >= everything) == whole
+
+
 def test_no_reference_without_kl_unless_the_algorithm_has_its_own(folder: Path) -> None:
     assert line(make_plan(configured(folder, "algorithm.kl_coef=0")), "reference") == 0
     options = ("algorithm.kl_coef=0", "algorithm.options={kl_coef: 0.1}")
@@ -215,7 +227,7 @@ def saved_bytes(model: Decoder, tokens: int) -> int:
     keys = Keys(torch.arange(2 * tokens, device=device).clamp_max(tokens - 1), ends)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = model(ids, positions, ends, tokens, keys)
-        logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1))
+        logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1), chunk=tokens // 2)  # which keeps no logits
     assert isinstance(logprobs, torch.Tensor)
     assert logprobs.requires_grad
     return sum(storage.nbytes() for storage in storages.values())

@@ -193,6 +193,11 @@ class Memory:
         Positive | None, "of the key/value cache; null: what all rows can use, at most half of the free memory"
     ] = None
     reference: Annotated[Literal["auto", "device", "host"], "where the reference weights wait"] = "auto"
+    logits: Annotated[
+        Literal["auto", "whole", "chunks"],
+        "of a microbatch: whole, from forward to backward, or chunks of 1 GiB, computed twice; "
+        "auto is whole in up to an eighth of the free memory of a GPU",
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
         tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every place a sequence could have
         cache_bytes=int(config.memory.cache_gib * 2**30) if config.memory.cache_gib else None,
         prefill_tokens=512 if on_cpu else 8192,
+        whole_logits={"auto": None, "whole": True, "chunks": False}[config.memory.logits],
     )
 
 

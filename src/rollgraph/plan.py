@@ -112,9 +112,10 @@ def make_plan(
     limits = make_limits(config, model.architecture, device, ranks)
     lines = [*_weights(model, ranks)]
     lines += _reference(config, algorithm, lines, device_bytes if cuda else None)
+    whole = _whole_logits(model, limits, lines, device_bytes, cuda)
     lines.append(_cache(model, limits, lines, device_bytes, cuda))
     lines += _decode_state(config, limits)
-    lines += _working_memory(config, model, algorithm, limits, ranks, cuda)
+    lines += _working_memory(config, model, algorithm, limits, ranks, cuda, whole)
     if config.data.max_prompt_tokens is None:
         notes.append("data.max_prompt_tokens is null: prompts are taken to be as long as the model allows")
     floor = step_floor(config, model, algorithm, limits, ranks, tflops, tb_per_second)
@@ -174,6 +175,14 @@ def _cache(model: Decoder, limits: Limits, before: list[Line], device_bytes: int
     return Line("key/value cache", whole.nbytes, "device", PHASES)
 
 
+def _whole_logits(model: Decoder, limits: Limits, before: list[Line], device_bytes: int | None, cuda: bool) -> bool:
+    """Whether training keeps all logits of a microbatch."""
+    if limits.whole_logits is not None or not cuda:
+        return bool(limits.whole_logits)
+    nbytes = FP32 * limits.token_buckets[-1] * model.architecture.vocabulary
+    return device_bytes is None or nbytes <= _free(device_bytes, before) // 8
+
+
 def _decode_state(config: Config, limits: Limits) -> list[Line]:
     rollout, rows, table = config.rollout, limits.rows, _blocks_of_row(limits)
     filters = bool(rollout.top_k) or rollout.top_p < 1 or rollout.min_p > 0
@@ -202,7 +211,7 @@ def _free(device_bytes: int, lines: list[Line]) -> int:
 
 
 def _working_memory(
-    config: Config, model: Decoder, algorithm: Algorithm, limits: Limits, ranks: int, cuda: bool
+    config: Config, model: Decoder, algorithm: Algorithm, limits: Limits, ranks: int, cuda: bool, whole: bool
 ) -> list[Line]:
     a, itemsize = model.architecture, model.embed.weight.dtype.itemsize
     tokens, prefill = limits.token_buckets[-1], limits.prefill_tokens
@@ -213,8 +222,9 @@ def _working_memory(
     if model.checkpointing:
         kept += layer_bytes(a, tokens, itemsize, cuda=cuda)  # one is computed again at a time
     copies = 1 if cuda else 3  # plain PyTorch has intermediate results, kernels have none
-    backward = chunk * a.vocabulary * (FP32 + itemsize if cuda else 5 * FP32)
-    head = FP32 * a.vocabulary * a.hidden if chunk < tokens else 0  # its gradient is summed over chunks in fp32
+    at_once = tokens if whole else chunk
+    backward = at_once * a.vocabulary * (FP32 + itemsize if cuda else 5 * FP32)
+    head = FP32 * a.vocabulary * a.hidden if at_once < tokens else 0  # its gradient is summed over chunks in fp32
     filtered = bool(config.rollout.top_k) or config.rollout.top_p < 1 or config.rollout.min_p > 0
     drawn = limits.rows * a.vocabulary * FP32 * (8 if filtered else copies)  # a filter sorts
     lines = [
@@ -222,8 +232,8 @@ def _working_memory(
         Line("inside a layer, prefill", temporary_bytes(a, prefill, itemsize), "device", ("generate",)),
         Line("inside a layer", temporary_bytes(a, tokens, itemsize), "device", ("score", "train")),
         Line("logits, decode", drawn, "device", ("generate",)),
-        Line("logits chunk, forward", chunk * a.vocabulary * FP32 * copies, "device", ("score",)),
-        Line("logits chunk, backward", backward + head, "device", ("train",)),
+        Line("logits, score", chunk * a.vocabulary * FP32 * copies, "device", ("score",)),
+        Line("logits, train", backward + head, "device", ("train",)),
         Line("gradients of a microbatch", _new_gradients(model, scopes), "device", ("train",)),
     ]
     if "step" not in scopes:

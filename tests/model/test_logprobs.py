@@ -157,14 +157,15 @@ def test_the_head_gradient_of_many_chunks_is_summed_in_fp32() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """The size of every tensor that an operation gives back."""
+    """The size of every tensor that an operation gives back, and how many matrix products there were."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.largest = self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket == torch.ops.aten.mm
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.largest = max(self.largest, leaf.numel())
@@ -186,6 +187,31 @@ def test_no_matrix_of_logits(entropy: bool) -> None:
     with Sizes() as sizes:
         plain(hidden, lm_head, targets, 0.5)
     assert sizes.largest == tokens * vocabulary
+
+
+@pytest.mark.parametrize(("chunk", "products"), [(TOKENS, 3), (TOKENS // 2, 8)])
+def test_logits_are_computed_twice_only_where_they_are_in_chunks(chunk: int, products: int) -> None:
+    """Forward, then the gradients of both factors; and once more in backward, where no chunk was kept."""
+    hidden, lm_head, targets = example()
+    with Sizes() as sizes:
+        alone(hidden, lm_head, targets, chunk=chunk).sum().backward()
+    assert sizes.products == products
+
+
+@pytest.mark.gpu
+def test_more_logits_than_32_bits_can_count() -> None:
+    """Whole = in chunks, also in rows that begin beyond 2**31."""
+    tokens, vocabulary = 16384, 151936
+    hidden = torch.randn(tokens, 64, device="cuda").bfloat16().requires_grad_()
+    lm_head = (torch.randn(vocabulary, 64, device="cuda") / 4).bfloat16().requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device="cuda")
+    upstream = torch.randn(tokens, device="cuda")
+    results = []
+    for chunk in (tokens, 1024):
+        found = alone(hidden, lm_head, targets, chunk=chunk)
+        results.append((found.detach(), *torch.autograd.grad(found, (hidden, lm_head), upstream)))
+    for whole, in_chunks in zip(*results, strict=True):
+        torch.testing.assert_close(whole, in_chunks, rtol=2e-2, atol=2e-2 * float(in_chunks.abs().max()))
 
 
 @pytest.mark.parametrize("entropy", [False, True])

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, without a matrix of logits.
 
 Logits of a vocabulary of 150,000 for 262,144 tokens would take 160 GB. They are made for a chunk of tokens at a
-time, reduced to one number for each token, and made again in backward.
+time, reduced to one number for each token, and made again in backward. Those of a single chunk are kept for it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def token_logprobs(
     """The log-probability of `targets`, [tokens], under softmax(hidden @ lm_head.T / temperature), in fp32.
 
     `hidden` is [tokens, hidden], `lm_head` [vocabulary, hidden]. `temperature` may be a tensor, one for all or one for
-    each token. With `entropy`, also the entropy of each distribution. `chunk` is how many tokens have logits at a time.
-    Where `hidden` is float64, so is all the rest.
+    each token. With `entropy`, also the entropy of each distribution. `chunk` is how many tokens have logits at a time;
+    if that is all of them, backward has them still. Where `hidden` is float64, so is all the rest.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if not isinstance(temperature, Tensor):  # filled in by a kernel: a CUDA graph cannot hold a copy from the host
@@ -43,28 +43,30 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, lm_head: Tensor, targets: Tensor, scale: Tensor, entropy: bool, chunk: int
     ) -> tuple[Tensor, Tensor | None]:
-        parts = [
-            _reduce(full_logits(part, lm_head), part_scale, wanted, entropy)
-            for part, part_scale, wanted in zip(
-                hidden.split(chunk), scale.split(chunk), targets.split(chunk), strict=True
-            )
-        ]
+        kept: list[Tensor] = []
+        parts = []
+        for part, part_scale, wanted in zip(hidden.split(chunk), scale.split(chunk), targets.split(chunk), strict=True):
+            logits = full_logits(part, lm_head)
+            parts.append(_reduce(logits, part_scale, wanted, entropy))
+            if chunk >= len(hidden):
+                kept.append(logits)
         logprobs, normalizers, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, lm_head, targets, scale, normalizers, entropies)
-        ctx.entropy, ctx.chunk = entropy, chunk
+        ctx.save_for_backward(hidden, lm_head, targets, scale, normalizers, entropies, *kept)
+        ctx.chunk = chunk
         ctx.set_materialize_grads(False)
         return logprobs, entropies if entropy else None
 
     @staticmethod
     def backward(ctx: Any, for_logprobs: Tensor | None, for_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        hidden, lm_head = saved[:2]
-        zero = saved[4].new_zeros(())
-        upstream = [zero.expand_as(saved[4]) if g is None else g for g in (for_logprobs, for_entropies)]
+        hidden, lm_head, *saved = ctx.saved_tensors
+        rows, kept = saved[:4], saved[4:]
+        zero = rows[2].new_zeros(())
+        rows += [zero.expand_as(rows[2]) if g is None else g for g in (for_logprobs, for_entropies)]
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
         hidden_parts, head_grad = [], None
-        for part, *rows in zip(*(t.split(ctx.chunk) for t in (hidden, *saved[2:], *upstream)), strict=True):
-            d_logits = _gradient(full_logits(part, lm_head), part.dtype, for_entropies is not None, *rows)
+        for part, *of_rows in zip(*(t.split(ctx.chunk) for t in (hidden, *rows)), strict=True):
+            logits = kept[0] if kept else full_logits(part, lm_head)
+            d_logits = _gradient(logits, part.dtype, for_entropies is not None, *of_rows)
             if wants_hidden:
                 hidden_parts.append(d_logits @ lm_head)
             if wants_head:
@@ -87,7 +89,7 @@ def _accumulate(total: Tensor | None, d_logits: Tensor, hidden: Tensor, several:
     if hidden.is_cuda and hidden.dtype != torch.float32:
         if total is None:
             return torch.mm(d_logits.t(), hidden, out_dtype=torch.float32)
-        return torch.addmm(total, d_logits.t(), hidden, out_dtype=torch.float32)
+        return torch.addmm(total, d_logits.t(), hidden, out_dtype=torch.float32, out=total)
     part = (d_logits.t() @ hidden).to(torch.promote_types(hidden.dtype, torch.float32))
     return part if total is None else total.add_(part)
 

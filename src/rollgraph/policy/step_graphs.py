@@ -38,6 +38,7 @@ class Limits:
     tokens_per_sequence: int = 32  # a bucket has room for tokens / this sequences
     cache_bytes: int | None = None
     prefill_tokens: int | None = None
+    whole_logits: bool | None = None  # of a microbatch, kept for its backward; None is if memory allows
 
     def sequences(self, tokens: int) -> int:
         return max(8, tokens // self.tokens_per_sequence)
@@ -85,6 +86,7 @@ class StepGraphs:
         self._whole = "step" in settings.scopes
         self.buckets = limits.token_buckets if self._whole else limits.token_buckets[-1:]
         self.has_reference = False  # when the losses were captured
+        self._whole_logits = False
         self._score: dict[int, Callable[..., Any]] = {}
         self._train: dict[tuple[str, int], Callable[..., Any]] = {}
         self._losses: dict[str, _Captured] = {}
@@ -138,9 +140,11 @@ class StepGraphs:
                 self._score[tokens] = self._capture(self._score_step, tokens, f"score {tokens}", [])
             progress(f"score {tokens}", done, len(self.buckets))
 
-    def capture_train(self, losses: Mapping[str, tuple[Loss, bool]], reference: bool, progress: OnCapture) -> None:
+    def capture_train(
+        self, losses: Mapping[str, tuple[Loss, bool]], reference: bool, whole_logits: bool, progress: OnCapture
+    ) -> None:
         """`losses` are by name, with whether they want the entropy; `reference`: whether there is one to look at."""
-        self.has_reference = reference
+        self.has_reference, self._whole_logits = reference, whole_logits
         self._losses = {name: _Captured(*given) for name, given in losses.items()}
         if not self._whole:
             self._capture_units(self.buckets[-1])
@@ -195,23 +199,24 @@ class StepGraphs:
 
     # -- what runs inside of graphs ----------------------------------------------------------------
 
-    def _logprobs(self, inputs: Sequence[Tensor], entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _logprobs(self, inputs: Sequence[Tensor], entropy: bool, whole: bool) -> tuple[Tensor, Tensor | None]:
         ids, positions, targets, _, cu_seqlens, *keys, _ = inputs
         hidden = self._model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), Keys(*keys))
         head = self._model.head_weight
         self._sharded.before_reading([head])
-        found = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy)
+        chunk = len(ids) if whole else None
+        found = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk)
         return found if isinstance(found, tuple) else (found, None)
 
     @torch.no_grad()
     def _score_step(self, *inputs: Tensor) -> Tensor:
-        return self._logprobs(inputs, entropy=False)[0]
+        return self._logprobs(inputs, entropy=False, whole=False)[0]
 
     def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a microbatch, and side by side: the sum of exp(|rollout - training|) over its log-probabilities,
         their number, the largest, and the loss's own metrics."""
         captured = self._losses[name]
-        logprobs, entropy = self._logprobs(inputs, captured.entropy)
+        logprobs, entropy = self._logprobs(inputs, captured.entropy, self._whole_logits)
         streams = dict(zip(STREAMS, inputs[7].unbind(), strict=True))
         value, metrics = captured.loss(
             TokenStreams(
