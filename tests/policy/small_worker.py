@@ -85,21 +85,27 @@ def make_batch(minibatches: int, each: int, seed: int = 0) -> Batch:
     return Batch([make_samples(each, seed * 100 + index) for index in range(minibatches)])
 
 
-def sample_rollouts(worker: PolicyWorker, count: int, seed: str, max_tokens: int = 12) -> list[Rollout]:
-    """Two groups of prompts; the reward is any function of the tokens."""
-    prompts = [(1 + index % 2, 2, 3) for index in range(count)]
+def sample_rollouts(
+    worker: PolicyWorker,
+    count: int,
+    seed: str,
+    max_tokens: int = 12,
+    prompts: Sequence[tuple[int, ...]] = ((1, 2, 3), (2, 2, 3)),
+) -> list[Rollout]:
+    """Samples of each prompt in turn, a group for each; the reward is any function of the tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=worker.sampling.temperature)
-    turns = worker.generate([(list(p), index) for index, p in enumerate(prompts)], seed=seed, params=params)
+    groups = [index % len(prompts) for index in range(count)]
+    turns = worker.generate([(list(prompts[g]), i) for i, g in enumerate(groups)], seed=seed, params=params)
     return [
         Rollout(
-            Prompt(index % 2, prompt, ""),
+            Prompt(group, prompts[group], ""),
             list(turn.tokens),
             [True] * len(turn.tokens),
             list(turn.logprobs),
             reward=float(sum(turn.tokens) % 7),
-            group=index % 2,
+            group=group,
         )
-        for index, (prompt, turn) in enumerate(zip(prompts, turns, strict=True))
+        for group, turn in zip(groups, turns, strict=True)
     ]
 
 

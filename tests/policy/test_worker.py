@@ -554,3 +554,15 @@ def test_settings_that_cannot_work_are_refused() -> None:
         PolicyWorker(make_model(), None, World(0, 2, "cpu"), LIMITS, **settings)
     with pytest.raises(ValueError, match="checkpointing calls a layer twice"):
         PolicyWorker(Decoder(TINY, checkpointing=True), None, ALONE, LIMITS, scopes=("layer",), **settings)
+
+
+def test_logits_whole_or_in_chunks_are_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollgraph.model.logprobs.CHUNK_ELEMENTS", 7 * TINY.vocabulary)
+    after = []
+    for whole in (True, False):
+        worker = make_worker(limits=replace(LIMITS, whole_logits=whole))
+        worker.train(make_batch(minibatches=1, each=6))
+        after.append(parameters(worker))
+        worker.close()
+    assert not torch.allclose(after[0], torch.cat([p.flatten() for p in make_model().parameters()]))
+    torch.testing.assert_close(*after, rtol=1e-5, atol=1e-5)

@@ -16,8 +16,9 @@ from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.rl.algorithms import Algorithm, load_algorithm
-from rollgraph.types import Batch, Prompt, Rollout, Sample
+from rollgraph.types import Batch, Rollout, Sample
 from rollgraph.world import World
+from tests.policy.small_worker import sample_rollouts
 
 pytestmark = pytest.mark.gpu
 
@@ -63,20 +64,7 @@ GRPO = load_algorithm("grpo", {"kl_coef": 0.04})
 
 
 def roll_out(worker: PolicyWorker, seed: str, count: int = 24) -> list[Rollout]:
-    """Four prompts, several samples of each; the reward is any function of the tokens."""
-    prompts = [tuple(range(1 + index % 4, 9)) for index in range(count)]
-    turns = worker.generate([(list(prompt), index) for index, prompt in enumerate(prompts)], seed=seed)
-    return [
-        Rollout(
-            Prompt(index % 4, prompt, ""),
-            list(turn.tokens),
-            [True] * len(turn.tokens),
-            list(turn.logprobs),
-            reward=float(sum(turn.tokens) % 7),
-            group=index % 4,
-        )
-        for index, (prompt, turn) in enumerate(zip(prompts, turns, strict=True))
-    ]
+    return sample_rollouts(worker, count, seed, 24, [tuple(range(first, 9)) for first in range(1, 5)])
 
 
 def bare(rollout: Rollout) -> Sample:
