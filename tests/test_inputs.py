@@ -24,7 +24,9 @@ __all__ = ["folder"]
 
 CALCULATOR = "rollout.environment={name: 'rollgraph.rl.calculator:calculator', options: {max_tokens: %d}}"
 WRONG: list[tuple[list[str], type[Exception], str]] = [
-    (["data.validation=FOLDER/nowhere.jsonl"], DataError, r"data: .*nowhere\.jsonl: no such file"),
+    (["data.train=FOLDER/nowhere.jsonl"], DataError, r"^data\.train: .*nowhere\.jsonl: no such file"),
+    (["data.validation=FOLDER/nowhere.jsonl"], DataError, r"^data\.validation: .*nowhere\.jsonl: no such file"),
+    (["warm_start.data=FOLDER/nowhere.jsonl"], DataError, r"^warm_start\.data: .*nowhere\.jsonl: no such file"),
     (["data.validation=FOLDER/bare.jsonl", "reward.functions=[{name: exact_match}]"], LoadError,
      r"reward\.functions: reward 'exact_match' needs the column 'answer'"),
     (["reward.functions=[{name: 'FOLDER/rewards.py:odd'}]"], LoadError, r"reward\.functions: .*has no 'odd'"),

@@ -160,9 +160,11 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 
 def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits) -> PromptData:
     d = config.data
+    with about("data.train"):
+        rows = load_rows(d.train)
     with about("data", "prompts_per_step", "max_prompt_tokens", "too_long"):
         return PromptData(
-            load_rows(d.train),
+            rows,
             tokenizer,
             prompts_per_step=d.prompts_per_step,
             seed=config.seed,
@@ -179,9 +181,11 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> Promp
     """The first prompts of the held-out file; every rank has all of them."""
     if config.data.validation is None:
         return None
+    with about("data.validation"):
+        rows = load_rows(config.data.validation)[: config.validation.max_prompts]
     with about("data", "max_prompt_tokens", "too_long"):
         return PromptData(
-            load_rows(config.data.validation)[: config.validation.max_prompts],
+            rows,
             tokenizer,
             prompts_per_step=1,
             seed=0,
