@@ -52,6 +52,7 @@ def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inpu
     With `resumes` the run goes on from its checkpoints, so these are looked at, too.
     """
     saved = find_saved(config) if resumes else None
+    check_device(config, world)
     scopes = check_scopes(config, world.size) or (("step",) if world.size == 1 else ("layer",))
     with about("tokenizer.path"):
         tokenizer = make_tokenizer(config)
@@ -110,7 +111,12 @@ def check_saved(saved: Saved, data: PromptData) -> None:
         ) from None
 
 
-# -- text and model --------------------------------------------------------------------------------
+# -- device, text and model ------------------------------------------------------------------------
+
+
+def check_device(config: Config, world: World) -> None:
+    if config.graph.impl == "cuda" and not world.device.startswith("cuda"):
+        raise ConfigError([f"graph.impl: cuda needs a CUDA device, and this is on {world.device}: use auto or tape"])
 
 
 def make_tokenizer(config: Config) -> Tokenizer:
