@@ -174,6 +174,16 @@ def test_a_report_that_contradicts_the_configuration_ends_the_run(folder: Path) 
         run.close()
 
 
+def test_validation_before_the_first_step_is_in_its_metrics(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config_of(folder, "validation.every=1", "log.progress=plain"), ONE)
+    first, *later = metrics_of(folder / "run")
+    reward = first["before/validation/reward"]
+    assert f"before the first step: validation/reward {reward:.3f}, " in capsys.readouterr().out
+    assert reward != first["validation/reward"]  # that is after it
+    assert "before/validation/pass@1" in first
+    assert not [name for entry in later for name in entry if name.startswith("before/")]
+
+
 @pytest.mark.parametrize("name", ["dapo", "gspo", "rloo"])
 def test_a_run_in_two_halves_is_the_same_run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is ended by SIGTERM in the middle of its second step."""

@@ -204,8 +204,9 @@ def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | Non
                     save_model(run.policy.model, reference)
         run.data.load_state({**run.data.state(), "cursor": 0})  # a warm start has looked at some prompts
         if run.validation:
-            before = evaluate(run, "before")
-            view.note("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in before.items()))
+            found = evaluate(run, "before")
+            view.note("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
+            run.before = {f"before/{name}": value for name, value in found.items()}
         return 0
     if run.algorithm.needs_reference:
         if config.model.path is None or config.warm_start is not None:
