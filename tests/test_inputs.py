@@ -24,7 +24,9 @@ __all__ = ["folder"]
 
 CALCULATOR = "rollout.environment={name: 'rollgraph.rl.calculator:calculator', options: {max_tokens: %d}}"
 WRONG: list[tuple[list[str], type[Exception], str]] = [
-    (["data.validation=FOLDER/nowhere.jsonl"], DataError, r"data: .*nowhere\.jsonl: no such file"),
+    (["data.train=FOLDER/nowhere.jsonl"], DataError, r"^data\.train: .*nowhere\.jsonl: no such file"),
+    (["data.validation=FOLDER/nowhere.jsonl"], DataError, r"^data\.validation: .*nowhere\.jsonl: no such file"),
+    (["warm_start.data=FOLDER/nowhere.jsonl"], DataError, r"^warm_start\.data: .*nowhere\.jsonl: no such file"),
     (["data.validation=FOLDER/bare.jsonl", "reward.functions=[{name: exact_match}]"], LoadError,
      r"reward\.functions: reward 'exact_match' needs the column 'answer'"),
     (["reward.functions=[{name: 'FOLDER/rewards.py:odd'}]"], LoadError, r"reward\.functions: .*has no 'odd'"),
@@ -35,6 +37,8 @@ WRONG: list[tuple[list[str], type[Exception], str]] = [
     (["warm_start.data=FOLDER/long.jsonl"], DataError, r"warm_start\.data: .*long\.jsonl:2: 16 tokens.* 10 at most"),
     (["algorithm.options={clip: 0.2}"], ValueError, r"algorithm: algorithm 'grpo' has no setting 'clip'"),
     (["algorithm.options={clip_low: -1}"], ValueError, r"algorithm\.options\.clip_low="),
+    (["algorithm={name: dr_grpo}"], ValueError, r"^algorithm\.options\.max_tokens is required by algorithm 'dr_grpo'"),
+    (["graph.impl=cuda"], ConfigError, r"^graph\.impl: cuda needs a CUDA device, and this is on cpu"),
     (["rollout.stop=['']"], ValueError, r"rollout\.stop="),
     (["data.max_prompt_tokens=2"], DataError, r"data\.max_prompt_tokens is 2; .*data\.too_long='drop'"),
     (["memory.cache_gib=1e-6"], ConfigError, r"memory\.cache_gib: 1e-06 hold 0 tokens.* can have 10"),

@@ -106,10 +106,16 @@ def test_a_run_leaves_what_it_should_and_captures_nothing_on_the_way(folder: Pat
     assert not run.policy.sharded.hooks.modules
 
 
-def test_a_finished_run_is_left_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_left_as_it_is(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(config_of(folder, "checkpoint.export_at_end=true", "steps=2"), ONE)
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
-    train(config_of(folder, "checkpoint.export_at_end=true", "steps=2", "log.progress=plain"), ONE)
+    with monkeypatch.context() as without:
+        without.setattr("rollgraph.setup.make_model", lambda *arguments: pytest.fail("a model was made"))
+        train(config_of(folder, "checkpoint.export_at_end=true", "steps=2", "log.progress=plain"), ONE)
+        with pytest.raises(DataError, match="seed"):
+            train(config_of(folder, "checkpoint.export_at_end=true", "steps=2", "seed=5"), ONE)
     assert "is finished, with 2 steps: raise `steps`" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()} == before
     train(config_of(folder, "checkpoint.export_at_end=true", "steps=3"), ONE)  # it goes on from there
@@ -172,6 +178,16 @@ def test_a_report_that_contradicts_the_configuration_ends_the_run(folder: Path) 
             check_report(run)
     finally:
         run.close()
+
+
+def test_validation_before_the_first_step_is_in_its_metrics(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config_of(folder, "validation.every=1", "log.progress=plain"), ONE)
+    first, *later = metrics_of(folder / "run")
+    reward = first["before/validation/reward"]
+    assert f"before the first step: validation/reward {reward:.3f}, " in capsys.readouterr().out
+    assert reward != first["validation/reward"]  # that is after it
+    assert "before/validation/pass@1" in first
+    assert not [name for entry in later for name in entry if name.startswith("before/")]
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "rloo"])

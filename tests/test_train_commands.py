@@ -39,6 +39,27 @@ def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture
     assert torch.equal(exported.norm.detach(), saved["master/norm"])
 
 
+def test_export_does_not_write_over_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, target = folder / "config.yaml", folder / "exported"
+    path.write_text(to_yaml(config_of(folder, "steps=1", "data.validation=null")))
+    assert main(["train", str(path)]) == 0
+    target.mkdir()
+    (target / "config.json").write_text("mine")
+    capsys.readouterr()
+    assert main(["export", str(path), "--to", str(target)]) == 2
+    assert capsys.readouterr().err == (
+        f"rollgraph export: --to {target}: is not empty; name another folder, or write over it with --force\n"
+    )
+    assert [(file.name, file.read_text()) for file in target.iterdir()] == [("config.json", "mine")]
+    assert main(["export", str(path), "--to", str(path)]) == 2
+    assert capsys.readouterr().err == f"rollgraph export: --to {path}: Not a directory\n"
+    assert main(["export", str(path), "--to", str(target), "--force"]) == 0
+    assert load_model(target).architecture.layers == 1
+    (folder / "empty").mkdir()
+    assert main(["export", str(path), "--to", str(folder / "empty")]) == 0
+    assert (folder / "empty" / "config.json").read_text() == (target / "config.json").read_text()
+
+
 def test_what_is_wrong_is_said_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder)).replace("prompts_per_step", "prompt_per_step"))

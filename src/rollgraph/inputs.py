@@ -52,6 +52,7 @@ def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inpu
     With `resumes` the run goes on from its checkpoints, so these are looked at, too.
     """
     saved = find_saved(config) if resumes else None
+    check_device(config, world)
     scopes = check_scopes(config, world.size) or (("step",) if world.size == 1 else ("layer",))
     with about("tokenizer.path"):
         tokenizer = make_tokenizer(config)
@@ -110,7 +111,12 @@ def check_saved(saved: Saved, data: PromptData) -> None:
         ) from None
 
 
-# -- text and model --------------------------------------------------------------------------------
+# -- device, text and model ------------------------------------------------------------------------
+
+
+def check_device(config: Config, world: World) -> None:
+    if config.graph.impl == "cuda" and not world.device.startswith("cuda"):
+        raise ConfigError([f"graph.impl: cuda needs a CUDA device, and this is on {world.device}: use auto or tape"])
 
 
 def make_tokenizer(config: Config) -> Tokenizer:
@@ -160,9 +166,11 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 
 def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits) -> PromptData:
     d = config.data
+    with about("data.train"):
+        rows = load_rows(d.train)
     with about("data", "prompts_per_step", "max_prompt_tokens", "too_long"):
         return PromptData(
-            load_rows(d.train),
+            rows,
             tokenizer,
             prompts_per_step=d.prompts_per_step,
             seed=config.seed,
@@ -179,9 +187,11 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> Promp
     """The first prompts of the held-out file; every rank has all of them."""
     if config.data.validation is None:
         return None
+    with about("data.validation"):
+        rows = load_rows(config.data.validation)[: config.validation.max_prompts]
     with about("data", "max_prompt_tokens", "too_long"):
         return PromptData(
-            load_rows(config.data.validation)[: config.validation.max_prompts],
+            rows,
             tokenizer,
             prompts_per_step=1,
             seed=0,

@@ -38,13 +38,15 @@ class Logbook:
     def write(self, step: int, rollouts: Sequence[Rollout], batch: Batch, values: dict[str, float]) -> None:
         """Everything about a step that has been taken; the next one's time begins here."""
         run, now = self._run, time.perf_counter()
-        values = {**batch.metrics, **values, **troubles(run), **speed(run, rollouts, now - self._started)}
+        values = {**run.before, **batch.metrics, **values, **troubles(run)}
+        values |= speed(run, rollouts, now - self._started)
         due = step % self._log.every == 0 or step == run.config.steps - 1
         if due or any(name.startswith("validation/") for name in values):
             self._metrics.log(step, values)
         self._view.step(step, values, run.seconds)
         if self._samples is not None:
             self._samples.write(step, rollouts, advantages_of(rollouts, batch))
+        run.before.clear()
         run.seconds.clear()
         self._started = now
 

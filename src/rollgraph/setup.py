@@ -41,6 +41,7 @@ class Run(Inputs):
     checkpoints: Checkpoints
     threads_before: int  # of PyTorch, which are its again when the run is closed
     surplus: list[list[Rollout]] = field(default_factory=list)  # groups that were sampled and not used yet
+    before: dict[str, float] = field(default_factory=dict)  # validation before step 0, until that is written
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of this step, by phase
 
     @contextlib.contextmanager
@@ -68,10 +69,17 @@ class Run(Inputs):
 
 
 def make_run(
-    config: Config, world: World, on_capture: Callable[[str, int, int], None] | None = None, *, resumes: bool = False
+    config: Config,
+    world: World,
+    on_capture: Callable[[str, int, int], None] | None = None,
+    *,
+    inputs: Inputs | None = None,
 ) -> Run:
-    """Check, load, allocate and capture everything; nothing has been trained, and nothing of a checkpoint loaded."""
-    inputs = check_inputs(config, world, resumes=resumes)
+    """Check, load, allocate and capture everything; nothing has been trained, and nothing of a checkpoint loaded.
+
+    `inputs` are those of `check_inputs`, which the run closes, where they have been checked.
+    """
+    inputs = inputs or check_inputs(config, world)
     torch.manual_seed(config.seed)  # of random weights
     threads = torch.get_num_threads()
     with contextlib.ExitStack() as undo:

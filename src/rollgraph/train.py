@@ -17,6 +17,7 @@ from rollgraph.claim import claim_folder
 from rollgraph.config import Config, to_dict
 from rollgraph.dashboard import View, check_sinks, make_view
 from rollgraph.inference import Progress
+from rollgraph.inputs import check_inputs, find_saved
 from rollgraph.logbook import Logbook, count_failures, tell_failures
 from rollgraph.model import load_weights, save_model
 from rollgraph.rl.algorithms import load_algorithm
@@ -27,24 +28,24 @@ from rollgraph.world import World
 MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some groups
 
 
-def train(config: Config, world: World | None = None) -> Run:
-    """A whole run, from the last checkpoint if there is one."""
+def train(config: Config, world: World | None = None) -> Run | None:
+    """A whole run, from the last checkpoint if there is one; None if it is finished already."""
     world = world or World.current()
     shown = "none" if world.rank else config.log.progress
     with make_view(shown, config.steps) as view, _sigterm() as asked_to_stop, claim_folder(config.output, world):
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
+        inputs = check_inputs(config, world, resumes=True)
+        if taken := finished_steps(config):
+            inputs.rewards.close()
+            view.note(f"{config.output} is finished, with {taken} steps: raise `steps`, or give another output")
+            return None
         run = make_run(
-            config, world, lambda name, done, total: view.phase(f"capture {name}", done, total), resumes=True
+            config, world, lambda name, done, total: view.phase(f"capture {name}", done, total), inputs=inputs
         )
         try:
             first_step = resume(run, view, asked_to_stop)
             if first_step is None:
-                return run
-            if first_step >= config.steps and is_finished(config):
-                view.note(
-                    f"{config.output} is finished, with {first_step} steps: raise `steps`, or give another output"
-                )
                 return run
             captured = run.policy.pool.report().captures
             with Logbook(run, view, first_step) as logbook:
@@ -74,10 +75,12 @@ def train(config: Config, world: World | None = None) -> Run:
     return run
 
 
-def is_finished(config: Config) -> bool:
-    """Whether a run that has taken all its steps has left everything, too."""
-    output = Path(config.output)
-    return (output / "graphs.json").exists() and ((output / "model").exists() or not config.checkpoint.export_at_end)
+def finished_steps(config: Config) -> int:
+    """The steps that a run has taken, if these are all and it has left everything, too; else 0."""
+    saved, output = find_saved(config), Path(config.output)
+    taken = saved.step + 1 if saved is not None else 0
+    exported = (output / "model").exists() or not config.checkpoint.export_at_end
+    return taken if taken >= config.steps and exported and (output / "graphs.json").exists() else 0
 
 
 def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) -> None:
@@ -204,8 +207,9 @@ def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | Non
                     save_model(run.policy.model, reference)
         run.data.load_state({**run.data.state(), "cursor": 0})  # a warm start has looked at some prompts
         if run.validation:
-            before = evaluate(run, "before")
-            view.note("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in before.items()))
+            found = evaluate(run, "before")
+            view.note("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
+            run.before = {f"before/{name}": value for name, value in found.items()}
         return 0
     if run.algorithm.needs_reference:
         if config.model.path is None or config.warm_start is not None:

@@ -121,6 +121,31 @@ def test_a_config_that_cannot_be_read(found: Callable[..., None], capsys: pytest
     assert "nowhere.yaml: cannot be read: No such file or directory" in captured.err
 
 
+@pytest.mark.parametrize("text", ["", "steps: 3\nmodel: {path: x}\npolicy: null\n"])
+def test_a_config_in_which_nothing_is_known(
+    found: Callable[..., None], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(text)
+    found([finding(State.AFFECTED)])
+    assert call("--config", str(path)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"{path}: nothing in it is a setting that is known here: expected a config of NeMo")
+    assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["policy: {model_name: x}\n", "rng: {te_rng_tracker: true}\n"])
+def test_a_config_without_mistakes(
+    found: Callable[..., None], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "their.yaml"
+    path.write_text(text)
+    found([])
+    assert call("--config", str(path)) == 0
+    assert "config: no remarks" in capsys.readouterr().out
+
+
 def test_nothing_of_the_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     installed = dict.fromkeys(find_installed()) | {"torch": "2.11"}
     monkeypatch.setattr(examination, "find_installed", lambda: installed)

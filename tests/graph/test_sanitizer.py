@@ -736,6 +736,15 @@ def test_check(targets: Path, odd_targets: Path, target: str, code: int, says: s
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_check_on_cuda_without_a_gpu(targets: Path) -> None:
+    """Nothing was checked, so there is no finding; the target is not even built."""
+    done = command(targets, "-m", "rollgraph", "check", "targets:raising", "--backend", "cuda")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "rollgraph check: --backend cuda: there is no CUDA device here; use --backend tape\n"
+
+
 def test_check_json(targets: Path) -> None:
     clean = command(targets, "-m", "rollgraph", "check", "--json", "--replays", "2", "targets:clean")
     report = json.loads(clean.stdout)

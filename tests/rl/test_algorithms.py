@@ -713,7 +713,7 @@ def test_the_documented_algorithm_of_one_s_own(tmp_path: Path) -> None:
         ("dr-grpo", {}, "did you mean 'dr_grpo'"),
         ("grpo", {"clip_hgih": 1, "kl_coef": 0}, "'grpo' has no setting 'clip_hgih' .did you mean 'clip_high'"),
         ("sft", {"kl_coef": 0.1}, "'sft' has no setting 'kl_coef'"),
-        ("dr_grpo", {}, "'dr_grpo' needs the setting max_tokens"),
+        ("dr_grpo", {}, "max_tokens is required by algorithm 'dr_grpo'"),
         ("dr_grpo", {"max_tokens": 0}, "max_tokens=0: expected 1 or more"),
         ("grpo", {"kl_estimator": "k4"}, "kl_estimator='k4': expected k1 or k2 or k3"),
         ("grpo", {"kl_in": "both"}, "kl_in='both': expected loss or reward"),

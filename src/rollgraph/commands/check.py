@@ -32,7 +32,7 @@ def add_to(commands: Any) -> None:
         "check",
         help="find what a graph of a function would get wrong",
         description="Capture a function under the sanitizer, replay it beside eager, and tell what differs or would. "
-        f"The target must {_RETURNS}. Exit code: {CLEAN} clean, {FOUND} findings, {BROKEN} the target is broken.",
+        f"The target must {_RETURNS}. Exit code: {CLEAN} clean, {FOUND} findings, {BROKEN} it cannot be checked.",
     )
     check.add_argument("target", help="package.module:function, or path/to/file.py:function")
     check.add_argument("--replays", type=_positive, default=3, help="how often to replay (default: 3)")
@@ -54,8 +54,12 @@ def run(options: argparse.Namespace) -> int:
 
 def run_check(target: str, replays: int = 3, backend: Any = "auto") -> Findings:
     """Build the target and capture and replay what it returns, under the sanitizer."""
+    import torch
+
     from rollgraph.graph import CaptureError, capture, sanitize
 
+    if backend == "cuda" and not torch.cuda.is_available():
+        raise TargetError("--backend cuda: there is no CUDA device here; use --backend tape")
     with _failures(f"importing {target}"):
         build = _load(target)
     with sanitize() as findings:

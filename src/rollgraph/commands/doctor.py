@@ -22,9 +22,9 @@ def add_to(commands: Any) -> None:
         help="find what breaks in an installed Megatron, Megatron-Bridge or NeMo-RL",
         description="Try known failures of CUDA graphs and overlap on what is installed here, and look for mistakes in "
         f"the graph keys of a config. Exit code: {WELL} nothing is affected, {AFFECTED} something is and is not "
-        f"repaired, {BROKEN} the config cannot be read.",
+        f"repaired, {BROKEN} the config cannot be read, or nothing in it is known.",
     )
-    parser.add_argument("--config", metavar="YAML", help="a config of theirs, whose graph keys are looked at")
+    parser.add_argument("--config", metavar="YAML", help="of NeMo-RL or Megatron: its graph keys are looked at")
     parser.add_argument("--repaired", action="store_true", help="look again with the repairs of rollgraph in force")
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
     parser.set_defaults(run=run)

@@ -36,7 +36,8 @@ def add_to(commands: Any) -> None:
     for parser, run in ((train, run_train), (evaluate, run_eval), (export, run_export)):
         add_words(parser, "optimizer.lr=1e-6")
         parser.set_defaults(run=run)
-    export.add_argument("--to", required=True, help="the folder to write")
+    export.add_argument("--to", required=True, help="the folder to write; it must be empty or not be there yet")
+    export.add_argument("--force", action="store_true", help="write into a folder that is not empty, over its model")
     for parser in (evaluate, export):
         parser.add_argument(
             "--which", choices=("latest", "best"), default="latest", help="checkpoint (default: latest)"
@@ -86,6 +87,19 @@ def run_eval(options: argparse.Namespace) -> int:
 
 
 def run_export(options: argparse.Namespace) -> int:
+    try:
+        full = any(Path(options.to).iterdir())
+    except FileNotFoundError:
+        full = False
+    except OSError as error:
+        print(f"rollgraph export: --to {options.to}: {error.strerror}", file=sys.stderr)
+        return WRONG
+    if full and not options.force:
+        print(
+            f"rollgraph export: --to {options.to}: is not empty; name another folder, or write over it with --force",
+            file=sys.stderr,
+        )
+        return WRONG
     return _with_checkpoint(options, lambda run, options: run.policy.export(Path(options.to)))
 
 

@@ -57,7 +57,8 @@ def examine(
     """Look at this installation; with `repaired`, after the repairs, which are taken back at the end if
     they were not in force before.
 
-    A probe that raises is a finding that cannot be told here. A config that cannot be read raises ConfigError.
+    A probe that raises is a finding that cannot be told here. A config that cannot be read,
+    or in which nothing is known, raises ConfigError.
     """
     installed = find_installed()
     with warnings.catch_warnings():

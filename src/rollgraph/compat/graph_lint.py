@@ -24,8 +24,9 @@ from rollgraph.compat.graph_keys import (
     implementation,
     scopes,
 )
-from rollgraph.config_reader import Node
+from rollgraph.config_reader import ConfigError, Node
 
+KNOWN_KEYS = {*GRAPH_KEYS, *TRACKERS, *TRACKERS.values()}
 NEMO_FORWARDS = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps")  # the latter two since late
 
 
@@ -56,8 +57,16 @@ class Remark:
 
 
 def lint_file(path: str | os.PathLike[str], known: Collection[str] | None = None) -> list[Remark]:
-    """All remarks, by line of the file. `known` are the fields of the installed TransformerConfig, if there is one."""
-    return lint(load_composed(path), known)
+    """All remarks, by line of the file. `known` are the fields of the installed TransformerConfig, if there is one.
+
+    ConfigError if nothing in the file is known here.
+    """
+    tree = load_composed(path)
+    if not _keys(tree, "policy") and KNOWN_KEYS.isdisjoint(_names(tree)):
+        wanted = "a config of NeMo-RL (with `policy`), or of Megatron with graph keys (such as cuda_graph_impl)"
+        ours = "one of rollgraph's own is checked by `rollgraph config`"
+        raise ConfigError([f"{path}: nothing in it is a setting that is known here: expected {wanted}; {ours}"])
+    return lint(tree, known)
 
 
 def lint(tree: Node, known: Collection[str] | None = None) -> list[Remark]:
@@ -71,6 +80,14 @@ def lint(tree: Node, known: Collection[str] | None = None) -> list[Remark]:
 def _line(place: str) -> tuple[str, int]:
     file, _, line = place.rpartition(":")
     return file, int(line) if line.isdecimal() else 0
+
+
+def _names(node: Node) -> Iterator[str]:
+    """Of all keys, in every section."""
+    if isinstance(node.value, dict):
+        yield from node.value
+        for inner in node.value.values():
+            yield from _names(inner)
 
 
 def _find_sections(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -48,7 +48,7 @@ def load_algorithm(name: str, settings: Mapping[str, Any] | None = None) -> Algo
         raise ValueError(f"algorithm {name!r} has no setting {_named(unknown, known)}")
     missing = [setting for setting, needed in known.items() if needed and setting not in settings]
     if missing:
-        raise ValueError(f"algorithm {name!r} needs the setting {', '.join(missing)}")
+        raise ValueError("; ".join(f"{setting} is required by algorithm {name!r}" for setting in missing))
     algorithm = make(**settings)
     _check_protocol(name, algorithm)
     return algorithm
