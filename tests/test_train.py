@@ -122,6 +122,21 @@ def test_a_finished_run_is_left_as_it_is(
     assert metrics_of(folder / "run")[-1]["step"] == 2
 
 
+def test_a_run_killed_before_its_export_is_not_finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a model of fewer steps is there."""
+    model = folder / "run" / "model" / "model.safetensors"
+    train(config_of(folder, "checkpoint.export_at_end=true", "steps=2"), ONE)
+    of_two = model.read_bytes()
+    longer = config_of(folder, "checkpoint.export_at_end=true", "steps=3")
+    with monkeypatch.context() as killed:
+        killed.setattr("rollgraph.train.finish", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(longer, ONE)
+    assert model.read_bytes() == of_two
+    train(longer, ONE)
+    assert model.read_bytes() != of_two
+
+
 def test_samples_are_written_with_their_own_advantages(folder: Path) -> None:
     """In a group, who is rewarded more has the higher advantage, whatever minibatch it went to."""
     train(config_of(folder, "log.samples_every=1", "algorithm.minibatches=4"), ONE)

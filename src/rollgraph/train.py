@@ -25,6 +25,7 @@ from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, make_run
 from rollgraph.types import Batch, Prompt, Rollout
 from rollgraph.world import World
 
+REPORT = "graphs.json"  # in the folder of a run: the last thing it writes
 MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some groups
 
 
@@ -48,6 +49,8 @@ def train(config: Config, world: World | None = None) -> Run | None:
             if first_step is None:
                 return run
             captured = run.policy.pool.report().captures
+            if world.rank == 0:
+                (Path(config.output) / REPORT).unlink(missing_ok=True)  # of the same run, with fewer steps
             with Logbook(run, view, first_step) as logbook:
                 for step in range(first_step, config.steps):
                     rollouts = collect(run, step, view)
@@ -80,7 +83,7 @@ def finished_steps(config: Config) -> int:
     saved, output = find_saved(config), Path(config.output)
     taken = saved.step + 1 if saved is not None else 0
     exported = (output / "model").exists() or not config.checkpoint.export_at_end
-    return taken if taken >= config.steps and exported and (output / "graphs.json").exists() else 0
+    return taken if taken >= config.steps and exported and (output / REPORT).exists() else 0
 
 
 def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) -> None:
@@ -257,7 +260,8 @@ def finish(run: Run, view: View, captured: int) -> None:
         run.policy.export(Path(run.config.output) / "model")
     report = run.policy.pool.report()
     later = report.captures - captured
-    (Path(run.config.output) / "graphs.json").write_text(report.to_json())
+    if run.world.rank == 0:
+        (Path(run.config.output) / REPORT).write_text(report.to_json())
     view.note(f"graphs: {report.replays} replays, {report.eager_runs} eager runs, {later} captures after warm-up")
     tell_failures(run, view)
     if failed := count_failures(run):
