@@ -58,7 +58,16 @@ def test_prompts_from_a_file_keep_their_other_fields(folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("not json\n", "in.jsonl:1: not JSON"), ('{"text": "x"}\n', "in.jsonl:1: expected an object"), ("", "no prompts")],
+    [
+        ("not json\n", "in.jsonl:1: not JSON"),
+        ('{"text": "x"}\n', "in.jsonl:1: expected an object"),
+        ("", "no prompts"),
+        ('{"prompt": "x"}\n{"prompt": 5}\n', "in.jsonl:2: expected a text as `prompt`"),
+        ('{"messages": []}\n', "in.jsonl:1: expected a text as `prompt`, or a list of `messages`"),
+        ('{"messages": null}\n', "or a list of `messages`"),
+        ('{"messages": [5]}\n', "in.jsonl:1: expected a text as"),
+        ('{"prompt": "x"}\n{"prompt": "a\\ud83d"}\n', "prompt 2: "),
+    ],
 )
 def test_a_bad_file_is_named_with_its_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
@@ -73,6 +82,9 @@ def test_what_is_missing_or_wrong_is_said_in_one_line(folder: Path, capsys: pyte
         ([str(folder / "nowhere"), "--prompt", "x"], "nowhere"),
         ([str(folder), "--prompt", "x", "--top-p", "2"], "top_p=2.0"),
         ([str(folder), "--prompts", str(folder / "none.jsonl")], "none.jsonl"),
+        ([str(folder), "--prompt", "x", "--device", "banana"], "--device banana: expected cuda or cpu"),
+        ([str(folder), "--prompt", "x", "--cache-gib", "0"], "--cache-gib 0"),
+        ([str(folder / "nowhere"), "--prompt", "x", "--out", str(folder / "no" / "where")], "no/where"),
     ):
         assert main(["generate", *arguments]) == 2
         error = capsys.readouterr().err

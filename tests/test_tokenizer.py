@@ -774,6 +774,18 @@ def test_fallback_bytes_wait_for_the_end_of_their_run() -> None:
     assert stream(tokenizer, [*euro, euro[0], the])[-2] == "\ufffd" * 4 + " the"
 
 
+def test_what_a_stream_would_end_with_is_known_before_it_ends() -> None:
+    tokenizer = of_kind("byte_fallback")
+    newline, *euro = [tokenizer.vocab[f"<0x{byte:02X}>"] for byte in "\n€".encode()]
+    stream = Detokenizer(tokenizer)
+    seen = []
+    for id in (newline, newline, *euro):
+        assert stream.push(id) == ""
+        seen.append(stream.pending())
+    assert seen == ["\n", "\n\n", "", "", "\n\n€"]  # an unfinished character hides the run that it is in
+    assert stream.finish() == "\n\n€"
+
+
 def test_special_tokens_in_a_stream() -> None:
     tokenizer = of_kind("byte_level")
     ids = tokenizer.encode("<|im_start|>fox<|im_end|> dog")

@@ -10,8 +10,10 @@ import torch
 
 from rollgraph.graph import GraphError
 from rollgraph.inference import Engine, Output, RequestError, SamplingParams
+from rollgraph.inference.engine import Completion, OnToken, Progress, _Sample, _stream
 from rollgraph.model import Architecture, Decoder, token_logprobs
-from rollgraph.tokenizer import ByteTokenizer
+from rollgraph.tokenizer import ByteTokenizer, Detokenizer
+from tests.test_tokenizer import of_kind
 
 TINY = Architecture(
     "qwen3",
@@ -190,6 +192,10 @@ def test_a_guard_stops_generation_from_weights_that_are_not_current(device: str)
         ("y" * 96, "leaves no room in max_length = 96"),
         ([1, 264], "token 264 is not in the model's vocabulary of 264"),
         ([1, -1], "token -1 is not in the model's vocabulary"),
+        ([1.7, 2.9], "a prompt is a text or token ids, not '[1.7, 2.9]'"),
+        (["a"], "a prompt is a text or token ids"),
+        (None, "a prompt is a text or token ids, not 'None'"),
+        ("a\ud83d b", "surrogate"),
     ],
 )
 def test_a_bad_prompt_is_refused_and_the_others_are_served(engine: Engine, prompt: object, message: str) -> None:
@@ -284,6 +290,47 @@ def test_stop_strings_across_tokens_and_inside_of_them(scripted: Engine) -> None
     assert run(stop=("nowhere",)) == (whole, len(TEXT) - 1, "length")
 
 
+@pytest.mark.parametrize(
+    ("stops", "pieces"),
+    [
+        (("bcd",), ["h", "e", " ", "a", "", "", ""]),  # what may be the beginning of it waits
+        (("bcx", "cdy"), ["h", "e", " ", "a", "", "", "b", "", "cdé", "", "", "€", "+", "-"]),
+        (("-?", "+-?"), ["h", "e", " ", "a", "b", "c", "d", "", "é", "", "", "€", "", "+-"]),  # the end gives it out
+    ],
+    ids=str,
+)
+def test_nothing_of_a_stop_string_is_streamed(scripted: Engine, stops: tuple[str, ...], pieces: list[str]) -> None:
+    given: list[str] = []
+    params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1, stop=stops)
+    on_token: OnToken = lambda _output, _index, _token, text: given.append(text)  # noqa: E731
+    (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=on_token)
+    assert given == pieces
+    assert output.completions[0].text == "".join(pieces)
+
+
+def test_a_stop_string_of_fallback_bytes_ends_a_completion_at_once() -> None:
+    tokenizer = of_kind("byte_fallback")
+    the, newline = tokenizer.vocab["▁the"], tokenizer.vocab["<0x0A>"]
+    params = SamplingParams(stop=("\n\n",))
+    sample = _Sample(Output(None, [], [Completion()]), 0, params, frozenset(), None, Detokenizer(tokenizer), (0, 0))
+    assert sample.detokenizer is not None
+    ends = [_stream(sample, sample.detokenizer, token, True, False) for token in (the, newline, newline)]
+    assert ends == [False, False, True]
+    assert sample.completion.text == "the"
+
+
+def test_an_aborted_stream_has_the_text_of_its_tokens(scripted: Engine) -> None:
+    """Also where it ends within a character."""
+    params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1)
+
+    def stop_within(output: Output, _index: int, _token: int, _text: str) -> None:
+        if len(output.completions[0].tokens) == 8:
+            scripted.abort(output)
+
+    (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=stop_within)
+    assert output.completions[0].text == "he abcd\ufffd"
+
+
 def test_streamed_pieces_are_whole_characters_and_add_up(scripted: Engine, engine: Engine) -> None:
     pieces: list[str] = []
     params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1)
@@ -358,6 +405,39 @@ def test_an_exception_from_a_callback_leaves_a_working_engine(engine: Engine) ->
         with pytest.raises(RuntimeError, match="terminal"):
             engine.generate(MIXED, params, **options)  # type: ignore[arg-type]
         assert tokens_of(engine.generate(MIXED, params)) == wanted
+
+
+def test_what_is_raised_in_a_step_aborts_everything_first(engine: Engine) -> None:
+    """Nobody is left with holes in its tokens, or without an end."""
+    seen: list[int] = []
+
+    def fail(_output: Output, _index: int, token: int, _text: str) -> None:
+        seen.append(token)
+        if len(seen) == 5:
+            raise RuntimeError("the terminal is gone")
+
+    params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+    watched, other = engine.submit("hello", params, on_token=fail), engine.submit("world", params)
+    with pytest.raises(RuntimeError, match="terminal"):
+        while engine.step():
+            pass
+    assert not engine.step()
+    assert [output.completions[0].finish_reason for output in (watched, other)] == ["abort"] * 2
+    assert watched.completions[0].tokens == seen
+    whole = tokens_of(engine.generate(["world"], params))[0][0]
+    assert other.completions[0].tokens == whole[: len(other.completions[0].tokens)]
+
+
+def test_a_callback_cannot_wait_for_the_engine_that_waits_for_it(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=4, seed=3)
+    with pytest.raises(RuntimeError, match="within a step"):
+        engine.generate(["a"], params, on_token=lambda *_: engine.generate(["b"], params) and None)
+
+
+def test_progress_ends_with_everything_finished(engine: Engine) -> None:
+    seen: list[Progress] = []
+    engine.generate(["a", "b", "c"], SamplingParams(max_tokens=5, ignore_eos=True), on_progress=seen.append)
+    assert seen[-1] == Progress(tokens=15, running=0, waiting=0, finished=3)
 
 
 def test_filtered_and_plain_requests_share_a_batch(engine: Engine) -> None:

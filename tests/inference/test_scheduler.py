@@ -230,10 +230,12 @@ class Engine:
             assert sequence.computed <= len(sequence.blocks) * size
             for block in sequence.blocks:
                 owners.setdefault(block, []).append(sequence)
+        held = [block for table in self.scheduler._left for block in table]  # of who finished, while others wait
+        assert waiting or not held
         assert [blocks.count(b) for b in range(self.options["blocks"])] == [
-            len(owners.get(b, [])) for b in range(self.options["blocks"])
+            len(owners.get(b, [])) + held.count(b) for b in range(self.options["blocks"])
         ]
-        assert blocks.free + len(owners) == self.options["blocks"] - 1
+        assert blocks.free + len(owners.keys() | set(held)) == self.options["blocks"] - 1
         # Who shares a block agrees on all that comes up to its end, and will not write there any more.
         for block, sharing in owners.items():
             stop = (sharing[0].blocks.index(block) + 1) * size
@@ -388,6 +390,23 @@ def test_a_group_larger_than_the_rows_is_prefilled_once_too() -> None:
     finish_all(engine)
     assert prefilled(engine) == len(prompt) - 1
     assert sum(len(step.copies) for step in engine.steps) == 15
+
+
+def test_a_group_of_one_length_is_prefilled_once_although_all_that_run_end_together() -> None:
+    engine = engine_with(max_rows=4, buckets=(4,))
+    prompt = tuple(range(100, 111))
+    for _ in range(16):
+        engine.add(prompt, max_tokens=5)
+    finish_all(engine)
+    assert prefilled(engine) == len(prompt) - 1
+
+
+def test_who_waits_comes_in_where_only_the_blocks_of_the_finished_are_left() -> None:
+    """They are held for those who share them, and given up where that leaves no room."""
+    engine = engine_with(blocks=5, max_rows=2, buckets=(2,))
+    for first in range(6):
+        engine.add(tuple(range(20 * first, 20 * first + 11)), max_tokens=5)
+    finish_all(engine)
 
 
 def test_a_prompt_that_ends_with_a_block_is_shared_without_a_copy() -> None:
@@ -682,13 +701,29 @@ def test_an_abort_in_mid_prefill_leaves_the_blocks_to_those_who_share_them() -> 
     engine.turn()
     assert (partly.state, partly.computed) == (State.PREFILLING, 12)
     assert partly.blocks[:2] == older.blocks[:2]
-    forgotten = partly.blocks[2:]
+    left = partly.blocks[:3]
     engine.scheduler.finish(partly, "abort")
     engine.check_state()
     step = engine.turn()
     assert step is not None
-    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 8)]  # shares with the older, computes the rest
-    assert set(younger.blocks[2:]) & set(forgotten)
+    assert [(c.sequence, c.start) for c in step.chunks] == [
+        (younger, 12)
+    ]  # takes over what is there, computes the rest
+    assert younger.blocks[:3] == left
+    finish_all(engine)
+
+
+def test_an_abort_in_mid_prefill_is_forgotten_where_nobody_waits() -> None:
+    engine = engine_with(prefill_tokens=4)
+    prompt = tuple(range(50, 70))
+    partly = engine.add(prompt, max_tokens=5)
+    engine.turn()
+    engine.scheduler.finish(partly, "abort")
+    engine.check_end()
+    younger = engine.add(prompt, max_tokens=5)
+    step = engine.turn()
+    assert step is not None
+    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 0)]
     finish_all(engine)
 
 

@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
         help="continue prompts with a model",
         description="Continue prompts with a model folder (config.json, safetensors, tokenizer.json). Writes one JSON "
         f"line for each prompt, in order, as soon as it is done. Exit code: {DONE} all served, {REFUSED} some refused "
-        f"(their lines have an error), {BROKEN} nothing could be generated.",
+        f"or failed (their lines have an error), {BROKEN} nothing could be generated.",
     )
     parser.add_argument("model", help="folder of a Llama, Mistral, Qwen2 or Qwen3 model")
     source = parser.add_mutually_exclusive_group(required=True)
@@ -59,6 +59,8 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     try:
         rows = _read(options)
+        if options.out is not None:
+            open(options.out, "a").close()  # whether it can be written is known before the model is loaded
         engine, params, prompts = _prepare(options, rows)
         with _opened(options.out) as target:
             return _generate(engine, params, prompts, rows, options, target)
@@ -85,6 +87,10 @@ def _read(options: argparse.Namespace) -> list[dict[str, Any]]:
                 raise InputError(f"{options.prompts}:{number}: not JSON: {error}") from None
             if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
                 raise InputError(f"{options.prompts}:{number}: expected an object with `prompt` or `messages`")
+            messages = row.get("messages", [{}])
+            chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+            if not chat or not isinstance(row.get("prompt", ""), str):
+                raise InputError(f"{options.prompts}:{number}: expected a text as `prompt`, or a list of `messages`")
             rows.append(row)
     if not rows:
         raise InputError(f"{options.prompts} has no prompts")
@@ -112,14 +118,21 @@ def _prepare(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[E
     )
     tokenizer = load_tokenizer(options.model)
     prompts = []
-    for row in rows:
+    for number, row in enumerate(rows, 1):
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
         chat = options.chat or "messages" in row
-        prompts.append(tokenizer.encode_chat(messages) if chat else tokenizer.encode(row["prompt"]))
+        try:
+            prompts.append(tokenizer.encode_chat(messages) if chat else tokenizer.encode(row["prompt"]))
+        except ValueError as error:
+            raise InputError(f"prompt {number}: {error}") from None
     dtype = getattr(torch, options.dtype) if options.dtype else None
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.partition(":")[0] not in ("cuda", "cpu"):
+        raise InputError(f"--device {device}: expected cuda or cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"--device {device}: there is no CUDA device here; use --device cpu")
+    if options.cache_gib is not None and not options.cache_gib > 0:
+        raise InputError(f"--cache-gib {options.cache_gib:g}: expected more than 0")
     if options.rows < 1:
         raise InputError(f"--rows {options.rows}: at least one sequence has to decode at a time")
     model = load_model(options.model, dtype=dtype, device=device)
@@ -167,7 +180,8 @@ def _generate(
     for row, output in zip(rows, outputs, strict=True):
         if output.error is not None:
             print(f"rollgraph generate: {str(row)[:60]}: {output.error}", file=sys.stderr)
-    return REFUSED if any(output.error is not None for output in outputs) else DONE
+    failed = any(completion.error is not None for output in outputs for completion in output.completions)
+    return REFUSED if failed or any(output.error is not None for output in outputs) else DONE
 
 
 def _line(row: dict[str, Any], output: Output, logprobs: bool) -> str:

@@ -7,6 +7,7 @@ step behind: it launches a step before it has read the results of the one before
 from __future__ import annotations
 
 import hashlib
+import operator
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -122,7 +123,9 @@ class Progress:
     finished: int  # completions
 
 
-OnToken = Callable[[Output, int, int, str], None]  # request, sample, token, text that became certain with it
+# Request, sample, token, and the text that became certain with it: no later token makes it part of a stop string.
+OnToken = Callable[[Output, int, int, str], None]
+_InFlight = tuple[Step, torch.Tensor, torch.cuda.Event | None]
 
 
 @dataclass(eq=False)
@@ -136,6 +139,7 @@ class _Sample:
     on_token: OnToken | None
     detokenizer: Detokenizer | None  # None if nobody wants text before the end
     seed: tuple[int, int]
+    given: int = 0  # characters of the text that were certain so far
 
     @property
     def completion(self) -> Completion:
@@ -145,8 +149,8 @@ class _Sample:
 class Engine:
     """Generates with `model`, whose parameters may change between calls but never move.
 
-    Everything is allocated and captured here, before the first request. `rows` is how many sequences decode at a time,
-    `max_length` bounds a prompt with its completion, `cache_bytes` the key/value cache. `filters=False` leaves out the
+    Everything is allocated and captured here, before the first request. `rows` is how many sequences decode at a time
+    (256 on a GPU, else 16), `max_length` bounds a prompt with its completion, `cache_bytes` the key/value cache. `filters=False` leaves out the
     graphs for top-k, top-p, min-p and repetition penalty; requests with those are then refused.
     """
 
@@ -155,7 +159,7 @@ class Engine:
         model: Decoder,
         tokenizer: Tokenizer | None = None,
         *,
-        rows: int = 256,
+        rows: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,
         block_size: int = 16,
@@ -169,6 +173,9 @@ class Engine:
         architecture, weight = model.architecture, model.embed.weight
         max_length = min(max_length or 4096, architecture.max_length)
         cuda = weight.device.type == "cuda"
+        rows = (256 if cuda else 16) if rows is None else rows
+        if rows < 1 or block_size < 1:
+            raise ValueError(f"rows={rows}, block_size={block_size}: at least 1")
         prefill_tokens = prefill_tokens or (8192 if cuda else 512)
         prefill_buckets = _powers(prefill_tokens, first=64, factor=4)
         prefill_sequences = min(64, rows)
@@ -202,8 +209,8 @@ class Engine:
             on_capture=on_capture,
         )
         self._samples: dict[scheduler.Sequence, _Sample] = {}
-        self._filtered_rows = 0
-        self._in_flight: tuple[Step, torch.Tensor, torch.cuda.Event | None] | None = None
+        self._in_flight: _InFlight | None = None
+        self._stepping = False
         self._pinned = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
         self._turn = 0
         self._counts = {"submitted": 0, "tokens": 0, "finished": 0}
@@ -232,9 +239,10 @@ class Engine:
                 try:
                     outputs.append(self.submit(prompt, own, on_token=on_token))
                 except RequestError as error:
-                    text, tokens = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
-                    outputs.append(Output(text, tokens, error=str(error)))
-            while self.step():
+                    outputs.append(Output(prompt if isinstance(prompt, str) else None, [], error=str(error)))
+            more = True
+            while more:
+                more = self.step()
                 if on_progress is not None:
                     on_progress(self.progress())
         except BaseException:
@@ -285,7 +293,8 @@ class Engine:
         """Abort everything; the engine is as new."""
         for sequence, sample in list(self._samples.items()):
             self._finish(sequence, sample, "abort")
-        self._collect()
+        in_flight, self._in_flight = self._in_flight, None
+        self._collect(in_flight)
 
     def progress(self) -> Progress:
         done = self._counts
@@ -295,9 +304,15 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("a prompt of text needs a tokenizer")
-            text, tokens = prompt, self.tokenizer.encode(prompt)
+            try:
+                text, tokens = prompt, self.tokenizer.encode(prompt)
+            except ValueError as error:
+                raise RequestError(str(error)) from None
         else:
-            text, tokens = None, [int(token) for token in prompt]
+            try:
+                text, tokens = None, [operator.index(token) for token in prompt]
+            except TypeError:
+                raise RequestError(f"a prompt is a text or token ids, not {str(prompt)[:60]!r}") from None
         if not tokens:
             raise RequestError("the prompt is empty")
         unknown = next((t for t in tokens if not 0 <= t < self._vocabulary), None)
@@ -308,14 +323,25 @@ class Engine:
     # -- the loop --------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Launch the next step and read the results of the one before; False when there is nothing left to do."""
-        step = self._scheduler.schedule()
-        launched = self._launch(step) if step is not None else None
-        self._collect()
-        self._in_flight = launched
-        return launched is not None or self._scheduler.has_work
+        """Launch the next step and read the results of the one before; False when there is nothing left to do.
 
-    def _launch(self, step: Step) -> tuple[Step, torch.Tensor, torch.cuda.Event | None]:
+        Whatever is raised here, by a callback or a guard, everything is aborted first.
+        """
+        if self._stepping:
+            raise RuntimeError("the engine is within a step: a callback can submit and abort, not wait for results")
+        self._stepping = True
+        try:
+            step = self._scheduler.schedule()
+            before, self._in_flight = self._in_flight, self._launch(step) if step is not None else None
+            self._collect(before)
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self._stepping = False
+        return self._in_flight is not None or self._scheduler.has_work
+
+    def _launch(self, step: Step) -> _InFlight:
         graphs = self._graphs
         graphs.upload.begin()
         if step.chunks:
@@ -355,12 +381,11 @@ class Engine:
                 histories.append((sequence.row, sequence.tokens))
         self._graphs.start([sequence.row for sequence in starts], states, histories)
 
-    def _collect(self) -> None:
-        """Wait for the step in flight and take in its results."""
-        if self._in_flight is None:
+    def _collect(self, in_flight: _InFlight | None) -> None:
+        """Wait for a step and take in its results."""
+        if in_flight is None:
             return
-        step, host, event = self._in_flight
-        self._in_flight = None
+        step, host, event = in_flight
         if event is not None:
             event.synchronize()
         tokens = host[:, 0].tolist()
@@ -395,24 +420,36 @@ class Engine:
         self._scheduler.finish(sequence, reason)
         completion = sample.completion
         completion.finish_reason = reason
-        if sample.detokenizer is None and self.tokenizer is not None:
+        if sample.detokenizer is not None and reason in ("abort", "error"):
+            completion.text += sample.detokenizer.finish()
+        elif sample.detokenizer is None and self.tokenizer is not None:
             completion.text = self.tokenizer.decode([token for token in completion.tokens if token in self._known])
         self._counts["finished"] += 1
 
 
 def _stream(sample: _Sample, detokenizer: Detokenizer, token: int, known: bool, last: bool) -> bool:
     """Add to the text; True if a stop string is complete."""
-    completion = sample.completion
+    completion, stops = sample.completion, sample.params.stop
     before = len(completion.text)
     completion.text += (detokenizer.push(token) if known else "") + (detokenizer.finish() if last else "")
-    longest = max(map(len, sample.params.stop), default=0)
-    found = [completion.text.find(stop, max(0, before - longest)) for stop in sample.params.stop]
+    text = completion.text + (detokenizer.pending() if stops and not last else "")
+    longest = max(map(len, stops), default=0)
+    found = [text.find(stop, max(0, before - longest)) for stop in stops]
     ends = [place for place in found if place >= 0]
     if ends:
-        completion.text = completion.text[: min(ends)]
+        completion.text = text[: min(ends)]
+    certain = len(completion.text)
+    if not ends and not last:
+        certain -= max((_begun(completion.text, stop) for stop in stops), default=0)
+    new, sample.given = completion.text[sample.given : certain], certain
     if sample.on_token is not None:
-        sample.on_token(sample.output, sample.index, token, completion.text[before:])
+        sample.on_token(sample.output, sample.index, token, new)
     return bool(ends)
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text are the beginning of a stop string."""
+    return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))
 
 
 def _row_seed(seed: int, index: int) -> tuple[int, int]:

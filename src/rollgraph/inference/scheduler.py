@@ -119,6 +119,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._admitted: dict[Sequence, None] = {}  # who has a row, the latest last
         self._free_rows = list(range(max_rows))  # a heap: the lowest first
+        self._left: list[list[int]] = []  # tables of who finished, held for those who wait and may share their prompt
         self._next = Step()  # what `schedule` fills; if it has nothing to launch, this keeps who was preempted
 
     @property
@@ -161,6 +162,7 @@ class Scheduler:
         step = self._next
         decoding, appends = self._continue()
         self._prefill(step)
+        self._release_left()
         decoding += step.starts  # their blocks cover the first decode
         if not decoding and not step.chunks:
             return None
@@ -207,7 +209,9 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self._waiting.remove(sequence)
         else:
-            self._leave(sequence)
+            self._left.append(self._leave(sequence))
+        if not self._waiting:
+            self._release_left()
         sequence.state = State.FINISHED
         sequence.finish_reason = reason
 
@@ -220,6 +224,8 @@ class Scheduler:
             if sequence.state is not running or sequence.computed == sequence.end:
                 continue
             if sequence.computed == len(sequence.blocks) * size:
+                if not self.blocks.free:
+                    self._release_left()
                 while not self.blocks.free:
                     self._preempt(next(reversed(self._admitted)))
                 if sequence.row == NO_ROW:
@@ -253,15 +259,19 @@ class Scheduler:
         Each sequence that runs is left a free block, or the newcomer would soon give way again. One that gave way
         waits for its tokens in flight, and nobody overtakes it.
         """
-        spare = self.blocks.free - len(self._admitted)
-        if not self._waiting or not self._free_rows or spare < 1 or self._waiting[0].in_flight:
+        if not self._waiting or not self._free_rows or self._waiting[0].in_flight:
             return None
         sequence = self._waiting[0]
         prefix = sequence.tokens[:-1]
         shared, tail = self.blocks.match(prefix)
         fresh = self.blocks.needed(sequence.length) - len(shared)
         computed = len(shared) * self.blocks.block_size
-        if fresh > spare or not (budget or tail or computed == len(prefix)):
+        if max(fresh, 1) > self.blocks.free - len(self._admitted):
+            if not self._left or copies:  # nobody may write this step to what it copies from
+                return None
+            self._release_left()
+            return self._admit(budget, copies)
+        if not (budget or tail or computed == len(prefix)):
             return None
         self._admitted[self._waiting.popleft()] = None
         sequence.state = State.PREFILLING
@@ -290,14 +300,20 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of the queue. Frees a block at least: the one that it writes to is nobody else's."""
-        self._leave(sequence)
+        self.blocks.release(self._leave(sequence))
         sequence.state = State.WAITING
         self._waiting.appendleft(sequence)
         self._next.preempted.append(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Give back the row and the blocks."""
+    def _leave(self, sequence: Sequence) -> list[int]:
+        """Give back the row; gives the blocks, which are to be released."""
         del self._admitted[sequence]
         heapq.heappush(self._free_rows, sequence.row)
-        self.blocks.release(sequence.blocks)
+        blocks = sequence.blocks
         sequence.row, sequence.blocks, sequence.computed = NO_ROW, [], 0
+        return blocks
+
+    def _release_left(self) -> None:
+        for blocks in self._left:
+            self.blocks.release(blocks)
+        self._left.clear()

@@ -51,6 +51,10 @@ class Detokenizer:
             self._given = len(self._decode(self._window)) - 1
         return self._pieces[-1]
 
+    def pending(self) -> str:
+        """What `finish` would give now, without an unfinished character at its end."""
+        return self._decode(self._window)[self._given :].rstrip("\ufffd")
+
     def finish(self) -> str:
         """The rest, now that nothing follows."""
         self._pieces.append(self._decode(self._window)[self._given :])
