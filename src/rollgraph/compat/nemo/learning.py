@@ -67,7 +67,7 @@ def _translate_shaping(book: Ledger, name: str) -> None:
         for key in book.below(f"{section}."):
             book.ignore(key, "reward shaping is off")
     elif name == "dapo" and length and buffer and book.get(penalty) in (None, 1):
-        book.translate(on, "algorithm.name", name)
+        book.translate(on, "algorithm.options.overlong_buffer", buffer)
         book.translate(f"{section}.max_response_length", "algorithm.options.max_tokens", length)
         book.translate(f"{section}.overlong_buffer_length", "algorithm.options.overlong_buffer", buffer)
         book.ignore(penalty, "it is 1 here")
@@ -88,12 +88,12 @@ def translate_optimizer(book: Ledger) -> None:
         section, clip = "policy.optimizer.kwargs", "policy.max_grad_norm"
         eps, name, expected = f"{section}.eps", "policy.optimizer.name", "torch.optim.AdamW"
         betas = [f"{section}.betas"]
-        pair = book.get(betas[0]) or [None]
+        pair = book.get(betas[0])
         _translate_stages(book, "policy.scheduler")
     for key, ours in ((f"{section}.lr", "lr"), (f"{section}.weight_decay", "weight_decay"), (eps, "eps")):
         if book.get(key) is not None:
             book.translate(key, f"optimizer.{ours}", book.get(key))
-    if None not in pair:
+    if all(book.get(key) is not None for key in betas):
         for key in betas:
             book.translate(key, "optimizer.betas", pair)
     book.translate(clip, "optimizer.clip_norm", book.get(clip) or None)
@@ -122,12 +122,13 @@ def _translate_stages(book: Ledger, key: str) -> None:
     stages = book.get(key)
     if not stages:
         return book.ignore(key, "none: the learning rate is constant")
+    stages = stages if isinstance(stages, list) else [stages]
     named = [stage for stage in stages if isinstance(stage, dict) and "name" in stage]
     names = [str(stage["name"]).rpartition(".")[2] for stage in named]
     warms_up = names[:1] == ["LinearLR"]
     steps = (named[0].get("kwargs") or {}).get("total_iters") if warms_up else 0
     schedule = LATER_STAGES.get("+".join(names[warms_up:]))
-    if schedule is None or type(steps) is not int:
+    if schedule is None or type(steps) is not int or steps < 0:
         return book.refuse(key, "there is a linear warm-up, then constant or cosine: optimizer.schedule")
     book.put("optimizer.schedule", schedule)
     book.put("optimizer.warmup_steps", steps)

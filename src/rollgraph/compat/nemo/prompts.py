@@ -36,8 +36,10 @@ def _translate_dataset(book: Ledger, part: str, paths: tuple[str, ...]) -> None:
     ours = f"data.{part}"
     whole = book.get(ours)
     for key in paths:
-        if book.get(key) is not None:
+        if isinstance(book.get(key), str):
             book.translate(key, ours, book.get(key))
+        elif book.get(key) is not None:
+            book.refuse(key, "expected the path of a file")
     names = [
         f"data.{part}.dataset_name",
         *(("data.dataset_name", "data.default.dataset_name") if part == "train" else ()),
