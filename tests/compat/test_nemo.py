@@ -128,6 +128,8 @@ def test_a_megatron_config_with_current_graph_keys(tmp_path: Path) -> None:
     [
         ("cuda_graph_impl: local, cuda_graph_scope: full_iteration", 1, "auto", ("step",)),
         ("cuda_graph_impl: local, cuda_graph_scope: full_iteration", 8, "auto", ("layer",)),
+        ("cuda_graph_impl: full_iteration, cuda_graph_modules: []", 1, "auto", ("step",)),
+        ("cuda_graph_impl: full_iteration, cuda_graph_modules: []", 8, "auto", ("layer",)),
         ("external_cuda_graph: true, cuda_graph_scope: [mlp]", 8, "auto", ("mlp",)),
         ("cuda_graph_impl: none", 1, "auto", None),  # theirs captures generation
         ("cuda_graph_impl: local, cuda_graph_modules: [moe_router]", 1, "auto", None),
@@ -190,6 +192,21 @@ def test_another_environment_has_to_be_written(tmp_path: Path) -> None:
     assert found["env.code.num_workers"][0] is Status.UNSUPPORTED
     assert found["env.math.num_workers"] == (Status.IGNORED, "no dataset uses it")
     assert config.reward.workers == 0
+
+
+def test_a_verifier_that_scores_otherwise_is_said(tmp_path: Path) -> None:
+    """The public grpo_math_1B_dapo_megatron.yaml has it, and warns that hf_math_verify scores higher."""
+    path = tmp_path / "their.yaml"
+    path.write_text(SMALL + "env: {math: {math_verify_impl: dapo_math_verify, verifier_type: english_multichoice}}\n")
+    config, translation = read(path, tmp_path)
+    found = statuses(translation)
+    status, reason = found["env.math.math_verify_impl"]
+    assert (status, config.reward.functions[0].name) == (Status.UNSUPPORTED, "math_verify")
+    assert "higher than those of dapo_math_verify" in reason
+    assert "# To do: reward.functions: math_verify compares" in translation.to_yaml()
+    assert found["env.math.verifier_type"][0] is Status.UNSUPPORTED
+    path.write_text(SMALL + "env: {math: {math_verify_impl: hf_math_verify}}\n")
+    assert statuses(import_nemo(path))["env.math.math_verify_impl"][0] is Status.TRANSLATED
 
 
 def test_a_key_nobody_knows(tmp_path: Path) -> None:

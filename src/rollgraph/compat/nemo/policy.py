@@ -97,6 +97,8 @@ def translate_graphs(book: Ledger) -> None:
 
 
 def _translate_scope(book: Ledger, key: str, names: list[str], impl: str) -> None:
+    if impl == "full_iteration":  # as versions say it that have cuda_graph_modules
+        names = ["full_iteration"]
     found = [OUR_SCOPES[name] for name in names if name in OUR_SCOPES] or ["layer"]
     if impl == "none":
         book.ignore(key, "there is no implementation")
