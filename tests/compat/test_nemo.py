@@ -19,6 +19,7 @@ from rollgraph.config import Config, ConfigError, check_scopes, load_config, par
 from rollgraph.config_reader import Node
 from rollgraph.inputs import make_algorithm
 from rollgraph.rl.algorithms import load_algorithm
+from rollgraph.rl.algorithms.advantages import centred, leave_one_out
 
 DATA = Path(__file__).parent / "data"
 SMALL = """\
@@ -167,6 +168,24 @@ def test_sequence_level_ratios_and_corrections(tmp_path: Path) -> None:
     assert config.algorithm.options["importance_cap"] == 2.0
 
 
+@pytest.mark.parametrize("section", ["{}", "adv_estimator: {{name: grpo, {}}}"], ids=["earlier", "later"])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_leave_one_out_says_what_differs(tmp_path: Path, section: str, normalized: bool) -> None:
+    keys = f"normalize_rewards: {normalized}, use_leave_one_out_baseline: true"
+    text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, {section.format(keys)}")
+    config, found = translate(tmp_path, text)
+    (key,) = [key for key in found if key.endswith("use_leave_one_out_baseline")]
+    status, reason = found[key]
+    assert (config.algorithm.name, status) == ("grpo", Status.UNSUPPORTED)
+    if normalized:
+        assert "mean and standard deviation of the other samples" in reason
+        return
+    assert "advantages are 3/4 of theirs; rloo has the mean of the others, but sums over the tokens" in reason
+    rewards = [1.0, 0.0, 0.0, 0.5]
+    assert centred(rewards) == pytest.approx([3 / 4 * value for value in leave_one_out(rewards)])
+    assert load_algorithm("rloo").weights([2, 6]) != load_algorithm("grpo").weights([2, 6])  # hence not rloo
+
+
 def test_overlong_shaping_is_dapos(tmp_path: Path) -> None:
     shaping = "{enabled: true, overlong_buffer_length: 8, overlong_buffer_penalty: 1, max_response_length: 32}"
     text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, reward_shaping: {shaping}")
@@ -207,6 +226,14 @@ def test_a_verifier_that_scores_otherwise_is_said(tmp_path: Path) -> None:
     assert found["env.math.verifier_type"][0] is Status.UNSUPPORTED
     path.write_text(SMALL + "env: {math: {math_verify_impl: hf_math_verify}}\n")
     assert statuses(import_nemo(path))["env.math.math_verify_impl"][0] is Status.TRANSLATED
+
+
+@pytest.mark.parametrize("period", [0, -1])
+def test_no_validation(tmp_path: Path, period: int) -> None:
+    text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, val_period: {period}")
+    config, found = translate(tmp_path, text + "data: {validation: {data_path: a.jsonl}}\n")
+    assert config.data.validation is None
+    assert found["grpo.val_period"] == (Status.TRANSLATED, "data.validation: null (no validation)")
 
 
 def test_a_key_nobody_knows(tmp_path: Path) -> None:

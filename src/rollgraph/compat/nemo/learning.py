@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollgraph.compat.nemo.ledger import Ledger, Status
+from rollgraph.config import Rollout
 
 STYLES = ("constant", "linear", "cosine")
 LATER_STAGES = {"": "constant", "ConstantLR": "constant", "CosineAnnealingLR": "cosine"}
@@ -39,12 +40,22 @@ def _translate_advantages(book: Ledger) -> None:
         book.ignore(name, "it is the algorithm's own")
     book.refuse(name, "advantages are part of algorithm.name; see docs/algorithms.md")
     for section in ("grpo", "grpo.adv_estimator"):  # earlier versions, later ones
-        key = f"{section}.normalize_rewards"
-        book.translate(key, "algorithm.options.normalize_std", bool(book.get(key)))
-        key = f"{section}.use_leave_one_out_baseline"
-        if book.get(key):
-            book.refuse(key, "the baseline is the mean of the whole group, not of the others in it")
-        book.ignore(key, "the baseline is the mean of the whole group")
+        normalized, others = f"{section}.normalize_rewards", f"{section}.use_leave_one_out_baseline"
+        book.translate(normalized, "algorithm.options.normalize_std", bool(book.get(normalized)))
+        if book.get(others):
+            book.refuse(others, _why_no_leave_one_out(book, bool(book.get(normalized))))
+        book.ignore(others, "the baseline is the mean of the whole group")
+
+
+def _why_no_leave_one_out(book: Ledger, normalized: bool) -> str:
+    """Theirs changes the advantage of whichever loss there is; our `rloo` is an advantage with a loss of its own."""
+    if normalized:
+        return "theirs has the mean and standard deviation of the other samples, ours those of the whole group"
+    samples = book.number("grpo.num_generations_per_prompt") or Rollout.samples_per_prompt
+    return (
+        f"ours has the mean of the whole group: advantages are {samples - 1}/{samples} of theirs; "
+        "rloo has the mean of the others, but sums over the tokens of a sample where this loss takes means"
+    )
 
 
 def _translate_correction(book: Ledger) -> None:

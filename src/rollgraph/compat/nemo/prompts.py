@@ -20,7 +20,7 @@ def translate_data(book: Ledger) -> None:
     if "train" not in book.ours["data"]:
         book.put("data.train", "data/train.jsonl")
         book.to_do.append("data.train is a .jsonl or .parquet file with a column `prompt`")
-    if period := book.number("grpo.val_period"):
+    if (period := book.number("grpo.val_period") or 0) > 0:
         book.translate("grpo.val_period", "validation.every", period)
     else:
         book.translate("grpo.val_period", "data.validation", None, "no validation")
