@@ -48,8 +48,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("states", "exit_code"),
     [
-        ((), 0),
+        ((State.CLEAR,), 0),
         ((State.CLEAR, State.REPAIRED, State.UNKNOWN), 0),
+        ((State.UNKNOWN, State.UNKNOWN), 3),
         ((State.CLEAR, State.AFFECTED, State.REPAIRED), 1),
     ],
 )
@@ -106,7 +107,7 @@ def test_a_config_that_is_merely_old_is_no_failure(
 ) -> None:
     path = tmp_path / "their.yaml"
     path.write_text("enable_cuda_graph: true\n")
-    found([])
+    found([finding(State.CLEAR)])
     assert call("--config", str(path)) == 0
     out = capsys.readouterr().out
     assert f"{path}:1: enable_cuda_graph: deprecated" in out
@@ -141,7 +142,7 @@ def test_a_config_without_mistakes(
 ) -> None:
     path = tmp_path / "their.yaml"
     path.write_text(text)
-    found([])
+    found([finding(State.CLEAR)])
     assert call("--config", str(path)) == 0
     assert "config: no remarks" in capsys.readouterr().out
 
@@ -152,6 +153,26 @@ def test_nothing_of_the_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert call() == 0
     assert "Nothing of the Megatron family is installed here" in capsys.readouterr().out
     assert examine().findings == ()  # no probe is even tried
+    assert call("--json") == 0
+    assert json.loads(capsys.readouterr().out)["affected"] is None
+
+
+@pytest.mark.parametrize("name", ["nemo-rl", "transformer-engine", "megatron-bridge"])
+def test_a_family_without_megatron_core_is_no_clean_bill(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where workers have an environment of their own: there is something to try, but not here."""
+    installed = dict.fromkeys(find_installed()) | {name: "1.0"}
+    monkeypatch.setattr(examination, "find_installed", lambda: installed)
+    assert call() == 3
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("nothing could be tried here; megatron-core is not installed here: run this with the Python")
+    assert call("--json") == 3
+    assert json.loads(capsys.readouterr().out)["affected"] is None
+    path = tmp_path / "their.yaml"
+    path.write_text("cuda_graph_scope: attn\n")
+    assert call("--config", str(path), "--json") == 1  # a config needs no installation to be wrong
+    assert json.loads(capsys.readouterr().out)["affected"] is True
 
 
 @pytest.mark.parametrize("file", ["megatron/__init__.py", "megatron/core/__init__.py"])
@@ -169,7 +190,8 @@ def test_an_installation_that_is_broken(tmp_path: Path, file: str) -> None:
     words = [sys.executable, "-c", code]
     ran = subprocess.run(words, capture_output=True, text=True, env={**ENVIRONMENT, "PYTHONPATH": paths})
     report = json.loads(ran.stdout.removeprefix("noise\n"))  # before the command, for the stand-in above
-    assert ran.returncode == 0, ran.stderr
+    assert ran.returncode == 3, ran.stderr  # nothing could be tried
+    assert report["affected"] is None
     assert {item["state"] for item in report["findings"]} == {"cannot tell here"}
     for item in report["findings"]:
         assert "libcuda is of yesterday" in item["reason"]

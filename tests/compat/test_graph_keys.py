@@ -174,6 +174,25 @@ def test_trackers_of_a_bridge_config(tmp_path: Path) -> None:
           te_rng_tracker: false
     """
     assert ("their.yaml:3", "model.use_te_rng_tracker") in of(lint(tmp_path, text), Kind.CONTRADICTORY)
+    alone = text.replace("          use_te_rng_tracker: true\n", "")
+    assert of(lint(tmp_path, alone), Kind.CONTRADICTORY) == [("their.yaml:4", "rng.te_rng_tracker")]
+
+
+def test_an_implementation_that_does_not_exist(tmp_path: Path) -> None:
+    (remark,) = lint(tmp_path, "cuda_graph_impl: nccl\n")
+    assert remark.text.endswith("there are none, local, transformer_engine, full_iteration")
+    assert remark.advice == "write one of these"
+
+
+def test_sections_inside_lists(tmp_path: Path) -> None:
+    text = """\
+        stages:
+          - model: {hidden_size: 8}
+          - model: {cuda_graph_impl: local}
+            rng:
+              te_rng_tracker: false
+    """
+    assert of(lint(tmp_path, text), Kind.CONTRADICTORY) == [("their.yaml:5", "stages.1.rng.te_rng_tracker")]
 
 
 NEMO = """\
@@ -203,6 +222,69 @@ def test_a_nemo_config_that_is_right(tmp_path: Path) -> None:
 def test_a_nemo_config_that_is_wrong(tmp_path: Path, change: tuple[str, str], kind: Kind, place: int, key: str) -> None:
     found = of(lint(tmp_path, NEMO.replace(*change)), kind)
     assert found == [(f"their.yaml:{place}", f"policy.megatron_cfg.{key}")]
+
+
+CURRENT, LATER = ("cuda_graph_impl", "cuda_graph_scope"), ("cuda_graph_impl", "cuda_graph_modules")
+
+
+@pytest.mark.parametrize("known", [None, CURRENT, LATER], ids=["none", "0.16.1", "later"])
+@pytest.mark.parametrize(
+    ("graph_keys", "kinds", "advice", "obeyed"),
+    [
+        ("impl: local, cuda_graph_scope: attn", "no effect", "remove it", "impl: local"),
+        ("impl: local, cuda_graph_scope: full", "no effect", "remove it", "impl: local"),
+        ("impl: local, cuda_graph_scope: full_iteration", "no effect", "remove it", "impl: local"),
+        (
+            "impl: local, cuda_graph_scope: moe_router",
+            "no effect",
+            "call it cuda_graph_modules, or remove it",
+            "impl: local, cuda_graph_modules: moe_router",
+        ),
+        (
+            "impl: local, cuda_graph_scope: [moe], cuda_graph_modules: [moe_router]",
+            "no effect",
+            "remove it",
+            "impl: local, cuda_graph_modules: [moe_router]",
+        ),
+        (
+            "impl: local, cuda_graph_modules: full_iteration",
+            "captures nothing",
+            "use cuda_graph_impl: local, and no scope",
+            "impl: local",
+        ),
+        (
+            "scope: attn",
+            "contradictory",
+            "remove it; cuda_graph_impl: local captures whole layers",
+            "impl: local",
+        ),
+    ],
+)
+def test_advice_on_a_nemo_config_ends_in_no_remark(
+    tmp_path: Path, known: tuple[str, ...] | None, graph_keys: str, kinds: str, advice: str, obeyed: str
+) -> None:
+    """NeMo-RL hands `cuda_graph_modules` to Megatron under whichever name that has, and `cuda_graph_scope` never."""
+    text = "policy: {megatron_cfg: {enabled: true, cuda_graph_KEYS}}\n"
+    remarks = lint(tmp_path, text.replace("KEYS", graph_keys), known)
+    remarks = [remark for remark in remarks if remark.kind not in (Kind.DEPRECATED, Kind.UNKNOWN)]
+    assert [(remark.kind, remark.advice) for remark in remarks] == [(kinds, advice)]
+    assert lint(tmp_path, text.replace("KEYS", obeyed), known) == []
+
+
+def test_a_scope_that_nemo_loses_is_not_called_eager(tmp_path: Path) -> None:
+    (remark,) = lint(tmp_path, NEMO + "        cuda_graph_scope: attn\n", CURRENT)
+    assert not remark.serious  # the implementation is handed over, so layers are captured
+    assert "and not cuda_graph_scope; without it, an implementation captures whole layers" in remark.text
+    checkpointing = NEMO.replace("checkpointing: false", "checkpointing: true")
+    remarks = lint(tmp_path, checkpointing + "        cuda_graph_scope: full_iteration\n", CURRENT)
+    assert of(remarks, Kind.CONTRADICTORY) == [("their.yaml:4", "policy.megatron_cfg.activation_checkpointing")]
+
+
+@pytest.mark.parametrize("flag", ["enable_cuda_graph", "external_cuda_graph"])
+def test_flags_that_nemo_does_not_hand_over(tmp_path: Path, flag: str) -> None:
+    remarks = lint(tmp_path, NEMO.replace("cuda_graph_impl: local", f"{flag}: true"))
+    assert [remark.kind for remark in remarks] == [Kind.DEPRECATED, Kind.CAPTURES_NOTHING]
+    assert {remark.advice for remark in remarks} == {"write cuda_graph_impl: local"}  # not what captures nothing there
 
 
 def test_graph_keys_of_dtensor_workers(tmp_path: Path) -> None:

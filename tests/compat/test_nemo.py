@@ -15,9 +15,11 @@ from rollgraph.compat.graph_lint import lint
 from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.ledger import short
 from rollgraph.compat.nemo.translation import translate_tree
-from rollgraph.config import Config, ConfigError, load_config
+from rollgraph.config import Config, ConfigError, check_scopes, load_config, parse_config
 from rollgraph.config_reader import Node
+from rollgraph.inputs import make_algorithm
 from rollgraph.rl.algorithms import load_algorithm
+from rollgraph.rl.algorithms.advantages import centred, leave_one_out
 
 DATA = Path(__file__).parent / "data"
 SMALL = """\
@@ -127,6 +129,8 @@ def test_a_megatron_config_with_current_graph_keys(tmp_path: Path) -> None:
     [
         ("cuda_graph_impl: local, cuda_graph_scope: full_iteration", 1, "auto", ("step",)),
         ("cuda_graph_impl: local, cuda_graph_scope: full_iteration", 8, "auto", ("layer",)),
+        ("cuda_graph_impl: full_iteration, cuda_graph_modules: []", 1, "auto", ("step",)),
+        ("cuda_graph_impl: full_iteration, cuda_graph_modules: []", 8, "auto", ("layer",)),
         ("external_cuda_graph: true, cuda_graph_scope: [mlp]", 8, "auto", ("mlp",)),
         ("cuda_graph_impl: none", 1, "auto", None),  # theirs captures generation
         ("cuda_graph_impl: local, cuda_graph_modules: [moe_router]", 1, "auto", None),
@@ -164,6 +168,24 @@ def test_sequence_level_ratios_and_corrections(tmp_path: Path) -> None:
     assert config.algorithm.options["importance_cap"] == 2.0
 
 
+@pytest.mark.parametrize("section", ["{}", "adv_estimator: {{name: grpo, {}}}"], ids=["earlier", "later"])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_leave_one_out_says_what_differs(tmp_path: Path, section: str, normalized: bool) -> None:
+    keys = f"normalize_rewards: {normalized}, use_leave_one_out_baseline: true"
+    text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, {section.format(keys)}")
+    config, found = translate(tmp_path, text)
+    (key,) = [key for key in found if key.endswith("use_leave_one_out_baseline")]
+    status, reason = found[key]
+    assert (config.algorithm.name, status) == ("grpo", Status.UNSUPPORTED)
+    if normalized:
+        assert "mean and standard deviation of the other samples" in reason
+        return
+    assert "advantages are 3/4 of theirs; rloo has the mean of the others, but sums over the tokens" in reason
+    rewards = [1.0, 0.0, 0.0, 0.5]
+    assert centred(rewards) == pytest.approx([3 / 4 * value for value in leave_one_out(rewards)])
+    assert load_algorithm("rloo").weights([2, 6]) != load_algorithm("grpo").weights([2, 6])  # hence not rloo
+
+
 def test_overlong_shaping_is_dapos(tmp_path: Path) -> None:
     shaping = "{enabled: true, overlong_buffer_length: 8, overlong_buffer_penalty: 1, max_response_length: 32}"
     text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, reward_shaping: {shaping}")
@@ -191,6 +213,29 @@ def test_another_environment_has_to_be_written(tmp_path: Path) -> None:
     assert config.reward.workers == 0
 
 
+def test_a_verifier_that_scores_otherwise_is_said(tmp_path: Path) -> None:
+    """The public grpo_math_1B_dapo_megatron.yaml has it, and warns that hf_math_verify scores higher."""
+    path = tmp_path / "their.yaml"
+    path.write_text(SMALL + "env: {math: {math_verify_impl: dapo_math_verify, verifier_type: english_multichoice}}\n")
+    config, translation = read(path, tmp_path)
+    found = statuses(translation)
+    status, reason = found["env.math.math_verify_impl"]
+    assert (status, config.reward.functions[0].name) == (Status.UNSUPPORTED, "math_verify")
+    assert "higher than those of dapo_math_verify" in reason
+    assert "# To do: reward.functions: math_verify compares" in translation.to_yaml()
+    assert found["env.math.verifier_type"][0] is Status.UNSUPPORTED
+    path.write_text(SMALL + "env: {math: {math_verify_impl: hf_math_verify}}\n")
+    assert statuses(import_nemo(path))["env.math.math_verify_impl"][0] is Status.TRANSLATED
+
+
+@pytest.mark.parametrize("period", [0, -1])
+def test_no_validation(tmp_path: Path, period: int) -> None:
+    text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, val_period: {period}")
+    config, found = translate(tmp_path, text + "data: {validation: {data_path: a.jsonl}}\n")
+    assert config.data.validation is None
+    assert found["grpo.val_period"] == (Status.TRANSLATED, "data.validation: null (no validation)")
+
+
 def test_a_key_nobody_knows(tmp_path: Path) -> None:
     _, found = translate(tmp_path, SMALL + "  brand_new: 3\n")
     assert found["policy.brand_new"] == (Status.UNSUPPORTED, "not known here")
@@ -214,9 +259,6 @@ def test_a_key_nobody_knows(tmp_path: Path) -> None:
         ("defaults: nowhere.yaml\n", "their.yaml:1: defaults: there is no file"),
         ("defaults: their.yaml\n", "their.yaml:1: defaults: files name each other: their.yaml -> their.yaml"),
         ("- a\n", "their.yaml:1: expected keys, got list"),
-        (SMALL.replace("64", "many"), "their.yaml:4: policy.max_total_sequence_length: expected a whole number"),
-        (SMALL.replace("max_num_steps: 9", "max_num_steps: -1"), "steps: expected whole number ≥ 1, got -1"),
-        (f"{SMALL}  generation: {{temperature: hot}}\n", "policy.generation.temperature: 'hot' cannot be rollout.temp"),
     ],
 )
 def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
@@ -225,6 +267,87 @@ def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         import_nemo(path)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("checkpointing.save_period", None, "checkpoint.every: expected whole number ≥ 1, got null"),
+        ("policy.megatron_cfg.cuda_graph_warmup_steps", None, "graph.warmup: expected whole number ≥ 0, got null"),
+        ("policy.generation.temperature", 0.0, "rollout.temperature: expected number ≥ 0.01, got 0.0"),
+        ("policy.generation.temperature", "hot", "'hot' cannot be rollout.temperature"),
+        ("policy.generation.stop_strings", ["a", 1], "rollout.stop[1]: expected text, got 1"),
+        ("policy.max_total_sequence_length", "many", "expected a whole number, got 'many'"),
+        ("policy.max_total_sequence_length", 0, "expected a whole number ≥ 1, got 0"),
+        ("grpo.max_num_steps", -1, "expected a whole number ≥ 1, got -1"),
+        ("grpo.num_generations_per_prompt", 1, "grpo compares the samples of a prompt, so it needs 2 or more"),
+        ("loss_fn.ratio_clip_min", 2, "algorithm.options.clip_low=2.0: expected a number from 0 to 1"),
+        ("loss_fn.reference_policy_kl_type", "k9", "algorithm.options.kl_estimator='k9': expected k1 or k2 or k3"),
+    ],
+)
+def test_a_value_that_ours_refuses_is_that_one_key(key: str, value: Any, reason: str) -> None:
+    whole = plain(load_composed(DATA / "grpo_megatron_current.yaml"))
+    whole["checkpointing"]["enabled"] = True
+    whole["policy"]["train_global_batch_size"] = 16  # one sample of each prompt
+    before = statuses(translate_tree(as_node(whole), "their.yaml"))
+    *sections, name = key.split(".")
+    reduce(dict.__getitem__, sections, whole)[name] = value
+    translation = translate_tree(as_node(whole), "their.yaml")
+    parse_config(translation.to_yaml())
+    after = statuses(translation)
+    assert after[key][0] is Status.UNSUPPORTED
+    assert reason in after[key][1]
+    assert {key for key in after if after[key][0] is not before[key][0]} == {key}
+
+
+def test_a_dataset_that_is_no_path(tmp_path: Path) -> None:
+    config, found = translate(tmp_path, SMALL + "data: {train: {data_path: 5}}\n")
+    assert found["data.train.data_path"] == (Status.UNSUPPORTED, "expected the path of a file")
+    assert config.data.train == "data/train.jsonl"
+
+
+@pytest.mark.parametrize("odd", [None, -1, "x", [1]], ids=repr)
+def test_no_value_ends_a_translation(odd: Any) -> None:
+    """Whatever stands where a setting of theirs is translated, the rest is, and passes the checks of a run."""
+    whole = plain(load_composed(DATA / "grpo_base.yaml"))
+    lines = translate_tree(as_node(whole), "their.yaml").lines
+    keys = [line.key for line in lines if line.status is Status.TRANSLATED and line.key != "policy.model_name"]
+    assert len(keys) > 30
+    for key in keys:
+        changed = deepcopy(whole)
+        *sections, name = key.split(".")
+        reduce(dict.__getitem__, sections, changed)[name] = odd
+        translation = translate_tree(as_node(changed), "their.yaml")
+        assert [line.key for line in translation.lines] == leaves(changed)
+        config = parse_config(translation.to_yaml())
+        check_scopes(config, ranks=1)
+        make_algorithm(config)
+
+
+@pytest.mark.parametrize(
+    ("graph_keys", "ranks", "checkpointing"),
+    [
+        ("", 1, True),
+        ("cuda_graph_impl: full_iteration, ", 1, True),
+        ("cuda_graph_impl: none, ", 1, True),
+        ("", 8, False),
+        ("cuda_graph_impl: full_iteration, ", 8, False),
+        ("cuda_graph_impl: local, cuda_graph_modules: [attn, mlp], ", 1, False),
+        ("enable_cuda_graph: true, cuda_graph_scope: full, ", 1, False),
+    ],
+)
+def test_checkpointing_only_where_it_can_run(tmp_path: Path, graph_keys: str, ranks: int, checkpointing: bool) -> None:
+    keys = f"{{enabled: true, {graph_keys}activation_checkpointing: true}}"
+    text = f"{SMALL}  megatron_cfg: {keys}\ncluster: {{gpus_per_node: {ranks}, num_nodes: 1}}\n"
+    config, found = translate(tmp_path, text)
+    check_scopes(config, ranks)  # as plan and train do
+    assert config.model.checkpointing is checkpointing
+    status, reason = found["policy.megatron_cfg.activation_checkpointing"]
+    if checkpointing:
+        assert (status, reason) == (Status.TRANSLATED, "model.checkpointing: true (on one rank only)")
+    else:
+        assert status is Status.UNSUPPORTED
+        assert reason.startswith("model.checkpointing: needs a graph of the whole step (one rank, graph.scope: step)")
 
 
 @pytest.mark.parametrize("odd", [None, True, 0, -1, 1.5, "x", "", [], [1], {"a": 1}, [{"a": [1]}]], ids=repr)

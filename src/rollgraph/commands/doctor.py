@@ -12,7 +12,11 @@ from rollgraph.commands.streams import printing_to_stderr
 if TYPE_CHECKING:
     from rollgraph.compat.examination import Examination
 
-WELL, AFFECTED, BROKEN = 0, 1, 2
+WELL, AFFECTED, BROKEN, UNTRIED = 0, 1, 2, 3
+ELSEWHERE = (
+    "megatron-core is not installed here: run this with the Python of the environment that trains; NeMo-RL's Megatron "
+    "workers have one of their own, in the folder NEMO_RL_VENV_DIR"
+)
 COLOURS = {"affected": "red", "not affected": "green", "repaired": "green", "cannot tell here": "yellow"}
 
 
@@ -21,8 +25,9 @@ def add_to(commands: Any) -> None:
         "doctor",
         help="find what breaks in an installed Megatron, Megatron-Bridge or NeMo-RL",
         description="Try known failures of CUDA graphs and overlap on what is installed here, and look for mistakes in "
-        f"the graph keys of a config. Exit code: {WELL} nothing is affected, {AFFECTED} something is and is not "
-        f"repaired, {BROKEN} the config cannot be read, or nothing in it is known.",
+        f"the graph keys of a config. Exit code: {WELL} nothing is affected, or nothing of the family is installed, "
+        f"{AFFECTED} something is affected and not repaired, {BROKEN} the config cannot be read, or nothing in it is "
+        f"known, {UNTRIED} nothing could be tried here, as where megatron-core is in another environment.",
     )
     parser.add_argument("--config", metavar="YAML", help="of NeMo-RL or Megatron: its graph keys are looked at")
     parser.add_argument("--repaired", action="store_true", help="look again with the repairs of rollgraph in force")
@@ -44,7 +49,9 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=2))
     else:
         show(found, has_config=options.config is not None, repaired=options.repaired)
-    return AFFECTED if found.affected else WELL
+    if found.affected:
+        return AFFECTED
+    return UNTRIED if found.family and not found.tried else WELL
 
 
 def show(found: Examination, *, has_config: bool = False, repaired: bool = False) -> None:
@@ -70,7 +77,8 @@ def show(found: Examination, *, has_config: bool = False, repaired: bool = False
         _row(console, "reason", remark.text)
         _row(console, "repair", remark.advice)
     _print(console, "")
-    _print(console, summary(found, repaired=repaired), "red bold" if found.affected else "green bold")
+    colour = {True: "red", False: "green", None: "yellow"}[found.affected]
+    _print(console, summary(found, repaired=repaired), f"{colour} bold")
 
 
 def summary(found: Examination, *, repaired: bool = False) -> str:
@@ -82,6 +90,10 @@ def summary(found: Examination, *, repaired: bool = False) -> str:
         parts.append(f"{serious} of {len(found.remarks)} remarks on the config are serious")
     if "affected" in states and not repaired:
         parts.append("call rollgraph.compat.megatron.repair() before anything else; --repaired shows what that gives")
+    if not found.tried:
+        parts.append("nothing could be tried here")
+    if found.family and not found.installed["megatron-core"]:
+        parts.append(ELSEWHERE)
     return "; ".join(parts) or "nothing is affected"
 
 

@@ -38,9 +38,17 @@ class Examination:
         return [names[0] for names in FAMILY.values() if self.installed.get(names[0])]
 
     @property
-    def affected(self) -> bool:
+    def tried(self) -> bool:
+        """Whether one failure at least could be tried here."""
+        return any(finding.state is not State.UNKNOWN for finding in self.findings)
+
+    @property
+    def affected(self) -> bool | None:
+        """None where nothing is known to be wrong because nothing could be tried."""
         broken = any(finding.state is State.AFFECTED for finding in self.findings)
-        return broken or any(remark.serious for remark in self.remarks)
+        if broken or any(remark.serious for remark in self.remarks):
+            return True
+        return False if self.tried else None
 
     def to_dict(self) -> dict[str, Any]:
         return {

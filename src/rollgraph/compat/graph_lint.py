@@ -7,7 +7,7 @@ Megatron-Bridge (`model:` and `rng:`) and flat ones; a section is wherever such 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -23,11 +23,20 @@ from rollgraph.compat.graph_keys import (
     contradictions,
     implementation,
     scopes,
+    split_scopes,
 )
 from rollgraph.config_reader import ConfigError, Node
 
 KNOWN_KEYS = {*GRAPH_KEYS, *TRACKERS, *TRACKERS.values()}
 NEMO_FORWARDS = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps")  # the latter two since late
+NEMO_HANDS = f"NeMo-RL hands {', '.join(NEMO_FORWARDS)} to Megatron, and not"
+DENSE = {"attn", "mlp"}
+ADVICE = {  # on what is contradictory, by its key
+    "cuda_graph_impl": "write one of these",
+    **dict.fromkeys(FLAGS, "keep one of them"),
+    "te_rng_tracker": "set it to true, or capture nothing",
+    **dict.fromkeys(("cpu_offloading", "recompute_granularity"), "turn one of them off"),
+}
 
 
 class Kind(StrEnum):
@@ -84,25 +93,24 @@ def _line(place: str) -> tuple[str, int]:
 
 def _names(node: Node) -> Iterator[str]:
     """Of all keys, in every section."""
-    if isinstance(node.value, dict):
-        yield from node.value
-        for inner in node.value.values():
-            yield from _names(inner)
+    for name, inner in _inside(node):
+        yield name
+        yield from _names(inner)
 
 
 def _find_sections(node: Node, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    if isinstance(node.value, dict):
-        if path[-1:] != ("mcore_generation_config",) and any(key in node.value for key in (*GRAPH_KEYS, *TRACKERS)):
-            yield path
-        for name, inner in node.value.items():
-            yield from _find_sections(inner, (*path, name))
+    inside = dict(_inside(node))
+    if path[-1:] != ("mcore_generation_config",) and any(key in inside for key in (*GRAPH_KEYS, *TRACKERS)):
+        yield path
+    for name, inner in inside.items():
+        yield from _find_sections(inner, (*path, name))
 
 
 class _Section:
     """One mapping with graph keys, and what around it matters."""
 
     def __init__(self, tree: Node, path: tuple[str, ...], known: Collection[str] | None) -> None:
-        self.path, self.known = path, known
+        self.tree, self.path, self.known = tree, path, known
         self.node = _at(tree, path)
         self.model: dict[str, Any] = plain(self.node)
         self.rng = _keys(tree, *path[:-1], "rng")
@@ -111,16 +119,27 @@ class _Section:
         self.in_nemo = path[-1:] == ("megatron_cfg",)
         if self.in_nemo and self.model.get("activation_checkpointing"):  # what NeMo-RL makes of it
             self.model = {"recompute_granularity": "full", **self.model}
-        self.impl, self.scopes = implementation(self.model), scopes(self.model)
+        self.impl, self.lost = implementation(self.model), None
+        if self.in_nemo and self.impl != "none":  # all else is about what reaches Megatron
+            self.lost = self.model.pop(SCOPE_KEYS[0], None)
+        self.scopes = scopes(self.model)
 
     def remark(self, kind: Kind, key: str, text: str, advice: str) -> Remark:
         shown = "activation_checkpointing" if key == "recompute_granularity" and key not in self.node.value else key
-        place = self.node.value[shown].place if shown in self.node.value else self.node.place
-        return Remark(kind, place, ".".join((*self.path, shown)), text, advice)
+        path, node = self.path, self.node
+        if shown not in node.value and shown in self.rng:
+            path = (*self.path[:-1], "rng")
+            node = _at(self.tree, path)
+        place = node.value[shown].place if shown in node.value else node.place
+        return Remark(kind, place, ".".join((*path, shown)), text, advice)
 
     def remarks(self) -> Iterator[Remark]:
         for key, text in contradictions(self.model, self.rng):
-            yield self.remark(Kind.CONTRADICTORY, key, text, "keep one of them, or make them agree")
+            advice = ADVICE.get(key, "keep one of them, or make them agree")
+            if key in SCOPE_KEYS and self.impl == "none":
+                whole = "remove it; cuda_graph_impl: local captures whole layers"
+                advice = whole if self.in_nemo else "give cuda_graph_impl, or remove it"
+            yield self.remark(Kind.CONTRADICTORY, key, text, advice)
         yield from self.deprecated()
         yield from self.unknown()
         yield from self.without_effect()
@@ -130,7 +149,7 @@ class _Section:
     def deprecated(self) -> Iterator[Remark]:
         for flag, means in FLAGS.items():
             if flag in self.model:
-                word = means if self.model[flag] else "none"
+                word = ("local" if self.in_nemo else means) if self.model[flag] else "none"
                 yield self.remark(Kind.DEPRECATED, flag, f"{flag} is deprecated", f"write cuda_graph_impl: {word}")
         old, new = SCOPE_KEYS
         if old in self.model and (self.known is None or new in self.known):
@@ -141,7 +160,7 @@ class _Section:
         for key in SCOPE_KEYS:
             if self.model.get(key) in ("full", ["full"]):
                 yield self.remark(Kind.DEPRECATED, key, "the scope full is deprecated", f"write {key}: []")
-        if "full_iteration" in self.scopes and (self.known is None or new in self.known):
+        if "full_iteration" in self.scopes and not self.in_nemo and (self.known is None or new in self.known):
             yield self.remark(
                 Kind.DEPRECATED,
                 new if new in self.model else old,
@@ -160,12 +179,20 @@ class _Section:
             text = "megatron-core 0.16.1 splits at commas and keeps the spaces: KeyError"
             yield self.remark(Kind.UNKNOWN, old, text, "write a list, or no spaces")
         if self.known is not None:
+            set_by_bridge = (new,) if self.in_nemo else ()  # under the name that the installed version has
             for key in (*GRAPH_KEYS, *TRACKERS):
-                if key in self.model and key not in self.known and key not in FLAGS:
+                if key in self.model and key not in (*self.known, *FLAGS, *set_by_bridge):
                     advice = f"write {old} instead" if key == new else "remove it, or install the version that has it"
                     yield self.remark(Kind.UNKNOWN, key, f"the megatron-core installed here has no {key}", advice)
 
     def without_effect(self) -> Iterator[Remark]:
+        if self.lost is not None:
+            whole = set(split_scopes(self.lost)) <= {*DENSE, "full_iteration"} or SCOPE_KEYS[1] in self.model
+            advice = "remove it" if whole else f"call it {SCOPE_KEYS[1]}, or remove it"
+            text = f"{NEMO_HANDS} {SCOPE_KEYS[0]}"
+            if SCOPE_KEYS[1] not in self.model:
+                text += "; without it, an implementation captures whole layers"
+            yield self.remark(Kind.NO_EFFECT, SCOPE_KEYS[0], text, advice)
         if self.model.get("cuda_graph_use_single_mempool") is not None:
             text = "megatron-core 0.16.1 has the field and never reads it"
             yield self.remark(Kind.NO_EFFECT, "cuda_graph_use_single_mempool", text, "remove it")
@@ -175,7 +202,7 @@ class _Section:
                     Kind.NO_EFFECT, key, "there is no implementation", "give cuda_graph_impl, or remove it"
                 )
         for key in SCOPE_KEYS:
-            if self.impl == "local" and key in self.model and {"attn", "mlp"} & set(self.scopes):
+            if self.impl == "local" and key in self.model and DENSE & set(self.scopes):
                 text = "the local implementation captures the whole dense layer, whether attn or mlp is named"
                 advice = "leave the scope out" if self.in_nemo else "leave the scope out, or use transformer_engine"
                 yield self.remark(Kind.NO_EFFECT, key, text, advice)
@@ -195,15 +222,15 @@ class _Section:
         if self.model.get("enabled") is False:
             yield nothing(key, "megatron_cfg.enabled is false", "enable it, or remove the graph keys")
             return
-        for name in (*FLAGS, "cuda_graph_scope"):
-            if self.model.get(name):
-                text = f"NeMo-RL hands {', '.join(NEMO_FORWARDS)} to Megatron, and not {name}: training stays eager"
-                yield nothing(name, text, "write the current key, or apply rollgraph's graph_overrides(cfg)")
+        if self.model.get("cuda_graph_impl") is None:
+            for flag in filter(self.model.get, FLAGS):
+                yield nothing(flag, f"{NEMO_HANDS} {flag}: training stays eager", "write cuda_graph_impl: local")
+            return
         loops = {"transformer_engine": "TECudaGraphHelper", "full_iteration": "FullCudaGraphWrapper"}
-        loop = loops.get("full_iteration" if "full_iteration" in self.scopes else self.impl)
-        if loop and not any(self.model.get(flag) for flag in FLAGS):
+        if loop := loops.get("full_iteration" if "full_iteration" in self.scopes else self.impl):
             text = f"only a training loop with {loop} captures; NeMo-RL's, in the versions known here, has none"
-            yield nothing("cuda_graph_impl", text, "use cuda_graph_impl: local")
+            advice = "use cuda_graph_impl: local" + (", and no scope" if self.scopes else "")
+            yield nothing("cuda_graph_impl", text, advice)
 
 
 def _generation(tree: Node) -> Iterator[Remark]:
@@ -233,7 +260,12 @@ def _keys(tree: Node, *path: str) -> dict[str, Any]:
 
 def _at(node: Node, path: tuple[str, ...]) -> Node:
     for name in path:
-        if not isinstance(node.value, dict) or name not in node.value:
-            return Node(None, node.place)
-        node = node.value[name]
+        node = dict(_inside(node)).get(name, Node(None, node.place))
     return node
+
+
+def _inside(node: Node) -> Iterable[tuple[str, Node]]:
+    """The entries of a section, or of a list, which are called 0, 1, ..."""
+    if isinstance(node.value, dict):
+        return node.value.items()
+    return [(str(i), item) for i, item in enumerate(node.value)] if isinstance(node.value, list) else ()

@@ -135,6 +135,7 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("data.train.seed", Ignored("of the split")),
     # env
     ("env.math.num_workers", To("reward.workers")),
+    ("env.math.verifier_type", Unless((None, "math"), "math_verify compares expressions; write a reward function")),
     # logger and cluster
     ("logger.log_dir", Ignored("metrics are in `output`")),
     ("logger.num_val_samples_to_print", Ignored("samples are in samples.jsonl: log.samples_every")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollgraph.compat.nemo.ledger import Ledger, Status
+from rollgraph.config import Rollout
 
 STYLES = ("constant", "linear", "cosine")
 LATER_STAGES = {"": "constant", "ConstantLR": "constant", "CosineAnnealingLR": "cosine"}
@@ -39,12 +40,22 @@ def _translate_advantages(book: Ledger) -> None:
         book.ignore(name, "it is the algorithm's own")
     book.refuse(name, "advantages are part of algorithm.name; see docs/algorithms.md")
     for section in ("grpo", "grpo.adv_estimator"):  # earlier versions, later ones
-        key = f"{section}.normalize_rewards"
-        book.translate(key, "algorithm.options.normalize_std", bool(book.get(key)))
-        key = f"{section}.use_leave_one_out_baseline"
-        if book.get(key):
-            book.refuse(key, "the baseline is the mean of the whole group, not of the others in it")
-        book.ignore(key, "the baseline is the mean of the whole group")
+        normalized, others = f"{section}.normalize_rewards", f"{section}.use_leave_one_out_baseline"
+        book.translate(normalized, "algorithm.options.normalize_std", bool(book.get(normalized)))
+        if book.get(others):
+            book.refuse(others, _why_no_leave_one_out(book, bool(book.get(normalized))))
+        book.ignore(others, "the baseline is the mean of the whole group")
+
+
+def _why_no_leave_one_out(book: Ledger, normalized: bool) -> str:
+    """Theirs changes the advantage of whichever loss there is; our `rloo` is an advantage with a loss of its own."""
+    if normalized:
+        return "theirs has the mean and standard deviation of the other samples, ours those of the whole group"
+    samples = book.number("grpo.num_generations_per_prompt") or Rollout.samples_per_prompt
+    return (
+        f"ours has the mean of the whole group: advantages are {samples - 1}/{samples} of theirs; "
+        "rloo has the mean of the others, but sums over the tokens of a sample where this loss takes means"
+    )
 
 
 def _translate_correction(book: Ledger) -> None:
@@ -67,7 +78,7 @@ def _translate_shaping(book: Ledger, name: str) -> None:
         for key in book.below(f"{section}."):
             book.ignore(key, "reward shaping is off")
     elif name == "dapo" and length and buffer and book.get(penalty) in (None, 1):
-        book.translate(on, "algorithm.name", name)
+        book.translate(on, "algorithm.options.overlong_buffer", buffer)
         book.translate(f"{section}.max_response_length", "algorithm.options.max_tokens", length)
         book.translate(f"{section}.overlong_buffer_length", "algorithm.options.overlong_buffer", buffer)
         book.ignore(penalty, "it is 1 here")
@@ -88,12 +99,12 @@ def translate_optimizer(book: Ledger) -> None:
         section, clip = "policy.optimizer.kwargs", "policy.max_grad_norm"
         eps, name, expected = f"{section}.eps", "policy.optimizer.name", "torch.optim.AdamW"
         betas = [f"{section}.betas"]
-        pair = book.get(betas[0]) or [None]
+        pair = book.get(betas[0])
         _translate_stages(book, "policy.scheduler")
     for key, ours in ((f"{section}.lr", "lr"), (f"{section}.weight_decay", "weight_decay"), (eps, "eps")):
         if book.get(key) is not None:
             book.translate(key, f"optimizer.{ours}", book.get(key))
-    if None not in pair:
+    if all(book.get(key) is not None for key in betas):
         for key in betas:
             book.translate(key, "optimizer.betas", pair)
     book.translate(clip, "optimizer.clip_norm", book.get(clip) or None)
@@ -122,12 +133,13 @@ def _translate_stages(book: Ledger, key: str) -> None:
     stages = book.get(key)
     if not stages:
         return book.ignore(key, "none: the learning rate is constant")
+    stages = stages if isinstance(stages, list) else [stages]
     named = [stage for stage in stages if isinstance(stage, dict) and "name" in stage]
     names = [str(stage["name"]).rpartition(".")[2] for stage in named]
     warms_up = names[:1] == ["LinearLR"]
     steps = (named[0].get("kwargs") or {}).get("total_iters") if warms_up else 0
     schedule = LATER_STAGES.get("+".join(names[warms_up:]))
-    if schedule is None or type(steps) is not int:
+    if schedule is None or type(steps) is not int or steps < 0:
         return book.refuse(key, "there is a linear warm-up, then constant or cosine: optimizer.schedule")
     book.put("optimizer.schedule", schedule)
     book.put("optimizer.warmup_steps", steps)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from rollgraph.compat.composed_yaml import plain
 from rollgraph.compat.nemo.keys import TABLE, Ignored, To
-from rollgraph.config_reader import ConfigError, Node
+from rollgraph.config_reader import Node
 
 
 class Status(StrEnum):
@@ -39,12 +39,17 @@ class Ledger:
         self.leaves = dict(_leaves(tree, ""))
         self.lines: dict[str, Line] = {}
         self.ours: dict[str, Any] = {}
+        self.causes: dict[str, list[str]] = {}  # of a key of ours: those of theirs
         self.to_do: list[str] = []
 
     @property
     def megatron(self) -> bool:
         """Which of their two backends the file is for."""
         return bool(self.get("policy.megatron_cfg.enabled"))
+
+    @property
+    def ranks(self) -> int:
+        return (self.count("cluster.num_nodes") or 1) * (self.count("cluster.gpus_per_node") or 1)
 
     def node(self, key: str) -> Node:
         """Of a key with dots; null at the place of what should hold it, where it is not there."""
@@ -59,9 +64,19 @@ class Ledger:
         return plain(self.node(key))
 
     def number(self, key: str) -> int | None:
+        """A whole number; anything else is refused, and as good as not there."""
         value = self.get(key)
         if value is not None and type(value) is not int:
-            raise ConfigError([f"{self.node(key).place}: {key}: expected a whole number, got {value!r}"])
+            self.refuse(key, f"expected a whole number, got {value!r}")
+            return None
+        return value
+
+    def count(self, key: str) -> int | None:
+        """The same, from 1."""
+        value = self.number(key)
+        if value is not None and value < 1:
+            self.refuse(key, f"expected a whole number ≥ 1, got {value}")
+            return None
         return value
 
     def below(self, *prefixes: str) -> list[str]:
@@ -69,7 +84,7 @@ class Ledger:
         return [key for key in self.leaves if key.startswith(prefixes)]
 
     def put(self, ours: str, value: Any) -> None:
-        """Set a key of ours."""
+        """Set a key of ours, to what it can take."""
         *sections, name = ours.split(".")
         inside = self.ours
         for section in sections:
@@ -77,9 +92,13 @@ class Ledger:
         inside[name] = value
 
     def translate(self, key: str, ours: str, value: Any, note: str = "") -> None:
-        """Set a key of ours because of one of theirs, if that is there and has no line yet."""
+        """Set a key of ours because of one of theirs, if that is there and has no line yet.
+
+        A value that ours cannot take is taken back when everything is there.
+        """
         if key in self.leaves and key not in self.lines:
             self.put(ours, value)
+            self.causes.setdefault(ours, []).append(key)
             self.write(Status.TRANSLATED, key, f"{ours}: {short(value)}{f' ({note})' if note else ''}")
 
     def ignore(self, key: str, reason: str) -> None:
@@ -88,12 +107,27 @@ class Ledger:
     def refuse(self, key: str, reason: str) -> None:
         self.write(Status.UNSUPPORTED, key, reason)
 
-    def finish(self) -> tuple[Line, ...]:
+    def finish(self) -> None:
         """Look up in the table what has no line yet; then every key has one."""
         for key in self.leaves:
             if key not in self.lines:
                 self._by_table(key, plain(self.leaves[key]))
-        return tuple(self.lines[key] for key in self.leaves)
+
+    def take_back(self, ours: str, reason: str) -> bool:
+        """Unset a key of ours, or the one that holds it, and refuse those of theirs that set it; False if none did."""
+        while ours and ours not in self.causes:
+            ours = ours.rpartition(".")[0]
+        for key in self.causes.pop(ours, ()):
+            self.lines[key] = replace(self.lines[key], status=Status.UNSUPPORTED, text=reason)
+        if ours:
+            self._unset(self.ours, ours.split("."))
+        return bool(ours)
+
+    def _unset(self, inside: dict[str, Any], names: list[str]) -> None:
+        if names[1:]:
+            self._unset(inside[names[0]], names[1:])
+        if not names[1:] or not inside[names[0]]:  # no section is left empty
+            del inside[names[0]]
 
     def write(self, status: Status, key: str, text: str) -> None:
         if key in self.leaves and key not in self.lines:
@@ -108,7 +142,7 @@ class Ledger:
             try:
                 self.translate(key, rule.key, rule.convert(value))
             except (TypeError, ValueError):
-                raise ConfigError([f"{self.leaves[key].place}: {key}: {value!r} cannot be {rule.key}"]) from None
+                self.refuse(key, f"{value!r} cannot be {rule.key}")
         elif isinstance(rule, Ignored):
             self.ignore(key, rule.reason)
         elif any(type(value) is type(known) and value == known for known in rule.values):

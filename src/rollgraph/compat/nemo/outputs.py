@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from rollgraph.compat.nemo.ledger import Ledger
+from rollgraph.config import Config
 
 SINKS = ("tensorboard", "wandb", "mlflow")
 
 
 def translate_checkpoints(book: Ledger) -> None:
     every, best = "checkpointing.save_period", "checkpointing.keep_top_k"
+    steps = book.count("grpo.max_num_steps") or Config.steps
     if book.get("checkpointing.enabled") is False:
-        steps = book.number("grpo.max_num_steps") or 1
         book.translate("checkpointing.enabled", "checkpoint.every", steps, "the last step always has one")
         book.ignore(every, "checkpointing is off")
     book.ignore("checkpointing.enabled", "on, as always")

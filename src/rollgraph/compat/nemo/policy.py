@@ -14,7 +14,7 @@ def translate_backend(book: Ledger) -> None:
     book.ignore(f"policy.{used}.enabled", "there is one backend here")
     for key in book.below(f"policy.{other}."):
         book.ignore(key, f"policy.{used} is the backend in use")
-    key = f"policy.{used}.activation_checkpointing"
+    key = f"policy.{used}.activation_checkpointing"  # taken back where several ranks or the scope forbid it
     book.translate(key, "model.checkpointing", bool(book.get(key)), "on one rank only" if book.get(key) else "")
 
 
@@ -41,9 +41,9 @@ def translate_model(book: Ledger) -> None:
 
 
 def translate_lengths(book: Ledger) -> None:
-    total = book.number("policy.max_total_sequence_length")
+    total = book.count("policy.max_total_sequence_length")
     prompt, completion = "data.max_input_seq_length", "policy.generation.max_new_tokens"
-    longest_prompt, longest = book.number(prompt) or total, book.number(completion) or total
+    longest_prompt, longest = book.count(prompt) or total, book.count(completion) or total
     if longest_prompt is None or longest is None:
         return
     both = longest_prompt + longest
@@ -55,11 +55,11 @@ def translate_lengths(book: Ledger) -> None:
     reason = f"prompt and completion are bounded one by one, to {both} tokens together"
     book.ignore("policy.max_total_sequence_length", reason)
     key = "policy.train_micro_batch_size"
-    size = (book.number(key) or 1) * (total or both)
+    size = (book.count(key) or 1) * (total or both)
     for section in ("policy.dynamic_batching", "policy.sequence_packing"):
         tokens = f"{section}.train_mb_tokens"
-        if book.get(f"{section}.enabled") and book.number(tokens):
-            key, size = tokens, book.number(tokens) or 0
+        if book.get(f"{section}.enabled") and book.count(tokens):
+            key, size = tokens, book.count(tokens) or 0
     book.put("train.microbatch_tokens", max(size, both))
     note = "" if size >= both else "the longest sequence has to fit"
     book.translate(key, "train.microbatch_tokens", max(size, both), note)
@@ -97,13 +97,14 @@ def translate_graphs(book: Ledger) -> None:
 
 
 def _translate_scope(book: Ledger, key: str, names: list[str], impl: str) -> None:
-    ranks = (book.number("cluster.gpus_per_node") or 1) * (book.number("cluster.num_nodes") or 1)
+    if impl == "full_iteration":  # as versions say it that have cuda_graph_modules
+        names = ["full_iteration"]
     found = [OUR_SCOPES[name] for name in names if name in OUR_SCOPES] or ["layer"]
     if impl == "none":
         book.ignore(key, "there is no implementation")
     elif unknown := [name for name in names if name not in OUR_SCOPES]:
         book.refuse(key, f"there is no scope {', '.join(unknown)} here; graph.scope is step, layer, attn or mlp")
-    elif found == ["step"] and ranks > 1:
+    elif found == ["step"] and book.ranks > 1:
         book.translate(key, "graph.scope", ["layer"], "a graph ends where ranks communicate")
     else:
         book.translate(key, "graph.scope", found)

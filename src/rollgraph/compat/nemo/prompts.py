@@ -7,6 +7,10 @@ import re
 from rollgraph.compat.nemo.ledger import Ledger
 
 READY = "a file has its prompts ready, and what rewards them is in `reward`"
+OTHER_SCORES = (
+    "math_verify compares expressions wherever they stand in a completion, as hf_math_verify does: other rewards, "
+    "higher than those of dapo_math_verify, which compares the text after `Answer:`"
+)
 SETTINGS = ("processor", "env_name", "task_name", "input_key", "split", "train_split", "val_split", "subset", "seed")
 
 
@@ -16,7 +20,7 @@ def translate_data(book: Ledger) -> None:
     if "train" not in book.ours["data"]:
         book.put("data.train", "data/train.jsonl")
         book.to_do.append("data.train is a .jsonl or .parquet file with a column `prompt`")
-    if period := book.number("grpo.val_period"):
+    if (period := book.number("grpo.val_period") or 0) > 0:
         book.translate("grpo.val_period", "validation.every", period)
     else:
         book.translate("grpo.val_period", "data.validation", None, "no validation")
@@ -36,8 +40,10 @@ def _translate_dataset(book: Ledger, part: str, paths: tuple[str, ...]) -> None:
     ours = f"data.{part}"
     whole = book.get(ours)
     for key in paths:
-        if book.get(key) is not None:
+        if isinstance(book.get(key), str):
             book.translate(key, ours, book.get(key))
+        elif book.get(key) is not None:
+            book.refuse(key, "expected the path of a file")
     names = [
         f"data.{part}.dataset_name",
         *(("data.dataset_name", "data.default.dataset_name") if part == "train" else ()),
@@ -70,7 +76,12 @@ def translate_rewards(book: Ledger) -> None:
         book.put("reward.functions", functions)
         for key in keys:
             book.translate(key, "reward.functions", functions)
-        book.translate("env.math.math_verify_impl", "reward.functions", functions, "pip install 'rollgraph[math]'")
+        key = "env.math.math_verify_impl"
+        if book.get(key) in (None, "hf_math_verify"):
+            book.translate(key, "reward.functions", functions, "pip install 'rollgraph[math]'")
+        elif key in book.leaves:
+            book.refuse(key, OTHER_SCORES)
+            book.to_do.append(f"reward.functions: {OTHER_SCORES}; to score as {book.get(key)}, write a function")
     else:
         book.put("reward.functions", [{"name": "rewards.py:reward"}])
         words = ", ".join(sorted(set(used)))

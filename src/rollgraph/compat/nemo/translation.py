@@ -1,6 +1,7 @@
 """A NeMo-RL GRPO config in our keys, and what became of each of theirs.
 
-The authority for our keys is `rollgraph.config`, which reads the result before anybody gets it.
+The authority for our keys are the checks of a run, in `checks.py`: what they refuse is taken back, so that what is
+written loads and can be planned.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollgraph.compat.composed_yaml import load_composed
+from rollgraph.compat.nemo.checks import find_problems
 from rollgraph.compat.nemo.learning import translate_algorithm, translate_optimizer
 from rollgraph.compat.nemo.ledger import Ledger, Line, Status, short
 from rollgraph.compat.nemo.outputs import translate_checkpoints, translate_sinks
 from rollgraph.compat.nemo.policy import translate_backend, translate_graphs, translate_lengths, translate_model
 from rollgraph.compat.nemo.prompts import translate_data, translate_rewards
-from rollgraph.config import ConfigError, parse_config
+from rollgraph.config import Config, ConfigError
 from rollgraph.config_reader import Node
 
 PARTS = (
@@ -70,7 +72,7 @@ class Translation:
 
 
 def import_nemo(path: str | os.PathLike[str]) -> Translation:
-    """Translate a file; ConfigError if it cannot be read, is no GRPO config, or makes none of ours."""
+    """Translate a file; ConfigError if it cannot be read, or is no GRPO config."""
     return translate_tree(load_composed(path), path)
 
 
@@ -82,21 +84,23 @@ def translate_tree(tree: Node, path: str | os.PathLike[str]) -> Translation:
         raise ConfigError([f"{path}: not a GRPO config of NeMo-RL: it has no {sections}, but {there}"])
     for translate in PARTS:
         translate(book)
-    lines = book.finish()
+    book.finish()
     _cut_warmup(book)
+    while problems := find_problems(_as_it_stands(book).to_yaml(), book.ranks):
+        if not any(book.take_back(problem.key, problem.text) for problem in problems):  # one, and look again
+            raise ConfigError([f"{path}: its translation is no valid config: {text}" for _, text in problems])
+    return _as_it_stands(book)
+
+
+def _as_it_stands(book: Ledger) -> Translation:
     ours = {name: book.ours[name] for name in (*ORDER, *book.ours) if name in book.ours}
-    translation = Translation(ours, lines, tuple(book.to_do))
-    try:
-        parse_config(translation.to_yaml(), name="translation")
-    except ConfigError as error:
-        raise ConfigError([f"{path}: its translation is no valid config: {text}" for text in error.problems]) from None
-    return translation
+    return Translation(ours, tuple(book.lines[key] for key in book.leaves), tuple(book.to_do))
 
 
 def _cut_warmup(book: Ledger) -> None:
     """Theirs may be longer than the run."""
-    steps, optimizer = book.ours.get("steps"), book.ours.get("optimizer", {})
+    steps, optimizer = book.ours.get("steps") or Config.steps, book.ours.get("optimizer", {})
     warmup = optimizer.get("warmup_steps")
-    if isinstance(steps, int) and warmup is not None and warmup > steps:
+    if warmup is not None and warmup > steps:
         book.to_do.append(f"optimizer.warmup_steps was {warmup}, more than the {steps} steps")
         optimizer["warmup_steps"] = steps
