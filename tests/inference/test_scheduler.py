@@ -708,7 +708,7 @@ def test_an_abort_in_mid_prefill_leaves_the_blocks_to_those_who_share_them() -> 
     assert step is not None
     assert [(c.sequence, c.start) for c in step.chunks] == [
         (younger, 12)
-    ]  # takes over what is there, computes the rest
+    ]  # takes over what is there
     assert younger.blocks[:3] == left
     finish_all(engine)
 

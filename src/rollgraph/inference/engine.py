@@ -150,8 +150,9 @@ class Engine:
     """Generates with `model`, whose parameters may change between calls but never move.
 
     Everything is allocated and captured here, before the first request. `rows` is how many sequences decode at a time
-    (256 on a GPU, else 16), `max_length` bounds a prompt with its completion, `cache_bytes` the key/value cache. `filters=False` leaves out the
-    graphs for top-k, top-p, min-p and repetition penalty; requests with those are then refused.
+    (256 on a GPU, else 16), `max_length` bounds a prompt with its completion, `cache_bytes` the key/value cache.
+    `filters=False` leaves out the graphs for top-k, top-p, min-p and repetition penalty; requests with those are then
+    refused.
     """
 
     def __init__(
