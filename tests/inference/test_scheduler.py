@@ -706,9 +706,7 @@ def test_an_abort_in_mid_prefill_leaves_the_blocks_to_those_who_share_them() -> 
     engine.check_state()
     step = engine.turn()
     assert step is not None
-    assert [(c.sequence, c.start) for c in step.chunks] == [
-        (younger, 12)
-    ]  # takes over what is there
+    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 12)]  # takes over what is there
     assert younger.blocks[:3] == left
     finish_all(engine)
 
