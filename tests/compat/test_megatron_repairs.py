@@ -103,6 +103,14 @@ def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture, monkeypatch: py
     assert random._CUDA_RNG_STATE_TRACKER is before["megatron.core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER"]
 
 
+def test_no_probe_asks_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking fixes which devices the process sees, and a launcher may not have chosen them yet."""
+    findings()  # imports
+    for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: pytest.fail(name))
+    assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
+
+
 def test_twice_is_once_and_undo_leaves_nothing() -> None:
     findings()
     before = snapshot()
