@@ -158,6 +158,20 @@ def test_graphs_captured_anew_and_kept_while_off_are_the_ones_that_come_back() -
     assert set(list_managers(ddp.module)) == set(renewed)  # not those that the model was made with
 
 
+def test_graphs_that_are_on_and_kept_stay_the_ones_that_were_captured() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    toggle(ddp.module, "none")
+    toggle(ddp.module, "local")
+    record_step(ddp)
+    graphs().create_cudagraphs()
+    captured = list_managers(ddp.module)
+    toggle(ddp.module, "local", reset=False)
+    assert set(list_managers(ddp.module)) == set(captured)
+    assert all(runner.fwd_graph is not None for manager in captured for runner in manager.cudagraph_runners)
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+
+
 def test_what_was_switched_repaired_is_switched_on_after_undo() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())

@@ -141,8 +141,7 @@ def plan() -> list[Patch]:
         was_on = any(isinstance(module, cuda_graphs.CudaGraphManager) for module in model.modules())
         with hooks_paused(find_owners(model)):
             try:
-                if set_to == "none" or reset_cuda_graphs:
-                    park_managers(model)
+                park_managers(model)  # also where they stay on: theirs would put the first ones it saw in their place
                 if set_to == "local" and reset_cuda_graphs and cuda_graphs._CudagraphGlobalRecord.cudagraph_created:
                     cuda_graphs.delete_cuda_graphs()  # or the new managers are asked to replay what they do not have
                 original(model, set_to, reset_cuda_graphs)
