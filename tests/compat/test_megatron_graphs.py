@@ -310,6 +310,31 @@ def test_layers_with_several_managers_come_back_as_they_were(reset: bool) -> Non
     assert layer.cudagraph_manager_router.func == router.func  # the layer's own function, wrapped once
 
 
+@pytest.mark.parametrize("reset", [True, False])
+def test_layers_with_several_managers_are_whole_after_undo(reset: bool) -> None:
+    repair()
+    ddp = wrap_ddp(make_moe())
+    layer = ddp.module.decoder.layers[0]
+    router, wrapper = layer.cudagraph_manager_router, layer._forward_mlp_router
+    toggle(ddp.module, "none", reset)
+    undo()
+    assert len(list_managers(ddp.module)) == 2 * 4  # as theirs leaves them
+    toggle(ddp.module, "local", reset)
+    assert len(list_managers(ddp.module)) == 1 + 2 * 4
+    assert layer.use_partial_cudagraphs
+    assert (layer.cudagraph_manager_router, layer._forward_mlp_router) == (router, wrapper)
+    assert not any("rollgraph" in name for module in ddp.modules() for name in vars(module))
+
+
+def test_hooks_are_on_what_undo_puts_back() -> None:
+    repair()
+    ddp = wrap_ddp(make_moe())
+    toggle(ddp.module, "none")
+    undo()
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+    ddp.disable_forward_pre_hook()
+
+
 def test_hooks_stay_off_where_they_were_off() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
