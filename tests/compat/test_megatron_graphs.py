@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -486,7 +487,7 @@ def weak_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs(), "FP8GlobalStateManager", off, raising=False)
 
 
-def capture_and_move_weights() -> tuple[bool, Any]:
+def capture_and_move_weights(then: Callable[[nn.Module], None] = lambda model: None) -> tuple[bool, Any]:
     """Whether the memory that the graphs of the last layer were captured with is still there once weights moved."""
     model = make_gpt()
     weight = model.decoder.layers[-1].mlp.linear_fc2.weight
@@ -497,6 +498,7 @@ def capture_and_move_weights() -> tuple[bool, Any]:
     with torch.enable_grad():
         model(**make_batch()).mean().backward()
     graphs().create_cudagraphs()
+    then(model)
     weight.data = weight.data.clone()
     gc.collect()
     return ended() is not None, model
@@ -515,11 +517,23 @@ def test_the_memory_of_weights_is_freed_under_a_graph_until_repaired() -> None:
             assert alive
             runner = list_managers(model)[-1].cudagraph_runners[0]
             owned = {tensor.data_ptr() for tensor in runner.fwd_graph_output_surface}
-            held = {tensor.data_ptr() for tensor in runner._rollgraph_held_inputs}
+            held = {tensor.data_ptr() for tensor in runner.fwd_graph._rollgraph_held_inputs}
             assert not held & owned  # what the graph's pool owns may still be reused
         finally:
             INPUT_SURFACE.undo()
     assert INPUT_SURFACE.probe().state is State.AFFECTED
+
+
+@pytest.mark.usefixtures("weak_references")
+@pytest.mark.parametrize("deletes", ["the function", "a switch with a reset"])
+def test_what_deleted_graphs_read_is_not_held(deletes: str) -> None:
+    assert INPUT_SURFACE.name in {finding.name for finding in repair() if finding.state is State.REPAIRED}
+    by_function = deletes == "the function"
+    alive, model = capture_and_move_weights(
+        lambda model: graphs().delete_cuda_graphs() if by_function else toggle(model, "none")
+    )
+    assert not alive
+    assert model is not None
 
 
 def test_without_transformer_engine_there_is_nothing_to_repair() -> None:
