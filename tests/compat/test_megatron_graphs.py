@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -424,17 +425,45 @@ def test_with_a_runner_for_each_microbatch_a_failed_capture_leaves_none_behind(m
     assert replays_what_was_captured(ddp)
 
 
-def test_the_warm_up_flag_ends_with_the_warm_up() -> None:
+def test_the_warm_up_flag_ends_with_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spy(type(graphs().torch.cuda).graph):  # type: ignore[misc]
+        def __enter__(self) -> None:
+            inside.append(graphs().is_graph_warmup())
+
+    inside: list[bool] = []
+    monkeypatch.setattr(graphs().torch.cuda, "graph", Spy, raising=False)
+
     def warm_up_after_a_capture() -> bool:
+        inside.clear()
         record_step(wrap_ddp(make_gpt()))
         graphs().create_cudagraphs()
         return graphs().is_graph_warmup()
 
     assert warm_up_after_a_capture()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        reset_graphs(monkeypatch)
+    assert inside == [True] * 8
+    with pytest.MonkeyPatch.context() as patched:
+        reset_graphs(patched)
         repair()
         assert not warm_up_after_a_capture()
+        assert inside == [True] * 4 + [False] * 4  # theirs in forward captures; see the next
+
+
+def test_no_parameter_of_a_captured_layer_loses_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms that are recomputed outside of captures: inside, that would hide them from the graph of the backward."""
+    from megatron.core.tensor_parallel import random
+
+    for name in ("_get_all_rng_states", "_set_all_rng_states"):  # which need a device
+        monkeypatch.setattr(random, name, lambda *states: ())
+    monkeypatch.setattr(random, "_fork_rng", nullcontext)
+    make = random.CheckpointWithoutOutput.__init__
+    monkeypatch.setattr(random.CheckpointWithoutOutput, "__init__", lambda self, fp8=None: make(self, fp8=None))
+    repair()
+    ddp = wrap_ddp(make_gpt(recompute_granularity="selective", recompute_modules=["layernorm"]))
+    record_step(ddp)
+    graphs().create_cudagraphs()
+    for layer in ddp.module.decoder.layers:
+        (runner,) = layer.cudagraph_manager.cudagraph_runners
+        assert set(runner.params_to_backprop) == set(layer.parameters())
 
 
 def test_a_failed_capture_by_transformer_engine_leaves_no_flag() -> None:

@@ -22,6 +22,7 @@ import torch
 from rollgraph.compat import megatron as compat
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron import findings, repair, undo
+from rollgraph.compat.megatron.capture_failure import CAPTURE_FAILURE
 from rollgraph.compat.megatron.patch import ABSENT, CannotRepair, Patch, install, read_raw, uninstall
 from rollgraph.compat.megatron.registry import REPAIRS
 from rollgraph.compat.megatron.repair import Repair, Verdict
@@ -217,6 +218,10 @@ def test_a_version_without_the_failure_is_left_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DDP, "disable_forward_pre_hook", disable)
     monkeypatch.setattr(DDP, "enable_forward_pre_hook", enable)
     monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "create_cudagraphs", classmethod(create))
+    only_warm_up = CAPTURE_FAILURE.find()
+    assert only_warm_up.state is State.AFFECTED
+    assert only_warm_up.reason.endswith("Here: is_graph_warmup() stays True.")
+    monkeypatch.setattr(cuda_graphs, "_set_warmup_end", lambda: setattr(cuda_graphs, "_IS_GRAPH_WARMUP", False))
     found = {finding.name: finding for finding in repair()}
     for name in ("forward-pre-hooks", "capture-failure"):
         assert (found[name].state, found[name].repair) == (State.CLEAR, "nothing to do")
