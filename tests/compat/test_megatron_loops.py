@@ -117,6 +117,27 @@ def test_config_and_hooks_are_afterwards_what_they_were(enabled: bool, fail_at: 
         assert "disable_forward_pre_hook" not in vars(ddp)
 
 
+@pytest.mark.parametrize("inside", ["the model", "a layer"])
+def test_a_module_inside_of_a_ddp_whose_hooks_are_off(inside: str) -> None:
+    ddp, other = wrap_ddp(make_gpt("none")), wrap_ddp(make_gpt("none"))
+    ddp.disable_forward_pre_hook()
+    with repeatable_train(ddp.module if inside == "the model" else ddp.module.decoder.layers[1], ddp.config):
+        one_shot_train([ddp], ddp.config, [0, 1])
+        assert "disable_forward_pre_hook" not in vars(other)
+    assert not ddp.remove_forward_pre_hook_handles
+
+
+@pytest.mark.parametrize(("enabled", "fail_at", "noted"), [(False, 1, True), (False, 0, False), (True, 1, False)])
+def test_after_a_failure_it_is_said_that_nothing_will_gather(enabled: bool, fail_at: int, noted: bool) -> None:
+    ddp = wrap_ddp(make_gpt("none"))
+    if not enabled:
+        ddp.disable_forward_pre_hook()
+    with pytest.raises(RuntimeError, match="a step failed") as raised, repeatable_train(ddp, ddp.config):
+        one_shot_train([ddp], ddp.config, [0, 1], fail_at)
+    notes = getattr(raised.value, "__notes__", [])
+    assert [("start_param_sync(force_sync=True)" in note) for note in notes] == [True] * noted
+
+
 def test_a_model_without_hooks_is_only_saved_from_its_config() -> None:
     ddp = wrap_ddp(make_gpt("none"), overlap_param_gather=False)
     ddp.config.finalize_model_grads_func = print
@@ -266,7 +287,7 @@ def test_weights_that_do_not_fit_change_nothing(change: Any, error: type[Excepti
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
 
 
-def swap_on_two_ranks(world: World) -> bool:
+def swap_on_two_ranks(world: World, inside: bool = False) -> bool:
     """The policy that comes back is the gathered one: both ranks' updates, on both ranks."""
     with pytest.MonkeyPatch.context() as monkeypatch, megatron_world(monkeypatch):
         ddp = wrap_ddp(make_gpt("none"))
@@ -274,7 +295,9 @@ def swap_on_two_ranks(world: World) -> bool:
         ddp(**make_batch()).mean().backward()
         ddp.finish_grad_sync()
         update_shard(ddp)
-        with reference_weights(ddp, make_reference()):
+        if inside:
+            ddp.disable_forward_pre_hook(param_sync=False)
+        with reference_weights(ddp.module if inside else ddp, make_reference()):
             score(ddp)
         mine = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
         both = [torch.empty_like(mine) for _ in range(world.size)]
@@ -285,3 +308,8 @@ def swap_on_two_ranks(world: World) -> bool:
 @pytest.mark.multi
 def test_parameters_are_gathered_before_they_are_put_aside(tmp_path: Path) -> None:
     assert run_world(2, tmp_path, swap_on_two_ranks) == [True, True]
+
+
+@pytest.mark.multi
+def test_parameters_are_gathered_around_a_model_whose_hooks_are_off(tmp_path: Path) -> None:
+    assert run_world(2, tmp_path, swap_on_two_ranks, True) == [True, True]
