@@ -214,13 +214,37 @@ def test_a_model_inside_of_its_ddp_is_swapped_without_its_hooks_too() -> None:
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
 
 
+def clone(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_weights_that_are_the_models_own_are_refused(wrapped: bool) -> None:
+    model = wrap_ddp(make_gpt("none")) if wrapped else make_gpt("none")
+    reference = model.state_dict()
+    with pytest.raises(ValueError, match=r"are the model's own memory.*clone"), reference_weights(model, reference):
+        pytest.fail("entered")
+    one = {**clone(reference), "decoder.final_layernorm.bias": reference["decoder.final_layernorm.bias"]}
+    with pytest.raises(ValueError, match=r"^decoder.final_layernorm.bias and 0 more"), reference_weights(model, one):
+        pytest.fail("entered")
+    with reference_weights(model, clone(reference)):
+        pass
+
+
+def test_frozen_weights_may_be_the_models_own() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight.requires_grad_(False)
+    with reference_weights(model, {"weight": model.weight.detach(), "bias": torch.ones(2)}):
+        assert model.bias.eq(1).all()
+
+
 def test_what_is_no_tensor_in_the_model_is_left_alone() -> None:
     class Noted(torch.nn.Linear):
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             return {**super().state_dict(*args, **kwargs), "note": b"of the checkpoint", "a._extra_state": None}
 
     model = Noted(2, 2)
-    with reference_weights(model, {**model.state_dict(), "weight": torch.ones(2, 2), "note": b"another"}):
+    with reference_weights(model, {**clone(model.state_dict()), "weight": torch.ones(2, 2), "note": b"another"}):
         assert model.weight.eq(1).all()
     assert not model.weight.eq(1).all()
 
