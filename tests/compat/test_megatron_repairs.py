@@ -368,6 +368,15 @@ def test_every_repair_can_be_looked_up() -> None:
     assert [one.name for one in REPAIRS if f"| `{one.name}` |" not in text] == []
 
 
+def test_what_the_readme_quotes_can_be_looked_up() -> None:
+    root = Path(__file__).parents[2]
+    readme, docs = (root / name for name in ("README.md", "docs/megatron.md"))
+    (section,) = re.findall(r"^## On Megatron.*?(?=^## )", readme.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    quotes = re.findall(r'`assert [^`]+`|"[^"]+"', section)
+    assert quotes
+    assert [quote for quote in quotes if quote[1:-1] not in docs.read_text(encoding="utf-8")] == []
+
+
 @pytest.mark.parametrize(
     ("module", "text"),
     [
