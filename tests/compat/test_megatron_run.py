@@ -92,9 +92,16 @@ def test_the_folder_can_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_process_without_megatron_pays_for_no_import(tmp_path: Path) -> None:
-    code = "import sys; print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'megatron', 'numpy'}))"
+    code = """
+import sys
+print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "numpy"}))
+finders = list(sys.meta_path)
+import rollgraph.compat.import_hook
+rollgraph.compat.import_hook.install()
+print(sys.meta_path == finders)
+"""
     done = python(tmp_path, "-c", code, paths=[FOLDER, SOURCE])
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert (done.stdout, done.stderr) == ("[]\nTrue\n", "")
 
 
 def test_a_sitecustomize_that_comes_later_on_the_path_runs(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ def install() -> None:
     """`repair()` as soon as megatron.core has been imported: now, if it has been. Twice is once."""
     if PACKAGE in sys.modules:
         repair_here()
-    elif not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())
+    elif not any(type(finder).__name__ == RepairingFinder.__name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, RepairingFinder())  # not isinstance: this file can be two modules of a process
 
 
-class Finder:
+class RepairingFinder:
     """Finds megatron.core where the others find it, and has it repaired once it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

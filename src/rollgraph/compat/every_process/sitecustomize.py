@@ -5,7 +5,7 @@ sitecustomize that it stands before have its turn.
 from __future__ import annotations
 
 import sys
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from os import path
 
 HERE = path.dirname(path.abspath(__file__))
@@ -13,9 +13,9 @@ HERE = path.dirname(path.abspath(__file__))
 
 def install_hook() -> None:
     """From its file: this process may be of an environment without rollgraph."""
-    loader = SourceFileLoader("rollgraph.compat.import_hook", path.join(path.dirname(HERE), "import_hook.py"))
+    loader = SourceFileLoader("_rollgraph_import_hook", path.join(path.dirname(HERE), "import_hook.py"))
     hook = type(sys)(loader.name)
-    hook.__file__ = loader.path
+    hook.__file__, hook.__spec__ = loader.path, ModuleSpec(loader.name, loader, origin=loader.path)
     sys.modules[loader.name] = hook
     loader.exec_module(hook)
     hook.install()
