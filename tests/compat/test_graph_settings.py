@@ -111,6 +111,51 @@ def test_nothing_changes_where_something_does_not_fit() -> None:
     assert vars(config) == before
 
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MOE = {"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "graphs", "message"),
+    [
+        (FULL, {"activation_checkpointing": True}, "full recompute is only supported with full iteration CUDA graph"),
+        ({}, {"cuda_graph_scope": "moe"}, "moe cuda graph is only supported for MoE"),
+        ({}, {"cuda_graph_scope": "attn,moe_router"}, "moe cuda graph is only supported for MoE"),
+    ],
+)
+def test_what_megatron_refuses_at_construction_is_not_applied(
+    settings: dict[str, Any], graphs: dict[str, Any], message: str
+) -> None:
+    config, rng = transformer_config(**settings), SimpleNamespace(**OFF)
+    before = dict(vars(config))
+    overrides = graph_overrides({"cuda_graph_impl": "local", **graphs})
+    with pytest.raises(AssertionError, match=message):
+        transformer_config(**settings, **overrides.transformer)
+    with pytest.raises(GraphSettingsError, match=f"^TransformerConfig refuses cuda_graph_impl: local.*: {message}"):
+        overrides.apply(config, rng)
+    assert vars(config) == before
+    assert vars(rng) == OFF
+
+
+def test_what_megatron_makes_of_a_scope_is_applied() -> None:
+    overrides = graph_overrides({"cuda_graph_impl": "local", "cuda_graph_scope": "moe_router"})
+    constructed, config = transformer_config(**MOE, **overrides.transformer), transformer_config(**MOE)
+    modules = config.recompute_modules
+    overrides.apply(config)
+    assert config.cuda_graph_scope == constructed.cuda_graph_scope
+    assert [member.name for member in config.cuda_graph_scope] == ["moe_router", "moe_preprocess"]
+    assert config.recompute_modules is modules
+
+
+def test_a_config_that_is_wrong_in_another_way_is_not_judged() -> None:
+    config = transformer_config()
+    config.tensor_model_parallel_size = 3  # with 2 heads
+    with pytest.raises(ValueError, match="must be a multiple of"):
+        config.__post_init__()
+    graph_overrides({"cuda_graph_impl": "local"}).apply(config)
+    assert config.cuda_graph_impl == "local"
+
+
 def test_contradictory_settings_are_refused_with_all_that_is_wrong() -> None:
     cfg = {"enable_cuda_graph": True, "external_cuda_graph": True, "use_te_rng_tracker": False}
     with pytest.raises(GraphSettingsError) as raised:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -158,6 +160,20 @@ def test_graphs_captured_anew_and_kept_while_off_are_the_ones_that_come_back() -
     assert set(list_managers(ddp.module)) == set(renewed)  # not those that the model was made with
 
 
+def test_graphs_that_are_on_and_kept_stay_the_ones_that_were_captured() -> None:
+    repair()
+    ddp = wrap_ddp(make_gpt())
+    toggle(ddp.module, "none")
+    toggle(ddp.module, "local")
+    record_step(ddp)
+    graphs().create_cudagraphs()
+    captured = list_managers(ddp.module)
+    toggle(ddp.module, "local", reset=False)
+    assert set(list_managers(ddp.module)) == set(captured)
+    assert all(runner.fwd_graph is not None for manager in captured for runner in manager.cudagraph_runners)
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+
+
 def test_what_was_switched_repaired_is_switched_on_after_undo() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
@@ -296,6 +312,31 @@ def test_layers_with_several_managers_come_back_as_they_were(reset: bool) -> Non
     assert layer.cudagraph_manager_router.func == router.func  # the layer's own function, wrapped once
 
 
+@pytest.mark.parametrize("reset", [True, False])
+def test_layers_with_several_managers_are_whole_after_undo(reset: bool) -> None:
+    repair()
+    ddp = wrap_ddp(make_moe())
+    layer = ddp.module.decoder.layers[0]
+    router, wrapper = layer.cudagraph_manager_router, layer._forward_mlp_router
+    toggle(ddp.module, "none", reset)
+    undo()
+    assert len(list_managers(ddp.module)) == 2 * 4  # as theirs leaves them
+    toggle(ddp.module, "local", reset)
+    assert len(list_managers(ddp.module)) == 1 + 2 * 4
+    assert layer.use_partial_cudagraphs
+    assert (layer.cudagraph_manager_router, layer._forward_mlp_router) == (router, wrapper)
+    assert not any("rollgraph" in name for module in ddp.modules() for name in vars(module))
+
+
+def test_hooks_are_on_what_undo_puts_back() -> None:
+    repair()
+    ddp = wrap_ddp(make_moe())
+    toggle(ddp.module, "none")
+    undo()
+    assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+    ddp.disable_forward_pre_hook()
+
+
 def test_hooks_stay_off_where_they_were_off() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
@@ -384,17 +425,45 @@ def test_with_a_runner_for_each_microbatch_a_failed_capture_leaves_none_behind(m
     assert replays_what_was_captured(ddp)
 
 
-def test_the_warm_up_flag_ends_with_the_warm_up() -> None:
+def test_the_warm_up_flag_ends_with_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spy(type(graphs().torch.cuda).graph):  # type: ignore[misc]
+        def __enter__(self) -> None:
+            inside.append(graphs().is_graph_warmup())
+
+    inside: list[bool] = []
+    monkeypatch.setattr(graphs().torch.cuda, "graph", Spy, raising=False)
+
     def warm_up_after_a_capture() -> bool:
+        inside.clear()
         record_step(wrap_ddp(make_gpt()))
         graphs().create_cudagraphs()
         return graphs().is_graph_warmup()
 
     assert warm_up_after_a_capture()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        reset_graphs(monkeypatch)
+    assert inside == [True] * 8
+    with pytest.MonkeyPatch.context() as patched:
+        reset_graphs(patched)
         repair()
         assert not warm_up_after_a_capture()
+        assert inside == [True] * 4 + [False] * 4  # theirs in forward captures; see the next
+
+
+def test_no_parameter_of_a_captured_layer_loses_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms that are recomputed outside of captures: inside, that would hide them from the graph of the backward."""
+    from megatron.core.tensor_parallel import random
+
+    for name in ("_get_all_rng_states", "_set_all_rng_states"):  # which need a device
+        monkeypatch.setattr(random, name, lambda *states: ())
+    monkeypatch.setattr(random, "_fork_rng", nullcontext)
+    make = random.CheckpointWithoutOutput.__init__
+    monkeypatch.setattr(random.CheckpointWithoutOutput, "__init__", lambda self, fp8=None: make(self, fp8=None))
+    repair()
+    ddp = wrap_ddp(make_gpt(recompute_granularity="selective", recompute_modules=["layernorm"]))
+    record_step(ddp)
+    graphs().create_cudagraphs()
+    for layer in ddp.module.decoder.layers:
+        (runner,) = layer.cudagraph_manager.cudagraph_runners
+        assert set(runner.params_to_backprop) == set(layer.parameters())
 
 
 def test_a_failed_capture_by_transformer_engine_leaves_no_flag() -> None:
@@ -447,7 +516,7 @@ def weak_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs(), "FP8GlobalStateManager", off, raising=False)
 
 
-def capture_and_move_weights() -> tuple[bool, Any]:
+def capture_and_move_weights(then: Callable[[nn.Module], None] = lambda model: None) -> tuple[bool, Any]:
     """Whether the memory that the graphs of the last layer were captured with is still there once weights moved."""
     model = make_gpt()
     weight = model.decoder.layers[-1].mlp.linear_fc2.weight
@@ -458,6 +527,7 @@ def capture_and_move_weights() -> tuple[bool, Any]:
     with torch.enable_grad():
         model(**make_batch()).mean().backward()
     graphs().create_cudagraphs()
+    then(model)
     weight.data = weight.data.clone()
     gc.collect()
     return ended() is not None, model
@@ -476,11 +546,23 @@ def test_the_memory_of_weights_is_freed_under_a_graph_until_repaired() -> None:
             assert alive
             runner = list_managers(model)[-1].cudagraph_runners[0]
             owned = {tensor.data_ptr() for tensor in runner.fwd_graph_output_surface}
-            held = {tensor.data_ptr() for tensor in runner._rollgraph_held_inputs}
+            held = {tensor.data_ptr() for tensor in runner.fwd_graph._rollgraph_held_inputs}
             assert not held & owned  # what the graph's pool owns may still be reused
         finally:
             INPUT_SURFACE.undo()
     assert INPUT_SURFACE.probe().state is State.AFFECTED
+
+
+@pytest.mark.usefixtures("weak_references")
+@pytest.mark.parametrize("deletes", ["the function", "a switch with a reset"])
+def test_what_deleted_graphs_read_is_not_held(deletes: str) -> None:
+    assert INPUT_SURFACE.name in {finding.name for finding in repair() if finding.state is State.REPAIRED}
+    by_function = deletes == "the function"
+    alive, model = capture_and_move_weights(
+        lambda model: graphs().delete_cuda_graphs() if by_function else toggle(model, "none")
+    )
+    assert not alive
+    assert model is not None
 
 
 def test_without_transformer_engine_there_is_nothing_to_repair() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rollgraph.compat.megatron import repair, undo
+from rollgraph.compat.megatron import reference_weights, repair, repeatable_train, undo
 from rollgraph.world import World
 from tests.compat.megatron_world import (
     REASON,
@@ -91,6 +92,31 @@ def test_a_module_that_left_the_tree_keeps_no_hook() -> None:
     ddp.enable_forward_pre_hook()
     assert not layer._forward_pre_hooks
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
+
+
+@pytest.mark.parametrize("pauses", ["a switch", "reference weights", "a train()"])
+def test_hooks_of_others_stay_before_and_behind(pauses: str) -> None:
+    """A hook that somebody registered after the DDP's sees gathered parameters, as before."""
+    repair()
+    model = make_gpt()
+    linear = model.decoder.layers[0].mlp.linear_fc1
+
+    def before(*arguments: Any) -> None: ...
+    def behind(*arguments: Any) -> None: ...
+
+    linear.register_forward_pre_hook(before)
+    ddp = wrap_ddp(model)
+    linear.register_forward_pre_hook(behind)
+    if pauses == "a switch":
+        toggle(model, "none")
+    elif pauses == "reference weights":
+        with reference_weights(ddp, make_gpt("none").state_dict()):
+            pass
+    else:
+        with repeatable_train(ddp, ddp.config):
+            ddp.disable_forward_pre_hook()
+    names = [hook.__name__ for hook in linear._forward_pre_hooks.values()]
+    assert names == ["before", "hook", "behind"]
 
 
 def test_without_overlap_there_are_still_no_hooks_to_switch() -> None:

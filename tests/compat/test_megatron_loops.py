@@ -117,6 +117,27 @@ def test_config_and_hooks_are_afterwards_what_they_were(enabled: bool, fail_at: 
         assert "disable_forward_pre_hook" not in vars(ddp)
 
 
+@pytest.mark.parametrize("inside", ["the model", "a layer"])
+def test_a_module_inside_of_a_ddp_whose_hooks_are_off(inside: str) -> None:
+    ddp, other = wrap_ddp(make_gpt("none")), wrap_ddp(make_gpt("none"))
+    ddp.disable_forward_pre_hook()
+    with repeatable_train(ddp.module if inside == "the model" else ddp.module.decoder.layers[1], ddp.config):
+        one_shot_train([ddp], ddp.config, [0, 1])
+        assert "disable_forward_pre_hook" not in vars(other)
+    assert not ddp.remove_forward_pre_hook_handles
+
+
+@pytest.mark.parametrize(("enabled", "fail_at", "noted"), [(False, 1, True), (False, 0, False), (True, 1, False)])
+def test_after_a_failure_it_is_said_that_nothing_will_gather(enabled: bool, fail_at: int, noted: bool) -> None:
+    ddp = wrap_ddp(make_gpt("none"))
+    if not enabled:
+        ddp.disable_forward_pre_hook()
+    with pytest.raises(RuntimeError, match="a step failed") as raised, repeatable_train(ddp, ddp.config):
+        one_shot_train([ddp], ddp.config, [0, 1], fail_at)
+    notes = getattr(raised.value, "__notes__", [])
+    assert [("start_param_sync(force_sync=True)" in note) for note in notes] == [True] * noted
+
+
 def test_a_model_without_hooks_is_only_saved_from_its_config() -> None:
     ddp = wrap_ddp(make_gpt("none"), overlap_param_gather=False)
     ddp.config.finalize_model_grads_func = print
@@ -193,13 +214,37 @@ def test_a_model_inside_of_its_ddp_is_swapped_without_its_hooks_too() -> None:
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
 
 
+def clone(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_weights_that_are_the_models_own_are_refused(wrapped: bool) -> None:
+    model = wrap_ddp(make_gpt("none")) if wrapped else make_gpt("none")
+    reference = model.state_dict()
+    with pytest.raises(ValueError, match=r"are the model's own memory.*clone"), reference_weights(model, reference):
+        pytest.fail("entered")
+    one = {**clone(reference), "decoder.final_layernorm.bias": reference["decoder.final_layernorm.bias"]}
+    with pytest.raises(ValueError, match=r"^decoder.final_layernorm.bias and 0 more"), reference_weights(model, one):
+        pytest.fail("entered")
+    with reference_weights(model, clone(reference)):
+        pass
+
+
+def test_frozen_weights_may_be_the_models_own() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight.requires_grad_(False)
+    with reference_weights(model, {"weight": model.weight.detach(), "bias": torch.ones(2)}):
+        assert model.bias.eq(1).all()
+
+
 def test_what_is_no_tensor_in_the_model_is_left_alone() -> None:
     class Noted(torch.nn.Linear):
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             return {**super().state_dict(*args, **kwargs), "note": b"of the checkpoint", "a._extra_state": None}
 
     model = Noted(2, 2)
-    with reference_weights(model, {**model.state_dict(), "weight": torch.ones(2, 2), "note": b"another"}):
+    with reference_weights(model, {**clone(model.state_dict()), "weight": torch.ones(2, 2), "note": b"another"}):
         assert model.weight.eq(1).all()
     assert not model.weight.eq(1).all()
 
@@ -266,7 +311,7 @@ def test_weights_that_do_not_fit_change_nothing(change: Any, error: type[Excepti
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
 
 
-def swap_on_two_ranks(world: World) -> bool:
+def swap_on_two_ranks(world: World, inside: bool = False) -> bool:
     """The policy that comes back is the gathered one: both ranks' updates, on both ranks."""
     with pytest.MonkeyPatch.context() as monkeypatch, megatron_world(monkeypatch):
         ddp = wrap_ddp(make_gpt("none"))
@@ -274,7 +319,9 @@ def swap_on_two_ranks(world: World) -> bool:
         ddp(**make_batch()).mean().backward()
         ddp.finish_grad_sync()
         update_shard(ddp)
-        with reference_weights(ddp, make_reference()):
+        if inside:
+            ddp.disable_forward_pre_hook(param_sync=False)
+        with reference_weights(ddp.module if inside else ddp, make_reference()):
             score(ddp)
         mine = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
         both = [torch.empty_like(mine) for _ in range(world.size)]
@@ -285,3 +332,8 @@ def swap_on_two_ranks(world: World) -> bool:
 @pytest.mark.multi
 def test_parameters_are_gathered_before_they_are_put_aside(tmp_path: Path) -> None:
     assert run_world(2, tmp_path, swap_on_two_ranks) == [True, True]
+
+
+@pytest.mark.multi
+def test_parameters_are_gathered_around_a_model_whose_hooks_are_off(tmp_path: Path) -> None:
+    assert run_world(2, tmp_path, swap_on_two_ranks, True) == [True, True]

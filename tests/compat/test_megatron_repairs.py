@@ -22,6 +22,7 @@ import torch
 from rollgraph.compat import megatron as compat
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron import findings, repair, undo
+from rollgraph.compat.megatron.capture_failure import CAPTURE_FAILURE
 from rollgraph.compat.megatron.patch import ABSENT, CannotRepair, Patch, install, read_raw, uninstall
 from rollgraph.compat.megatron.registry import REPAIRS
 from rollgraph.compat.megatron.repair import Repair, Verdict
@@ -101,6 +102,14 @@ def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture, monkeypatch: py
     assert not torch.distributed.is_initialized()
     assert not parallel_state.is_initialized()
     assert random._CUDA_RNG_STATE_TRACKER is before["megatron.core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER"]
+
+
+def test_no_probe_asks_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking fixes which devices the process sees, and a launcher may not have chosen them yet."""
+    findings()  # imports
+    for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: pytest.fail(name))
+    assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
 
 
 def test_twice_is_once_and_undo_leaves_nothing() -> None:
@@ -209,6 +218,10 @@ def test_a_version_without_the_failure_is_left_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DDP, "disable_forward_pre_hook", disable)
     monkeypatch.setattr(DDP, "enable_forward_pre_hook", enable)
     monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "create_cudagraphs", classmethod(create))
+    only_warm_up = CAPTURE_FAILURE.find()
+    assert only_warm_up.state is State.AFFECTED
+    assert only_warm_up.reason.endswith("Here: is_graph_warmup() stays True.")
+    monkeypatch.setattr(cuda_graphs, "_set_warmup_end", lambda: setattr(cuda_graphs, "_IS_GRAPH_WARMUP", False))
     found = {finding.name: finding for finding in repair()}
     for name in ("forward-pre-hooks", "capture-failure"):
         assert (found[name].state, found[name].repair) == (State.CLEAR, "nothing to do")
@@ -353,6 +366,15 @@ def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pyt
 def test_every_repair_can_be_looked_up() -> None:
     text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
     assert [one.name for one in REPAIRS if f"| `{one.name}` |" not in text] == []
+
+
+def test_what_the_readme_quotes_can_be_looked_up() -> None:
+    root = Path(__file__).parents[2]
+    readme, docs = (root / name for name in ("README.md", "docs/megatron.md"))
+    (section,) = re.findall(r"^## On Megatron.*?(?=^## )", readme.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    quotes = re.findall(r'`assert [^`]+`|"[^"]+"', section)
+    assert quotes
+    assert [quote for quote in quotes if quote[1:-1] not in docs.read_text(encoding="utf-8")] == []
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from rollgraph.compat.import_hook import FOLDER
 from tests.compat.megatron_world import REASON
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -23,8 +25,12 @@ if "fail" in sys.argv:
 
 
 def start(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{SOURCE}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "rollgraph.compat", *arguments]
+    return python(folder, "-m", "rollgraph.compat", *arguments, paths=[path, SOURCE])
+
+
+def python(folder: Path, *arguments: str, paths: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
 
 
@@ -51,6 +57,100 @@ def test_a_module_runs_repaired(folder: Path) -> None:
     pytest.importorskip("megatron.core", reason=REASON)
     done = start(folder / "scripts", "run", "-m", "train", "--lr", "1")
     assert (done.stdout, done.returncode) == ("__main__ ['--lr', '1'] found MegatronLegacyTokenizer\n", 0)
+
+
+PARENT = """
+import multiprocessing, subprocess, sys
+def ask():
+    from megatron.core.datasets import megatron_tokenizer
+    print(sys.argv[1:], hasattr(megatron_tokenizer, "MegatronTokenizer"), flush=True)
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=ask)
+    child.start()
+    child.join()
+    subprocess.run([sys.executable, "-W", "ignore", "-c", "import train; train.ask()", "plain"], check=True)
+"""
+
+
+def test_processes_that_a_script_starts_are_repaired_too(folder: Path) -> None:
+    pytest.importorskip("megatron.core", reason=REASON)
+    (folder / "scripts" / "train.py").write_text(PARENT)
+    done = start(folder / "scripts", "run", "train.py", "spawned")
+    assert (done.stdout, done.returncode) == ("['spawned'] True\n['plain'] True\n", 0), done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rollgraph: repaired in process ")]
+    assert len(lines) == 2
+    assert all(line.endswith("capture-failure, legacy-tokenizer") for line in lines)
+
+
+# The import hook, in processes that have its folder on their PYTHONPATH
+
+
+def test_the_folder_can_be_asked_for(tmp_path: Path) -> None:
+    done = start(tmp_path, "path")
+    assert (done.stdout, done.returncode) == (f"{FOLDER}\n", 0)
+    assert (Path(FOLDER) / "sitecustomize.py").exists()
+
+
+def test_a_process_without_megatron_pays_for_no_import(tmp_path: Path) -> None:
+    code = """
+import sys
+print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "numpy"}))
+finders = list(sys.meta_path)
+import rollgraph.compat.import_hook
+rollgraph.compat.import_hook.install()
+print(sys.meta_path == finders)
+"""
+    done = python(tmp_path, "-c", code, paths=[FOLDER, SOURCE])
+    assert (done.stdout, done.stderr) == ("[]\nTrue\n", "")
+
+
+def test_a_sitecustomize_that_comes_later_on_the_path_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.customized = __file__\n")
+    code = "import sitecustomize; print(customized == sitecustomize.__file__, customized)"
+    done = python(tmp_path, "-c", code, paths=[FOLDER, tmp_path])
+    assert (done.stdout, done.stderr) == (f"True {tmp_path / 'sitecustomize.py'}\n", "")
+
+
+def make_megatron(folder: Path) -> None:
+    """A package of the name, to be imported where nothing that rollgraph needs can be."""
+    (folder / "megatron" / "core").mkdir(parents=True)
+    (folder / "megatron" / "core" / "__init__.py").write_text("HERE = True\n")
+
+
+def test_a_process_that_cannot_be_repaired_says_so_once_and_goes_on(tmp_path: Path) -> None:
+    make_megatron(tmp_path)
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch in this environment')\n")
+    code = "import importlib, megatron.core as m; print(m.HERE); import megatron.core"
+    done = python(tmp_path, "-c", code, paths=[FOLDER, tmp_path])
+    assert (done.stdout, done.returncode) == ("True\n", 0)
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("rollgraph: megatron-core is not repaired in process ")
+    assert done.stderr.endswith("ModuleNotFoundError: no torch in this environment\n")
+
+
+def test_looking_for_megatron_does_not_repair_but_importing_does(tmp_path: Path) -> None:
+    """In a process that could not import rollgraph by itself."""
+    pytest.importorskip("megatron.core", reason=REASON)
+    (tmp_path / "rollgraph").mkdir()  # some other folder
+    code = """
+import importlib.util, sys
+assert importlib.util.find_spec("megatron.core").loader.get_source("megatron.core")
+print("torch" in sys.modules)
+import megatron.core
+from rollgraph.compat.megatron import findings, repair
+print({str(finding.state) for finding in repair()} == {str(finding.state) for finding in findings()}
+      == {"repaired", "not affected"}, sys.modules["megatron.core"].__spec__.loader.__class__.__name__)
+"""
+    done = python(tmp_path, "-c", code, paths=[FOLDER])
+    assert (done.stdout, done.returncode) == ("False\nTrue SourceFileLoader\n", 0), done.stderr
+    assert done.stderr.count("rollgraph: ") == 1
+
+
+def test_repairing_by_hand_is_told_right_with_the_hook(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason=REASON)
+    code = "from rollgraph.compat.megatron import repair; print([str(found.state) for found in repair()])"
+    done = python(tmp_path, "-c", code, paths=[FOLDER, SOURCE])
+    assert done.stdout == "['repaired', 'repaired', 'repaired', 'repaired', 'not affected', 'repaired']\n"
 
 
 SELF_AWARE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -68,6 +69,7 @@ def test_a_module_that_was_removed() -> None:
     assert TOKENIZER.mend().state is State.REPAIRED
     assert import_both() == (OurLegacyTokenizer, OurLegacyTokenizer)
     assert importlib.import_module("megatron.core.datasets").megatron_tokenizer is sys.modules[MODULE]
+    assert importlib.util.find_spec(MODULE) is not None
     undo()
     with pytest.raises(ModuleNotFoundError, match=f"No module named '{MODULE}'"):
         import_both()

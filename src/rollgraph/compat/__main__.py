@@ -11,17 +11,23 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from rollgraph.compat.finding import Finding, State
+from rollgraph.compat.import_hook import FOLDER, reach_children
 
 USAGE = """usage: python -m rollgraph.compat run script.py [argument ...]
        python -m rollgraph.compat run -m module [argument ...]
+       python -m rollgraph.compat path
 
-Repairs megatron-core in this process, then runs the script or module in it."""
+run   repairs megatron-core in this process, then runs the script or module in it; Python processes that it starts
+      are repaired as well, when they import megatron-core
+path  prints the folder that `run` puts in front of PYTHONPATH for that, for launchers that set PYTHONPATH themselves"""
 
 
 def main(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"], ["run", "-h"], ["run", "--help"]):
         print(USAGE)
+        return 0
+    if arguments == ["path"]:
+        print(FOLDER)
         return 0
     command, target = arguments[:1], arguments[1:]
     as_module = target[:1] == ["-m"]
@@ -39,7 +45,8 @@ def main(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         return complain(str(error))
     for finding in found:
-        print(f"rollgraph: {describe(finding)}", file=sys.stderr)
+        print(f"rollgraph: {finding.summary}", file=sys.stderr)
+    reach_children()
     run(target, as_module)
     return 0
 
@@ -80,14 +87,6 @@ def execute(code: CodeType, **attributes: Any) -> None:
     vars(main_module).update(attributes)
     sys.modules["__main__"] = main_module
     exec(code, vars(main_module))
-
-
-def describe(finding: Finding) -> str:
-    if finding.state is State.AFFECTED:  # and could not be repaired
-        return f"{finding.name}: {finding.state}; {finding.repair}"
-    if finding.state is State.UNKNOWN:
-        return f"{finding.name}: {finding.state}: {finding.reason}"
-    return f"{finding.name}: {finding.state}"
 
 
 def complain(message: str) -> int:

@@ -26,3 +26,12 @@ class Finding:
     symptom: str  # what people see, with the exact error text
     reason: str  # why it happens; with UNKNOWN, why it could not be tried
     repair: str  # what to do about it
+
+    @property
+    def summary(self) -> str:
+        """One line, after an attempt to repair it."""
+        if self.state is State.AFFECTED:  # and could not be repaired
+            return f"{self.name}: {self.state}; {self.repair}"
+        if self.state is State.UNKNOWN:
+            return f"{self.name}: {self.state}: {self.reason}"
+        return f"{self.name}: {self.state}"

@@ -6,6 +6,8 @@ import gc
 from functools import wraps
 from typing import Any
 
+import torch
+
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron.graph_deletion import RUNNER_STATE, forget_graphs
 from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
@@ -69,7 +71,9 @@ def plan() -> list[Patch]:
         try:
             return create_forward(self, *args, **kwargs)
         finally:
-            cuda_graphs._IS_GRAPH_WARMUP = False  # _set_warmup_end of 0.16.1 forgets to, also without a failure
+            # _set_warmup_end of 0.16.1 forgets to, also without a failure. Not as early as that is called: a captured
+            # layer that recomputes its norms gets no gradients for them, which are in none of the graph's outputs.
+            cuda_graphs._IS_GRAPH_WARMUP = False
 
     @wraps(create_with_te)
     def create_cudagraphs_with_te(self: Any) -> Any:
@@ -96,26 +100,35 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 
 def probe() -> Verdict:
-    """A capture in which the first graph raises, by way of the real create_cudagraphs."""
     from megatron.core.transformer import cuda_graphs
 
     if cuda_graphs.is_graph_capturing():
         return Verdict(State.UNKNOWN, "a capture is under way, or has failed before")
+    with kept(cuda_graphs, *FLAGS, *COUNTERS), swapped(cuda_graphs, torch=TorchStandIn(), gc=GcStandIn()):
+        failures = [*try_failing(cuda_graphs), *try_succeeding(cuda_graphs)]
+    return Verdict(State.AFFECTED, "; ".join(failures)) if failures else Verdict(State.CLEAR)
+
+
+def try_failing(cuda_graphs: Any) -> list[str]:
+    """A capture in which the first graph raises, by way of the real create_cudagraphs."""
     record, runner = cuda_graphs._CudagraphGlobalRecord, make_runner()
     runner.create_fwd_graph = fail
-    with (
-        kept(cuda_graphs, *FLAGS, *COUNTERS),
-        kept(record, "cudagraph_created", "cudagraph_record"),
-        swapped(cuda_graphs, torch=TorchStandIn(), gc=GcStandIn()),
-    ):
+    with kept(record, "cudagraph_created", "cudagraph_record"):
         record.cudagraph_created, record.cudagraph_record = False, [(runner, "fwd", (), {}, None)]
         try:
             cuda_graphs.create_cudagraphs()
         except CaptureFailed:
-            stuck = cuda_graphs.is_graph_capturing()
-        else:
-            return Verdict(State.UNKNOWN, "create_cudagraphs did not come to the failing graph")
-    return Verdict(State.AFFECTED, "is_graph_capturing() stays True") if stuck else Verdict(State.CLEAR)
+            return ["is_graph_capturing() stays True"] if cuda_graphs.is_graph_capturing() else []
+    raise RuntimeError("create_cudagraphs did not come to the failing graph")
+
+
+def try_succeeding(cuda_graphs: Any) -> list[str]:
+    """One graph, by way of the real create_fwd_graph."""
+    cuda_graphs._IS_GRAPH_WARMUP = False
+    with swapped(cuda_graphs, get_all_rng_states=dict, FREEZE_GC=False), torch.no_grad():
+        runner = make_runner()
+        runner.create_fwd_graph((torch.zeros(2),), {}, ())
+    return ["is_graph_warmup() stays True"] if cuda_graphs.is_graph_warmup() else []
 
 
 CAPTURE_FAILURE = Repair(
@@ -126,7 +139,8 @@ CAPTURE_FAILURE = Repair(
     ),
     reason=(
         "create_cudagraphs sets _IS_GRAPH_CAPTURING and resets it only when nothing raises; DDP's hooks return at "
-        "once while it is set. _IS_GRAPH_WARMUP is not even reset by a capture that succeeds."
+        "once while it is set. _IS_GRAPH_WARMUP is not even reset by a capture that succeeds, and turns activation "
+        "recomputation off."
     ),
     try_it=probe,
     plan=plan,

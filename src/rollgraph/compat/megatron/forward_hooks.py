@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
@@ -60,12 +61,33 @@ def hooks_paused(ddps: Iterable[Any]) -> Iterator[None]:
 @contextmanager
 def hooks_as_found(ddps: Iterable[Any]) -> Iterator[list[Any]]:
     """Whatever is enabled and disabled inside, hooks are afterwards where they were. Gathers nothing."""
-    found = {ddp: has_hooks(ddp) for ddp in ddps}
+    found = {ddp: list_in_front(ddp) if has_hooks(ddp) else None for ddp in ddps}
     try:
         yield list(found)
     finally:
-        for ddp, had in found.items():
-            (add_hooks if had else remove_hooks)(ddp)
+        for ddp, in_front in found.items():
+            if in_front is None:
+                remove_hooks(ddp)
+            else:
+                add_hooks(ddp)
+                restore_order(ddp, in_front)
+
+
+def list_in_front(ddp: Any) -> dict[Any, set[int]]:
+    """For each module, the hooks that run before the DDP's; those after it read parameters that are gathered."""
+    handles = ddp.remove_forward_pre_hook_handles
+    return {
+        module: set(takewhile(lambda key, own=handle.id: key != own, module._forward_pre_hooks))  # type: ignore[misc]
+        for module, handle in handles.items()
+    }
+
+
+def restore_order(ddp: Any, in_front: dict[Any, set[int]]) -> None:
+    for module, handle in ddp.remove_forward_pre_hook_handles.items():
+        if module in in_front:
+            hooks = module._forward_pre_hooks
+            for key in [key for key in hooks if key != handle.id and key not in in_front[module]]:
+                hooks.move_to_end(key)
 
 
 def find_owners(model: nn.Module) -> list[Any]:

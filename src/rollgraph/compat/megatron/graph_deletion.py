@@ -49,7 +49,7 @@ def plan() -> list[Patch]:
     @wraps(record)
     def record_fwd_graph(cls: Any, runner: Any, args: Any, kwargs: Any, out: Any) -> None:
         recorded.add(runner)
-        if runner.mempool is None and torch.cuda.is_available():
+        if runner.mempool is None and torch.cuda.is_initialized():
             manager = cuda_graphs.CudaGraphManager
             if manager.global_mempool is None:  # deleted; only the making of a manager would renew it
                 manager.global_mempool = torch.cuda.graph_pool_handle()

@@ -6,6 +6,7 @@ Workers copy single keys from their YAML into a TransformerConfig, and what they
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from rollgraph.compat.graph_keys import (
     contradictions,
     implementation,
     scopes,
+    split_scopes,
 )
+from rollgraph.compat.megatron.probe_objects import quietly
 
 SURROUNDINGS = ("cpu_offloading", "recompute_granularity")  # what a graph does not go with
 
@@ -56,8 +59,10 @@ class GraphOverrides:
         """Set them on a TransformerConfig (or a provider derived from it) and, if given, on an RNGConfig.
 
         A finished config is not checked again by Megatron, and compares scopes as enum members: a text would match
-        nothing, silently. So they are converted here. Where the config has `cuda_graph_modules`, that is set instead
-        of `cuda_graph_scope`. Nothing is changed if something does not fit.
+        nothing, silently. So they are converted here, a copy goes through Megatron's own construction, and what that
+        makes of the settings is set. Where the config has `cuda_graph_modules`, that is set instead of
+        `cuda_graph_scope`. Nothing is changed if something does not fit. A provider that is finished later
+        (Megatron-Bridge's `finalize`) is checked then.
         """
         values = dict(self.transformer)
         names = values.pop("cuda_graph_scope")
@@ -70,6 +75,7 @@ class GraphOverrides:
             if missing := [name for name in wanted if not hasattr(target, name)]:
                 raise GraphSettingsError(f"{type(target).__name__} has no {', '.join(missing)}")
         values |= {flag: False for flag in FLAGS if hasattr(config, flag)}  # beside cuda_graph_impl they are refused
+        values.update(_settle(config, values, without_graphs={**values, "cuda_graph_impl": "none", key: []}))
         for target, wanted in targets:
             for name, value in wanted.items():
                 setattr(target, name, value)
@@ -136,6 +142,31 @@ def _values(part: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _get(part: Any, name: str) -> Any:
     return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
+
+
+def _settle(config: Any, values: dict[str, Any], without_graphs: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron makes of the values. A config that it refuses for another reason than graphs is not judged here."""
+    try:
+        return _construct(config, values)
+    except Exception as error:
+        try:
+            _construct(config, without_graphs)
+        except Exception:
+            return values
+        said = {name: split_scopes(value) if name in SCOPE_KEYS else value for name, value in values.items()}
+        wanted = ", ".join(f"{name}: {said[name]}" for name in GRAPH_KEYS if said.get(name))
+        raise GraphSettingsError(f"{type(config).__name__} refuses {wanted}: {error}") from error
+
+
+def _construct(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """On a copy, with lists of its own: construction appends to some."""
+    trial = copy.copy(config)
+    for name, value in {**vars(config), **values}.items():
+        setattr(trial, name, copy.copy(value) if isinstance(value, list | dict) else value)
+    if hasattr(trial, "__post_init__"):
+        with quietly():
+            trial.__post_init__()
+    return {name: getattr(trial, name) for name in values}
 
 
 def _members(names: list[str]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -63,6 +64,11 @@ def run_whole(layer: Any) -> None:
         layer.mlp.fwd_execution_map = ["route", "expert_compute", "postprocess"]
 
 
+def run_in_parts(layer: Any) -> None:
+    if hasattr(layer, "use_partial_cudagraphs"):
+        layer.use_partial_cudagraphs = True
+
+
 def unpark_managers(model: nn.Module, anew: bool) -> None:
     """The managers that left come back, or new ones in their place where theirs has not made them."""
     module: Any
@@ -74,8 +80,6 @@ def unpark_managers(model: nn.Module, anew: bool) -> None:
                 put_back(module, parked)
             elif not hasattr(module, parked.attribute):
                 make_anew(module, parked)
-            if parked.function is not None and hasattr(module, "use_partial_cudagraphs"):
-                module.use_partial_cudagraphs = True
             parking.pop()
         vars(module).pop(PARKED, None)
 
@@ -84,6 +88,7 @@ def put_back(module: Any, parked: Parked) -> None:
     """Also over the one that theirs has put there, which is the first that the module ever had."""
     if parked.function is not None:
         setattr(module, parked.function, parked.wrapper)
+        run_in_parts(module)
     setattr(module, parked.attribute, parked.manager)
 
 
@@ -93,6 +98,18 @@ def make_anew(module: Any, parked: Parked) -> None:
     function = {} if parked.function is None else {"base_module": module, "function_name": parked.function}
     manager = CudaGraphManager(module.config, need_backward=parked.manager.need_backward, **function)
     setattr(module, parked.attribute, manager)
+    if parked.function is not None:
+        run_in_parts(module)
+
+
+def release_parked() -> None:
+    """For theirs alone: it takes away only the managers called for a whole module, and has its own copy of those."""
+    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and PARKED in vars(thing)]:
+        parking = vars(module).pop(PARKED)
+        with hooks_paused(find_owners(module)):
+            for parked in parking:
+                if parked.function is not None:
+                    put_back(module, parked)
 
 
 def list_managers(module: nn.Module) -> list[Any]:
@@ -141,8 +158,7 @@ def plan() -> list[Patch]:
         was_on = any(isinstance(module, cuda_graphs.CudaGraphManager) for module in model.modules())
         with hooks_paused(find_owners(model)):
             try:
-                if set_to == "none" or reset_cuda_graphs:
-                    park_managers(model)
+                park_managers(model)  # also where they stay on: theirs would put the first ones it saw in their place
                 if set_to == "local" and reset_cuda_graphs and cuda_graphs._CudagraphGlobalRecord.cudagraph_created:
                     cuda_graphs.delete_cuda_graphs()  # or the new managers are asked to replay what they do not have
                 original(model, set_to, reset_cuda_graphs)
@@ -217,4 +233,5 @@ GRAPH_SWITCH = Repair(
     ),
     try_it=probe,
     plan=plan,
+    clean=release_parked,
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rollgraph.compat.finding import State
 from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
-from rollgraph.compat.megatron.probe_objects import TorchStandIn, make_runner
+from rollgraph.compat.megatron.probe_objects import CudaStandIn, TorchStandIn, make_runner
 from rollgraph.compat.megatron.repair import Repair, Verdict
 
 HELD = "_rollgraph_held_inputs"
@@ -39,12 +39,16 @@ def plan() -> list[Patch]:
     original = cuda_graphs._CudaGraphRunner.create_bwd_graph
     need_parameters(original, "self")
     need_names(original, "fwd_graph_input_surface")
+    need(make_runner(), "fwd_graph", "bwd_graph")
 
     @wraps(original)
     def create_bwd_graph(self: Any) -> Any:
         pool = cuda_graphs._CudagraphGlobalRecord.tensor_reuse_pool
-        vars(self)[HELD] = find_borrowed(self.fwd_graph_input_surface, pool)
-        return original(self)
+        held = find_borrowed(self.fwd_graph_input_surface, pool)
+        result = original(self)
+        for graph in (self.fwd_graph, self.bwd_graph):  # not by the runner, which outlives graphs that are deleted
+            setattr(graph, HELD, held)
+        return result
 
     return [Patch(cuda_graphs._CudaGraphRunner, "create_bwd_graph", create_bwd_graph)]
 
@@ -97,6 +101,7 @@ def make_captured_forward() -> tuple[Any, weakref.ref[Memory]]:
     runner.fwd_graph_input_args, runner.fwd_graph_input_kwargs = (x,), {}
     runner.fwd_graph_input_surface, runner.fwd_graph_output_surface = (x, weight), (out,)
     runner.params_to_backprop, runner.num_dgrads, runner.num_wgrads = (weight,), 1, 1
+    runner.fwd_graph = CudaStandIn.CUDAGraph()
     return runner, weakref.ref(memory)
 
 

@@ -66,7 +66,9 @@ def make_runner(need_backward: bool = False) -> Any:
     """A graph runner of `x * 2`, as a graph manager makes one at the first call of its module."""
     from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
-    return _CudaGraphRunner(nn.Identity(), None, [torch.zeros(2)], {}, lambda x: x * 2, need_backward)
+    module: Any = nn.Identity()
+    module.config = make_config()
+    return _CudaGraphRunner(module, None, [torch.zeros(2)], {}, lambda x: x * 2, need_backward)
 
 
 class GcStandIn:
@@ -99,6 +101,11 @@ class CudaStandIn:
         def __enter__(self) -> None: ...
 
         def __exit__(self, *exception: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def device_count(self) -> int:
+        return 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,9 @@ from rollgraph.compat.megatron.model_chunks import Model, list_chunks, list_hook
 def reference_weights(model: Model, state_dict: Mapping[str, Any] | list[Mapping[str, Any]]) -> Iterator[None]:
     """`model` computes with `state_dict` inside, and with exactly what it had afterwards, exception or not.
 
-    `state_dict` is what `model.state_dict()` gave, on any device; for a list of chunks, a list. Parameters are
-    gathered first and their hooks paused, so that no all-gather writes policy weights over the reference.
+    `state_dict` is what `model.state_dict()` gave, cloned, on any device; for a list of chunks, a list. Only frozen
+    parameters may be the model's own. Parameters are gathered first and their hooks paused, so that no all-gather
+    writes policy weights over the reference.
     """
     chunks = list_chunks(model)
     dicts = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
@@ -55,7 +56,19 @@ def match(model: nn.Module, weights: Mapping[str, Any]) -> list[tuple[Tensor, Te
     pairs = {name: (tensor, given[name]) for name, tensor in own.items() if isinstance(tensor, Tensor)}
     for name, pair in pairs.items():
         check(name, *pair)
+    changing = list_memory([*model.parameters(), *(tensor for tensor, _ in pairs.values())])
+    changing -= list_memory(parameter for parameter in model.parameters() if not parameter.requires_grad)
+    if aliases := [name for name, (_, tensor) in pairs.items() if list_memory([tensor]) & changing]:
+        raise ValueError(
+            f"{aliases[0]} and {len(aliases) - 1} more of the state dict are the model's own memory, and change with "
+            "it: clone() the tensors of model.state_dict() when the reference is taken"
+        )
     return list(pairs.values())
+
+
+def list_memory(tensors: Iterable[Tensor]) -> set[tuple[torch.device, int]]:
+    """Where the storages of tensors begin; without those that have no memory."""
+    return {(tensor.device, start) for tensor in tensors if (start := tensor.untyped_storage().data_ptr())}
 
 
 def check(name: str, own: Tensor, given: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from threading import RLock
 
 from rollgraph.compat.finding import Finding
@@ -19,8 +19,10 @@ REPAIRS = (FORWARD_HOOKS, GRAPH_SWITCH, GRAPH_DELETION, CAPTURE_FAILURE, INPUT_S
 
 def findings() -> list[Finding]:
     """What is broken in the megatron-core of this process. Without megatron-core, nothing."""
+    if not is_installed():
+        return []
     with LOCK:
-        return [each.find() for each in REPAIRS] if is_installed() else []
+        return [each.find() for each in REPAIRS]
 
 
 def repair() -> list[Finding]:
@@ -45,9 +47,11 @@ def undo() -> None:
 
 
 def is_installed() -> bool:
+    """Imports it, outside of LOCK: an import hook may repair, in this thread or in one that is importing it now."""
     try:
-        return importlib.util.find_spec("megatron.core") is not None
-    except ModuleNotFoundError:  # not even the namespace
-        return False
+        importlib.import_module("megatron.core")
+    except ModuleNotFoundError as error:
+        return error.name not in ("megatron", "megatron.core")
     except Exception:  # it is broken, which every probe will say
         return True
+    return True

@@ -26,6 +26,7 @@ class Repair:
     reason: str
     try_it: Callable[[], Verdict]  # runs the real code on small objects and leaves the process as it was
     plan: Callable[[], list[Patch]]  # raises CannotRepair where something it needs is not there; changes nothing
+    clean: Callable[[], None] = lambda: None  # after the patches are gone: what they left on the user's objects
     installed: list[Installed] = field(default_factory=list)
 
     @property
@@ -59,8 +60,10 @@ class Repair:
             raise
 
     def undo(self) -> None:
-        uninstall(self.installed)
-        self.installed = []
+        if self.installed:
+            uninstall(self.installed)
+            self.installed = []
+            self.clean()
 
     def find(self) -> Finding:
         if self.in_force:

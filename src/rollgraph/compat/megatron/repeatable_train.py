@@ -18,6 +18,11 @@ from rollgraph.compat.megatron.patch import kept, swapped
 
 PLANTED = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
 
+NOT_GATHERED = (
+    "rollgraph: hooks are off, as before train(), and what they would have gathered is not: call "
+    "start_param_sync(force_sync=True) of the DDP on all ranks before the model is used again"
+)
+
 
 @contextmanager
 def repeatable_train(model: Model, config: Any) -> Iterator[None]:
@@ -25,7 +30,7 @@ def repeatable_train(model: Model, config: Any) -> Iterator[None]:
 
     Enabling and disabling hooks is safe in any order inside, with or without `repair()`, except that methods which a
     subclass of DDP overrides need it. Hooks that train() leaves behind are removed with the parameters gathered; after
-    an exception without, as other ranks may not take part.
+    an exception without, as other ranks may not take part, and the exception gets a note that says so.
     """
     with hooks_as_found(list_hooked(model)) as hooked, kept(config, *PLANTED), ExitStack() as guards:
         had_hooks = {ddp for ddp in hooked if has_hooks(ddp)}
@@ -34,7 +39,12 @@ def repeatable_train(model: Model, config: Any) -> Iterator[None]:
         for name in PLANTED:
             if hasattr(config, name):
                 setattr(config, name, None)
-        yield
+        try:
+            yield
+        except BaseException as error:
+            if any(has_hooks(ddp) for ddp in hooked if ddp not in had_hooks):
+                error.add_note(NOT_GATHERED)
+            raise
         for ddp in hooked:
             if ddp not in had_hooks and has_hooks(ddp):
                 ddp.disable_forward_pre_hook()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from rollgraph.compat.finding import State
@@ -39,6 +40,7 @@ def plan() -> list[Patch]:
     if module is None:
         package, _, name = MODULE.rpartition(".")
         made = ModuleType(MODULE, "The legacy tokenizer base, from rollgraph.compat.megatron.")
+        made.__spec__ = ModuleSpec(MODULE, None)  # without one, find_spec raises
         vars(made).update(dict.fromkeys(NAMES, MegatronLegacyTokenizer))
         return [Patch(sys.modules, MODULE, made), Patch(importlib.import_module(package), name, made)]
     present = [getattr(module, name) for name in NAMES if hasattr(module, name)]
