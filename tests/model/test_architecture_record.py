@@ -41,6 +41,19 @@ def test_what_it_reads() -> None:
         assert read(rope_scaling={**kind, "factor": 2.0}).rope == linear
 
 
+def test_rope_scaling_takes_the_place_of_rope_parameters() -> None:
+    """Also of their theta: then the one beside them counts."""
+    newer = {"rope_type": "default", "rope_theta": 5e5}
+    older = {"type": "linear", "factor": 2.0}
+    assert read(rope_parameters=newer, rope_scaling=older).rope == Rope(1e4, "linear", {"factor": 2.0})
+    assert read(rope_parameters=newer, rope_scaling=older, rope_theta=7.0).rope.theta == 7.0
+    assert read(rope_parameters=newer, rope_scaling={**older, "rope_theta": 9.0}, rope_theta=7.0).rope.theta == 9.0
+    assert read(rope_parameters=newer, rope_scaling=None).rope == Rope(5e5)
+    assert read(rope_parameters=newer, rope_scaling={}).rope == Rope(5e5)
+    with pytest.raises(ArchitectureError, match="rope_type='su'"):
+        read(rope_parameters=newer, rope_scaling={"type": "su", "factor": 2.0})
+
+
 @pytest.mark.parametrize(
     ("family", "said", "biases"),
     [

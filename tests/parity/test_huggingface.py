@@ -213,6 +213,20 @@ def test_older_configs_mean_the_same(name: str, tmp_path: Path) -> None:
     assert off(theirs(read(tmp_path / "ours"), batch), theirs(peer, batch)) < 1e-5
 
 
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 900.0}], ids=["no theta", "a theta"])
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+@pytest.mark.parametrize(("kind", "options"), [("linear", {"factor": 3.0}), ("llama3", LLAMA3), ("yarn", YARN)])
+def test_rope_scaling_beside_rope_parameters(
+    kind: str, options: dict[str, Any], spelling: str, theta: dict[str, float], tmp_path: Path
+) -> None:
+    """As in a file of today to which someone added the scaling that an older README asks for."""
+    peer, batch = write("llama", tmp_path), sequences(40)
+    change(tmp_path / "config.json", rope_scaling={spelling: kind, **options}, **theta)
+    expected = theirs(read(tmp_path), batch)
+    assert off(theirs(peer, batch), expected) > 1e-3
+    assert off(ours(load_model(tmp_path), batch), expected) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["llama, llama3", "llama, yarn"])
 def test_an_original_length_beside_the_rope_options_wins(name: str, tmp_path: Path) -> None:
     peer, batch = write(name, tmp_path), sequences(30)

@@ -237,9 +237,12 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
 
 
 def _read_rope(rest: dict[str, Any]) -> Rope:
-    """`rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones."""
-    options = dict(rest.pop("rope_parameters", None) or {})
-    options |= rest.pop("rope_scaling", None) or {}
+    """`rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones.
+
+    As in transformers, a `rope_scaling` takes the place of `rope_parameters`, with all that they say.
+    """
+    newer, older = (rest.pop(name, None) for name in ("rope_parameters", "rope_scaling"))
+    options = dict(older or newer or {})
     theta = float(options.pop("rope_theta", None) or rest.get("rope_theta") or 10_000.0)
     named = options.pop("type", None)
     kind = options.pop("rope_type", None) or named or "default"
