@@ -120,6 +120,19 @@ def test_top_p_of_a_tie_and_of_one_token_keeps_one() -> None:
     assert drawn.logprob.tolist() == [0.0, 0.0]
 
 
+def test_a_top_p_of_one_keeps_the_tail() -> None:
+    """A token so unlikely that the others round to 1 is drawn all the same, as the plain variant draws it."""
+    rows = Rows(**{name: tensor[97:] for name, tensor in vars(rows_for(98)).items()})  # much luck, good and bad
+    noise = gumbel(rows.seed, rows.position, torch.arange(100_000, dtype=torch.int32)[None])[0]
+    luck = noise.max() - noise.min()
+    assert luck > 18
+    logits = torch.full((1, len(noise)), -50.0)
+    logits[0, noise.argmin()], logits[0, noise.argmax()] = 0.0, 0.1 - luck
+    for drawn in (sample(logits, rows), sample_filtered(logits, rows, torch.zeros(1, 4, dtype=torch.int32))):
+        assert drawn.token == noise.argmax()
+        torch.testing.assert_close(drawn.logprob, (0.1 - luck)[None])
+
+
 def test_temperature_zero_takes_the_most_likely_token() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     for drawn in (

@@ -67,8 +67,10 @@ def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
     kept = ordered.masked_fill(rank >= k, -torch.inf)
     share = kept.softmax(-1)
     before = share.cumsum(-1) - share
-    enough = (before >= rows.top_p[:, None]) | (kept < kept[:, :1] + rows.min_p[:, None].log())
-    kept = kept.masked_fill(enough & (rank > 0), -torch.inf)
+    top_p = rows.top_p[:, None]
+    enough = (before >= top_p) & (top_p < 1)  # shares are rounded: those before the tail may add up to 1
+    unlikely = kept < kept[:, :1] + rows.min_p[:, None].log()
+    kept = kept.masked_fill((enough | unlikely) & (rank > 0), -torch.inf)
     scores = torch.where(greedy, kept, kept + gumbel(rows.seed, rows.position, ids.to(torch.int32)))
     place = scores.argmax(-1)
     token = ids.gather(1, place[:, None])[:, 0]
