@@ -83,7 +83,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def full_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:
-    """Logits in fp32, as they leave the accumulators: half precision would put errors of percents in probabilities."""
+    """Logits in fp32. On CUDA, as they leave the accumulators: half precision would put errors of percents in
+    probabilities. A CPU has them rounded to the dtype of the model first."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32)
     return (hidden @ lm_head.t()).to(torch.promote_types(hidden.dtype, torch.float32))
