@@ -53,6 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         rope("yarn", **YARN, beta_fast=8.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.5, truncate=False),
     ),
+    "llama, yarn by lengths": ("Llama", rope("yarn", **{**YARN, "factor": None})),
     "llama, yarn with a factor": ("Llama", rope("yarn", **YARN, attention_factor=1.3)),
     "qwen2": ("Qwen2", {}),
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -70,6 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral, window": ("Mistral", {"sliding_window": WINDOW}),
+    "mistral, a switch it has not": ("Mistral", {"sliding_window": WINDOW, "use_sliding_window": False}),
     "mistral, no window": ("Mistral", {"sliding_window": None}),
     "mistral, wide heads": ("Mistral", {"sliding_window": WINDOW + 1, "head_dim": 16}),
 }
