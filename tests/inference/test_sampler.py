@@ -153,6 +153,19 @@ def test_logits_that_are_not_finite_are_told_from_others() -> None:
         assert drawn.token[0] >= 0
 
 
+@pytest.mark.parametrize("extreme", [{"temperature": 2e-38}, {"penalty": 1e-39}], ids=str)
+def test_logits_that_overflow_at_the_temperature_are_told_from_others(extreme: dict[str, float]) -> None:
+    logits = LOGITS.expand(2, -1) * 10
+    rows, mild = rows_for(2, **extreme), rows_for(2)
+    for name in extreme:
+        getattr(rows, name)[1:] = getattr(mild, name)[1:]
+    found = [sample_filtered(logits, rows, torch.zeros(2, 4).int())]
+    found += [sample(logits, rows)] if "temperature" in extreme else []
+    for drawn in found:
+        assert drawn.token[0] == -1
+        assert drawn.token[1] >= 0
+
+
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     """A row draws the same beside any others, and another position or seed draws anew."""
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
@@ -184,13 +197,14 @@ def compare_kernel(device: str) -> None:
     from rollgraph.inference.sampling_kernels import draw
 
     for vocabulary in (300, 5000, 9001):
-        logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3
-        logits[3, 7], logits[4, 100:] = math.nan, -math.inf
-        rows = rows_for(5)
-        rows.temperature = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.3])
+        logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3
+        logits[3, 7], logits[4, 100:], logits[5, 9] = math.nan, -math.inf, 100.0
+        rows = rows_for(6)
+        rows.temperature = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.3, 2e-38])  # the last one overflows
         ours = Drawn(*draw(*(t.to(device) for t in (logits, rows.seed, rows.position, rows.temperature))))
         plain = sample(logits, rows)
         assert ours.token.tolist() == plain.token.tolist()
+        assert ours.token[5] == -1
         fine = [0, 1, 2, 4]
         torch.testing.assert_close(ours.logprob.cpu()[fine], plain.logprob[fine], rtol=0, atol=2e-5)
         torch.testing.assert_close(ours.policy_logprob.cpu()[fine], plain.policy_logprob[fine], rtol=0, atol=2e-5)

@@ -33,7 +33,7 @@ class Rows:
 
 @dataclass
 class Drawn:
-    """Tensors of [rows]. A row whose logits are not finite has token -1."""
+    """Tensors of [rows]. A row whose logits are not finite, also at its temperature, has token -1."""
 
     token: Tensor  # int32
     logprob: Tensor  # float32, under the distribution it was drawn from (0 where the most likely one was taken)
@@ -115,5 +115,5 @@ def _finish(raw: Tensor, scaled: Tensor, normalizer: Tensor, greedy: Tensor, tok
     """`place` is where the token stands in `scaled`."""
     policy = raw.gather(1, token[:, None])[:, 0] - raw.logsumexp(-1)
     logprob = torch.where(greedy[:, 0], 0.0, scaled.gather(1, place[:, None])[:, 0] - normalizer)
-    token = torch.where(policy.isfinite(), token, -1).to(torch.int32)
+    token = torch.where(policy.isfinite() & logprob.isfinite(), token, -1).to(torch.int32)
     return Drawn(token, logprob, policy)
