@@ -463,13 +463,24 @@ def test_an_engine_without_filters_refuses_them(scripted: Engine) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"n": 0}, {"max_tokens": -1}, {"temperature": -0.1}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0},
-     {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"stop": "abc"}, {"stop": ("",)}],
+     {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"stop": "abc"}, {"stop": ("",)},
+     {"temperature": 1e-39}, {"temperature": math.nan}, {"temperature": 1e39}, {"temperature": "1"},
+     {"temperature": None}, {"repetition_penalty": 1e-39}, {"repetition_penalty": 1e39}, {"n": 1.5}, {"n": True},
+     {"max_tokens": 10.5}, {"max_tokens": None}, {"top_k": 1.5}, {"top_k": 2**31}, {"top_p": None}, {"min_p": "0"},
+     {"stop": (5,)}, {"stop": None}, {"stop_ids": None}, {"stop_ids": 5}, {"stop_ids": ("a",)}, {"stop_ids": (-1,)},
+     {"ignore_eos": 1}, {"seed": 1.5}, {"seed": "1"}],
     ids=str,
 )  # fmt: skip
 def test_parameters_that_make_no_sense_are_named(options: dict[str, object]) -> None:
     (name,) = options
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"^{name}="):
         SamplingParams(**options)  # type: ignore[arg-type]
+
+
+def test_parameters_at_their_limits() -> None:
+    SamplingParams(max_tokens=0, temperature=0, top_k=2**31 - 1, top_p=1, min_p=1, repetition_penalty=1e6)
+    SamplingParams(temperature=0.01, repetition_penalty=0.01, stop_ids=(0,), seed=-(2**70))
+    SamplingParams(top_k=torch.tensor([3]).numpy()[0], top_p=torch.tensor([0.5]).numpy()[0])  # numbers of NumPy's
 
 
 def test_without_a_tokenizer_tokens_go_in_and_out(model: Decoder) -> None:

@@ -120,6 +120,19 @@ def test_top_p_of_a_tie_and_of_one_token_keeps_one() -> None:
     assert drawn.logprob.tolist() == [0.0, 0.0]
 
 
+def test_a_top_p_of_one_keeps_the_tail() -> None:
+    """A token so unlikely that the others round to 1 is drawn all the same, as the plain variant draws it."""
+    rows = Rows(**{name: tensor[97:] for name, tensor in vars(rows_for(98)).items()})  # much luck, good and bad
+    noise = gumbel(rows.seed, rows.position, torch.arange(100_000, dtype=torch.int32)[None])[0]
+    luck = noise.max() - noise.min()
+    assert luck > 18
+    logits = torch.full((1, len(noise)), -50.0)
+    logits[0, noise.argmin()], logits[0, noise.argmax()] = 0.0, 0.1 - luck
+    for drawn in (sample(logits, rows), sample_filtered(logits, rows, torch.zeros(1, 4, dtype=torch.int32))):
+        assert drawn.token == noise.argmax()
+        torch.testing.assert_close(drawn.logprob, (0.1 - luck)[None])
+
+
 def test_temperature_zero_takes_the_most_likely_token() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     for drawn in (
@@ -138,6 +151,19 @@ def test_logits_that_are_not_finite_are_told_from_others() -> None:
     for drawn in (sample(logits, rows_for(4)), sample_filtered(logits, rows_for(4), torch.zeros(4, 4).int())):
         assert drawn.token.tolist()[1:] == [-1, -1, 19]
         assert drawn.token[0] >= 0
+
+
+@pytest.mark.parametrize("extreme", [{"temperature": 2e-38}, {"penalty": 1e-39}], ids=str)
+def test_logits_that_overflow_at_the_temperature_are_told_from_others(extreme: dict[str, float]) -> None:
+    logits = LOGITS.expand(2, -1) * 10
+    rows, mild = rows_for(2, **extreme), rows_for(2)
+    for name in extreme:
+        getattr(rows, name)[1:] = getattr(mild, name)[1:]
+    found = [sample_filtered(logits, rows, torch.zeros(2, 4).int())]
+    found += [sample(logits, rows)] if "temperature" in extreme else []
+    for drawn in found:
+        assert drawn.token[0] == -1
+        assert drawn.token[1] >= 0
 
 
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
@@ -171,13 +197,14 @@ def compare_kernel(device: str) -> None:
     from rollgraph.inference.sampling_kernels import draw
 
     for vocabulary in (300, 5000, 9001):
-        logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3
-        logits[3, 7], logits[4, 100:] = math.nan, -math.inf
-        rows = rows_for(5)
-        rows.temperature = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.3])
+        logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3
+        logits[3, 7], logits[4, 100:], logits[5, 9] = math.nan, -math.inf, 100.0
+        rows = rows_for(6)
+        rows.temperature = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.3, 2e-38])  # the last one overflows
         ours = Drawn(*draw(*(t.to(device) for t in (logits, rows.seed, rows.position, rows.temperature))))
         plain = sample(logits, rows)
         assert ours.token.tolist() == plain.token.tolist()
+        assert ours.token[5] == -1
         fine = [0, 1, 2, 4]
         torch.testing.assert_close(ours.logprob.cpu()[fine], plain.logprob[fine], rtol=0, atol=2e-5)
         torch.testing.assert_close(ours.policy_logprob.cpu()[fine], plain.policy_logprob[fine], rtol=0, atol=2e-5)

@@ -41,6 +41,19 @@ def test_what_it_reads() -> None:
         assert read(rope_scaling={**kind, "factor": 2.0}).rope == linear
 
 
+def test_rope_scaling_takes_the_place_of_rope_parameters() -> None:
+    """Also of their theta: then the one beside them counts."""
+    newer = {"rope_type": "default", "rope_theta": 5e5}
+    older = {"type": "linear", "factor": 2.0}
+    assert read(rope_parameters=newer, rope_scaling=older).rope == Rope(1e4, "linear", {"factor": 2.0})
+    assert read(rope_parameters=newer, rope_scaling=older, rope_theta=7.0).rope.theta == 7.0
+    assert read(rope_parameters=newer, rope_scaling={**older, "rope_theta": 9.0}, rope_theta=7.0).rope.theta == 9.0
+    assert read(rope_parameters=newer, rope_scaling=None).rope == Rope(5e5)
+    assert read(rope_parameters=newer, rope_scaling={}).rope == Rope(5e5)
+    with pytest.raises(ArchitectureError, match="rope_type='su'"):
+        read(rope_parameters=newer, rope_scaling={"type": "su", "factor": 2.0})
+
+
 @pytest.mark.parametrize(
     ("family", "said", "biases"),
     [
@@ -70,6 +83,8 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
         ("llama", {}, ()),
         ("mistral", {}, (8, 8, 8)),
         ("mistral", {"sliding_window": None}, ()),
+        ("mistral", {"use_sliding_window": False}, (8, 8, 8)),
+        ("llama", {"sliding_window": 0}, ()),
         ("qwen2", {}, ()),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, (None, None, 8)),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 3}, ()),
@@ -151,6 +166,64 @@ def test_what_would_compute_something_else_is_refused(changes: dict[str, Any], m
         read(**changes)
 
 
+WINDOWED = {"model_type": "qwen3", "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\], not a string"),
+        ({"model_type": "gpt2", "architectures": 5}, "architectures=5, not a list of strings"),
+        ({"num_attention_heads": "4"}, "num_attention_heads='4', not a positive integer"),
+        ({"hidden_size": None}, "hidden_size=None, not a positive integer"),
+        ({"hidden_size": 64.0}, r"hidden_size=64\.0, not a positive integer"),
+        ({"vocab_size": True}, "vocab_size=True, not a positive integer"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1, not"),
+        ({"intermediate_size": []}, r"intermediate_size=\[\], not"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0, not"),
+        ({"head_dim": "16"}, "head_dim='16', not"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0, not"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None, not a number that is not negative"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, not"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false', not true or false"),
+        ({"attention_bias": None}, "attention_bias=None, not true or false"),
+        ({"mlp_bias": 0}, "mlp_bias=0, not true or false"),
+        ({**WINDOWED, "sliding_window": "8"}, "sliding_window='8', not"),
+        ({**WINDOWED, "max_window_layers": None}, "max_window_layers=None, not an integer"),
+        ({**WINDOWED, "layer_types": [None, 1, {}]}, "layer_types=.*, not a list of strings"),
+        ({"model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window='no', not true or false"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4', not a number above 1"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta=-1\.0, not a number above 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn', not an object"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters=.*, not .* of all layers"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"rope_type=\['yarn'\]"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "factor=None, not a positive number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor=0, not a positive number or null"),
+        ({"rope_scaling": {"type": "yarn"}}, "has no 'factor'"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": "32"}}, "beta_fast='32', not a number"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "truncate": 1}}, "truncate=1, not true or false"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": None}}, "low_freq_factor=None, not"),
+        (
+            {"rope_scaling": {"type": "yarn", **YARN}, "original_max_position_embeddings": "32"},
+            "original_max_position_embeddings='32', not a positive number",
+        ),
+    ],
+)
+def test_fields_of_another_kind_are_named(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ArchitectureError, match=f"^config.json:? .*{match}" if "rope_type" not in match else match):
+        read(**changes)
+
+
+def test_a_config_that_is_no_object() -> None:
+    with pytest.raises(ArchitectureError, match=r"config\.json holds no JSON object"):
+        Architecture.from_config([])  # type: ignore[arg-type]
+
+
+def test_fewer_dimensions_than_heads() -> None:
+    with pytest.raises(ArchitectureError, match="even head_dim, not 0"):
+        read(hidden_size=2)
+
+
 @pytest.mark.parametrize("key", [key for key in CONFIG if key not in ("model_type", "num_key_value_heads")])
 def test_what_must_be_said(key: str) -> None:
     with pytest.raises(ArchitectureError, match=f"config.json has no '{key}'"):
@@ -175,6 +248,8 @@ def test_frequencies() -> None:
     torch.testing.assert_close(plain[-1], torch.tensor(1e4 ** (-14 / 16)))
     halved, _ = Rope(1e4, "linear", {"factor": 2.0}).frequencies(16, 64)
     assert torch.equal(halved, plain / 2)
+    by_lengths = Rope(1e4, "yarn", {**YARN, "factor": None}).frequencies(16, 128)
+    assert torch.equal(by_lengths[0], Rope(1e4, "yarn", YARN).frequencies(16, 128)[0])
     for kind, options in (("llama3", LLAMA3), ("yarn", YARN)):
         scaled, factor = Rope(1e4, kind, options).frequencies(16, 64)
         slower = plain / scaled

@@ -256,6 +256,7 @@ def test_an_index_that_says_nothing(sharded: Path) -> None:
         ("[]", "no JSON object"),
         ("{}", "no weight_map"),
         ('{"weight_map": {}}', "missing"),
+        ('{"weight_map": {"model.norm.weight": 5}}', r"index\.json: .*weight_map.*: model\.norm\.weight=5$"),
     ):
         index.write_text(content)
         refused(sharded, match)
@@ -297,12 +298,14 @@ def test_weights_of_another_architecture(folder: Path) -> None:
 
 
 def test_an_architecture_that_the_decoder_is_not(folder: Path) -> None:
-    configure(folder, hidden_act="gelu")
     model = build()
     before = state(model)
-    for load in (lambda: load_weights(model, folder), lambda: load_model(folder)):
-        with pytest.raises(ArchitectureError, match="hidden_act='gelu'"):
-            load()
+    for wrong, match in (({"hidden_act": "gelu"}, "hidden_act='gelu'"), ({"hidden_size": None}, "hidden_size=None")):
+        configure(folder, hidden_act="silu")
+        configure(folder, **wrong)
+        for load in (lambda: load_weights(model, folder), lambda: load_model(folder)):
+            with pytest.raises(ArchitectureError, match=f"{folder.name}: .*{match}"):
+                load()
     assert same(state(model), before)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
@@ -12,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph import capture
 from rollgraph.model import token_logprobs
+from rollgraph.model.logprobs import _gradient, _reduce
 
 TOKENS, HIDDEN, VOCABULARY = 12, 8, 29
 CHUNKS = [None, 1, 4, 5, 12, 100]
@@ -110,6 +114,24 @@ def test_large_logits_do_not_overflow() -> None:
     assert bool(torch.isfinite(cast(Tensor, hidden.grad)).all())
 
 
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_second_derivative_is_refused(chunk: int | None) -> None:
+    """Rather than left out: a penalty on the gradient would change nothing."""
+    hidden, lm_head, targets = example()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(alone(hidden, lm_head, targets, chunk=chunk).sum(), hidden, create_graph=True)
+
+
+def test_a_gradient_for_the_temperature_is_refused() -> None:
+    hidden, lm_head, targets = example()
+    temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="temperature requires a gradient"):
+        alone(hidden, lm_head, targets, temperature)
+    found = alone(hidden, lm_head, targets, temperature.detach())
+    with torch.no_grad():
+        assert torch.equal(alone(hidden, lm_head, targets, temperature), found)
+
+
 def check_precision(
     device: str, dtype: torch.dtype, chunk: int | None, vocabulary: int, of_values: float, of_gradients: float
 ) -> None:
@@ -144,6 +166,50 @@ def test_on_cuda(vocabulary: int, chunk: int | None) -> None:
     """CUDA does not: the values are those of fp32, and only the logits' gradient is rounded to bf16."""
     check_precision("cuda", torch.float32, chunk, vocabulary, 1e-4, 1e-4)
     check_precision("cuda", torch.bfloat16, chunk, vocabulary, 1e-4, 2e-2)
+
+
+def compare_kernels(device: str) -> None:
+    """The Triton kernels and plain PyTorch; rows whose target does not exist are NaN, and no others."""
+    from rollgraph.model.logprob_kernels import gradient, reduce
+
+    for vocabulary in (29, 5000):
+        generator = torch.Generator().manual_seed(vocabulary)
+        logits, upstream = (torch.randn(size, generator=generator) for size in ((6, vocabulary), (2, 6)))
+        scale = torch.linspace(0.5, 2, 6)[:, None]
+        targets = torch.tensor([0, vocabulary - 1, -1, vocabulary, 7, 2**31 - 1])
+        fine, unknown = [0, 1, 4], [2, 3, 5]
+        expected = _reduce(logits, scale, targets.clamp(0, vocabulary - 1), True)
+        wanted = _gradient(logits, torch.float32, True, targets, scale, *expected[1:], *upstream)
+        for kind in (torch.int32, torch.int64):
+            rows = [t.to(device) for t in (scale, targets.to(kind))]
+            logprobs, *others = reduce(logits.to(device), *rows, True)
+            torch.testing.assert_close(logprobs.cpu()[fine], expected[0][fine], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close([t.cpu() for t in others], list(expected[1:]), rtol=1e-5, atol=1e-5)
+            found = gradient(logits.to(device), torch.float32, True, *rows[::-1], *others, *upstream.to(device)).cpu()
+            torch.testing.assert_close(found[fine], wanted[fine], rtol=1e-5, atol=1e-5)
+            assert bool(logprobs.cpu()[unknown].isnan().all())
+            assert bool(found[unknown].isnan().all())
+
+
+def test_the_kernels_compute_what_plain_pytorch_computes() -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": "src:."}
+    program = "from tests.model.test_logprobs import compare_kernels; compare_kernels('cpu')"
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=240)
+
+
+@pytest.mark.gpu
+def test_the_kernels_compute_what_plain_pytorch_computes_on_cuda() -> None:
+    compare_kernels("cuda")
+
+
+def test_a_target_outside_of_the_vocabulary_is_an_error() -> None:
+    hidden, lm_head, targets = example()
+    for wrong in (-1, VOCABULARY):
+        targets[3] = wrong
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            alone(hidden, lm_head, targets)
 
 
 def test_the_head_gradient_of_many_chunks_is_summed_in_fp32() -> None:

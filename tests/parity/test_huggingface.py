@@ -53,6 +53,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         rope("yarn", **YARN, beta_fast=8.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.5, truncate=False),
     ),
+    "llama, yarn by lengths": ("Llama", rope("yarn", **{**YARN, "factor": None})),
     "llama, yarn with a factor": ("Llama", rope("yarn", **YARN, attention_factor=1.3)),
     "qwen2": ("Qwen2", {}),
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -70,6 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral, window": ("Mistral", {"sliding_window": WINDOW}),
+    "mistral, a switch it has not": ("Mistral", {"sliding_window": WINDOW, "use_sliding_window": False}),
     "mistral, no window": ("Mistral", {"sliding_window": None}),
     "mistral, wide heads": ("Mistral", {"sliding_window": WINDOW + 1, "head_dim": 16}),
 }
@@ -211,6 +213,20 @@ def test_older_configs_mean_the_same(name: str, tmp_path: Path) -> None:
     save_model(model, tmp_path / "ours")
     change(tmp_path / "ours" / "config.json", "rope_parameters")  # who is too old for it, does not see it
     assert off(theirs(read(tmp_path / "ours"), batch), theirs(peer, batch)) < 1e-5
+
+
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 900.0}], ids=["no theta", "a theta"])
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+@pytest.mark.parametrize(("kind", "options"), [("linear", {"factor": 3.0}), ("llama3", LLAMA3), ("yarn", YARN)])
+def test_rope_scaling_beside_rope_parameters(
+    kind: str, options: dict[str, Any], spelling: str, theta: dict[str, float], tmp_path: Path
+) -> None:
+    """As in a file of today to which someone added the scaling that an older README asks for."""
+    peer, batch = write("llama", tmp_path), sequences(40)
+    change(tmp_path / "config.json", rope_scaling={spelling: kind, **options}, **theta)
+    expected = theirs(read(tmp_path), batch)
+    assert off(theirs(peer, batch), expected) > 1e-3
+    assert off(ours(load_model(tmp_path), batch), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["llama, llama3", "llama, yarn"])

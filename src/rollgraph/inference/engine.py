@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import operator
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf
+from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 import torch
 
+from rollgraph.config import COLDEST
 from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
@@ -38,8 +41,9 @@ class SamplingParams:
 
     A token of `stop_ids` (or one of the tokenizer's, unless `ignore_eos`) ends a completion and is its last token.
     A string of `stop` ends it, too, also across tokens; `text` ends before it, `tokens` contain it. With temperature 0
-    the most likely token is taken. Filters follow the temperature: top_k, then top_p, then min_p. The same `seed` gives
-    the same noise to the same request, whatever runs beside it; None draws one.
+    the most likely token is taken; others are 0.01 or more, since logits are divided by it. Filters follow the
+    temperature: top_k, then top_p, then min_p. The same `seed` gives the same noise to the same request, whatever runs
+    beside it; None draws one.
     """
 
     n: int = 1
@@ -55,19 +59,10 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        rules = {
-            "n": self.n >= 1,
-            "max_tokens": self.max_tokens >= 0,
-            "temperature": self.temperature >= 0 and isfinite(self.temperature),
-            "top_k": self.top_k >= 0,
-            "top_p": 0 < self.top_p <= 1,
-            "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0 and isfinite(self.repetition_penalty),
-            "stop": not isinstance(self.stop, str) and all(self.stop),
-        }
-        for name, holds in rules.items():
-            if not holds:
-                raise ValueError(f"{name}={getattr(self, name)!r}: {_RULES[name]}")
+        for name, (holds, words) in _RULES.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise ValueError(f"{name}={value!r}: {words}")
 
     @property
     def filtered(self) -> bool:
@@ -75,15 +70,34 @@ class SamplingParams:
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0 or self.repetition_penalty != 1
 
 
-_RULES = {
-    "n": "at least one sample",
-    "max_tokens": "not negative",
-    "temperature": "zero (the most likely token) or positive",
-    "top_k": "zero (all tokens) or positive",
-    "top_p": "above 0 and at most 1",
-    "min_p": "between 0 and 1",
-    "repetition_penalty": "positive",
-    "stop": "a tuple of strings, none of them empty",
+def _within(value: Any, kind: type, low: float, high: float = inf) -> bool:
+    of_kind = isinstance(value, kind) and not isinstance(value, bool)
+    return of_kind and bool(low <= value <= high)
+
+
+def _all(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str | bytes) and all(map(holds, value))
+
+
+_MOST = 1e6  # of a temperature and a penalty: with it and COLDEST, logits stay far inside of fp32
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (lambda v: _within(v, Integral, 1), "an integer, at least one sample"),
+    "max_tokens": (lambda v: _within(v, Integral, 0), "an integer, not negative"),
+    "temperature": (
+        lambda v: _within(v, Real, 0, 0) or _within(v, Real, COLDEST, _MOST),
+        f"zero (the most likely token), or from {COLDEST} to {_MOST:g}",
+    ),
+    "top_k": (lambda v: _within(v, Integral, 0, 2**31 - 1), "an integer, zero (all tokens) or positive, below 2**31"),
+    "top_p": (lambda v: _within(v, Real, 0, 1) and v != 0, "above 0 and at most 1"),
+    "min_p": (lambda v: _within(v, Real, 0, 1), "between 0 and 1"),
+    "repetition_penalty": (lambda v: _within(v, Real, COLDEST, _MOST), f"from {COLDEST} to {_MOST:g}"),
+    "stop": (
+        lambda v: _all(v, lambda item: isinstance(item, str) and bool(item)),
+        "a tuple of strings, none of them empty",
+    ),
+    "stop_ids": (lambda v: _all(v, lambda item: _within(item, Integral, 0)), "a tuple of token ids"),
+    "ignore_eos": (lambda v: isinstance(v, bool), "true or false"),
+    "seed": (lambda v: v is None or _within(v, Integral, -inf), "an integer or None"),
 }
 
 

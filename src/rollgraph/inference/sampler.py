@@ -33,7 +33,7 @@ class Rows:
 
 @dataclass
 class Drawn:
-    """Tensors of [rows]. A row whose logits are not finite has token -1."""
+    """Tensors of [rows]. A row whose logits are not finite, also at its temperature, has token -1."""
 
     token: Tensor  # int32
     logprob: Tensor  # float32, under the distribution it was drawn from (0 where the most likely one was taken)
@@ -67,8 +67,10 @@ def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
     kept = ordered.masked_fill(rank >= k, -torch.inf)
     share = kept.softmax(-1)
     before = share.cumsum(-1) - share
-    enough = (before >= rows.top_p[:, None]) | (kept < kept[:, :1] + rows.min_p[:, None].log())
-    kept = kept.masked_fill(enough & (rank > 0), -torch.inf)
+    top_p = rows.top_p[:, None]
+    enough = (before >= top_p) & (top_p < 1)  # shares are rounded: those before the tail may add up to 1
+    unlikely = kept < kept[:, :1] + rows.min_p[:, None].log()
+    kept = kept.masked_fill((enough | unlikely) & (rank > 0), -torch.inf)
     scores = torch.where(greedy, kept, kept + gumbel(rows.seed, rows.position, ids.to(torch.int32)))
     place = scores.argmax(-1)
     token = ids.gather(1, place[:, None])[:, 0]
@@ -113,5 +115,5 @@ def _finish(raw: Tensor, scaled: Tensor, normalizer: Tensor, greedy: Tensor, tok
     """`place` is where the token stands in `scaled`."""
     policy = raw.gather(1, token[:, None])[:, 0] - raw.logsumexp(-1)
     logprob = torch.where(greedy[:, 0], 0.0, scaled.gather(1, place[:, None])[:, 0] - normalizer)
-    token = torch.where(policy.isfinite(), token, -1).to(torch.int32)
+    token = torch.where(policy.isfinite() & logprob.isfinite(), token, -1).to(torch.int32)
     return Drawn(token, logprob, policy)

@@ -101,9 +101,10 @@ def _join_kernel(
     plain = tl.log(tl.sum(tl.load(part + 4) * tl.exp(tops - top), 0)) + top
     scaled = tl.log(tl.sum(tl.load(part + 5) * tl.exp((tops - top) * scale), 0)) + top * scale
     policy = logit - plain
-    finite = (policy == policy) & (tl.abs(policy) < float("inf"))
+    logprob = tl.where(greedy, 0.0, logit * scale - scaled)
+    finite = (tl.abs(policy) < float("inf")) & (tl.abs(logprob) < float("inf"))  # which no NaN is
     tl.store(tokens + row, tl.where(finite, token, -1))
-    tl.store(logprobs + row, tl.where(greedy, 0.0, logit * scale - scaled))
+    tl.store(logprobs + row, logprob)
     tl.store(policy_logprobs + row, policy)
 
 

@@ -6,9 +6,9 @@ computes and that the decoder does not know is an error, never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import ceil, floor, log, pi
+from math import ceil, floor, inf, log, pi
 from typing import Any
 
 import torch
@@ -34,6 +34,41 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # what transformers takes where config
     "qwen3": {**_QWEN, "head_dim": 128},
 }
 
+_Kind = tuple[str, Callable[[Any], bool]]  # of a field in config.json: in words, and as a test
+_TEXT: _Kind = ("a string", lambda v: isinstance(v, str))
+_TEXTS: _Kind = ("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v))
+_FLAG: _Kind = ("true or false", lambda v: isinstance(v, bool))
+_COUNT: _Kind = ("a positive integer", lambda v: type(v) is int and v > 0)
+_NATURAL: _Kind = ("an integer that is not negative", lambda v: type(v) is int and v >= 0)
+_POSITIVE: _Kind = ("a positive number", lambda v: type(v) in (int, float) and 0 < v < inf)
+_POSITIVE_OR_NULL: _Kind = ("a positive number or null", lambda v: v is None or _POSITIVE[1](v))
+_NOT_NEGATIVE: _Kind = ("a number that is not negative", lambda v: type(v) in (int, float) and 0 <= v < inf)
+_ABOVE_ONE: _Kind = ("a number above 1", lambda v: type(v) in (int, float) and 1 < v < inf)
+_OPTIONS: _Kind = (
+    "an object with the options of all layers",
+    lambda v: isinstance(v, Mapping) and not any(isinstance(item, Mapping) for item in v.values()),
+)
+_ROPE: dict[str, dict[str, tuple[Any, ...]]] = {  # options of each kind; one without a default must be there
+    "default": {},
+    "linear": {"factor": (_POSITIVE,)},
+    "llama3": {
+        "factor": (_POSITIVE,),
+        "low_freq_factor": (_POSITIVE,),
+        "high_freq_factor": (_POSITIVE,),
+        "original_max_position_embeddings": (_POSITIVE, None),
+    },
+    "yarn": {
+        "factor": (_POSITIVE_OR_NULL,),
+        "original_max_position_embeddings": (_POSITIVE, None),
+        "beta_fast": (_NOT_NEGATIVE, None),
+        "beta_slow": (_NOT_NEGATIVE, None),
+        "attention_factor": (_NOT_NEGATIVE, None),
+        "mscale": (_NOT_NEGATIVE, None),
+        "mscale_all_dim": (_NOT_NEGATIVE, None),
+        "truncate": (_FLAG, True),
+    },
+}
+
 
 class ArchitectureError(ValueError):
     """A config.json that the decoder cannot be built from."""
@@ -52,10 +87,10 @@ class Rope:
         plain = 1.0 / self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
         if self.kind == "default":
             return plain, 1.0
-        factor = float(self.options["factor"])
+        original = float(self.options.get("original_max_position_embeddings") or max_length)
+        factor = float(self.options["factor"] or max_length / original)
         if self.kind == "linear":
             return plain / factor, 1.0
-        original = float(self.options.get("original_max_position_embeddings") or max_length)
         if self.kind == "llama3":
             return self._llama3(plain, factor, original), 1.0
         return self._yarn(plain, factor, original, head_dim)
@@ -119,7 +154,7 @@ class Architecture:
             raise ArchitectureError(f"unknown family {self.family!r}: expected one of {', '.join(_CLASSES)}")
         if self.heads % self.kv_heads:
             raise ArchitectureError(f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly")
-        if self.head_dim % 2:
+        if self.head_dim % 2 or self.head_dim < 2:
             raise ArchitectureError(f"rotary positions need an even head_dim, not {self.head_dim}")
         if self.windows and len(self.windows) != self.layers:
             raise ArchitectureError(f"{len(self.windows)} windows for {self.layers} layers")
@@ -145,35 +180,36 @@ class Architecture:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Architecture:
         """Read Hugging Face's `config.json`."""
-        family = config.get("model_type")
+        if not isinstance(config, Mapping):
+            raise ArchitectureError("config.json holds no JSON object")
+        rest = dict(config)
+        family, named = _take(rest, "model_type", _TEXT, None), _take(rest, "architectures", _TEXTS, None)
         if family not in _CLASSES:
-            named = (config.get("architectures") or [family])[0]
-            raise ArchitectureError(f"unknown architecture {named!r}: known are {', '.join(_CLASSES.values())}")
-        rest = {**_DEFAULTS[family], **config}
+            name = named[0] if named else family
+            raise ArchitectureError(f"unknown architecture {name!r}: known are {', '.join(_CLASSES.values())}")
+        rest = {**_DEFAULTS[family], **rest}
         _refuse_unknown(rest)
         try:
-            heads, hidden, layers = (rest.pop(k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-            head_dim = rest.pop("head_dim", None) or hidden // heads
-            architecture = cls(
+            heads, layers = (_take(rest, name, _COUNT) for name in ("num_attention_heads", "num_hidden_layers"))
+            hidden = _take(rest, "hidden_size", _COUNT)
+            return cls(
                 family=family,
-                vocabulary=rest.pop("vocab_size"),
+                vocabulary=_take(rest, "vocab_size", _COUNT),
                 hidden=hidden,
-                mlp=rest.pop("intermediate_size"),
+                mlp=_take(rest, "intermediate_size", _COUNT),
                 layers=layers,
                 heads=heads,
-                kv_heads=rest.pop("num_key_value_heads", None) or heads,
-                head_dim=head_dim,
-                norm_eps=rest.pop("rms_norm_eps", 1e-6),
+                kv_heads=_take(rest, "num_key_value_heads", _COUNT, None) or heads,
+                head_dim=_take(rest, "head_dim", _COUNT, None) or hidden // heads,
+                norm_eps=_take(rest, "rms_norm_eps", _NOT_NEGATIVE, 1e-6),
                 rope=_read_rope(rest),
-                max_length=rest.pop("max_position_embeddings"),
-                tied=rest.pop("tie_word_embeddings", False),
-                attention_bias=rest.pop("attention_bias", False) if family in ("llama", "qwen3") else False,
-                mlp_bias=rest.pop("mlp_bias", False) if family == "llama" else False,
+                max_length=_take(rest, "max_position_embeddings", _COUNT),
+                tied=_take(rest, "tie_word_embeddings", _FLAG, False),
+                attention_bias=_take(rest, "attention_bias", _FLAG, False) if family in ("llama", "qwen3") else False,
+                mlp_bias=_take(rest, "mlp_bias", _FLAG, False) if family == "llama" else False,
                 windows=_read_windows(family, layers, rest),
-                extras={k: v for k, v in rest.items() if k not in ("model_type", "architectures", "rope_theta")},
+                extras=rest,
             )
-            architecture.frequencies()  # so that an option that is missing is missed here
-            return architecture
         except KeyError as error:
             raise ArchitectureError(f"config.json has no {error.args[0]!r}") from None
 
@@ -236,28 +272,48 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
         raise ArchitectureError(f"attention_dropout={config['attention_dropout']}: the decoder has no dropout")
 
 
+def _take(fields: dict[str, Any], name: str, kind: _Kind, *default: Any) -> Any:
+    """Take a field of config.json out of the others. KeyError if it is not there and there is no default; null is
+    allowed where it is the default."""
+    value = fields.pop(name, *default)
+    words, test = kind
+    if not test(value) and not (value is None and default == (None,)):
+        raise ArchitectureError(f"config.json: {name}={value!r}, not {words}")
+    return value
+
+
 def _read_rope(rest: dict[str, Any]) -> Rope:
-    """`rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones."""
-    options = dict(rest.pop("rope_parameters", None) or {})
-    options |= rest.pop("rope_scaling", None) or {}
-    theta = float(options.pop("rope_theta", None) or rest.get("rope_theta") or 10_000.0)
+    """`rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones.
+
+    As in transformers, a `rope_scaling` takes the place of `rope_parameters`, with all that they say.
+    """
+    newer, older = (_take(rest, name, _OPTIONS, None) for name in ("rope_parameters", "rope_scaling"))
+    beside = _take(rest, "rope_theta", _ABOVE_ONE, None)
+    options = dict(older or newer or {})
+    theta = float(_take(options, "rope_theta", _ABOVE_ONE, None) or beside or 10_000.0)
     named = options.pop("type", None)
     kind = options.pop("rope_type", None) or named or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in list(_ROPE):
         raise ArchitectureError(f"rope_type={kind!r}: the decoder knows default, linear, llama3 and yarn")
     if options.pop("partial_rotary_factor", None) not in (None, 1.0):
         raise ArchitectureError("partial_rotary_factor: the decoder rotates all dimensions")
-    if kind in ("llama3", "yarn") and rest.get("original_max_position_embeddings"):
-        options["original_max_position_embeddings"] = rest.pop("original_max_position_embeddings")
+    if kind in ("llama3", "yarn"):
+        length = _take(rest, "original_max_position_embeddings", _POSITIVE, None)
+        options |= {"original_max_position_embeddings": length} if length else {}
+    for name, expected in _ROPE[kind].items():
+        _take(dict(options), name, *expected)
     return Rope(theta, kind, options if kind != "default" else {})
 
 
 def _read_windows(family: str, layers: int, rest: dict[str, Any]) -> tuple[int | None, ...]:
-    size = rest.pop("sliding_window", None)
-    used = rest.pop("use_sliding_window", family == "mistral")
-    first = rest.pop("max_window_layers", 0)
-    kinds = rest.pop("layer_types", None)
-    if family not in _WINDOWED or not size or not used:
+    names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+    said = {name: rest.pop(name) for name in names if name in rest}
+    if family not in _WINDOWED or not (family == "mistral" or _take(said, "use_sliding_window", _FLAG, False)):
+        return ()
+    size = _take(said, "sliding_window", _COUNT, None)
+    first = _take(said, "max_window_layers", _NATURAL, 0)
+    kinds = _take(said, "layer_types", _TEXTS, None)
+    if size is None:
         return ()
     if kinds is None:
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]

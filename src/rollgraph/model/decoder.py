@@ -26,7 +26,7 @@ class Attention(nn.Module):
     def __init__(self, architecture: Architecture, layer: int) -> None:
         super().__init__()
         a = architecture
-        self.index, self.heads, self.kv_heads, self.head_dim = layer, a.heads, a.kv_heads, a.head_dim
+        self.heads, self.kv_heads, self.head_dim = a.heads, a.kv_heads, a.head_dim
         self.window, self.eps = a.window(layer), a.norm_eps
         self.qkv = nn.Linear(a.hidden, (a.heads + 2 * a.kv_heads) * a.head_dim, bias=a.qkv_bias)
         self.out = nn.Linear(a.heads * a.head_dim, a.hidden, bias=a.output_bias)

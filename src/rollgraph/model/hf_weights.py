@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollgraph.model.architecture import Architecture
+from rollgraph.model.architecture import Architecture, ArchitectureError
 from rollgraph.model.decoder import Decoder
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -182,7 +182,11 @@ def _check(source: Path, stored: dict[str, Stored], views: dict[str, Tensor], ca
 def _read_architecture(source: Path) -> Architecture:
     if not source.is_dir():
         raise WeightsError(f"{source} is not a folder")
-    return Architecture.from_config(_read_json(source / CONFIG))
+    config = _read_json(source / CONFIG)
+    try:
+        return Architecture.from_config(config)
+    except ArchitectureError as error:
+        raise ArchitectureError(f"{source}: {error}") from None
 
 
 def _read_headers(source: Path) -> dict[str, Stored]:
@@ -218,6 +222,9 @@ def _weight_files(source: Path) -> list[Path]:
     places = _read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise WeightsError(f"{index} has no weight_map")
+    wrong = [f"{name}={file!r}" for name, file in places.items() if not isinstance(file, str)]
+    if wrong:
+        raise WeightsError(f"{index}: files in weight_map that are no strings: {_listed(wrong)}")
     files = sorted(set(places.values()))
     absent = [name for name in files if not (source / name).exists()]
     if absent:

@@ -1,4 +1,7 @@
-"""Triton kernels of `logprobs.py`: one pass over a chunk of logits in forward, one in backward."""
+"""Triton kernels of `logprobs.py`: one pass over a chunk of logits in forward, one in backward.
+
+A target outside of the vocabulary makes its row NaN, in both.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ def _reduce_kernel(
     total_sum = tl.sum(total * shrink, 0)
     normalizer = highest + tl.log(total_sum)
     target = tl.load(targets + row)
+    known = (target >= 0) & (target < vocabulary)
     tl.store(normalizers + row, normalizer)
-    tl.store(logprobs + row, tl.load(source + target) * scale - normalizer)
+    tl.store(logprobs + row, tl.load(source + target, mask=known, other=float("nan")) * scale - normalizer)
     if ENTROPY:
         weighted = shrink * (weighted + total * (top - highest))
         tl.store(entropies + row, tl.log(total_sum) - tl.sum(weighted, 0) / total_sum)
@@ -64,7 +68,9 @@ def _gradient_kernel(
     scale = tl.load(scales + row * scale_stride)
     log_p = tl.load(logits + row * vocabulary + at, mask=inside, other=0.0) * scale - tl.load(normalizers + row)
     p = tl.exp(log_p)
-    hit = tl.where(at == tl.load(targets + row), 1.0, 0.0)
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < vocabulary)
+    hit = tl.where(known, tl.where(at == target, 1.0, 0.0), float("nan"))
     gradient = tl.load(for_logprobs + row * logprob_stride) * (hit - p)
     if ENTROPY:
         gradient -= tl.load(for_entropies + row * entropy_stride) * p * (log_p + tl.load(entropies + row))

@@ -26,11 +26,16 @@ def token_logprobs(
     """The log-probability of `targets`, [tokens], under softmax(hidden @ lm_head.T / temperature), in fp32.
 
     `hidden` is [tokens, hidden], `lm_head` [vocabulary, hidden]. `temperature` may be a tensor, one for all or one for
-    each token. With `entropy`, also the entropy of each distribution. `chunk` is how many tokens have logits at a time;
-    if that is all of them, backward has them still. Where `hidden` is float64, so is all the rest.
+    each token; it has no gradient, and there are no second derivatives. With `entropy`, also the entropy of each
+    distribution. `chunk` is how many tokens have logits at a time; if that is all of them, backward has them still.
+    Where `hidden` is float64, so is all the rest. A target outside of the vocabulary is an error on a CPU; on CUDA,
+    which cannot stop for it, its log-probability and gradients are NaN.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    if not isinstance(temperature, Tensor):  # filled in by a kernel: a CUDA graph cannot hold a copy from the host
+    if isinstance(temperature, Tensor):
+        if temperature.requires_grad and torch.is_grad_enabled():
+            raise ValueError("temperature requires a gradient, which token_logprobs does not compute: detach it")
+    else:  # filled in by a kernel: a CUDA graph cannot hold a copy from the host
         temperature = torch.full((), temperature, dtype=wide, device=hidden.device)
     scale = temperature.to(hidden.device, wide).reciprocal().expand(hidden.shape[0])[:, None]
     chunk = chunk or max(1, CHUNK_ELEMENTS // lm_head.shape[0])
@@ -58,6 +63,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, for_logprobs: Tensor | None, for_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # by create_graph=True; the logits have no graph to differentiate through
+            raise RuntimeError("token_logprobs has no second derivative: backward with create_graph=True is refused")
         hidden, lm_head, *saved = ctx.saved_tensors
         rows, kept = saved[:4], saved[4:]
         zero = rows[2].new_zeros(())
@@ -76,7 +83,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def full_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:
-    """Logits in fp32, as they leave the accumulators: half precision would put errors of percents in probabilities."""
+    """Logits in fp32. On CUDA, as they leave the accumulators: half precision would put errors of percents in
+    probabilities. A CPU has them rounded to the dtype of the model first."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32)
     return (hidden @ lm_head.t()).to(torch.promote_types(hidden.dtype, torch.float32))
