@@ -34,7 +34,7 @@ class Layer:
 # fmt: off
 LAYERS = (
     Layer("values", (
-        "config_schema.py", "config_reader.py", "config.py", "types.py", "world.py", "metrics.py",
+        "types.py", "config_schema.py", "config_reader.py", "config.py", "world.py", "metrics.py",
     ), packages=frozenset()),
     Layer("graph", (
         "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/lending.py", "graph/report.py", "graph/pool.py",
@@ -56,7 +56,7 @@ LAYERS = (
     Layer("uses", (
         "inference/blocks.py", "inference/scheduler.py", "inference/kv_cache.py",
         "inference/sampling_kernels.py", "inference/sampler.py",
-        "inference/decode_graphs.py", "inference/engine.py",
+        "inference/decode_graphs.py", "inference/requests.py", "inference/engine.py",
         "rl/paths.py", "rl/data.py", "rl/workers.py", "rl/builtin_rewards.py", "rl/rewards.py", "rl/environment.py",
         "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),

@@ -246,6 +246,7 @@ def test_scopes_by_the_number_of_ranks() -> None:
         ("minibatches_filled", ["data.prompts_per_step=1", "algorithm.minibatches=17"]),
         ("one_kl_coef", ["algorithm.kl_coef=0.1", "algorithm.options.kl_coef=0.2"]),
         ("one_kl_coef", ["algorithm.kl_coef=0.1", "algorithm.options.kl_coef=0"]),
+        ("kl_of_the_policy", ["algorithm.kl_coef=0.1", "algorithm.options.kl_in=reward", "rollout.top_k=5"]),
         ("greedy_or_warm", ["validation.temperature=1e-5"]),
         ("warmup_ends", ["optimizer.warmup_steps=101"]),
         ("samples_differ", ["validation.samples=4"]),

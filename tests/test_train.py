@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from rollgraph.checkpoint import CheckpointError
 from rollgraph.config import Config, parse_config
+from rollgraph.policy import PolicyWorker
 from rollgraph.rl.data import DataError
 from rollgraph.setup import make_run
 from rollgraph.train import check_report, train
@@ -135,6 +136,31 @@ def test_a_run_killed_before_its_export_is_not_finished(folder: Path, monkeypatc
     assert model.read_bytes() == of_two
     train(longer, ONE)
     assert model.read_bytes() != of_two
+
+
+@pytest.mark.parametrize("sampling", ["rollout.top_k=5", "rollout.top_p=0.6", "rollout.min_p=0.2"])
+def test_filtered_rollouts_are_trained_with_the_policys_own_log_probabilities(folder: Path, sampling: str) -> None:
+    """Theirs are of the tokens that the filter left, so that a ratio would be far from 1 before any update."""
+    train(config_of(folder, sampling, "steps=2", "optimizer.lr=0"), ONE)
+    for entry in metrics_of(folder / "run"):
+        assert entry["ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert entry["token_mult_prob_error"] > 1.01  # which still tells of it
+
+
+@pytest.mark.parametrize(("several", "scored"), [("minibatches=1", False), ("minibatches=2", True), ("epochs=2", True)])
+def test_old_log_probabilities_are_scored_where_several_updates_follow(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, several: str, scored: bool
+) -> None:
+    slots: list[str] = []
+    plain = PolicyWorker.logprobs
+
+    def logprobs(worker: PolicyWorker, samples: Any, weights: str = "policy") -> list[list[float]]:
+        slots.append(weights)
+        return plain(worker, samples, weights)
+
+    monkeypatch.setattr(PolicyWorker, "logprobs", logprobs)
+    train(config_of(folder, "steps=1", "algorithm.minibatches=1", f"algorithm.{several}", "graph.impl=none"), ONE)
+    assert ("policy" in slots) == scored
 
 
 def test_samples_are_written_with_their_own_advantages(folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from rollgraph import config_schema
 from rollgraph.config_reader import ConfigError, load_tree, read_tree, to_dict, to_yaml
 from rollgraph.config_schema import COMMAS, Key, Limit, spell
+from rollgraph.types import COLDEST
 
 __all__ = [
     "Config",
@@ -32,7 +33,6 @@ __all__ = [
 ]
 
 
-COLDEST = 0.01  # of temperatures: logits are divided by it
 Count = Annotated[int, Limit("minimum", 1)]
 Natural = Annotated[int, Limit("minimum", 0)]
 Positive = Annotated[float, Limit("exclusiveMinimum", 0)]
@@ -98,6 +98,11 @@ class Rollout:
     rows: Annotated[Count, "sequences that decode at a time"] = 256
     environment: Annotated[Environment | None, "several turns; null is one completion for each prompt"] = None
 
+    @property
+    def filtered(self) -> bool:
+        """Drawn from some of the tokens: their log-probabilities are not the policy's."""
+        return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
@@ -139,7 +144,10 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    token_buckets: Annotated[tuple[Count, ...] | None, "sizes of microbatches that get a graph; null is chosen"] = None
+    token_buckets: Annotated[
+        tuple[Count, ...] | None,
+        "sizes of microbatches that get a graph (where graphs are smaller than a step, the largest alone); null is chosen",
+    ] = None
     microbatch_tokens: Annotated[Count, "largest microbatch, where token_buckets is null"] = 16384
 
     @property
@@ -193,6 +201,7 @@ class Memory:
         Positive | None, "of the key/value cache; null: what all rows can use, at most half of the free memory"
     ] = None
     reference: Annotated[Literal["auto", "device", "host"], "where the reference weights wait"] = "auto"
+    verify_weights: Annotated[bool, "compare checksums of the policy before and after other weights are used"] = False
     logits: Annotated[
         Literal["auto", "whole", "chunks"],
         "of a microbatch: whole, from forward to backward, or chunks of 1 GiB, computed twice; "
@@ -276,6 +285,7 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
     longest = (c.data.max_prompt_tokens or 1) + c.rollout.max_tokens
     kl_coef, kl_option = c.algorithm.kl_coef, c.algorithm.options.get("kl_coef")
     one_kl = not kl_coef or kl_option in (None, kl_coef)
+    kl_in_reward = c.algorithm.options.get("kl_in") == "reward" and (kl_coef or kl_option)
     heads_fit = tiny is None or (tiny.heads % tiny.kv_heads == 0 and tiny.width % (2 * tiny.heads) == 0)
     # fmt: off
     rules = (
@@ -297,6 +307,8 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
          f"a step has only {rollouts} rollouts"),
         ("one_kl_coef", "algorithm.kl_coef", one_kl, f"is {kl_coef:g}, and algorithm.options.kl_coef is {kl_option}"),
         ("one_kl_coef", "algorithm.options.kl_coef", one_kl, f"is {kl_option}, and algorithm.kl_coef is {kl_coef:g}"),
+        ("kl_of_the_policy", "algorithm.options.kl_in", not (kl_in_reward and c.rollout.filtered),
+         "with rollout.top_k, top_p or min_p, rollouts do not know the policy's log-probabilities: put KL in the loss"),
         ("warmup_ends", "optimizer.warmup_steps", c.optimizer.warmup_steps <= c.steps, f"there are {c.steps} steps"),
         ("samples_differ", "validation.samples", c.validation.samples == 1 or c.validation.temperature > 0,
          "with validation.temperature 0 all samples are the same"),

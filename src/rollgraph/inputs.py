@@ -270,3 +270,12 @@ def make_algorithm(config: Config) -> Algorithm:
         options["kl_coef"] = config.algorithm.kl_coef
     with about("algorithm.options", *options):
         return load_algorithm(config.algorithm.name, options)
+
+
+def scores_old(config: Config, algorithm: Algorithm) -> bool:
+    """Whether the policy is scored before it is trained.
+
+    What rollouts know of their log-probabilities does for one update, unless they were drawn from some of the tokens.
+    """
+    several = config.algorithm.minibatches * config.algorithm.epochs > 1
+    return algorithm.needs_old_logprobs or several or config.rollout.filtered

@@ -15,7 +15,7 @@ import torch
 
 from rollgraph.config import Config, check_scopes
 from rollgraph.inference.kv_cache import CachePlan
-from rollgraph.inputs import make_algorithm, make_tokenizer, read_architecture
+from rollgraph.inputs import make_algorithm, make_tokenizer, read_architecture, scores_old
 from rollgraph.lengths import BLOCK_SIZE, make_limits
 from rollgraph.model import Architecture, Decoder
 from rollgraph.model.logprobs import CHUNK_ELEMENTS
@@ -185,8 +185,7 @@ def _whole_logits(model: Decoder, limits: Limits, before: list[Line], device_byt
 
 def _decode_state(config: Config, limits: Limits) -> list[Line]:
     rollout, rows, table = config.rollout, limits.rows, _blocks_of_row(limits)
-    filters = bool(rollout.top_k) or rollout.top_p < 1 or rollout.min_p > 0
-    state, history = rows * (STATE_COLUMNS + table), rows * (limits.max_length if filters else 1)
+    state, history = rows * (STATE_COLUMNS + table), rows * (limits.max_length if rollout.filtered else 1)
     most = limits.prefill_tokens
     assert most is not None
     sizes = [size for size in (64 * 4**power for power in range(16)) if size < most]
@@ -225,8 +224,7 @@ def _working_memory(
     at_once = tokens if whole else chunk
     backward = at_once * a.vocabulary * (FP32 + itemsize if cuda else 5 * FP32)
     head = FP32 * a.vocabulary * a.hidden if at_once < tokens else 0  # its gradient is summed over chunks in fp32
-    filtered = bool(config.rollout.top_k) or config.rollout.top_p < 1 or config.rollout.min_p > 0
-    drawn = limits.rows * a.vocabulary * FP32 * (8 if filtered else copies)  # a filter sorts
+    drawn = limits.rows * a.vocabulary * FP32 * (8 if config.rollout.filtered else copies)  # a filter sorts
     lines = [
         Line("activations", kept, "device", ("train",)),
         Line("inside a layer, prefill", temporary_bytes(a, prefill, itemsize), "device", ("generate",)),
@@ -332,7 +330,7 @@ def step_floor(
         found = {"decode": decoded, "prefill": 2 * weights * prompts_computed * prompt / flops}
         if algorithm.needs_reference:
             found["reference"] = forward
-        if algorithm.needs_old_logprobs:
+        if scores_old(config, algorithm):
             found["old log-probabilities"] = forward
         passes = 4 if model.checkpointing else 3  # backward is two forwards; checkpointing adds one
         return found | {"train": passes * config.algorithm.epochs * forward}

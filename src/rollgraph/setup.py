@@ -123,6 +123,7 @@ def make_policy(config: Config, world: World, inputs: Inputs) -> PolicyWorker:
         on_mismatch=config.graph.on_mismatch,
         warmup=config.graph.warmup,
         reduction="ordered" if world.device == "cpu" else "library",
+        verify_weights=config.memory.verify_weights,
     )
 
 

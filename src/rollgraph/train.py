@@ -17,7 +17,7 @@ from rollgraph.claim import claim_folder
 from rollgraph.config import Config, to_dict
 from rollgraph.dashboard import View, check_sinks, make_view
 from rollgraph.inference import Progress
-from rollgraph.inputs import check_inputs, find_saved
+from rollgraph.inputs import check_inputs, find_saved, scores_old
 from rollgraph.logbook import Logbook, count_failures, tell_failures
 from rollgraph.model import load_weights, save_model
 from rollgraph.rl.algorithms import load_algorithm
@@ -60,7 +60,7 @@ def train(config: Config, world: World | None = None) -> Run | None:
                             batch,
                             POLICY_LOSS,
                             epochs=config.algorithm.epochs,
-                            score_old=run.algorithm.needs_old_logprobs,
+                            score_old=scores_old(config, run.algorithm),
                         )
                     refuse_dead(run, step, batch, learned)
                     found = validate(run, step)

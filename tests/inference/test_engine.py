@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rollgraph.graph import GraphError
-from rollgraph.inference import Engine, Output, RequestError, SamplingParams
-from rollgraph.inference.engine import Completion, OnToken, Progress, _Sample, _stream
+from rollgraph.inference import Completion, Engine, Output, Progress, RequestError, SamplingParams
+from rollgraph.inference.engine import _Sample, _stream
+from rollgraph.inference.requests import OnToken
 from rollgraph.model import Architecture, Decoder, token_logprobs
 from rollgraph.tokenizer import ByteTokenizer, Detokenizer
 from tests.test_tokenizer import of_kind
