@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 from rollgraph import config_schema
 from rollgraph.config_reader import ConfigError, load_tree, read_tree, to_dict, to_yaml
 from rollgraph.config_schema import COMMAS, Key, Limit, spell
-from rollgraph.types import COLDEST
 
 __all__ = [
     "Config",
@@ -33,6 +32,7 @@ __all__ = [
 ]
 
 
+COLDEST = 0.01  # of temperatures: logits are divided by it
 Count = Annotated[int, Limit("minimum", 1)]
 Natural = Annotated[int, Limit("minimum", 0)]
 Positive = Annotated[float, Limit("exclusiveMinimum", 0)]
@@ -146,7 +146,7 @@ class Optimizer:
 class Train:
     token_buckets: Annotated[
         tuple[Count, ...] | None,
-        "sizes of microbatches that get a graph (where graphs are smaller than a step, the largest alone); null is chosen",
+        "sizes of microbatches that get a graph (where a graph is less than a step, the largest); null is chosen",
     ] = None
     microbatch_tokens: Annotated[Count, "largest microbatch, where token_buckets is null"] = 16384
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-COLDEST = 0.01  # of temperatures: logits are divided by it
-
 
 @dataclass(frozen=True)
 class Prompt:

@@ -8,7 +8,7 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any
 
-from rollgraph.types import COLDEST
+from rollgraph.config import COLDEST
 
 
 class RequestError(ValueError):
