@@ -270,6 +270,35 @@ def test_a_reward_that_fails_does_not_end_the_run(folder: Path, capsys: pytest.C
     assert lines[-1] == f"rewards failed for {failures} rollouts: {failures} raised"
 
 
+def test_few_rewards_that_fail_beside_zeros_do_not_end_the_run(folder: Path) -> None:
+    """Nothing was rewarded in the first step, but some rollouts were looked at."""
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, **columns):\n"
+        "    if any(ord(c[0]) % 3 == 0 for c in completions if c):\n"
+        "        raise RuntimeError('no idea')\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    train(config_of(folder, "steps=1", "data.validation=null"), ONE)
+    (values,) = metrics_of(folder / "run")
+    assert 0 < values["unrewarded"] == values["reward_failures/raised"] / 16 < 1
+
+
+def test_failures_are_those_of_a_step_so_that_a_resume_changes_no_metric(folder: Path) -> None:
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, **columns):\n"
+        "    if any(int(p[:2]) % 2 for p in prompts):\n"
+        "        raise RuntimeError('no idea')\n"
+        "    return [len(c) / 4 for c in completions]\n"
+    )
+    halves = ["optimizer.schedule=constant", f"output={folder / 'halves'}"]
+    train(config_of(folder, *halves, "steps=2"), ONE)
+    train(config_of(folder, *halves), ONE)
+    train(config_of(folder, "optimizer.schedule=constant"), ONE)
+    failures = [entry.get("reward_failures/raised", 0) for entry in metrics_of(folder / "run")]
+    assert sum(failures) > max(failures) > 0
+    assert_same_run(folder / "run", folder / "halves", step=3)
+
+
 def test_sigterm_ends_a_warm_start_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -382,6 +411,25 @@ def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
     alone = metrics_of(folder / "alone")
     assert values[0]["reward"] == pytest.approx(alone[0]["reward"])  # the same prompts, the same noise
     assert values[2]["loss"] == pytest.approx(alone[2]["loss"], abs=1e-4)
+
+
+@pytest.mark.multi
+def test_rewards_that_fail_on_another_rank_are_told_and_counted(folder: Path) -> None:
+    (folder / "rewards.py").write_text(
+        "import os\n"
+        "def even(prompts, completions, **columns):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise RuntimeError('no idea')\n"
+        "    return [len(c) / 4 for c in completions]\n"
+    )
+    prefix = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    process = start(folder, "steps=2", "data.validation=null", "log.progress=plain", prefix=prefix)
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    assert output.count("a reward failed and counts as 0: even: RuntimeError: no idea") == 1
+    assert "rewards failed for 16 rollouts: 16 raised" in output
+    for entry in metrics_of(folder / "run"):
+        assert (entry["reward_failures/raised"], entry["unrewarded"]) == (8, 0.5)
 
 
 @pytest.mark.multi

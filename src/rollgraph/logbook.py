@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +15,10 @@ from rollgraph.dashboard import SampleWriter, View, close_sinks, make_sinks
 from rollgraph.metrics import Metrics
 from rollgraph.setup import Run
 from rollgraph.types import Batch, Rollout
+
+REWARD_FAILURES = "reward_failures/"  # metrics: counts of a step, by kind
+ENVIRONMENT_FAILURES = "environment_failures/"
+UNREWARDED = "unrewarded"  # the share of rollouts that no function had a reward for
 
 
 class Logbook:
@@ -38,7 +44,8 @@ class Logbook:
     def write(self, step: int, rollouts: Sequence[Rollout], batch: Batch, values: dict[str, float]) -> None:
         """Everything about a step that has been taken; the next one's time begins here."""
         run, now = self._run, time.perf_counter()
-        values = {**run.before, **batch.metrics, **values, **troubles(run)}
+        values = {**run.before, **batch.metrics, **values}
+        values |= {"dropped_prompts": float(run.data.dropped)} if run.data.dropped else {}
         values |= speed(run, rollouts, now - self._started)
         due = step % self._log.every == 0 or step == run.config.steps - 1
         if due or any(name.startswith("validation/") for name in values):
@@ -72,12 +79,26 @@ def count_failures(run: Run) -> str:
     return f"rewards failed for {run.rewards.failures.total()} rollouts: {kinds}" if kinds else ""
 
 
-def troubles(run: Run) -> dict[str, float]:
-    """What went wrong without ending the run, counted since its start."""
-    found = {f"reward_failures/{kind}": float(count) for kind, count in run.rewards.failures.items()}
-    found |= {"dropped_prompts": float(run.data.dropped)} if run.data.dropped else {}
+def troubles(run: Run) -> Counter[str]:
+    """What went wrong without ending the run, by the name of its metric, counted since this process began."""
+    found = Counter({REWARD_FAILURES + kind: count for kind, count in run.rewards.failures.items()})
     failures = getattr(run.environment, "failures", {})
-    return found | {f"environment_failures/{kind}": float(count) for kind, count in failures.items()}
+    found.update({ENVIRONMENT_FAILURES + kind: count for kind, count in failures.items()})
+    found[UNREWARDED] = run.rewards.unrewarded
+    return found
+
+
+def share_troubles(run: Run, before: Counter[str], sampled: int) -> dict[str, float]:
+    """As metrics, those since `before` of all ranks together, which have sampled so many rollouts; each rank hears
+    which rewards of the others failed."""
+    mine, found = troubles(run) - before, Counter[str]()
+    for rank, said in enumerate(run.policy.sharded.collectives.agree(json.dumps([mine, run.rewards.messages]))):
+        counts, messages = json.loads(said)
+        found.update(counts)
+        if rank != run.world.rank:
+            kinds = {name: count for name, count in counts.items() if name.startswith(REWARD_FAILURES)}
+            run.rewards.hear({name.removeprefix(REWARD_FAILURES): kinds[name] for name in kinds}, messages)
+    return {**found, UNREWARDED: found[UNREWARDED] / max(1, sampled)}
 
 
 def speed(run: Run, rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:

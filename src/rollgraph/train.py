@@ -18,7 +18,7 @@ from rollgraph.config import Config, to_dict
 from rollgraph.dashboard import View, check_sinks, make_view
 from rollgraph.inference import Progress
 from rollgraph.inputs import check_inputs, find_saved
-from rollgraph.logbook import Logbook, count_failures, tell_failures
+from rollgraph.logbook import UNREWARDED, Logbook, count_failures, share_troubles, tell_failures, troubles
 from rollgraph.model import load_weights, save_model
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, make_run
@@ -93,19 +93,23 @@ def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) ->
             f"step {step}: every rollout failed or the loss is not finite. Go back to a checkpoint from before, with a "
             "smaller learning rate"
         )
-    if step == 0 and run.rewards.messages and not any(batch.metrics.get(name) for name in ("reward", "reward_std")):
+    if step == 0 and run.before.get(UNREWARDED) == 1.0:
         raise RuntimeError("no rollout of the first step was rewarded: " + "; ".join(run.rewards.messages.values()))
 
 
 def collect(run: Run, step: int, view: View) -> list[Rollout]:
     """The rollouts of a step, scored: as many groups as it has prompts, of those that the algorithm keeps."""
-    wanted, groups = run.config.data.prompts_per_step, run.surplus
+    wanted, groups, before = run.config.data.prompts_per_step, run.surplus, troubles(run)
+    sampled = 0
     for turn in range(MOST_ROUNDS):
         if len(groups) >= wanted:
             break
         prompts = run.data.next_prompts()
         rollouts = sample(run, prompts, f"{run.config.seed}/{step}/{turn}", view)
+        sampled += len(rollouts)
         groups = groups + [group for group in grouped(rollouts) if run.algorithm.keeps(group)]
+    run.before |= share_troubles(run, before, sampled)
+    tell_failures(run, view)
     if not groups:
         why = "; ".join(run.rewards.messages.values()) or "the rewards of each group are all equal"
         raise RuntimeError(f"{MOST_ROUNDS} rounds of sampling gave no group that the algorithm keeps: {why}")
