@@ -205,6 +205,29 @@ def test_validation_before_the_first_step_is_in_its_metrics(folder: Path, capsys
     assert not [name for entry in later for name in entry if name.startswith("before/")]
 
 
+def test_validation_counts_what_is_right_whatever_the_weights_and_shows_each_function(folder: Path) -> None:
+    """0.7 + 0.2 + 0.1 is less than 1 in floating point."""
+    (folder / "parts.py").write_text(
+        "def ones(completions, **columns):\n"
+        "    return [1.0] * len(completions)\n"
+        "def some(prompts, completions, **columns):\n"
+        "    return [None if p.startswith('30') else float(int(p[:2]) % 2) for p in prompts]\n"
+    )
+    weights, ones = {"a": 0.7, "b": 0.2, "c": 0.1}, f"{folder / 'parts.py'}:ones"
+    functions = [f"{{name: '{ones}', label: {label}, weight: {weight}}}" for label, weight in weights.items()]
+    given = ["steps=1", "validation.samples=2", f"reward.functions=[{', '.join(functions)}]"]
+    train(config_of(folder, *given, f"output={folder / 'all'}"), ONE)
+    (values,) = metrics_of(folder / "all")
+    assert (values["validation/accuracy"], values["validation/pass@2"], values["validation/reward/b"]) == (1, 1, 1)
+    given[-1] = (
+        f"reward.functions=[{{name: '{ones}', weight: 0.5}}, {{name: '{folder / 'parts.py'}:some', weight: 0.5}}]"
+    )
+    train(config_of(folder, *given), ONE)
+    (values,) = metrics_of(folder / "run")
+    assert (values["validation/reward/ones"], values["validation/reward/some"]) == (1, 4 / 7)  # one has no opinion
+    assert (values["validation/accuracy"], values["validation/pass@2"]) == (0.5, 0.5)
+
+
 @pytest.mark.parametrize("name", ["dapo", "gspo", "rloo"])
 def test_a_run_in_two_halves_is_the_same_run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is ended by SIGTERM in the middle of its second step."""

@@ -26,6 +26,7 @@ from rollgraph.types import Batch, Prompt, Rollout
 from rollgraph.world import World
 
 REPORT = "graphs.json"  # in the folder of a run: the last thing it writes
+RIGHT = 1 - 1e-6  # the reward of a right answer: weights that add up to 1 do so but for rounding
 MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some groups
 
 
@@ -156,10 +157,14 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
     with run.timed("validate"):
         rollouts = run.examiner.run(partial(run.policy.generate, seed=seed, params=params), run.validation)
         run.rewards.score(rollouts)
-    best = [max(rollout.reward for rollout in group) for group in grouped(rollouts)]
+    right = [[rollout.reward >= RIGHT for rollout in group] for group in grouped(rollouts)]
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
+    parts = {name: [r.rewards[name] for r in rollouts if name in r.rewards] for name in names}
     return {
         "validation/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
-        f"validation/pass@{v.samples}": sum(reward >= 1.0 for reward in best) / len(best),
+        **{f"validation/reward/{name}": sum(part) / len(part) for name, part in parts.items() if len(parts) > 1},
+        "validation/accuracy": sum(map(sum, right)) / len(rollouts),
+        f"validation/pass@{v.samples}": sum(map(any, right)) / len(right),
     }
 
 
