@@ -159,6 +159,30 @@ def test_the_time_of_the_first_step_is_its_own(folder: Path) -> None:
     assert "seconds/validate" in lines[1]  # the last step is followed by one
 
 
+def test_speed_by_phase_and_memory(folder: Path) -> None:
+    train(config_of(folder, "steps=1", "data.validation=null", "algorithm.options={kl_coef: 0.05}"), ONE)
+    (line,) = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    sampled = 16 * line["length"]
+    tokens = {"generate": sampled, "score": sampled + 16 * 3, "train": line["train_tokens"]}
+    for phase, count in tokens.items():
+        assert line[f"tokens/s/{phase}"] * line[f"seconds/{phase}"] == pytest.approx(count)
+    assert 0.05 < line["memory_gib"] < 100  # PyTorch alone is more than the first
+
+
+def test_what_was_sampled_and_not_kept_is_in_the_metrics(folder: Path) -> None:
+    """Of three prompts, two have rewards that are all equal: dapo leaves them out, and its mean without them is 0.5."""
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, **columns):\n"
+        "    return [float(int(p[:2]) % 3 == 0 and i % 2) for i, p in enumerate(prompts)]\n"
+    )
+    given = ["algorithm.name=dapo", "data.shuffle=false", "data.validation=null", "data.prompts_per_step=3"]
+    train(config_of(folder, *given, "steps=2"), ONE)
+    for values in metrics_of(folder / "run"):
+        assert (values["rounds"], values["groups_dropped"]) == (3, 6)
+        assert values["reward"] == 0.5
+        assert values["sampled_reward"] == pytest.approx(0.5 / 3)
+
+
 def test_threads_are_those_of_the_run_inside_and_what_they_were_afterwards(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ import torch
 from rollgraph.config import to_dict
 from rollgraph.dashboard import SampleWriter, View, close_sinks, make_sinks
 from rollgraph.metrics import Metrics
+from rollgraph.rl.algorithms.batches import describe
 from rollgraph.setup import Run
 from rollgraph.types import Batch, Rollout
 
@@ -46,7 +49,7 @@ class Logbook:
         run, now = self._run, time.perf_counter()
         values = {**run.before, **batch.metrics, **values}
         values |= {"dropped_prompts": float(run.data.dropped)} if run.data.dropped else {}
-        values |= speed(run, rollouts, now - self._started)
+        values |= speed(run, rollouts, values, now - self._started)
         due = step % self._log.every == 0 or step == run.config.steps - 1
         if due or any(name.startswith("validation/") for name in values):
             self._metrics.log(step, values)
@@ -101,10 +104,28 @@ def share_troubles(run: Run, before: Counter[str], sampled: int) -> dict[str, fl
     return {**found, UNREWARDED: found[UNREWARDED] / max(1, sampled)}
 
 
-def speed(run: Run, rollouts: Sequence[Rollout], seconds: float) -> dict[str, float]:
+def describe_sampling(run: Run, sampled: Sequence[Rollout], rounds: int, dropped: int) -> dict[str, float]:
+    """Of all that was sampled in a step, by all ranks, whether it is trained on in this step or not."""
+    found = {"rounds": float(rounds), "groups_dropped": float(dropped)}
+    found["generate_tokens"] = float(sum(sum(rollout.sampled) for rollout in sampled))
+    if run.algorithm.needs_reference:
+        found["score_tokens"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in sampled))
+    return found | ({"sampled_reward": describe(sampled)["reward"]} if sampled else {})
+
+
+def speed(run: Run, rollouts: Sequence[Rollout], values: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """Times and memory of this rank; tokens are those of all ranks, of a phase as far as it has counted them."""
     tokens = sum(len(rollout.tokens) for rollout in rollouts)
-    values = {"seconds": seconds, "tokens/s": tokens / seconds}
-    values |= {f"seconds/{phase}": taken for phase, taken in run.seconds.items()}
-    if run.world.device.startswith("cuda"):
-        values["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return values
+    found = {"seconds": seconds, "tokens/s": tokens / seconds}
+    for phase, taken in run.seconds.items():
+        found[f"seconds/{phase}"] = taken
+        if f"{phase}_tokens" in values:
+            found[f"tokens/s/{phase}"] = values[f"{phase}_tokens"] / taken
+    return {**found, "memory_gib": peak_memory(run.world.device) / 2**30}
+
+
+def peak_memory(device: str) -> int:
+    """Bytes that this process had at most: of a GPU, or of the machine."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

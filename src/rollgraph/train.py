@@ -18,7 +18,15 @@ from rollgraph.config import Config, to_dict
 from rollgraph.dashboard import View, check_sinks, make_view
 from rollgraph.inference import Progress
 from rollgraph.inputs import check_inputs, find_saved
-from rollgraph.logbook import UNREWARDED, Logbook, count_failures, share_troubles, tell_failures, troubles
+from rollgraph.logbook import (
+    UNREWARDED,
+    Logbook,
+    count_failures,
+    describe_sampling,
+    share_troubles,
+    tell_failures,
+    troubles,
+)
 from rollgraph.model import load_weights, save_model
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, make_run
@@ -101,15 +109,15 @@ def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) ->
 def collect(run: Run, step: int, view: View) -> list[Rollout]:
     """The rollouts of a step, scored: as many groups as it has prompts, of those that the algorithm keeps."""
     wanted, groups, before = run.config.data.prompts_per_step, run.surplus, troubles(run)
-    sampled = 0
-    for turn in range(MOST_ROUNDS):
-        if len(groups) >= wanted:
-            break
-        prompts = run.data.next_prompts()
-        rollouts = sample(run, prompts, f"{run.config.seed}/{step}/{turn}", view)
-        sampled += len(rollouts)
-        groups = groups + [group for group in grouped(rollouts) if run.algorithm.keeps(group)]
-    run.before |= share_troubles(run, before, sampled)
+    sampled: list[Rollout] = []
+    rounds = dropped = 0
+    while len(groups) < wanted and rounds < MOST_ROUNDS:
+        rollouts = sample(run, run.data.next_prompts(), f"{run.config.seed}/{step}/{rounds}", view)
+        found = grouped(rollouts)
+        kept = [group for group in found if run.algorithm.keeps(group)]
+        groups, sampled = groups + kept, sampled + rollouts
+        rounds, dropped = rounds + 1, dropped + len(found) - len(kept)
+    run.before |= describe_sampling(run, sampled, rounds, dropped) | share_troubles(run, before, len(sampled))
     tell_failures(run, view)
     if not groups:
         why = "; ".join(run.rewards.messages.values()) or "the rewards of each group are all equal"

@@ -642,16 +642,19 @@ def test_metrics_of_a_batch() -> None:
     rollouts[0].rewards, rollouts[1].rewards = {"right": 0.0, "short": 1.0}, {"right": 1.0, "short": 0.0}
     rollouts[3].finish_reason = "length"
     metrics = load("dapo", max_tokens=2, overlong_buffer=1).make_batch(rollouts).metrics
+    size = 0.5 / (math.sqrt(0.5) + 1e-6)
     assert metrics == pytest.approx(
         {
             "reward": 0.75,
             "reward_std": math.sqrt(3) / 4,
-            "reward/right": 0.25,
-            "reward/short": 0.25,
+            "reward/right": 0.5,  # of those that have one
+            "reward/short": 0.5,
             "length": 1.5,
             "truncated": 0.25,
             "failed": 0,
             "shaped_reward": 0.25,
+            "advantage": size / 2,  # shaped rewards are 0, 0 and 1, 0
+            "advantage_max": size,
         }
     )
 

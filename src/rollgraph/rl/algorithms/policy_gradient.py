@@ -100,7 +100,12 @@ class PolicyGradient:
         for i, value in zip(alive, self.advantages([rollouts[i] for i in alive], rewards), strict=True):
             advantages[i] = value
         trained = [trained_tokens(rollout, self.mask_truncated) for rollout in rollouts]
-        metrics = describe(rollouts) | {"shaped_reward": math.fsum(rewards) / max(1, len(rewards))}
+        sizes = [abs(advantages[i]) for i in alive]
+        metrics = describe(rollouts) | {
+            "shaped_reward": math.fsum(rewards) / max(1, len(rewards)),
+            "advantage": math.fsum(sizes) / max(1, len(sizes)),
+            "advantage_max": max(sizes, default=0.0),
+        }
         return build_batch(
             rollouts, trained, advantages, self.weights, minibatches=minibatches, seed=seed, metrics=metrics
         )
