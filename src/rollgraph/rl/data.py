@@ -121,11 +121,6 @@ class PromptData:
         return len(self._rows) - len(self._kept)
 
     @property
-    def epoch(self) -> float:
-        """Epochs that have been dealt out."""
-        return self._cursor / len(self)
-
-    @property
     def columns(self) -> frozenset[str]:
         """Every column that some row has, which is what rewards can ask for."""
         return frozenset(name for row in self._rows for name in row.columns)
