@@ -192,6 +192,8 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="without the eager backend")
     options = parser.parse_args()
     architecture = QWEN_1_5B
+    if options.trl and not torch.cuda.is_available():
+        raise SystemExit("--trl needs a CUDA device: TRL is given the 1.5B model, in bf16, also with --tiny")
     if options.tiny:
         architecture = TINY
         options.prompts, options.samples, options.prompt, options.new, options.bucket = 4, 4, 12, 8, 96

@@ -185,6 +185,30 @@ def test_the_time_of_the_first_step_is_its_own(folder: Path) -> None:
     assert "seconds/validate" in lines[1]  # the last step is followed by one
 
 
+def test_speed_by_phase_and_memory(folder: Path) -> None:
+    train(config_of(folder, "steps=1", "data.validation=null", "algorithm.options={kl_coef: 0.05}"), ONE)
+    (line,) = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    sampled = 16 * line["length"]
+    tokens = {"generate": sampled, "score": sampled + 16 * 3, "train": line["train_tokens"]}
+    for phase, count in tokens.items():
+        assert line[f"tokens/s/{phase}"] * line[f"seconds/{phase}"] == pytest.approx(count)
+    assert 0.05 < line["memory_gib"] < 100  # PyTorch alone is more than the first
+
+
+def test_what_was_sampled_and_not_kept_is_in_the_metrics(folder: Path) -> None:
+    """Of three prompts, two have rewards that are all equal: dapo leaves them out, and its mean without them is 0.5."""
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, **columns):\n"
+        "    return [float(int(p[:2]) % 3 == 0 and i % 2) for i, p in enumerate(prompts)]\n"
+    )
+    given = ["algorithm.name=dapo", "data.shuffle=false", "data.validation=null", "data.prompts_per_step=3"]
+    train(config_of(folder, *given, "steps=2"), ONE)
+    for values in metrics_of(folder / "run"):
+        assert (values["rounds"], values["groups_dropped"]) == (3, 6)
+        assert values["reward"] == 0.5
+        assert values["sampled_reward"] == pytest.approx(0.5 / 3)
+
+
 def test_threads_are_those_of_the_run_inside_and_what_they_were_afterwards(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +253,29 @@ def test_validation_before_the_first_step_is_in_its_metrics(folder: Path, capsys
     assert reward != first["validation/reward"]  # that is after it
     assert "before/validation/pass@1" in first
     assert not [name for entry in later for name in entry if name.startswith("before/")]
+
+
+def test_validation_counts_what_is_right_whatever_the_weights_and_shows_each_function(folder: Path) -> None:
+    """0.7 + 0.2 + 0.1 is less than 1 in floating point."""
+    (folder / "parts.py").write_text(
+        "def ones(completions, **columns):\n"
+        "    return [1.0] * len(completions)\n"
+        "def some(prompts, completions, **columns):\n"
+        "    return [None if p.startswith('30') else float(int(p[:2]) % 2) for p in prompts]\n"
+    )
+    weights, ones = {"a": 0.7, "b": 0.2, "c": 0.1}, f"{folder / 'parts.py'}:ones"
+    functions = [f"{{name: '{ones}', label: {label}, weight: {weight}}}" for label, weight in weights.items()]
+    given = ["steps=1", "validation.samples=2", f"reward.functions=[{', '.join(functions)}]"]
+    train(config_of(folder, *given, f"output={folder / 'all'}"), ONE)
+    (values,) = metrics_of(folder / "all")
+    assert (values["validation/accuracy"], values["validation/pass@2"], values["validation/reward/b"]) == (1, 1, 1)
+    given[-1] = (
+        f"reward.functions=[{{name: '{ones}', weight: 0.5}}, {{name: '{folder / 'parts.py'}:some', weight: 0.5}}]"
+    )
+    train(config_of(folder, *given), ONE)
+    (values,) = metrics_of(folder / "run")
+    assert (values["validation/reward/ones"], values["validation/reward/some"]) == (1, 4 / 7)  # one has no opinion
+    assert (values["validation/accuracy"], values["validation/pass@2"]) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "rloo"])
@@ -294,6 +341,35 @@ def test_a_reward_that_fails_does_not_end_the_run(folder: Path, capsys: pytest.C
     told = [line for line in lines if line.startswith("a reward failed and counts as -1: even: RuntimeError: cannot")]
     assert len(told) == len(set(told)) == 5  # of many
     assert lines[-1] == f"rewards failed for {failures} rollouts: {failures} raised"
+
+
+def test_few_rewards_that_fail_beside_zeros_do_not_end_the_run(folder: Path) -> None:
+    """Nothing was rewarded in the first step, but some rollouts were looked at."""
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, **columns):\n"
+        "    if any(ord(c[0]) % 3 == 0 for c in completions if c):\n"
+        "        raise RuntimeError('no idea')\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    train(config_of(folder, "steps=1", "data.validation=null"), ONE)
+    (values,) = metrics_of(folder / "run")
+    assert 0 < values["unrewarded"] == values["reward_failures/raised"] / 16 < 1
+
+
+def test_failures_are_those_of_a_step_so_that_a_resume_changes_no_metric(folder: Path) -> None:
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, **columns):\n"
+        "    if any(int(p[:2]) % 2 for p in prompts):\n"
+        "        raise RuntimeError('no idea')\n"
+        "    return [len(c) / 4 for c in completions]\n"
+    )
+    halves = ["optimizer.schedule=constant", f"output={folder / 'halves'}"]
+    train(config_of(folder, *halves, "steps=2"), ONE)
+    train(config_of(folder, *halves), ONE)
+    train(config_of(folder, "optimizer.schedule=constant"), ONE)
+    failures = [entry.get("reward_failures/raised", 0) for entry in metrics_of(folder / "run")]
+    assert sum(failures) > max(failures) > 0
+    assert_same_run(folder / "run", folder / "halves", step=3)
 
 
 def test_sigterm_ends_a_warm_start_at_once(
@@ -408,6 +484,25 @@ def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
     alone = metrics_of(folder / "alone")
     assert values[0]["reward"] == pytest.approx(alone[0]["reward"])  # the same prompts, the same noise
     assert values[2]["loss"] == pytest.approx(alone[2]["loss"], abs=1e-4)
+
+
+@pytest.mark.multi
+def test_rewards_that_fail_on_another_rank_are_told_and_counted(folder: Path) -> None:
+    (folder / "rewards.py").write_text(
+        "import os\n"
+        "def even(prompts, completions, **columns):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise RuntimeError('no idea')\n"
+        "    return [len(c) / 4 for c in completions]\n"
+    )
+    prefix = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    process = start(folder, "steps=2", "data.validation=null", "log.progress=plain", prefix=prefix)
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, output
+    assert output.count("a reward failed and counts as 0: even: RuntimeError: no idea") == 1
+    assert "rewards failed for 16 rollouts: 16 raised" in output
+    for entry in metrics_of(folder / "run"):
+        assert (entry["reward_failures/raised"], entry["unrewarded"]) == (8, 0.5)
 
 
 @pytest.mark.multi

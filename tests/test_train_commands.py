@@ -31,7 +31,7 @@ def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture
     assert main(["eval", str(path), "validation.samples=3"]) == 0
     found = capsys.readouterr()
     values = json.loads(found.out)
-    assert set(values) == {"validation/reward", "validation/pass@3"}
+    assert set(values) == {"validation/reward", "validation/accuracy", "validation/pass@3"}
     assert "step 1 of" in found.err
     assert main(["export", str(path), "--to", str(folder / "exported")]) == 0
     exported = load_model(folder / "exported")

@@ -41,7 +41,7 @@ class Run(Inputs):
     checkpoints: Checkpoints
     threads_before: int  # of PyTorch, which are its again when the run is closed
     surplus: list[list[Rollout]] = field(default_factory=list)  # groups that were sampled and not used yet
-    before: dict[str, float] = field(default_factory=dict)  # validation before step 0, until that is written
+    pending: dict[str, float] = field(default_factory=dict)  # metrics of the step that is being taken
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of this step, by phase
 
     @contextlib.contextmanager

@@ -18,7 +18,15 @@ from rollgraph.config import Config, to_dict
 from rollgraph.dashboard import View, check_sinks, make_view
 from rollgraph.inference import Progress
 from rollgraph.inputs import check_inputs, find_saved, scores_old
-from rollgraph.logbook import Logbook, count_failures, tell_failures
+from rollgraph.logbook import (
+    UNREWARDED,
+    Logbook,
+    count_failures,
+    describe_sampling,
+    share_troubles,
+    tell_failures,
+    troubles,
+)
 from rollgraph.model import load_weights, save_model
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, make_run
@@ -26,6 +34,7 @@ from rollgraph.types import Batch, Prompt, Rollout
 from rollgraph.world import World
 
 REPORT = "graphs.json"  # in the folder of a run: the last thing it writes
+RIGHT = 1 - 1e-6  # the reward of a right answer: weights that add up to 1 do so but for rounding
 MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some groups
 
 
@@ -93,19 +102,23 @@ def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) ->
             f"step {step}: every rollout failed or the loss is not finite. Go back to a checkpoint from before, with a "
             "smaller learning rate"
         )
-    if step == 0 and run.rewards.messages and not any(batch.metrics.get(name) for name in ("reward", "reward_std")):
+    if step == 0 and run.pending.get(UNREWARDED) == 1.0:
         raise RuntimeError("no rollout of the first step was rewarded: " + "; ".join(run.rewards.messages.values()))
 
 
 def collect(run: Run, step: int, view: View) -> list[Rollout]:
     """The rollouts of a step, scored: as many groups as it has prompts, of those that the algorithm keeps."""
-    wanted, groups = run.config.data.prompts_per_step, run.surplus
-    for turn in range(MOST_ROUNDS):
-        if len(groups) >= wanted:
-            break
-        prompts = run.data.next_prompts()
-        rollouts = sample(run, prompts, f"{run.config.seed}/{step}/{turn}", view)
-        groups = groups + [group for group in grouped(rollouts) if run.algorithm.keeps(group)]
+    wanted, groups, before = run.config.data.prompts_per_step, run.surplus, troubles(run)
+    sampled: list[Rollout] = []
+    rounds = dropped = 0
+    while len(groups) < wanted and rounds < MOST_ROUNDS:
+        rollouts = sample(run, run.data.next_prompts(), f"{run.config.seed}/{step}/{rounds}", view)
+        found = grouped(rollouts)
+        kept = [group for group in found if run.algorithm.keeps(group)]
+        groups, sampled = groups + kept, sampled + rollouts
+        rounds, dropped = rounds + 1, dropped + len(found) - len(kept)
+    run.pending |= describe_sampling(run, sampled, rounds, dropped) | share_troubles(run, before, len(sampled))
+    tell_failures(run, view)
     if not groups:
         why = "; ".join(run.rewards.messages.values()) or "the rewards of each group are all equal"
         raise RuntimeError(f"{MOST_ROUNDS} rounds of sampling gave no group that the algorithm keeps: {why}")
@@ -146,16 +159,22 @@ def validate(run: Run, step: int) -> dict[str, float]:
 
 
 def evaluate(run: Run, seed: str) -> dict[str, float]:
-    """Of all held-out prompts, on every rank."""
-    v = run.config.validation
+    """Of the held-out prompts, which ranks divide among themselves."""
+    v, world = run.config.validation, run.world
     params = replace(run.policy.sampling, temperature=v.temperature)
     with run.timed("validate"):
-        rollouts = run.examiner.run(partial(run.policy.generate, seed=seed, params=params), run.validation)
+        mine = run.validation[world.rank :: world.size]
+        rollouts = run.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
         run.rewards.score(rollouts)
-    best = [max(rollout.reward for rollout in group) for group in grouped(rollouts)]
+        rollouts = run.policy.gather_rollouts(rollouts)
+    right = [[rollout.reward >= RIGHT for rollout in group] for group in grouped(rollouts)]
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
+    parts = {name: [r.rewards[name] for r in rollouts if name in r.rewards] for name in names}
     return {
-        "validation/reward": sum(rollout.reward for rollout in rollouts) / len(rollouts),
-        f"validation/pass@{v.samples}": sum(reward >= 1.0 for reward in best) / len(best),
+        "validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts),
+        **{f"validation/reward/{name}": math.fsum(part) / len(part) for name, part in parts.items() if len(parts) > 1},
+        "validation/accuracy": sum(map(sum, right)) / len(rollouts),
+        f"validation/pass@{v.samples}": sum(map(any, right)) / len(right),
     }
 
 
@@ -212,7 +231,7 @@ def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | Non
         if run.validation:
             found = evaluate(run, "before")
             view.note("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
-            run.before = {f"before/{name}": value for name, value in found.items()}
+            run.pending = {f"before/{name}": value for name, value in found.items()}
         return 0
     if run.algorithm.needs_reference:
         if config.model.path is None or config.warm_start is not None:

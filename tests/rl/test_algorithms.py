@@ -314,8 +314,9 @@ def test_every_term_at_once(estimator: str, kl_in: str) -> None:
 
     def shaped(rollout: Rollout) -> float:
         assert rollout.reference_logprobs is not None
-        kl = sum(rollout.logprobs[t] - rollout.reference_logprobs[t] for t in sampled(rollout))
-        return rollout.reward - (0.1 * kl if kl_in == "reward" else 0)
+        r = [rollout.reference_logprobs[t] - rollout.logprobs[t] for t in sampled(rollout)]
+        each = {"k1": [-x for x in r], "k2": [x * x / 2 for x in r], "k3": [math.exp(x) - x - 1 for x in r]}
+        return rollout.reward - (0.1 * sum(each[estimator]) if kl_in == "reward" else 0)
 
     for i, rollout in enumerate(case.rollouts):
         advantage = group_relative(rewards_like(case, rollout, shaped), shaped(rollout))
@@ -334,6 +335,19 @@ def test_every_term_at_once(estimator: str, kl_in: str) -> None:
     algorithm = load("grpo", kl_coef=0.1, kl_estimator=estimator, kl_in=kl_in, **common)
     assert (algorithm.needs_reference, algorithm.needs_entropy, algorithm.needs_old_logprobs) == (True, True, True)
     assert_matches(case, algorithm, total)
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce_pp"])
+def test_kl_in_the_reward_is_k1_unless_another_is_named(name: str) -> None:
+    case = Case.make(5)
+    rollout = case.rollouts[0]
+    r = [(rollout.reference_logprobs or [])[t] - rollout.logprobs[t] for t in sampled(rollout)]
+    shaped = load(name, kl_coef=0.1).shaped_reward(rollout)
+    assert shaped == pytest.approx(rollout.reward + 0.1 * sum(r), rel=1e-12)
+    shaped = load(name, kl_coef=0.1, kl_estimator="k2").shaped_reward(rollout)
+    assert shaped == pytest.approx(rollout.reward - 0.05 * sum(x * x for x in r), rel=1e-12)
+    rollout.sampled = [False] * len(rollout.tokens)
+    assert load(name, kl_coef=0.1).shaped_reward(rollout) == rollout.reward
 
 
 def test_metrics_are_weighted_sums() -> None:
@@ -628,16 +642,19 @@ def test_metrics_of_a_batch() -> None:
     rollouts[0].rewards, rollouts[1].rewards = {"right": 0.0, "short": 1.0}, {"right": 1.0, "short": 0.0}
     rollouts[3].finish_reason = "length"
     metrics = load("dapo", max_tokens=2, overlong_buffer=1).make_batch(rollouts).metrics
+    size = 0.5 / (math.sqrt(0.5) + 1e-6)
     assert metrics == pytest.approx(
         {
             "reward": 0.75,
             "reward_std": math.sqrt(3) / 4,
-            "reward/right": 0.25,
-            "reward/short": 0.25,
+            "reward/right": 0.5,  # of those that have one
+            "reward/short": 0.5,
             "length": 1.5,
             "truncated": 0.25,
             "failed": 0,
             "shaped_reward": 0.25,
+            "advantage": size / 2,  # shaped rewards are 0, 0 and 1, 0
+            "advantage_max": size,
         }
     )
 

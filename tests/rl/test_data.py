@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +48,6 @@ def test_every_prompt_once_in_each_epoch(rows: int, per_step: int, epochs: int, 
         order = stream[epoch * rows : (epoch + 1) * rows]
         assert sorted(order) == list(range(rows))
         assert shuffle or order == sorted(order)
-    assert data.epoch == len(stream) / rows
 
 
 @given(rows=sizes, per_step=sizes, ranks=st.integers(1, 5), seed=seeds, steps=st.integers(1, 4))
@@ -89,10 +92,10 @@ def test_a_state_is_of_the_same_content(changed: dict[str, Any]) -> None:
     other = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=1)
     with pytest.raises(DataError, match="row: its rows are not those of the saved state"):
         other.load_state(data.state())
-    assert other.epoch == 0
+    assert other.state()["cursor"] == 0
     again = PromptData(rows_of(8), TOKENIZER, prompts_per_step=2, seed=1)
     again.load_state(json.loads(json.dumps(data.state())))
-    assert again.epoch == data.epoch
+    assert again.state() == data.state()
 
 
 def test_the_order_is_pinned_and_differs_by_seed_and_epoch() -> None:
@@ -221,6 +224,40 @@ def test_split(count: int, held_out: int | float, seed: int) -> None:
     assert sorted(train + held, key=rows.index) == rows  # each row on one side
     assert train == sorted(train, key=rows.index)
     assert (train, held) == split(rows, held_out, seed)
+
+
+def test_columns_are_what_json_can_hold() -> None:
+    """They travel to other ranks and into checkpoints."""
+    day, clock = datetime.date(2024, 2, 29), datetime.time(12, 30)
+    entry = {
+        "prompt": "a",
+        "times": [day, clock, datetime.datetime.combine(day, clock), datetime.timedelta(minutes=1)],
+        "price": {"net": Decimal("12.50"), "rate": np.float32(0.25)},
+        "numpy": (np.int64(3), np.bool_(True), np.arange(2), np.datetime64("2024-02-29T12:30:00", "ns")),
+        "plain": [None, 1, 0.5, True, "x"],
+    }
+    (row,) = make_rows([entry])
+    assert row.columns == {
+        "times": ["2024-02-29", "12:30:00", "2024-02-29T12:30:00", 60.0],
+        "price": {"net": "12.50", "rate": 0.25},
+        "numpy": [3, True, [0, 1], "2024-02-29T12:30:00.000000000"],
+        "plain": [None, 1, 0.5, True, "x"],
+    }
+    assert json.loads(json.dumps(row.columns)) == row.columns
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (b"PNG", "mine:2: the column 'image' has bytes, b'PNG': make it text or numbers, or leave it out"),
+        ({"bytes": b"PNG"}, "mine:2: the column 'image.bytes' has bytes"),
+        ([{1: 2}], "mine:2: the column 'image' has dict"),
+        ({1, 2}, "mine:2: the column 'image' has set"),
+    ],
+)
+def test_columns_that_json_cannot_hold(value: Any, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        make_rows([{"prompt": "a"}, {"prompt": "b", "image": value}], name="mine")
 
 
 def test_parquet_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

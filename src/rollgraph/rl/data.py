@@ -7,6 +7,8 @@ read; tokens are made when it is its turn.
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import functools
 import hashlib
 import json
@@ -117,11 +119,6 @@ class PromptData:
     def dropped(self) -> int:
         """Rows that were left out because they are too long."""
         return len(self._rows) - len(self._kept)
-
-    @property
-    def epoch(self) -> float:
-        """Epochs that have been dealt out."""
-        return self._cursor / len(self)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -256,7 +253,28 @@ def _make_row(entry: Any, place: str) -> Row:
         raise DataError(f"{place}: 'prompt' is {prompt!r:.80} instead of a text")
     if given[0] == "messages" and not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
         raise DataError(f"{place}: 'messages' is {prompt!r:.80} instead of a list of {{role, content}}, both texts")
-    return Row(prompt, {name: v for name, v in entry.items() if name not in ("prompt", "messages")}, place)
+    columns = {name: value for name, value in entry.items() if name not in ("prompt", "messages")}
+    return Row(prompt, {name: _plain(value, name, place) for name, value in columns.items()}, place)
+
+
+def _plain(value: Any, name: str, place: str) -> Any:
+    """As JSON will give it back: columns travel to other ranks and into checkpoints."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = (value.astype(str) if value.dtype.kind == "M" else value).tolist()
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(inner, name, place) for inner in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(inner, f"{name}.{key}", place) for key, inner in value.items()}
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    kind = type(value).__name__
+    raise DataError(f"{place}: the column {name!r} has {kind}, {value!r:.40}: make it text or numbers, or leave it out")
 
 
 def _is_message(value: Any) -> bool:

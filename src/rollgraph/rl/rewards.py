@@ -81,7 +81,8 @@ class RewardFunctions:
     without, they run here and may not. A call is for `batch_size` rollouts, or for as many as spread a batch evenly
     over the workers. What fails counts as `on_failure`: `failures` has the number of rollouts of each kind (raised,
     timeout, died, wrong_length, not_finite, unscored), `messages` the first message of each, `unread()` the first few
-    that differ. With `adds` the sum includes what a rollout has already, from its environment.
+    that differ, and `unrewarded` the number of rollouts that no function had a reward for. With `adds` the sum
+    includes what a rollout has already, from its environment.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class RewardFunctions:
         self._workers, self._batch_size, self._on_failure = workers, batch_size, on_failure
         self.failures: Counter[str] = Counter()
         self.messages: dict[str, str] = {}
+        self.unrewarded = 0
         self._adds, self._seen, self._unread = adds, set[str](), list[str]()
         self._pool = None
         if workers:
@@ -140,6 +142,7 @@ class RewardFunctions:
             results: list[Any] = [call_reward(self._rewards[i], chosen) for i, chosen in calls]
         else:
             results = self._pool.run(calls)
+        self._rewarded = set[int]()
         for rollout in rollouts:
             rollout.rewards = {}
             self._begin(rollout)
@@ -151,6 +154,7 @@ class RewardFunctions:
             if not rollout.rewards:
                 self._count("unscored", f"no function has a reward for a sample of prompt {rollout.prompt.id}")
                 rollout.reward = self._on_failure
+        self.unrewarded += sum(id(rollout) not in self._rewarded for rollout in rollouts)
 
     def _begin(self, rollout: Rollout) -> None:
         """What the sum begins with: nothing, or the environment's own reward."""
@@ -158,6 +162,8 @@ class RewardFunctions:
         if isinstance(given, Failure):
             self._count(given.kind, f"{ENVIRONMENT}: {given.message}")
             given = self._on_failure
+        elif given is not None:
+            self._rewarded.add(id(rollout))
         rollout.reward = given or 0.0
         if given is not None:
             rollout.rewards[ENVIRONMENT] = given
@@ -168,16 +174,23 @@ class RewardFunctions:
             if isinstance(score, Failure):
                 self._count(score.kind, f"{reward.label}: {score.message}")
                 score = self._on_failure
+            elif score is not None:
+                self._rewarded.add(id(rollout))
             if score is not None:  # None: this function has nothing to say about it
                 rollout.rewards[reward.label] = score
                 rollout.reward += reward.weight * score
 
     def _count(self, kind: str, message: str) -> None:
-        self.failures[kind] += 1
-        self.messages.setdefault(kind, message)
-        if message not in self._seen and len(self._seen) < MOST_MESSAGES:
-            self._seen.add(message)
-            self._unread.append(message)
+        self.hear({kind: 1}, {kind: message})
+
+    def hear(self, failures: Mapping[str, int], messages: Mapping[str, str]) -> None:
+        """Add failures to those that are known: of this process, or of another one that scores for the same run."""
+        self.failures.update(failures)
+        for kind, message in messages.items():
+            self.messages.setdefault(kind, message)
+            if message not in self._seen and len(self._seen) < MOST_MESSAGES:
+                self._seen.add(message)
+                self._unread.append(message)
 
     def unread(self) -> list[str]:
         """Messages that differ from all before, each given once, and only the first few of a run."""

@@ -74,7 +74,7 @@ def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
     rewards = [rollout.reward for rollout in alive]
     mean = _mean(rewards)
     names = dict.fromkeys(name for rollout in alive for name in rollout.rewards)
-    parts = {name: _mean([rollout.rewards.get(name, 0.0) for rollout in alive]) for name in names}
+    parts = {name: _mean([r.rewards[name] for r in alive if name in r.rewards]) for name in names}  # of who has one
     return {
         "reward": mean,
         "reward_std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),

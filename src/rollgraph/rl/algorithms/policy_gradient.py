@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from rollgraph.rl.algorithms.batches import build_batch, describe, did_not_fail, trained_tokens
 from rollgraph.rl.algorithms.settings import check, check_types
 from rollgraph.rl.losses import (
@@ -34,8 +36,8 @@ class PolicyGradient:
     clip_high: float = 0.2
     dual_clip: float | None = None  # bounds the ratio where the advantage is negative
     kl_coef: float = 0.0  # 0: no reference policy is needed
-    kl_estimator: str = "k3"  # of the term in the loss: "k1", "k2" or "k3"
-    kl_in: str = "loss"  # or "reward": the k1 of all sampled tokens is subtracted from the reward
+    kl_estimator: str = "k3"  # or "k1" or "k2"
+    kl_in: str = "loss"  # or "reward": the estimates of all sampled tokens are subtracted from the reward
     entropy_coef: float = 0.0  # encourages entropy
     importance_cap: float | None = None  # corrects for old / rollout, up to this factor
     mask_truncated: bool = False  # do not train on rollouts that were cut off
@@ -83,7 +85,7 @@ class PolicyGradient:
             raise ValueError(f"the reward of a rollout of prompt {rollout.prompt.id} is {rollout.reward}")
         if self.kl_in != "reward" or not self.kl_coef:
             return rollout.reward
-        return rollout.reward - self.kl_coef * sampled_kl(rollout)
+        return rollout.reward - self.kl_coef * sampled_kl(rollout, self.kl_estimator)
 
     def keeps(self, group: Sequence[Rollout]) -> bool:
         """Whether there is something to learn from the rollouts of one prompt."""
@@ -98,7 +100,12 @@ class PolicyGradient:
         for i, value in zip(alive, self.advantages([rollouts[i] for i in alive], rewards), strict=True):
             advantages[i] = value
         trained = [trained_tokens(rollout, self.mask_truncated) for rollout in rollouts]
-        metrics = describe(rollouts) | {"shaped_reward": math.fsum(rewards) / max(1, len(rewards))}
+        sizes = [abs(advantages[i]) for i in alive]
+        metrics = describe(rollouts) | {
+            "shaped_reward": math.fsum(rewards) / max(1, len(rewards)),
+            "advantage": math.fsum(sizes) / max(1, len(sizes)),
+            "advantage_max": max(sizes, default=0.0),
+        }
         return build_batch(
             rollouts, trained, advantages, self.weights, minibatches=minibatches, seed=seed, metrics=metrics
         )
@@ -122,9 +129,11 @@ class PolicyGradient:
         return weighted_sums(per_token, s.weights, seen)
 
 
-def sampled_kl(rollout: Rollout) -> float:
-    """log(policy / reference) of all that was sampled."""
+def sampled_kl(rollout: Rollout, estimator: str) -> float:
+    """The estimates of KL(policy || reference) at all tokens that were sampled, added up."""
     if rollout.reference_logprobs is None:
         raise ValueError("KL in the reward needs rollouts that were scored by the reference policy before make_batch")
     streams = zip(rollout.sampled, rollout.logprobs, rollout.reference_logprobs, strict=True)
-    return math.fsum(policy - reference for on, policy, reference in streams if on)
+    pairs = [(policy, reference) for on, policy, reference in streams if on]
+    policy, reference = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).unbind(1)
+    return math.fsum(KL_ESTIMATORS[estimator](policy, reference).tolist())

@@ -18,6 +18,7 @@ from rollgraph.types import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePP(PolicyGradient):
+    kl_estimator: str = "k1"
     kl_in: str = "reward"
     group_baseline: bool = False
 

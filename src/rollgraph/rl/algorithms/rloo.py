@@ -19,6 +19,7 @@ from rollgraph.types import Batch, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class RLOO(PolicyGradient):
+    kl_estimator: str = "k1"
     kl_in: str = "reward"
 
     def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1, seed: int = 0) -> Batch:
