@@ -475,14 +475,17 @@ def test_twenty_kills_at_random_moments_change_nothing(folder: Path) -> None:
 @pytest.mark.multi
 def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
     prefix = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    process = start(folder, "steps=3", prefix=prefix)
+    process = start(folder, "steps=3", "validation.max_prompts=7", prefix=prefix)
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 0, output
     values = metrics_of(folder / "run")
     assert [entry["step"] for entry in values] == [0, 1, 2]
-    train(config_of(folder, "steps=3", f"output={folder / 'alone'}"), ONE)
+    train(config_of(folder, "steps=3", "validation.max_prompts=7", f"output={folder / 'alone'}"), ONE)
     alone = metrics_of(folder / "alone")
     assert values[0]["reward"] == pytest.approx(alone[0]["reward"])  # the same prompts, the same noise
+    held_out = [name for name in alone[0] if name.startswith("before/validation/")]
+    assert held_out
+    assert all(values[0][name] == pytest.approx(alone[0][name]) for name in held_out)  # ranks divide them
     assert values[2]["loss"] == pytest.approx(alone[2]["loss"], abs=1e-4)
 
 
