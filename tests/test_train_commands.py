@@ -13,7 +13,7 @@ import torch
 from rollgraph.cli import main
 from rollgraph.config import to_yaml
 from rollgraph.model import load_model
-from tests.test_train import config_of, folder, weights_of
+from tests.test_train import config_of, flip, folder, weights_of
 
 __all__ = ["folder"]
 
@@ -37,6 +37,25 @@ def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture
     exported = load_model(folder / "exported")
     saved = weights_of(folder / "run", 1)
     assert torch.equal(exported.norm.detach(), saved["master/norm"])
+
+
+def test_eval_and_export_say_which_checkpoints_they_pass_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, places = folder / "config.yaml", folder / "run" / "checkpoints"
+    path.write_text(to_yaml(config_of(folder, "steps=2", "checkpoint.every=1")))
+    assert main(["train", str(path)]) == 0
+    flip(places / "step_00000001" / "rank0.safetensors")
+    for command in (["eval", str(path)], ["export", str(path), "--to", str(folder / "exported")]):
+        capsys.readouterr()
+        assert main(command) == 0
+        first, second = capsys.readouterr().err.splitlines()
+        assert "step_00000001 is passed over: " in first
+        assert second.startswith("step 0 of")
+    flip(places / "step_00000000" / "rank0.safetensors")
+    capsys.readouterr()
+    assert main(["eval", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("is passed over") == 2
+    assert "has no whole checkpoint" in error
 
 
 def test_export_does_not_write_over_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

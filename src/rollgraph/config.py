@@ -181,8 +181,8 @@ class Validation:
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     every: Annotated[Count, "steps from one checkpoint to the next; the last step always has one"] = 50
-    keep_last: Annotated[Count, "latest checkpoints kept"] = 2
-    keep_best: Annotated[Natural, "best checkpoints kept, by validation reward"] = 1
+    keep_last: Annotated[Count, "latest checkpoints kept, of those that `every` asks for"] = 2
+    keep_best: Annotated[Natural, "best checkpoints kept, by validation reward; a new best is saved at once"] = 1
     asynchronous: Annotated[bool, "write while training goes on"] = True
     export_at_end: Annotated[bool, "write a model folder for other tools after the last step"] = True
 

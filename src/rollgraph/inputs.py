@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollgraph.checkpoint import CheckpointError, Saved, find_complete
+from rollgraph.checkpoint import CheckpointError, Saved, find_complete, none_whole
 from rollgraph.config import Config, ConfigError, check_scopes
 from rollgraph.inference import SamplingParams
 from rollgraph.key_errors import about
@@ -87,11 +87,13 @@ def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inpu
 
 
 def find_saved(config: Config) -> Saved | None:
-    """The newest checkpoint, where `resume` allows one."""
-    folder = Path(config.output) / "checkpoints"
-    found = find_complete(folder) if folder.is_dir() else []
-    if config.resume == "never" and found:
+    """The newest checkpoint, where `resume` allows one. Nothing begins over checkpoints that are all broken."""
+    folder, broken = Path(config.output) / "checkpoints", list[str]()
+    found = find_complete(folder, on_broken=lambda path, error: broken.append(str(error))) if folder.is_dir() else []
+    if config.resume == "never" and (found or broken):
         raise CheckpointError(f"resume: never, but {folder} has checkpoints: choose another output")
+    if broken and not found:
+        raise none_whole(folder, broken)
     if config.resume == "must" and not found:
         raise CheckpointError(f"resume: must, but {folder} has no whole checkpoint")
     return found[-1] if found else None

@@ -131,9 +131,12 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
         try:
             checkpoints = run.checkpoints
             saved = checkpoints.best() if options.which == "best" else checkpoints.latest()
+            for problem in checkpoints.unread():
+                print(problem, file=sys.stderr)
             if saved is None:
                 scored = " with a score: use --which latest" if checkpoints.complete() else ""
-                raise ValueError(f"{config.output} has no checkpoint{scored}")
+                whole = "whole " if checkpoints.broken else ""
+                raise ValueError(f"{config.output} has no {whole}checkpoint{scored}")
             checkpoints.load(saved)
             print(f"step {saved.step} of {config.output}", file=sys.stderr)
             act(run, options)
