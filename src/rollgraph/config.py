@@ -7,7 +7,7 @@ to the working directory. How a file is read is `config_reader.py`; importing th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -317,10 +317,17 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
 
 # Reading and describing
 
+Rules = Callable[[Config], list[tuple[str, str, str]]]
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file and those it names under `defaults`; `overrides` are like `rollout.temperature=0.7`."""
-    return read_tree(Config, load_tree(Path(path)), overrides, broken_rules)
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *more: Rules) -> Config:
+    """Read a YAML file and those it names under `defaults`; `overrides` are like `rollout.temperature=0.7`, and `more`
+    are rules like `broken_rules`, whose problems are given their places."""
+
+    def rules(config: Config) -> list[tuple[str, str, str]]:
+        return [problem for each in (broken_rules, *more) for problem in each(config)]
+
+    return read_tree(Config, load_tree(Path(path)), overrides, rules)
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), name: str = "<text>") -> Config:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollgraph.built_in_names import wrong_names
 from rollgraph.commands.words import add_words
 from rollgraph.config import Config, ConfigError, load_config
 
@@ -46,7 +47,7 @@ def add_to(commands: Any) -> None:
 
 def _load(options: argparse.Namespace) -> Config | None:
     try:
-        return load_config(options.config, options.overrides)
+        return load_config(options.config, options.overrides, wrong_names)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return None
