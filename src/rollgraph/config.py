@@ -134,7 +134,7 @@ class Optimizer:
     schedule: Annotated[Literal["constant", "linear", "cosine"], "of the learning rate; the others end at 0"] = (
         "constant"
     )
-    warmup_steps: Annotated[Natural, "steps in which the learning rate rises from 0"] = 0
+    warmup_steps: Annotated[Natural, "updates, of which a step can have several, in which the rate rises from 0"] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class Train:
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
     data: Annotated[str, "JSON lines with `prompt` and `completion`"]
-    steps: Annotated[Count, "of supervised training, at most"] = 100
+    steps: Annotated[Count, "of supervised training, at most; its loss, too, is at rollout.temperature"] = 100
     lr: Annotated[Positive, "learning rate, constant"] = 1e-5
     batch_size: Annotated[Count, "sequences of a step"] = 32
     stop_at: Annotated[float | None, "mean reward of samples at which to stop; null takes all steps"] = None
@@ -164,7 +164,7 @@ class Graph:
         Annotated[tuple[Scope, ...], COMMAS] | None,
         "what one graph of training holds; null is step on one rank and layer on several",
     ] = None
-    warmup: Annotated[Natural, "runs before a capture"] = 3
+    warmup: Annotated[Count, "runs before a capture"] = 3
     on_mismatch: Annotated[Literal["raise", "eager", "recapture"], "what a call does that does not fit its graph"] = (
         "raise"
     )
@@ -273,6 +273,7 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
     tiny, scope, sinks, buckets = c.model.tiny, c.graph.scope or (), c.log.sinks or (), c.train.token_buckets
     alone = c.rollout.samples_per_prompt == 1
     rollouts = c.data.prompts_per_step * c.rollout.samples_per_prompt
+    updates = c.steps * c.algorithm.minibatches * c.algorithm.epochs
     longest = (c.data.max_prompt_tokens or 1) + c.rollout.max_tokens
     kl_coef, kl_option = c.algorithm.kl_coef, c.algorithm.options.get("kl_coef")
     one_kl = not kl_coef or kl_option in (None, kl_coef)
@@ -297,7 +298,8 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
          f"a step has only {rollouts} rollouts"),
         ("one_kl_coef", "algorithm.kl_coef", one_kl, f"is {kl_coef:g}, and algorithm.options.kl_coef is {kl_option}"),
         ("one_kl_coef", "algorithm.options.kl_coef", one_kl, f"is {kl_option}, and algorithm.kl_coef is {kl_coef:g}"),
-        ("warmup_ends", "optimizer.warmup_steps", c.optimizer.warmup_steps <= c.steps, f"there are {c.steps} steps"),
+        ("warmup_ends", "optimizer.warmup_steps", c.optimizer.warmup_steps <= updates,
+         f"there are {updates} updates (steps x algorithm.minibatches x algorithm.epochs)"),
         ("samples_differ", "validation.samples", c.validation.samples == 1 or c.validation.temperature > 0,
          "with validation.temperature 0 all samples are the same"),
         ("greedy_or_warm", "validation.temperature", not 0 < c.validation.temperature < COLDEST,
