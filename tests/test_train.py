@@ -369,6 +369,17 @@ def test_a_save_that_failed_is_told_and_the_next_one_is_tried(
             train(config_of(folder, *options, "steps=6"), ONE)  # the last one
 
 
+def test_a_save_that_failed_is_made_up_for_when_an_error_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_at(monkeypatch, shard_files, "_write_tensors", 3)  # of the second save
+    fail_at(monkeypatch, PolicyWorker, "generate", 3)
+    with pytest.raises(ZeroDivisionError, match="generate"):
+        train(config_of(folder, "checkpoint.every=1", "data.validation=null", "log.progress=plain"), ONE)
+    assert capsys.readouterr().out.splitlines()[-2:] == ["saved after 2 of 4 steps", "_write_tensors"]
+    assert (folder / "run" / "checkpoints" / "step_00000001").exists()
+
+
 def test_the_best_validation_is_kept_whatever_the_intervals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = iter([0.5, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5])  # before the first step, then after steps 1, 3, ...
     monkeypatch.setattr("rollgraph.train.evaluate", lambda run, seed: {"validation/reward": next(rewards)})

@@ -120,10 +120,7 @@ class Checkpoints:
         becomes one of the `problems`. `state` is JSON (tuples become lists), of each rank its own. A score of NaN is
         none. What is not `due` is kept for its score alone.
         """
-        try:
-            self.wait()
-        except Exception as error:  # there may be room again
-            self._note(str(error))
+        self.settle()
         state = _plain(state, "state")
         target = self.folder / f"step_{step:08d}"
         if any(saved.path == target for saved in self.complete()):
@@ -148,6 +145,13 @@ class Checkpoints:
                 running.result()
         finally:
             self._being_saved = None
+
+    def settle(self) -> None:
+        """Wait; that the last save failed becomes one of the `problems`. There may be room for the next one."""
+        try:
+            self.wait()
+        except Exception as error:
+            self._note(str(error))
 
     def close(self) -> None:
         """Wait, and let go of the folder."""

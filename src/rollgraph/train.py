@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -266,18 +266,18 @@ def saved_on_error(run: Run, view: View) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if run.world.size == 1 and not run.saving:
-            try:
+        try:
+            run.checkpoints.settle()
+            if run.world.size == 1 and not run.saving:
                 save_rest(run, view)
-            except Exception as error:  # the first one is the one to raise
-                view.note(f"and what was learned could not be saved: {error}")
-            tell_problems(run, view)
+        except Exception as error:  # the first one is the one to raise
+            view.note(f"and what was learned could not be saved: {error}")
+        tell_problems(run, view)
         raise
 
 
 def save_rest(run: Run, view: View) -> None:
-    with suppress(Exception):  # it is among the steps to save then
-        run.checkpoints.wait()
+    """What no checkpoint has yet."""
     if run.end is None or run.end.step in [saved.step for saved in run.checkpoints.complete()]:
         return
     if run.policy.optimizer.steps != run.end.updates:
