@@ -65,8 +65,8 @@ LAYERS = (
         "checkpoint.py",
     ), packages=None),
     Layer("run", (
-        "claim.py", "key_errors.py", "lengths.py", "inputs.py", "setup.py", "plan.py", "launch.py", "dashboard/",
-        "logbook.py", "train.py", "compat/", "commands/", "cli.py",
+        "claim.py", "built_in_names.py", "key_errors.py", "lengths.py", "inputs.py", "setup.py", "plan.py",
+        "launch.py", "dashboard/", "logbook.py", "train.py", "compat/", "commands/", "cli.py",
     ), packages=None),
 )
 # fmt: on

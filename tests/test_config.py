@@ -87,6 +87,7 @@ def test_a_config_of_python_equals_one_of_yaml() -> None:
         ("optimizer: {betas: [0.9, 1.0]}", "run.yaml:7: optimizer.betas[1]: expected number ≥ 0 and < 1, got 1.0"),
         ("optimizer: 3", "run.yaml:7: optimizer: expected section, got 3"),
         ("algorithm: {options: [1]}", "run.yaml:7: algorithm.options: expected mapping, got a list of 1"),
+        ("graph: {warmup: 0}", "run.yaml:7: graph.warmup: expected whole number ≥ 1, got 0"),
         ("memory: {cache_gib: 0}", "run.yaml:7: memory.cache_gib: expected number > 0 or null, got 0"),
         ("log:\n  wandb:\n  every: 0", "run.yaml:9: log.every: expected whole number ≥ 1, got 0"),
         ("warm_start: {steps: 3}", "run.yaml:7: warm_start.data: required, but missing"),
@@ -249,6 +250,7 @@ def test_scopes_by_the_number_of_ranks() -> None:
         ("kl_of_the_policy", ["algorithm.kl_coef=0.1", "algorithm.options.kl_in=reward", "rollout.top_k=5"]),
         ("greedy_or_warm", ["validation.temperature=1e-5"]),
         ("warmup_ends", ["optimizer.warmup_steps=101"]),
+        ("warmup_ends", ["optimizer.warmup_steps=401", "algorithm.minibatches=2", "algorithm.epochs=2"]),
         ("samples_differ", ["validation.samples=4"]),
         ("scope_not_empty", ["graph.scope=[]"]),
         ("scope_without_graphs", ["graph.scope=step", "graph.impl=none"]),
@@ -278,6 +280,7 @@ def test_combinations_that_make_no_sense(rule: str, overrides: list[str]) -> Non
         ["validation.samples=4", "validation.temperature=0.7"],
         ["algorithm.kl_coef=0.1", "algorithm.options.kl_coef=0.1"],
         ["algorithm.kl_coef=0.0", "algorithm.options.kl_coef=0.1"],  # as it is printed
+        ["optimizer.warmup_steps=400", "algorithm.minibatches=2", "algorithm.epochs=2"],
         ["rollout.temperature=0.01", "validation.temperature=0.01"],
     ],
 )

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rollgraph import built_in_names
+from rollgraph.cli import main
 from rollgraph.commands import config as command
 from rollgraph.config import load_config
+from rollgraph.rl.algorithms import ALGORITHMS as registry
 
 DOCS = Path(__file__).parents[1] / "docs" / "config.md"
 
@@ -26,7 +29,7 @@ def call(*arguments: str) -> int:
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text("model: {path: m}\ndata: {train: t}\nreward: {functions: [{name: f}]}\n")
+    path.write_text("model: {path: m}\ndata: {train: t}\nreward: {functions: [{name: exact_match}]}\n")
     return path
 
 
@@ -59,6 +62,37 @@ def test_every_problem_has_a_line(run_file: Path, capsys: pytest.CaptureFixture[
         "override 'sed=1': sed: unknown key; did you mean seed?",
         "override 'steps=0': steps: expected whole number ≥ 1, got 0",
     ]
+
+
+def test_names_and_options_of_what_is_built_in_are_checked(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file.write_text(
+        "model: {path: m}\ndata: {train: t}\n"
+        "algorithm:\n  name: grpo\n  options:\n    kl_coef: 0.1\n    clip_lo: 0.1\n"
+        "reward:\n  functions:\n    - name: exact_macth\n    - name: exact_match\n      options: {colum: a}\n"
+        "    - {name: 'nowhere:f', options: {a: 1}}\n"
+    )
+    for main_command in ("config", "train"):
+        assert main([main_command, str(run_file)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 3
+        assert f"{run_file}:7: algorithm.options.clip_lo: algorithm 'grpo' has no setting 'clip_lo'" in lines[0]
+        assert f"{run_file}:10: reward.functions[0].name: there is no reward 'exact_macth'; did you mean" in lines[1]
+        assert f"{run_file}:12: reward.functions[1].options.colum: reward 'exact_match' has no option" in lines[2]
+    assert main(["config", str(run_file), "algorithm.name=grop", "reward.functions=[{name: exact_match}]"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("override 'algorithm.name=grop': algorithm.name: there is no algorithm 'grop'")
+
+
+def test_the_names_of_algorithms_are_those_of_the_registry() -> None:
+    assert set(built_in_names.ALGORITHMS) == set(registry)
+
+
+def test_a_configuration_without_options_needs_no_pytorch(run_file: Path) -> None:
+    program = "import sys; from rollgraph.cli import main\n"
+    program += f"assert main(['config', {str(run_file)!r}]) == 0\nassert 'torch' not in sys.modules"
+    source = str(Path(__file__).parents[1] / "src")
+    found = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": source}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("arguments", [(), ("steps=1",)])

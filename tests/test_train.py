@@ -16,11 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollgraph.checkpoint import CheckpointError
+from rollgraph.checkpoint import CheckpointError, Checkpoints
 from rollgraph.config import Config, parse_config
+from rollgraph.logbook import Logbook
 from rollgraph.policy import PolicyWorker
+from rollgraph.policy.step_graphs import StepGraphs
+from rollgraph.policy.weights import WeightSlots
+from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.data import DataError
 from rollgraph.setup import make_run
+from rollgraph.sharding import ShardedAdamW, shard_files
 from rollgraph.train import check_report, train
 from rollgraph.world import World
 
@@ -302,6 +307,168 @@ def test_resume_says_what_it_needs(folder: Path) -> None:
         train(config_of(folder, "seed=5"), ONE)
 
 
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["rank0.safetensors", "manifest.json"])
+@pytest.mark.parametrize("resume", ["auto", "must", "never"])
+def test_where_all_checkpoints_are_broken_nothing_begins_over_them(folder: Path, file: str, resume: str) -> None:
+    options = ["checkpoint.every=1", "data.validation=null"]
+    train(config_of(folder, *options, "steps=2"), ONE)
+    places = sorted((folder / "run" / "checkpoints").glob("step_*"))
+    for place in places:
+        flip(place / file)
+    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError) as found:
+        train(config_of(folder, *options, f"resume={resume}"), ONE)
+    if resume == "never":
+        assert "has checkpoints: choose another output" in str(found.value)
+    else:
+        assert "has no whole checkpoint, and nothing was changed there: give another output" in str(found.value)
+        assert len(places) == 2
+        assert all(f"{place / file} is not" in str(found.value) for place in places)
+    assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("file", ["rank0.safetensors", "manifest.json"])
+def test_going_back_to_an_older_checkpoint_is_told(folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["checkpoint.every=1", "data.validation=null", "log.progress=plain"]
+    train(config_of(folder, *options, "steps=2"), ONE)
+    flip(folder / "run" / "checkpoints" / "step_00000001" / file)
+    capsys.readouterr()
+    train(config_of(folder, *options, "steps=3"), ONE)
+    lines = capsys.readouterr().out.splitlines()
+    assert "step_00000001 is passed over: " in lines[0]
+    assert lines[1] == "resumed after 1 of 3 steps"
+
+
+# -- what ends a run by an exception ---------------------------------------------------------------
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call: int) -> None:
+    """The call of so high a number raises."""
+    calls, original = [0], getattr(place, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise KeyboardInterrupt if name == "validate" else ZeroDivisionError(name)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, counted)
+
+
+PLACES = {
+    "the reference swap": (WeightSlots, "_exchange", 9),
+    "backward": (StepGraphs, "train", 4),
+    "sampling": (PolicyWorker, "generate", 5),
+    "sampling for the same step or the next": (PolicyWorker, "generate", 6),
+    "the batch": (GRPO, "make_batch", 4),
+    "the metrics": (Logbook, "write", 4),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_in_a_step_costs_nothing_that_was_learned(
+    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Resumed without the cause, it is the run that had none: also where the step had sampled more than it used."""
+    options = ["steps=6", "checkpoint.every=100", "data.validation=null", "algorithm.minibatches=1"]
+    options += ["algorithm.options={kl_coef: 0.05, dynamic_sampling: true}", "log.progress=plain"]
+    with (folder / "rewards.py").open("a") as file:  # a third of all groups is left out, so steps have a surplus
+        file.write("def some(prompts, completions, **columns):\n")
+        file.write("    return [r * (int(p[:2]) % 3 > 0) for p, r in zip(prompts, even(prompts, completions))]\n")
+    options.append(f"reward.functions=[{{name: '{folder / 'rewards.py'}:some'}}]")
+    train(config_of(folder, *options, f"output={folder / 'whole'}"), ONE)
+    with monkeypatch.context() as broken:
+        fail_at(broken, *PLACES[place])
+        with pytest.raises(ZeroDivisionError):
+            train(config_of(folder, *options), ONE)
+    (saved,) = (folder / "run" / "checkpoints").glob("step_*")
+    taken = int(saved.name.removeprefix("step_")) + 1
+    assert 1 < taken < 6
+    assert f"saved after {taken} of 6 steps" in capsys.readouterr().out
+    train(config_of(folder, *options, "resume=must"), ONE)
+    if place == "the metrics":  # of the step itself there are none
+        lines = (folder / "whole" / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "whole" / "metrics.jsonl").write_text("".join(lines[: taken - 1] + lines[taken:]))
+    assert_same_run(folder / "whole", folder / "run", step=5)
+
+
+def test_ctrl_c_saves_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        fail_at(broken, sys.modules["rollgraph.train"], "validate", 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of(folder, "checkpoint.every=100", "data.validation=null"), ONE)
+    assert [path.name for path in (folder / "run" / "checkpoints").glob("step_*")] == ["step_00000002"]
+
+
+@pytest.mark.parametrize(("place", "call"), [((StepGraphs, "train"), 6), ((ShardedAdamW, "write_shards"), 3)])
+def test_what_is_no_end_of_a_step_is_not_saved(
+    folder: Path,
+    place: tuple[Any, str],
+    call: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Between two updates of a step, or in an update."""
+    fail_at(monkeypatch, *place, call)
+    options = ["checkpoint.every=100", "data.validation=null", "log.progress=plain"]
+    with pytest.raises(ZeroDivisionError):
+        train(config_of(folder, *options), ONE)
+    assert not list((folder / "run" / "checkpoints").glob("step_*"))
+    assert "what came after the last checkpoint is lost" in capsys.readouterr().out
+
+
+def test_a_save_that_failed_is_told_and_the_next_one_is_tried(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["checkpoint.every=1", "data.validation=null", "log.progress=plain"]
+    with monkeypatch.context() as broken:
+        fail_at(broken, shard_files, "_write_tensors", 3)  # of the second save
+        train(config_of(folder, *options), ONE)
+    assert capsys.readouterr().out.splitlines().count("_write_tensors") == 1
+    assert sorted(path.name for path in (folder / "run" / "checkpoints").glob("step_*")) == [
+        "step_00000002",
+        "step_00000003",
+    ]
+    with monkeypatch.context() as broken:
+        fail_at(broken, shard_files, "_write_tensors", 3)
+        with pytest.raises(ZeroDivisionError):
+            train(config_of(folder, *options, "steps=6"), ONE)  # the last one
+
+
+def test_a_save_that_failed_is_made_up_for_when_an_error_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail_at(monkeypatch, shard_files, "_write_tensors", 3)  # of the second save
+    fail_at(monkeypatch, PolicyWorker, "generate", 3)
+    with pytest.raises(ZeroDivisionError, match="generate"):
+        train(config_of(folder, "checkpoint.every=1", "data.validation=null", "log.progress=plain"), ONE)
+    assert capsys.readouterr().out.splitlines()[-2:] == ["saved after 2 of 4 steps", "_write_tensors"]
+    assert (folder / "run" / "checkpoints" / "step_00000001").exists()
+
+
+def test_the_best_validation_is_kept_whatever_the_intervals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = iter([0.5, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5])  # before the first step, then after steps 1, 3, ...
+    monkeypatch.setattr("rollgraph.train.evaluate", lambda run, seed: {"validation/reward": next(rewards)})
+    saved = []
+    original = Checkpoints.save
+    monkeypatch.setattr(
+        Checkpoints, "save", lambda self, step, *args, **kw: (saved.append(step), original(self, step, *args, **kw))
+    )
+    run = train(
+        config_of(folder, "steps=12", "validation.every=2", "checkpoint.every=5", "checkpoint.keep_last=1"), ONE
+    )
+    assert run is not None
+    assert saved == [1, 4, 9, 11]
+    names = sorted(path.name for path in (folder / "run" / "checkpoints").glob("step_*"))
+    assert names == ["step_00000001", "step_00000011"]
+
+
 def test_prompts_that_are_too_long_are_left_out_once_and_for_all(folder: Path) -> None:
     rows = [{"prompt": "x" * length, "answer": "4"} for length in (3, 30, 4, 40, 5, 50)]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -418,7 +585,7 @@ def test_sigterm_saves_and_ends_well(folder: Path) -> None:
     process.terminate()
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 0, output
-    (saved,) = (folder / "run" / "checkpoints").glob("step_*")
+    saved = max((folder / "run" / "checkpoints").glob("step_*"))
     assert int(saved.name.removeprefix("step_")) == metrics_of(folder / "run")[-1]["step"]
 
 

@@ -13,7 +13,7 @@ import torch
 from rollgraph.cli import main
 from rollgraph.config import to_yaml
 from rollgraph.model import load_model
-from tests.test_train import config_of, folder, weights_of
+from tests.test_train import config_of, flip, folder, weights_of
 
 __all__ = ["folder"]
 
@@ -37,6 +37,44 @@ def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture
     exported = load_model(folder / "exported")
     saved = weights_of(folder / "run", 1)
     assert torch.equal(exported.norm.detach(), saved["master/norm"])
+
+
+def test_other_tools_end_the_text_of_a_tiny_model_where_we_do(folder: Path) -> None:
+    """Once eos comes out, whatever the weights are, nothing follows it."""
+    transformers = pytest.importorskip("transformers")
+    path, target = folder / "config.yaml", folder / "exported"
+    path.write_text(to_yaml(config_of(folder, "steps=1", "data.validation=null")))
+    assert main(["train", str(path)]) == 0
+    assert main(["export", str(path), "--to", str(target)]) == 0
+    config = json.loads((target / "config.json").read_text())
+    assert {name: config[f"{name}_token_id"] for name in ("bos", "eos", "pad")} == {"bos": 256, "eos": 257, "pad": 258}
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (257, 258)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.bias = torch.nn.Parameter(10.0 * torch.nn.functional.one_hot(torch.tensor(257), 259).float())
+    prompt = torch.tensor([[48, 49, 63]])
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+    assert found[0, 3:].tolist() == [257]
+
+
+def test_eval_and_export_say_which_checkpoints_they_pass_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, places = folder / "config.yaml", folder / "run" / "checkpoints"
+    path.write_text(to_yaml(config_of(folder, "steps=2", "checkpoint.every=1")))
+    assert main(["train", str(path)]) == 0
+    flip(places / "step_00000001" / "rank0.safetensors")
+    for command in (["eval", str(path)], ["export", str(path), "--to", str(folder / "exported")]):
+        capsys.readouterr()
+        assert main(command) == 0
+        first, second = capsys.readouterr().err.splitlines()
+        assert "step_00000001 is passed over: " in first
+        assert second.startswith("step 0 of")
+    flip(places / "step_00000000" / "rank0.safetensors")
+    capsys.readouterr()
+    assert main(["eval", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("is passed over") == 2
+    assert "has no whole checkpoint" in error
 
 
 def test_export_does_not_write_over_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

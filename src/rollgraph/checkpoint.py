@@ -37,11 +37,12 @@ class Saved:
     step: int
     path: Path
     score: float | None
+    due: bool = True  # else it was saved for its score alone
 
 
 def choose_kept(saved: Sequence[Saved], keep_last: int, keep_best: int) -> set[Saved]:
-    """The newest, and those with the highest scores; of equal scores the newer."""
-    newest = sorted(saved, key=lambda one: one.step, reverse=True)[:keep_last]
+    """The newest that were due, and those with the highest scores; of equal scores the newer."""
+    newest = sorted((one for one in saved if one.due), key=lambda one: one.step, reverse=True)[:keep_last]
     return {*newest, *_by_score(saved)[:keep_best]}
 
 
@@ -63,15 +64,24 @@ def find_complete(
         try:
             found.append(_read_saved(path))
         except CheckpointError as error:
-            if on_broken is not None:
+            if on_broken is not None and path.exists():  # else it was deleted while it was read
                 on_broken(path, error)
     return sorted(found, key=lambda saved: saved.step)
+
+
+def none_whole(folder: Path, problems: Iterable[str]) -> CheckpointError:
+    """There are checkpoints, and none can be read: whoever began anew would write over what may be mended."""
+    return CheckpointError(
+        f"{folder} has no whole checkpoint, and nothing was changed there: give another output, or move these away: "
+        + "; ".join(problems)
+    )
 
 
 class Checkpoints:
     """The checkpoints of a run, in `folder`, which all ranks see.
 
-    All ranks make it, save and load together. `problems` says what was passed over, and why; it is for people.
+    All ranks make it, save and load together. `problems` says what was passed over or not written, and why; it is for
+    people, who have not seen those of `unread()` yet.
     """
 
     def __init__(
@@ -89,13 +99,15 @@ class Checkpoints:
             raise ValueError(f"keep_last={keep_last}, keep_best={keep_best}: the newest one is always kept")
         self.folder = Path(folder)
         self.problems: list[str] = []
+        self._told = 0  # of the problems
         self._model, self._optimizer, self._world = model, optimizer, model.world
         self._keep, self._timeout = (keep_last, keep_best), timeout
-        self._broken: set[Path] = set()
+        self.broken: dict[Path, str] = {}  # those that were passed over, and why
         self._saves = 0
         self._memory: shard_files.Snapshot | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._running: Future[None] | None = None
+        self._being_saved: Saved | None = None
         self._lock: IO[str] | None = None
         self._run = model.collectives.agree(self._begin() if self._world.rank == 0 else "")[0]
         if not re.fullmatch("[0-9a-f]{8}", self._run):
@@ -103,28 +115,43 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Mapping[str, Any], score: float | None = None) -> None:
-        """Save what is now. Asynchronously, this waits for the copies, not for the disk, and raises what the save
-        before it raised. `state` is JSON (tuples become lists), of each rank its own. A score of NaN is none.
+    def save(self, step: int, state: Mapping[str, Any], score: float | None = None, *, due: bool = True) -> None:
+        """Save what is now. Asynchronously, this waits for the copies, not for the disk; that the save before it failed
+        becomes one of the `problems`. `state` is JSON (tuples become lists), of each rank its own. A score of NaN is
+        none. What is not `due` is kept for its score alone.
         """
-        self.wait()
+        self.settle()
         state = _plain(state, "state")
         target = self.folder / f"step_{step:08d}"
         if any(saved.path == target for saved in self.complete()):
             raise CheckpointError(f"{target} exists already")
         self._saves += 1
         self._memory = snapshot = shard_files.take_snapshot(self._model, self._optimizer, self._memory)
-        about = {"step": step, "score": None if score is None or math.isnan(score) else float(score)}
+        about = {"step": step, "score": None if score is None or math.isnan(score) else float(score), "due": due}
+        self._being_saved = Saved(step, target, about["score"], due)
         if self._writer is None:
-            self._write(snapshot, target, state, about)
+            try:
+                self._write(snapshot, target, state, about)
+            finally:
+                self._being_saved = None
         else:
             self._running = self._writer.submit(self._write, snapshot, target, state, about)
 
     def wait(self) -> None:
         """Until the last save is on the disk, for all ranks; raises what it raised, once."""
         running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        try:
+            if running is not None:
+                running.result()
+        finally:
+            self._being_saved = None
+
+    def settle(self) -> None:
+        """Wait; that the last save failed becomes one of the `problems`. There may be room for the next one."""
+        try:
+            self.wait()
+        except Exception as error:
+            self._note(str(error))
 
     def close(self) -> None:
         """Wait, and let go of the folder."""
@@ -145,7 +172,7 @@ class Checkpoints:
             self._delete(target)
         temporary = self._beside(target, "incomplete")
         shard_files.write(snapshot, temporary, target, state=state, about=about, timeout=self._timeout)
-        self._broken.discard(target)
+        self.broken.pop(target, None)
         if first:
             saved = self.complete()
             kept = choose_kept(saved, *self._keep)
@@ -166,7 +193,7 @@ class Checkpoints:
 
     def complete(self) -> list[Saved]:
         """Those that have all their files, by step. What is in the files is not read."""
-        return find_complete(self.folder, self._broken, self._distrust)
+        return find_complete(self.folder, self.broken, self._distrust)
 
     def latest(self) -> Saved | None:
         """The newest of which every byte is as it was written. Newer ones that are not are in `problems`."""
@@ -175,6 +202,18 @@ class Checkpoints:
     def best(self) -> Saved | None:
         """The same, for the highest score."""
         return self._first_sound(_by_score(self.complete()))
+
+    def is_best(self, score: float | None) -> bool:
+        """Whether a checkpoint with this score would be kept for it; not where as many are as good."""
+        if score is None or math.isnan(score):
+            return False
+        scores = {one.step: one.score for one in (*self.complete(), *filter(None, [self._being_saved]))}
+        return sum(other is not None and other >= score for other in scores.values()) < self._keep[1]
+
+    def unread(self) -> list[str]:
+        """The problems that came up since the last call."""
+        found, self._told = self.problems[self._told :], len(self.problems)
+        return found
 
     def _first_sound(self, candidates: Iterable[Saved]) -> Saved | None:
         for saved in candidates:
@@ -188,7 +227,7 @@ class Checkpoints:
 
     def _distrust(self, path: Path, error: CheckpointError) -> None:
         if path.exists():  # else it was deleted while it was read
-            self._broken.add(path)
+            self.broken[path] = str(error)
             self._note(f"{path} is passed over: {error}")
 
     def _note(self, problem: str) -> None:
@@ -200,15 +239,11 @@ class Checkpoints:
     def load(self, saved: Saved) -> dict[str, Any]:
         """Put a checkpoint into the memory of the model and the optimizer; gives the state that this rank saved.
 
-        With another number of ranks than saved it, that is the state of rank 0: `states` has all.
+        With another number of ranks than saved it, that is the state of rank 0.
         """
         states = shard_files.load(saved.path, self._model, self._optimizer)
         state: dict[str, Any] = states[self._world.rank if len(states) == self._world.size else 0]
         return state
-
-    def states(self, saved: Saved) -> list[dict[str, Any]]:
-        """What each rank gave to save(), in the order of ranks."""
-        return shard_files.read_states(saved.path)
 
     # -- the folder --------------------------------------------------------------------------------
 
@@ -260,7 +295,7 @@ def _read_saved(path: Path) -> Saved:
     manifest, step = shard_files.read_manifest(path), int(path.name.removeprefix("step_"))
     if manifest.get("step") != step:
         raise CheckpointError(f"{path} was saved as step {manifest.get('step')}")
-    return Saved(step, path, manifest["score"])
+    return Saved(step, path, manifest.get("score"), manifest.get("due", True))
 
 
 def _plain(value: Any, place: str) -> Any:

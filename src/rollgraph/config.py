@@ -7,7 +7,7 @@ to the working directory. How a file is read is `config_reader.py`; importing th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -139,7 +139,7 @@ class Optimizer:
     schedule: Annotated[Literal["constant", "linear", "cosine"], "of the learning rate; the others end at 0"] = (
         "constant"
     )
-    warmup_steps: Annotated[Natural, "steps in which the learning rate rises from 0"] = 0
+    warmup_steps: Annotated[Natural, "updates, of which a step can have several, in which the rate rises from 0"] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class Train:
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
     data: Annotated[str, "JSON lines with `prompt` and `completion`"]
-    steps: Annotated[Count, "of supervised training, at most"] = 100
+    steps: Annotated[Count, "of supervised training, at most; its loss, too, is at rollout.temperature"] = 100
     lr: Annotated[Positive, "learning rate, constant"] = 1e-5
     batch_size: Annotated[Count, "sequences of a step"] = 32
     stop_at: Annotated[float | None, "mean reward of samples at which to stop; null takes all steps"] = None
@@ -172,7 +172,7 @@ class Graph:
         Annotated[tuple[Scope, ...], COMMAS] | None,
         "what one graph of training holds; null is step on one rank and layer on several",
     ] = None
-    warmup: Annotated[Natural, "runs before a capture"] = 3
+    warmup: Annotated[Count, "runs before a capture"] = 3
     on_mismatch: Annotated[Literal["raise", "eager", "recapture"], "what a call does that does not fit its graph"] = (
         "raise"
     )
@@ -189,8 +189,8 @@ class Validation:
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     every: Annotated[Count, "steps from one checkpoint to the next; the last step always has one"] = 50
-    keep_last: Annotated[Count, "latest checkpoints kept"] = 2
-    keep_best: Annotated[Natural, "best checkpoints kept, by validation reward"] = 1
+    keep_last: Annotated[Count, "latest checkpoints kept, of those that `every` asks for"] = 2
+    keep_best: Annotated[Natural, "best checkpoints kept, by validation reward; a new best is saved at once"] = 1
     asynchronous: Annotated[bool, "write while training goes on"] = True
     export_at_end: Annotated[bool, "write a model folder for other tools after the last step"] = True
 
@@ -282,6 +282,7 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
     tiny, scope, sinks, buckets = c.model.tiny, c.graph.scope or (), c.log.sinks or (), c.train.token_buckets
     alone = c.rollout.samples_per_prompt == 1
     rollouts = c.data.prompts_per_step * c.rollout.samples_per_prompt
+    updates = c.steps * c.algorithm.minibatches * c.algorithm.epochs
     longest = (c.data.max_prompt_tokens or 1) + c.rollout.max_tokens
     kl_coef, kl_option = c.algorithm.kl_coef, c.algorithm.options.get("kl_coef")
     one_kl = not kl_coef or kl_option in (None, kl_coef)
@@ -309,7 +310,8 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
         ("one_kl_coef", "algorithm.options.kl_coef", one_kl, f"is {kl_option}, and algorithm.kl_coef is {kl_coef:g}"),
         ("kl_of_the_policy", "algorithm.options.kl_in", not (kl_in_reward and c.rollout.filtered),
          "with rollout.top_k, top_p or min_p, rollouts do not know the policy's log-probabilities: put KL in the loss"),
-        ("warmup_ends", "optimizer.warmup_steps", c.optimizer.warmup_steps <= c.steps, f"there are {c.steps} steps"),
+        ("warmup_ends", "optimizer.warmup_steps", c.optimizer.warmup_steps <= updates,
+         f"there are {updates} updates (steps x algorithm.minibatches x algorithm.epochs)"),
         ("samples_differ", "validation.samples", c.validation.samples == 1 or c.validation.temperature > 0,
          "with validation.temperature 0 all samples are the same"),
         ("greedy_or_warm", "validation.temperature", not 0 < c.validation.temperature < COLDEST,
@@ -329,10 +331,17 @@ def broken_rules(c: Config) -> list[tuple[str, str, str]]:
 
 # Reading and describing
 
+Rules = Callable[[Config], list[tuple[str, str, str]]]
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file and those it names under `defaults`; `overrides` are like `rollout.temperature=0.7`."""
-    return read_tree(Config, load_tree(Path(path)), overrides, broken_rules)
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *more: Rules) -> Config:
+    """Read a YAML file and those it names under `defaults`; `overrides` are like `rollout.temperature=0.7`, and `more`
+    are rules like `broken_rules`, whose problems are given their places."""
+
+    def rules(config: Config) -> list[tuple[str, str, str]]:
+        return [problem for each in (broken_rules, *more) for problem in each(config)]
+
+    return read_tree(Config, load_tree(Path(path)), overrides, rules)
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), name: str = "<text>") -> Config:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollgraph.checkpoint import CheckpointError, Saved, find_complete
+from rollgraph.checkpoint import CheckpointError, Saved, find_complete, none_whole
 from rollgraph.config import Config, ConfigError, check_scopes
 from rollgraph.inference import SamplingParams
 from rollgraph.key_errors import about
@@ -87,11 +87,13 @@ def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inpu
 
 
 def find_saved(config: Config) -> Saved | None:
-    """The newest checkpoint, where `resume` allows one."""
-    folder = Path(config.output) / "checkpoints"
-    found = find_complete(folder) if folder.is_dir() else []
-    if config.resume == "never" and found:
+    """The newest checkpoint, where `resume` allows one. Nothing begins over checkpoints that are all broken."""
+    folder, broken = Path(config.output) / "checkpoints", list[str]()
+    found = find_complete(folder, on_broken=lambda path, error: broken.append(str(error))) if folder.is_dir() else []
+    if config.resume == "never" and (found or broken):
         raise CheckpointError(f"resume: never, but {folder} has checkpoints: choose another output")
+    if broken and not found:
+        raise none_whole(folder, broken)
     if config.resume == "must" and not found:
         raise CheckpointError(f"resume: must, but {folder} has no whole checkpoint")
     return found[-1] if found else None
@@ -129,6 +131,7 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
     tiny, given = config.model.tiny, None if config.model.dtype == "auto" else config.model.dtype
     if tiny is not None:
         assert tokenizer is not None, "a tiny model has the vocabulary of its tokenizer"
+        special = (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id))
         architecture = Architecture(
             "llama",
             vocabulary=tokenizer.vocab_size,
@@ -139,6 +142,9 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
             kv_heads=tiny.kv_heads,
             head_dim=tiny.width // tiny.heads,
             max_length=tiny.max_length,
+            extras={
+                f"{name}_token_id": i for name, i in special if i is not None
+            },  # or others assume some of their own
         )
         return architecture, given or "float32"
     assert config.model.path is not None, "the configuration was checked"

@@ -147,6 +147,7 @@ def _weights(model: Decoder, ranks: int) -> list[Line]:
         Line("parameters", sum(b.numel * b.dtype.itemsize for b in buckets), "device", PHASES),
         Line("gradients, fp32", sum(b.numel * FP32 for b in buckets), "device", PHASES),
         Line("optimizer", optimizer, "device", PHASES),
+        Line("copy for checkpoints", 3 * FP32 * sum(moments), "host", PHASES),  # also where a save is waited for
     ]
 
 

@@ -31,6 +31,16 @@ SUPERVISED = "sft"  # the loss of the warm start
 POLICY_LOSS = "policy"
 
 
+@dataclass(frozen=True)
+class StepEnd:
+    """What a checkpoint holds of the end of a step beside weights, and which weights those are."""
+
+    step: int
+    updates: int  # that the optimizer had made; after another one the weights are no longer those of this moment
+    data: dict[str, Any]
+    surplus: list[list[Rollout]]
+
+
 @dataclass
 class Run(Inputs):
     """The parts of a run: its inputs, what was made for them, and what it remembers from step to step."""
@@ -41,6 +51,8 @@ class Run(Inputs):
     checkpoints: Checkpoints
     threads_before: int  # of PyTorch, which are its again when the run is closed
     surplus: list[list[Rollout]] = field(default_factory=list)  # groups that were sampled and not used yet
+    end: StepEnd | None = None  # of the last step that this process took
+    saving: bool = False  # also after a save that failed
     pending: dict[str, float] = field(default_factory=dict)  # metrics of the step that is being taken
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of this step, by phase
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rollgraph.checkpoint import CheckpointError
+from rollgraph.checkpoint import CheckpointError, none_whole
 from rollgraph.claim import claim_folder
 from rollgraph.config import Config, to_dict
 from rollgraph.dashboard import View, check_sinks, make_view
@@ -29,7 +30,7 @@ from rollgraph.logbook import (
 )
 from rollgraph.model import load_weights, save_model
 from rollgraph.rl.algorithms import load_algorithm
-from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, make_run
+from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, StepEnd, make_run
 from rollgraph.types import Batch, Prompt, Rollout
 from rollgraph.world import World
 
@@ -60,7 +61,7 @@ def train(config: Config, world: World | None = None) -> Run | None:
             captured = run.policy.pool.report().captures
             if world.rank == 0:
                 (Path(config.output) / REPORT).unlink(missing_ok=True)  # of the same run, with fewer steps
-            with Logbook(run, view, first_step) as logbook:
+            with Logbook(run, view, first_step) as logbook, saved_on_error(run, view):
                 for step in range(first_step, config.steps):
                     rollouts = collect(run, step, view)
                     batch = run.algorithm.make_batch(rollouts, minibatches=config.algorithm.minibatches, seed=step)
@@ -72,12 +73,14 @@ def train(config: Config, world: World | None = None) -> Run | None:
                             score_old=scores_old(config, run.algorithm),
                         )
                     refuse_dead(run, step, batch, learned)
-                    found = validate(run, step)
-                    logbook.write(step, rollouts, batch, {**learned, **found})
                     if step == first_step:
                         check_report(run)
+                    run.end = StepEnd(step, run.policy.optimizer.steps, run.data.state(), run.surplus)
+                    found = validate(run, step)
+                    logbook.write(step, rollouts, batch, {**learned, **found})
                     stopping = run.on_any_rank(bool(asked_to_stop))
                     maybe_save(run, step, found.get("validation/reward"), stopping)
+                    tell_problems(run, view)
                     if stopping:
                         view.note(f"asked to stop: saved after {step + 1} of {config.steps} steps")
                         break
@@ -215,6 +218,8 @@ def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | Non
     """Continue where the last whole checkpoint left off, or begin; gives the first step to take, or None to stop."""
     config, folder = run.config, Path(run.config.output)
     saved = None if config.resume == "never" else run.checkpoints.latest()
+    if saved is None and run.checkpoints.broken:
+        raise none_whole(folder / "checkpoints", run.checkpoints.broken.values())
     if saved is None and config.resume == "must":
         raise CheckpointError(f"resume: must, but {folder / 'checkpoints'} has no whole checkpoint")
     reference = folder / "reference"
@@ -240,23 +245,71 @@ def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | Non
     state = run.checkpoints.load(saved)
     run.data.load_state(state["data"])
     run.surplus = [[Rollout.from_dict(entry) for entry in group] for group in state["surplus"]]
-    for problem in run.checkpoints.problems:
-        view.note(problem)
+    tell_problems(run, view)
     view.note(f"resumed after {saved.step + 1} of {config.steps} steps")
     return saved.step + 1
 
 
 def maybe_save(run: Run, step: int, score: float | None, now: bool = False) -> None:
-    c = run.config.checkpoint
-    if not (now or (step + 1) % c.every == 0 or step == run.config.steps - 1):
-        return
+    """Every so often, after the last step, and wherever validation is better than it was in what is kept."""
+    due = now or (step + 1) % run.config.checkpoint.every == 0 or step == run.config.steps - 1
+    if due or (score is not None and is_best(run, score)):
+        save(run, score, due)
+
+
+def is_best(run: Run, score: float) -> bool:
+    """Whether a checkpoint is kept for it: what rank 0 says, because all ranks save together."""
+    return run.on_any_rank(run.world.rank == 0 and run.checkpoints.is_best(score))
+
+
+def save(run: Run, score: float | None = None, due: bool = True) -> None:
+    """The end of the last step."""
+    assert run.end is not None
     state = {
-        "data": run.data.state(),
-        "surplus": [[rollout.to_dict() for rollout in group] for group in run.surplus],
+        "data": run.end.data,
+        "surplus": [[rollout.to_dict() for rollout in group] for group in run.end.surplus],
         "config": to_dict(run.config),
     }
+    run.saving = True
     with run.timed("save"), run.policy.phases.enter("save"):
-        run.checkpoints.save(step, state, score)
+        run.checkpoints.save(run.end.step, state, score, due=due)
+    run.saving = False
+
+
+@contextmanager
+def saved_on_error(run: Run, view: View) -> Iterator[None]:
+    """Whatever ends the loop, what was learned is saved: the end of its last step, if the weights are still those.
+
+    Not with several ranks: those where nothing happened would be waited for.
+    """
+    try:
+        yield
+    except BaseException:
+        try:
+            run.checkpoints.settle()
+            if run.world.size == 1 and not run.saving:
+                save_rest(run, view)
+        except Exception as error:  # the first one is the one to raise
+            view.note(f"and what was learned could not be saved: {error}")
+        tell_problems(run, view)
+        raise
+
+
+def save_rest(run: Run, view: View) -> None:
+    """What no checkpoint has yet."""
+    if run.end is None or run.end.step in [saved.step for saved in run.checkpoints.complete()]:
+        return
+    if run.policy.optimizer.steps != run.end.updates:
+        view.note(f"step {run.end.step + 1} ended between its updates: what came after the last checkpoint is lost")
+        return
+    save(run)
+    run.checkpoints.wait()
+    view.note(f"saved after {run.end.step + 1} of {run.config.steps} steps")
+
+
+def tell_problems(run: Run, view: View) -> None:
+    for problem in run.checkpoints.unread():
+        view.note(problem)
 
 
 def check_report(run: Run) -> None:

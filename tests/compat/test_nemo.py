@@ -273,7 +273,7 @@ def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
     ("key", "value", "reason"),
     [
         ("checkpointing.save_period", None, "checkpoint.every: expected whole number ≥ 1, got null"),
-        ("policy.megatron_cfg.cuda_graph_warmup_steps", None, "graph.warmup: expected whole number ≥ 0, got null"),
+        ("policy.megatron_cfg.cuda_graph_warmup_steps", None, "graph.warmup: expected whole number ≥ 1, got null"),
         ("policy.generation.temperature", 0.0, "rollout.temperature: expected number ≥ 0.01, got 0.0"),
         ("policy.generation.temperature", "hot", "'hot' cannot be rollout.temperature"),
         ("policy.generation.stop_strings", ["a", 1], "rollout.stop[1]: expected text, got 1"),

@@ -101,6 +101,49 @@ def test_the_picture_shows_phases_numbers_and_the_last_validation() -> None:
     assert "validation at 4:   reward 0.51   pass@4 0.7" in lines
 
 
+def test_what_comes_once_leaves_no_row() -> None:
+    """So that everything has room in 24 lines, however many graphs were captured."""
+    view = LiveView(100, record(80, 24))
+    for graph in range(15):
+        for done in (0, 1, 2):
+            view.phase(f"capture decode {graph}", done, 2)
+            assert picture(view, 80).count("capture") == (done < 2)
+    view.phase("warm start", 3, 100)  # which may end before its last step
+    view.phase("generate", 1, 2)
+    assert "warm start" in picture(view, 80)
+    run_some(view)
+    view.step(3, {**VALUES, "validation/reward": 0.51}, SECONDS)
+    view.phase("generate", 1, 2)
+    shown = picture(view, 80)
+    assert "warm start" not in shown
+    assert "validation at 4" in shown
+    assert len(shown.splitlines()) < 24
+
+
+def test_only_what_tells_how_far_it_is_has_a_bar() -> None:
+    view = LiveView(100, Console(force_terminal=True, width=90, file=io.StringIO()))
+
+    def rows() -> dict[str, bool]:
+        console = Console(force_terminal=True, color_system="truecolor", width=90, file=io.StringIO())
+        console.print(view.render())
+        assert isinstance(console.file, io.StringIO)
+        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in console.file.getvalue().splitlines()]
+        return {line.split()[0]: "━" in line for line in lines if line[:1].islower()}
+
+    view.phase("generate", 1, 2)
+    assert {name: rows()[name] for name in ("steps", "generate", "reward", "score", "train")} == {
+        "steps": True,
+        "generate": True,
+        "reward": False,
+        "score": False,
+        "train": False,
+    }
+    view.step(0, VALUES, SECONDS)
+    view.phase("generate", 1, 2)
+    assert "score" not in rows()  # it took no time
+    assert "train" in rows()
+
+
 @pytest.mark.parametrize("width", [100, 60, 40, 20, 8])
 def test_fits_into_narrow_terminals(width: int) -> None:
     view = LiveView(100, record(width))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -405,3 +405,12 @@ def cut_short(
         except CutError:
             assert after < 10**6
     return done
+
+
+def test_a_full_disk_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(WeightsError, match="model was not written: No space left on device"):
+        save_model(build(), tmp_path / "model")

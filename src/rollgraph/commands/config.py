@@ -10,6 +10,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from rollgraph.built_in_names import wrong_names
 from rollgraph.commands.words import add_words
 from rollgraph.config import ConfigError, Key, json_schema, list_keys, load_config, spell, to_yaml
 
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         print("rollgraph config: expected the YAML file of a run, --schema or --keys", file=sys.stderr)
         return BROKEN
     try:
-        print(to_yaml(load_config(options.config, options.overrides)), end="")
+        print(to_yaml(load_config(options.config, options.overrides, wrong_names)), end="")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return BROKEN

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollgraph.built_in_names import wrong_names
 from rollgraph.commands.words import add_words
 from rollgraph.config import Config, ConfigError, load_config
 
@@ -46,7 +47,7 @@ def add_to(commands: Any) -> None:
 
 def _load(options: argparse.Namespace) -> Config | None:
     try:
-        return load_config(options.config, options.overrides)
+        return load_config(options.config, options.overrides, wrong_names)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return None
@@ -131,9 +132,12 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
         try:
             checkpoints = run.checkpoints
             saved = checkpoints.best() if options.which == "best" else checkpoints.latest()
+            for problem in checkpoints.unread():
+                print(problem, file=sys.stderr)
             if saved is None:
                 scored = " with a score: use --which latest" if checkpoints.complete() else ""
-                raise ValueError(f"{config.output} has no checkpoint{scored}")
+                whole = "whole " if checkpoints.broken else ""
+                raise ValueError(f"{config.output} has no {whole}checkpoint{scored}")
             checkpoints.load(saved)
             print(f"step {saved.step} of {config.output}", file=sys.stderr)
             act(run, options)

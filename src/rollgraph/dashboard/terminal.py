@@ -111,9 +111,12 @@ class LiveView(View):
 
     def phase(self, name: str, done: int, total: int) -> None:
         if self._is_new_step:
-            self._phases, self._is_new_step = dict.fromkeys(self._phases, (0, 0)), False
+            self._phases, self._is_new_step = dict.fromkeys(PHASES, (0, 0)), False
         # A new dict, not a changed one: another thread may be drawing it.
-        self._phases = {**self._phases, name: (done, total)}
+        phases = {**self._phases, name: (done, total)}
+        if name not in PHASES:  # what comes once, as a capture, has one row for all, and none when it is done
+            phases = {kept: phases[kept] for kept in phases if kept in PHASES or (kept == name and done < total)}
+        self._phases = phases
 
     def step(self, step: int, values: Mapping[str, float], seconds_by_phase: Mapping[str, float]) -> None:
         self._done, self._values, self._seconds = step + 1, dict(values), dict(seconds_by_phase)
@@ -155,11 +158,13 @@ class LiveView(View):
         whole = sum(self._seconds.values())
         for name, (done, total) in self._phases.items():
             seconds = self._seconds.get(name)
+            if not total and self._seconds and seconds is None:
+                continue  # no part of a step of this run
             cell = "" if seconds is None else f"{seconds:.1f}s {seconds / max(whole, 1e-9):4.0%}"
             rows.append((name, done, total, cell))
         for name, done, total, cell in rows:
-            bar = ProgressBar(total=max(total, 1), completed=done, complete_style="cyan", finished_style="dim green")
-            table.add_row(name, bar, f"{done:,}/{total:,}" if total else "", f"[dim]{cell}[/]")
+            bar = ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="dim green")
+            table.add_row(name, bar if total else "", f"{done:,}/{total:,}" if total else "", f"[dim]{cell}[/]")
         return table
 
     def _numbers(self, width: int) -> RenderableType:

@@ -98,7 +98,10 @@ def save_model(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: i
     written = target / (CONFIG + _INCOMPLETE)
     _write_json(written, {**config, "dtype": _spelled(model.embed.weight.dtype)})
     for name, tensors in zip(names, shards, strict=True):
-        save_file(tensors, target / (name + _INCOMPLETE), {"format": "pt"})
+        try:
+            save_file(tensors, target / (name + _INCOMPLETE), {"format": "pt"})
+        except SafetensorError as error:  # a full disk, for one
+            raise WeightsError(f"{target} was not written: {error}") from error
         shutil.copymode(written, target / (name + _INCOMPLETE))  # safetensors lets the owner alone read it
     if count > 1:
         size = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())

@@ -249,6 +249,8 @@ def read_manifest(source: Path) -> Manifest:
         raise CheckpointError(f"{source} has format {version}, expected {FORMAT}")
     if manifest.get("sha256") != _seal(manifest):
         raise CheckpointError(f"{path} is not what was written: its checksum differs")
+    if absent := [name for name in ("shards", "rest", "parameters", "steps", "skipped") if name not in manifest]:
+        raise CheckpointError(f"{path} is not that of a checkpoint: it has no {', '.join(absent)}")
     sizes = {entry["file"]: _size(source / entry["file"]) for entry in _files(manifest)}
     if absent := [name for name, size in sizes.items() if size is None]:
         raise CheckpointError(f"{source} is not whole: {', '.join(absent)} missing")
