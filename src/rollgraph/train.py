@@ -64,7 +64,8 @@ def train(config: Config, world: World | None = None) -> Run | None:
             with Logbook(run, view, first_step) as logbook, saved_on_error(run, view):
                 for step in range(first_step, config.steps):
                     rollouts = collect(run, step, view)
-                    batch = run.algorithm.make_batch(rollouts, minibatches=config.algorithm.minibatches, seed=step)
+                    parts = min(config.algorithm.minibatches, len(rollouts))  # few, where few groups were kept
+                    batch = run.algorithm.make_batch(rollouts, minibatches=parts, seed=step)
                     with run.timed("train"):
                         learned = run.policy.train(
                             batch,
