@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollgraph.checkpoint import CheckpointError, Checkpoints
-from rollgraph.config import Config, parse_config
+from rollgraph.config import Config, parse_config, to_yaml
 from rollgraph.logbook import Logbook
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.step_graphs import StepGraphs
@@ -654,6 +654,18 @@ def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
     assert held_out
     assert all(values[0][name] == pytest.approx(alone[0][name]) for name in held_out)  # ranks divide them
     assert values[2]["loss"] == pytest.approx(alone[2]["loss"], abs=1e-4)
+
+
+@pytest.mark.multi
+def test_two_processes_evaluate_what_one_has_trained(folder: Path) -> None:
+    train(config_of(folder, "steps=2"), ONE)
+    (folder / "run.yaml").write_text(to_yaml(config_of(folder, "steps=2", "validation.max_prompts=7")))
+    alone, together = (
+        subprocess.run([sys.executable, *prefix, "-m", "rollgraph", "eval", folder / "run.yaml"], capture_output=True)
+        for prefix in ((), ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"))
+    )
+    assert together.returncode == 0, together.stderr
+    assert json.loads(together.stdout) == pytest.approx(json.loads(alone.stdout))
 
 
 @pytest.mark.multi

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rollgraph.built_in_names import wrong_names
 from rollgraph.commands.words import add_words
@@ -84,7 +84,7 @@ def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    return _with_checkpoint(options, lambda run, options: print(json.dumps(_evaluated(run))))
+    return _with_checkpoint(options, lambda run, options: _print_once(run, json.dumps(_evaluated(run))))
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -117,18 +117,28 @@ def _evaluated(run: Any) -> dict[str, float]:
     return found
 
 
+def _print_once(run: Any, text: str, file: TextIO | None = None) -> None:
+    if run.world.rank == 0:
+        print(text, file=file)
+
+
 def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.Namespace], None]) -> int:
     """Do something with the weights of a checkpoint."""
     config = _load(options)
     if config is None:
         return WRONG
+    from rollgraph.launch import joined
     from rollgraph.setup import make_run
     from rollgraph.world import World
 
     def run() -> None:
+        with joined(World.current()) as world:
+            look(world)
+
+    def look(world: World) -> None:
         if not (Path(config.output) / "checkpoints").is_dir():
             raise ValueError(f"{config.output} has no checkpoint")
-        run = make_run(config, World.current())
+        run = make_run(config, world)
         try:
             checkpoints = run.checkpoints
             saved = checkpoints.best() if options.which == "best" else checkpoints.latest()
@@ -139,7 +149,7 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
                 whole = "whole " if checkpoints.broken else ""
                 raise ValueError(f"{config.output} has no {whole}checkpoint{scored}")
             checkpoints.load(saved)
-            print(f"step {saved.step} of {config.output}", file=sys.stderr)
+            _print_once(run, f"step {saved.step} of {config.output}", sys.stderr)
             act(run, options)
         finally:
             run.close()
