@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +12,19 @@ import torch
 
 from rollgraph.checkpoint import CheckpointError, none_whole
 from rollgraph.claim import claim_folder
-from rollgraph.config import Config, to_dict
+from rollgraph.config import Config
 from rollgraph.dashboard import View, check_sinks, make_view
-from rollgraph.inference import Progress
 from rollgraph.inputs import check_inputs, find_saved, scores_old
-from rollgraph.logbook import (
-    UNREWARDED,
-    Logbook,
-    count_failures,
-    describe_sampling,
-    share_troubles,
-    tell_failures,
-    troubles,
-)
+from rollgraph.logbook import UNREWARDED, Logbook, count_failures, tell_failures
 from rollgraph.model import load_weights, save_model
 from rollgraph.rl.algorithms import load_algorithm
+from rollgraph.rollouts import collect, evaluate, sample
+from rollgraph.saving import maybe_save, saved_on_error, tell_problems
 from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, StepEnd, make_run
 from rollgraph.types import Batch, Prompt, Rollout
 from rollgraph.world import World
 
 REPORT = "graphs.json"  # in the folder of a run: the last thing it writes
-RIGHT = 1 - 1e-6  # the reward of a right answer: weights that add up to 1 do so but for rounding
-MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some groups
 
 
 def train(config: Config, world: World | None = None) -> Run | None:
@@ -110,76 +98,12 @@ def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) ->
         raise RuntimeError("no rollout of the first step was rewarded: " + "; ".join(run.rewards.messages.values()))
 
 
-def collect(run: Run, step: int, view: View) -> list[Rollout]:
-    """The rollouts of a step, scored: as many groups as it has prompts, of those that the algorithm keeps."""
-    wanted, groups, before = run.config.data.prompts_per_step, run.surplus, troubles(run)
-    sampled: list[Rollout] = []
-    rounds = dropped = 0
-    while len(groups) < wanted and rounds < MOST_ROUNDS:
-        rollouts = sample(run, run.data.next_prompts(), f"{run.config.seed}/{step}/{rounds}", view)
-        found = grouped(rollouts)
-        kept = [group for group in found if run.algorithm.keeps(group)]
-        groups, sampled = groups + kept, sampled + rollouts
-        rounds, dropped = rounds + 1, dropped + len(found) - len(kept)
-    run.pending |= describe_sampling(run, sampled, rounds, dropped) | share_troubles(run, before, len(sampled))
-    tell_failures(run, view)
-    if not groups:
-        why = "; ".join(run.rewards.messages.values()) or "the rewards of each group are all equal"
-        raise RuntimeError(f"{MOST_ROUNDS} rounds of sampling gave no group that the algorithm keeps: {why}")
-    run.surplus = groups[wanted:]
-    return [replace(rollout, group=index) for index, group in enumerate(groups[:wanted]) for rollout in group]
-
-
-def sample(run: Run, prompts: Sequence[Prompt], seed: str, view: View) -> list[Rollout]:
-    """Rollouts of prompts, with rewards and, where KL needs it, with the reference's log-probabilities."""
-
-    def show(progress: Progress) -> None:
-        view.phase("generate", progress.finished, progress.finished + progress.running + progress.waiting)
-
-    with run.timed("generate"):
-        rollouts = run.environment.run(partial(run.policy.generate, seed=seed, on_progress=show), prompts)
-    with run.timed("reward"):
-        run.rewards.score(rollouts)
-    tell_failures(run, view)
-    if run.algorithm.needs_reference:
-        with run.timed("score"):
-            run.policy.score(rollouts, "reference")
-    return run.policy.gather_rollouts(rollouts)
-
-
-def grouped(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        groups.setdefault(rollout.group, []).append(rollout)
-    return list(groups.values())
-
-
 def validate(run: Run, step: int) -> dict[str, float]:
     """Every so often: the mean reward of held-out prompts, and pass@k: of how many any sample has a reward of 1."""
     v = run.config.validation
     if not run.validation or ((step + 1) % v.every and step != run.config.steps - 1):
         return {}
     return evaluate(run, f"validation/{step}")
-
-
-def evaluate(run: Run, seed: str) -> dict[str, float]:
-    """Of the held-out prompts, which ranks divide among themselves."""
-    v, world = run.config.validation, run.world
-    params = replace(run.policy.sampling, temperature=v.temperature)
-    with run.timed("validate"):
-        mine = run.validation[world.rank :: world.size]
-        rollouts = run.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
-        run.rewards.score(rollouts)
-        rollouts = run.policy.gather_rollouts(rollouts)
-    right = [[rollout.reward >= RIGHT for rollout in group] for group in grouped(rollouts)]
-    names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
-    parts = {name: [r.rewards[name] for r in rollouts if name in r.rewards] for name in names}
-    return {
-        "validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts),
-        **{f"validation/reward/{name}": math.fsum(part) / len(part) for name, part in parts.items() if len(parts) > 1},
-        "validation/accuracy": sum(map(sum, right)) / len(rollouts),
-        f"validation/pass@{v.samples}": sum(map(any, right)) / len(right),
-    }
 
 
 def warm_start(run: Run, view: View, asked_to_stop: Sequence[int]) -> bool:
@@ -249,68 +173,6 @@ def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | Non
     tell_problems(run, view)
     view.note(f"resumed after {saved.step + 1} of {config.steps} steps")
     return saved.step + 1
-
-
-def maybe_save(run: Run, step: int, score: float | None, now: bool = False) -> None:
-    """Every so often, after the last step, and wherever validation is better than it was in what is kept."""
-    due = now or (step + 1) % run.config.checkpoint.every == 0 or step == run.config.steps - 1
-    if due or (score is not None and is_best(run, score)):
-        save(run, score, due)
-
-
-def is_best(run: Run, score: float) -> bool:
-    """Whether a checkpoint is kept for it: what rank 0 says, because all ranks save together."""
-    return run.on_any_rank(run.world.rank == 0 and run.checkpoints.is_best(score))
-
-
-def save(run: Run, score: float | None = None, due: bool = True) -> None:
-    """The end of the last step."""
-    assert run.end is not None
-    state = {
-        "data": run.end.data,
-        "surplus": [[rollout.to_dict() for rollout in group] for group in run.end.surplus],
-        "config": to_dict(run.config),
-    }
-    run.saving = True
-    with run.timed("save"), run.policy.phases.enter("save"):
-        run.checkpoints.save(run.end.step, state, score, due=due)
-    run.saving = False
-
-
-@contextmanager
-def saved_on_error(run: Run, view: View) -> Iterator[None]:
-    """Whatever ends the loop, what was learned is saved: the end of its last step, if the weights are still those.
-
-    Not with several ranks: those where nothing happened would be waited for.
-    """
-    try:
-        yield
-    except BaseException:
-        try:
-            run.checkpoints.settle()
-            if run.world.size == 1 and not run.saving:
-                save_rest(run, view)
-        except Exception as error:  # the first one is the one to raise
-            view.note(f"and what was learned could not be saved: {error}")
-        tell_problems(run, view)
-        raise
-
-
-def save_rest(run: Run, view: View) -> None:
-    """What no checkpoint has yet."""
-    if run.end is None or run.end.step in [saved.step for saved in run.checkpoints.complete()]:
-        return
-    if run.policy.optimizer.steps != run.end.updates:
-        view.note(f"step {run.end.step + 1} ended between its updates: what came after the last checkpoint is lost")
-        return
-    save(run)
-    run.checkpoints.wait()
-    view.note(f"saved after {run.end.step + 1} of {run.config.steps} steps")
-
-
-def tell_problems(run: Run, view: View) -> None:
-    for problem in run.checkpoints.unread():
-        view.note(problem)
 
 
 def check_report(run: Run) -> None:

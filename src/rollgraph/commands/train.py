@@ -106,7 +106,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 def _evaluated(run: Any) -> dict[str, float]:
     from rollgraph.logbook import count_failures
-    from rollgraph.train import evaluate
+    from rollgraph.rollouts import evaluate
 
     if not run.validation:
         raise ValueError("data.validation is not given: there is nothing to evaluate on")

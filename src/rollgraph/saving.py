@@ -1,0 +1,72 @@
+"""When a run saves: every so often, for a better validation, and when it ends by an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollgraph.config import to_dict
+from rollgraph.dashboard import View
+from rollgraph.setup import Run
+
+
+def maybe_save(run: Run, step: int, score: float | None, now: bool = False) -> None:
+    """Every so often, after the last step, and wherever validation is better than it was in what is kept."""
+    due = now or (step + 1) % run.config.checkpoint.every == 0 or step == run.config.steps - 1
+    if due or (score is not None and is_best(run, score)):
+        save(run, score, due)
+
+
+def is_best(run: Run, score: float) -> bool:
+    """Whether a checkpoint is kept for it: what rank 0 says, because all ranks save together."""
+    return run.on_any_rank(run.world.rank == 0 and run.checkpoints.is_best(score))
+
+
+def save(run: Run, score: float | None = None, due: bool = True) -> None:
+    """The end of the last step."""
+    assert run.end is not None
+    state = {
+        "data": run.end.data,
+        "surplus": [[rollout.to_dict() for rollout in group] for group in run.end.surplus],
+        "config": to_dict(run.config),
+    }
+    run.saving = True
+    with run.timed("save"), run.policy.phases.enter("save"):
+        run.checkpoints.save(run.end.step, state, score, due=due)
+    run.saving = False
+
+
+@contextmanager
+def saved_on_error(run: Run, view: View) -> Iterator[None]:
+    """Whatever ends the loop, what was learned is saved: the end of its last step, if the weights are still those.
+
+    Not with several ranks: those where nothing happened would be waited for.
+    """
+    try:
+        yield
+    except BaseException:
+        try:
+            run.checkpoints.settle()
+            if run.world.size == 1 and not run.saving:
+                save_rest(run, view)
+        except Exception as error:  # the first one is the one to raise
+            view.note(f"and what was learned could not be saved: {error}")
+        tell_problems(run, view)
+        raise
+
+
+def save_rest(run: Run, view: View) -> None:
+    """What no checkpoint has yet."""
+    if run.end is None or run.end.step in [saved.step for saved in run.checkpoints.complete()]:
+        return
+    if run.policy.optimizer.steps != run.end.updates:
+        view.note(f"step {run.end.step + 1} ended between its updates: what came after the last checkpoint is lost")
+        return
+    save(run)
+    run.checkpoints.wait()
+    view.note(f"saved after {run.end.step + 1} of {run.config.steps} steps")
+
+
+def tell_problems(run: Run, view: View) -> None:
+    for problem in run.checkpoints.unread():
+        view.note(problem)
