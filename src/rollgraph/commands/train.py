@@ -27,7 +27,8 @@ def add_to(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
         help="reward of a run's model on held-out prompts",
-        description="Mean reward and pass@k on data.validation, as JSON. pass@k is the share of prompts of which at "
+        description="Mean reward, accuracy and pass@k on data.validation, as JSON; with torchrun, ranks divide the "
+        "prompts among themselves. Accuracy is the share of samples that are right, pass@k that of prompts of which at "
         "least one of k samples is right; k is validation.samples, sampled at validation.temperature. A sample is "
         "right if its reward, the weighted sum of all reward functions, is 1 or more.",
     )
