@@ -131,6 +131,7 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
     tiny, given = config.model.tiny, None if config.model.dtype == "auto" else config.model.dtype
     if tiny is not None:
         assert tokenizer is not None, "a tiny model has the vocabulary of its tokenizer"
+        # Written with the model: where they are missing, other tools assume some of their own.
         special = (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id))
         architecture = Architecture(
             "llama",
@@ -142,9 +143,7 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
             kv_heads=tiny.kv_heads,
             head_dim=tiny.width // tiny.heads,
             max_length=tiny.max_length,
-            extras={
-                f"{name}_token_id": i for name, i in special if i is not None
-            },  # or others assume some of their own
+            extras={f"{name}_token_id": id for name, id in special if id is not None},
         )
         return architecture, given or "float32"
     assert config.model.path is not None, "the configuration was checked"

@@ -8,6 +8,7 @@ what only one phase needs is there once, as large as the largest.
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -112,7 +113,8 @@ def make_plan(
     limits = make_limits(config, model.architecture, device, ranks)
     lines = [*_weights(model, ranks)]
     lines += _reference(config, algorithm, lines, device_bytes if cuda else None)
-    whole = _whole_logits(model, limits, lines, device_bytes, cuda)
+    free = (sys.maxsize if device_bytes is None else _free(device_bytes, lines)) if cuda else 0
+    whole = limits.keeps_logits(model.architecture.vocabulary, free)
     lines.append(_cache(model, limits, lines, device_bytes, cuda))
     lines += _decode_state(config, limits)
     lines += _working_memory(config, model, algorithm, limits, ranks, cuda, whole)
@@ -174,14 +176,6 @@ def _cache(model: Decoder, limits: Limits, before: list[Line], device_bytes: int
         fitting = CachePlan.within(whole.architecture, whole.dtype, BLOCK_SIZE, given)
         whole = min(whole, fitting, key=lambda plan: plan.blocks)
     return Line("key/value cache", whole.nbytes, "device", PHASES)
-
-
-def _whole_logits(model: Decoder, limits: Limits, before: list[Line], device_bytes: int | None, cuda: bool) -> bool:
-    """Whether training keeps all logits of a microbatch."""
-    if limits.whole_logits is not None or not cuda:
-        return bool(limits.whole_logits)
-    nbytes = FP32 * limits.token_buckets[-1] * model.architecture.vocabulary
-    return device_bytes is None or nbytes <= _free(device_bytes, before) // 8
 
 
 def _decode_state(config: Config, limits: Limits) -> list[Line]:

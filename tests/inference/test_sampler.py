@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.inference.sampler import Drawn, Rows, gumbel, sample, sample_filtered
+from tests.interpreter import run_interpreted
 
 DRAWS = 40_000
 LOGITS = torch.tensor([2.0, 1.5, 1.4, 0.3, 0.0, -0.5, -1.0, -2.0, -2.5, -6.0])
@@ -213,9 +211,7 @@ def compare_kernel(device: str) -> None:
 def test_the_kernel_draws_what_plain_pytorch_draws() -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": "src:."}
-    program = "from tests.inference.test_sampler import compare_kernel; compare_kernel('cpu')"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=240)
+    run_interpreted(compare_kernel)
 
 
 @pytest.mark.gpu

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any, cast
 
 import pytest
@@ -16,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollgraph.graph import capture
 from rollgraph.model import token_logprobs
 from rollgraph.model.logprobs import _gradient, _reduce
+from tests.interpreter import run_interpreted
 
 TOKENS, HIDDEN, VOCABULARY = 12, 8, 29
 CHUNKS = [None, 1, 4, 5, 12, 100]
@@ -194,9 +192,7 @@ def compare_kernels(device: str) -> None:
 def test_the_kernels_compute_what_plain_pytorch_computes() -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": "src:."}
-    program = "from tests.model.test_logprobs import compare_kernels; compare_kernels('cpu')"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=240)
+    run_interpreted(compare_kernels)
 
 
 @pytest.mark.gpu

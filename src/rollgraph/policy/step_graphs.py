@@ -47,6 +47,12 @@ class Limits:
         """Of the sequences in a bucket, padding included."""
         return min(tokens, self.max_length)
 
+    def keeps_logits(self, vocabulary: int, free: int) -> bool:
+        """Whether training keeps those of a whole microbatch, with so many bytes of a GPU free; a CPU has none."""
+        if self.whole_logits is not None:
+            return self.whole_logits
+        return 4 * self.token_buckets[-1] * vocabulary <= free // 8
+
 
 @dataclass(frozen=True)
 class GraphSettings:

@@ -89,7 +89,8 @@ class PolicyWorker:
     def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_capture: OnCapture | None = None) -> None:
         """Allocate the cache and capture every graph. `losses` are by name, with whether they want the entropy."""
         progress = on_capture or (lambda name, done, total: None)
-        whole_logits = self._whole_logits()  # of what is free before there is a cache
+        free = torch.cuda.mem_get_info(self.world.device)[0] if self.world.device.startswith("cuda") else 0
+        whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before there is a cache
         with self.phases.enter("generate"):
             self.engine = Engine(
                 self.model,
@@ -113,12 +114,6 @@ class PolicyWorker:
         if self.limits.cache_bytes is not None or not self.world.device.startswith("cuda"):
             return self.limits.cache_bytes
         return torch.cuda.mem_get_info(self.world.device)[0] // 2
-
-    def _whole_logits(self) -> bool:
-        if self.limits.whole_logits is not None or not self.world.device.startswith("cuda"):
-            return bool(self.limits.whole_logits)
-        nbytes = 4 * self.limits.token_buckets[-1] * self.model.architecture.vocabulary
-        return nbytes <= torch.cuda.mem_get_info(self.world.device)[0] // 8
 
     def _not_the_policy(self) -> str | None:
         """A guard of training: other weights are in the model."""
