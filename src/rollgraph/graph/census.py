@@ -7,8 +7,11 @@ one place that knows them all. Values in memory are the journal's; names, flags 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,6 +19,95 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KINDS = (Tensor, nn.Module, torch.optim.Optimizer)
+_IDLE = 20  # collections without a capture, after which the live objects are no longer followed
+_FOLLOWS = sys.version_info < (3, 14)  # later collectors have no generations to tell new objects by
+
+
+class LiveObjects:
+    """The tensors, modules and optimizers of the process, for captures that come in bursts.
+
+    Asking the garbage collector for every object takes a tenth of a second. That is done for the first capture.
+    After it, a new object is in a young generation, or this callback saw it there before it grew old.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._following = False
+        self._expected = (0, 0)  # what the collector counts, if this callback has seen every collection
+        self._idle = 0
+
+    def find(self) -> list[Any]:
+        self._idle = 0
+        if self._is_complete():
+            self._note(_young_objects())
+        else:
+            self._known.clear()
+            self._follow()  # first, so that nothing grows old unseen during the walk
+            self._note(gc.get_objects())
+        self._forget_dead()
+        return [thing for ref in list(self._known.values()) if (thing := ref()) is not None]
+
+    def _forget_dead(self) -> None:
+        dead = [key for key, ref in list(self._known.items()) if ref() is None]
+        for key in dead:
+            if self._known[key]() is None:  # a collection in between may have given the key to a new object
+                del self._known[key]
+
+    def _is_complete(self) -> bool:
+        return self._following and self._on_collection in gc.callbacks and _collector_counts() == self._expected
+
+    def _follow(self) -> None:
+        if self._on_collection not in gc.callbacks and _FOLLOWS:
+            gc.callbacks.append(self._on_collection)
+        self._following = _FOLLOWS
+        self._expected = _collector_counts()
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 0:
+            return
+        if phase == "start":
+            self._note(_young_objects())
+            return
+        collections, frozen = self._expected
+        self._expected = (collections + 1, frozen)
+        self._idle += 1
+        if self._idle > _IDLE:
+            gc.callbacks.remove(self._on_collection)
+            self._following = False
+            self._known.clear()
+
+    def _note(self, objects: Sequence[Any]) -> None:
+        kinds = _subclasses(_KINDS)
+        # By type, never isinstance: a lazy proxy's __class__ may run code.
+        wanted = map(kinds.__contains__, map(type, objects))
+        for thing in compress(objects, wanted):
+            self._known[id(thing)] = weakref.ref(thing)
+
+
+def _young_objects() -> list[Any]:
+    return gc.get_objects(generation=0) + gc.get_objects(generation=1)
+
+
+def _collector_counts() -> tuple[int, int]:
+    """Collections after which objects have grown old, and objects hidden by gc.freeze()."""
+    _, middle, old = gc.get_stats()
+    return middle["collections"] + old["collections"], gc.get_freeze_count()
+
+
+def _subclasses(kinds: Sequence[type]) -> set[type]:
+    found: set[type] = set()
+    pending = list(kinds)
+    while pending:
+        kind = pending.pop()
+        if kind not in found:
+            found.add(kind)
+            pending += type.__subclasses__(kind)
+    return found
+
+
+# The one thing here that all of a process shares, because the collector that it follows is one as well.
+_live_objects = LiveObjects()
 
 
 class Census:
@@ -25,20 +117,15 @@ class Census:
         leaves: dict[int, Tensor] = {}
         modules: dict[int, nn.Module] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
-        verdicts: dict[type, int] = {}
-        for thing in gc.get_objects():
-            kind = type(thing)  # never isinstance: a lazy proxy's __class__ may run code
-            verdict = verdicts.get(kind)
-            if verdict is None:
-                verdict = verdicts[kind] = _verdict(kind)
-            if verdict == 0:
-                continue
-            if verdict == 1 and _is_trainable_leaf(thing):
-                leaves[id(thing)] = thing
-            elif verdict == 2 and isinstance(thing.__dict__.get("_modules"), dict):  # not a ScriptModule
-                modules[id(thing)] = thing
-            elif verdict == 3:
+        for thing in _live_objects.find():
+            kind = type(thing)
+            if issubclass(kind, Tensor):
+                if _is_trainable_leaf(thing):
+                    leaves[id(thing)] = thing
+            elif issubclass(kind, torch.optim.Optimizer):
                 self.optimizers.append(thing)
+            elif isinstance(thing.__dict__.get("_modules"), dict):  # not a ScriptModule
+                modules[id(thing)] = thing
         for root in roots:
             if isinstance(root, nn.Module):
                 modules.update((id(m), m) for m in root.modules() if isinstance(m.__dict__.get("_modules"), dict))
@@ -48,14 +135,6 @@ class Census:
                 if parameter is not None and parameter.requires_grad:
                     leaves[id(parameter)] = parameter
         self.leaves = list(leaves.values())
-
-
-def _verdict(kind: type) -> int:
-    return 1 if issubclass(kind, Tensor) else 2 if issubclass(kind, nn.Module) else 3 * _is_optimizer(kind)
-
-
-def _is_optimizer(kind: type) -> bool:
-    return issubclass(kind, torch.optim.Optimizer)
 
 
 def _is_trainable_leaf(tensor: Tensor) -> bool:
