@@ -113,7 +113,7 @@ def test_nothing_dead_is_kept_alive_or_returned() -> None:
 def test_the_collector_is_left_alone_once_captures_are_over() -> None:
     Census()
     for _ in range(_IDLE + 2):
-        gc.collect()
+        gc.collect(1)
     assert not any("LiveObjects" in repr(callback) for callback in gc.callbacks)
     leaf = torch.zeros(3, requires_grad=True)
     assert holds(Census().leaves, leaf)

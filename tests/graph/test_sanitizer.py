@@ -638,6 +638,73 @@ def test_findings_end_with_the_block() -> None:
     assert not len(findings)
 
 
+LINES = {
+    "an argument that is written": """
+def f(x):
+    y = x * 2
+    x.add_(1)  # <-
+    return y
+""",
+    "a parameter that is replaced": """
+model = nn.Linear(2, 2)
+def f(x):
+    new = torch.ones(2, 2)
+    y = model(x)
+    model.weight = nn.Parameter(new)  # <-
+    return y.detach()
+""",
+    "memory that is replaced": """
+model = nn.Linear(2, 2)
+def f(x):
+    new = torch.ones(2, 2)
+    y = model(x)
+    model.weight.data = new  # <-
+    return y.detach()
+""",
+    "a state that is made anew": """
+class State:
+    h = torch.zeros(2, 2)
+def f(x):
+    y = x + 1
+    State.h = State.h + y  # <-
+    return State.h * 1
+""",
+}
+
+
+@pytest.mark.parametrize("title", LINES)
+def test_a_refused_capture_names_the_line_that_is_to_blame(title: str) -> None:
+    program = LINES[title]
+    names: dict[str, Any] = {"torch": torch, "nn": nn}
+    exec(compile(program, "program.py", "exec"), names)
+    (marked,) = [i for i, line in enumerate(program.splitlines(), 1) if line.endswith("# <-")]
+    with sanitize() as findings:
+        capture(names["f"], (torch.ones(2, 2),))
+    (found,) = findings
+    assert (found.kind, found.where.file, found.where.line) == ("refused", "program.py", marked)
+        ("refused", "program.py", marked)
+    ]
+
+
+def through(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return call
+
+
+def test_a_decorated_hook_is_named_at_its_def() -> None:
+    @through
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None: ...
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_hook(hook)
+    with sanitize() as findings, torch.no_grad():
+        capture(lambda x: model(x), (torch.ones(1, 4),))
+    assert findings.items[0].where.line == hook.__wrapped__.__code__.co_firstlineno + 1  # type: ignore[attr-defined]
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 TARGETS = """
@@ -669,6 +736,13 @@ def raising():
 
 def nothing():
     pass
+
+def itself_and_fails():
+    capture(lambda x: x * x.sum().item(), (torch.zeros(2),))
+
+def itself_and_misuses():
+    g = capture(lambda x: x + 1, (torch.zeros(2),))
+    g(torch.zeros(3))
 
 def leaving():
     raise SystemExit(0)
@@ -712,6 +786,8 @@ def odd_targets(targets: Path) -> Path:
         ("targets:clean", 0, "clean: 1 graph"),
         ("targets.py:module", 0, "clean: 1 graph"),
         ("targets:itself", 0, "clean: 1 graph"),
+        ("targets:itself_and_fails", 1, "host-read"),
+        ("targets:itself_and_misuses", 1, "mismatch"),
         ("targets:dirty", 1, "host-read"),
         ("targets:broken", 2, "the function itself fails"),
         ("targets:wrong", 2, "returned a int"),

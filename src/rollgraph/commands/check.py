@@ -62,6 +62,7 @@ def run_check(target: str, replays: int = 3, backend: Any = "auto") -> Findings:
         raise TargetError("--backend cuda: there is no CUDA device here; use --backend tape")
     with _failures(f"importing {target}"):
         build = _load(target)
+    built: Any = None  # also where the target itself captures, and a GraphError of that ends the block
     with sanitize() as findings:
         with _failures(target):
             built = build()

@@ -425,9 +425,11 @@ def refuse_written(journal: Journal, surface: Surface, statics: StaticTensors) -
     """A function may not write its arguments: a graph would write its own copies of them."""
     for name, static in zip(surface.names, statics.tensors, strict=True):
         if journal.wrote(static):
+            where = journal.written_at(static)
             raise CaptureError(
-                f"argument {name} is written in place, which the caller would not see: let the function reach that "
-                "tensor from outside its arguments, or write to a copy"
+                f"argument {name} is written in place at {where}, which the caller would not see: let the function "
+                "reach that tensor from outside its arguments, or write to a copy",
+                where,
             )
 
 

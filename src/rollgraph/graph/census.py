@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KINDS = (Tensor, nn.Module, torch.optim.Optimizer)
-_IDLE = 20  # collections without a capture, after which the live objects are no longer followed
+_IDLE = 200  # collections without a capture, after which live objects are followed no longer; an import has dozens
 _FOLLOWS = sys.version_info < (3, 14)  # later collectors have no generations to tell new objects by
 
 

@@ -20,8 +20,25 @@ _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _MODULE_CALLS = ("_call_impl", "_wrapped_call_impl", "forward")
 
 
+@dataclass(frozen=True)
+class Location:
+    """A place in the user's program, e.g. `layers.0.mlp (model.py:31)`."""
+
+    module: str  # path in the module tree, "" outside any module
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        parts = [f"module {self.module}"] * bool(self.module) + [f"{self.file}:{self.line}"] * bool(self.file)
+        return ", ".join(parts) or "a place outside your program"
+
+
 class GraphError(RuntimeError):
     """Base of everything raised by `rollgraph.graph`."""
+
+    def __init__(self, message: str = "", where: Location | None = None) -> None:
+        super().__init__(message)
+        self.where = where  # the user's line, where it is not the one that was running
 
 
 class CaptureError(GraphError):
@@ -34,6 +51,10 @@ class HostReadError(CaptureError):
 
 class GeneratorError(CaptureError):
     """Random numbers come from a generator, or from a state of one, that a replay cannot follow."""
+
+
+class StateError(CaptureError):
+    """The function replaces state that it should write in place: a replay would not do that again."""
 
 
 class HookError(CaptureError):
@@ -54,19 +75,6 @@ class MemoryInUse(StaleGraph):
 
 class OrderError(GraphError, ValueError):
     """A schedule's order is not a legal sequence of forwards and backwards."""
-
-
-@dataclass(frozen=True)
-class Location:
-    """A place in the user's program, e.g. `layers.0.mlp (model.py:31)`."""
-
-    module: str  # path in the module tree, "" outside any module
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        parts = [f"module {self.module}"] * bool(self.module) + [f"{self.file}:{self.line}"] * bool(self.file)
-        return ", ".join(parts) or "a place outside your program"
 
 
 def here() -> Location:

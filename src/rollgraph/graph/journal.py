@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.census import Census, PythonState
-from rollgraph.graph.errors import CaptureError, GeneratorError, here
+from rollgraph.graph.errors import CaptureError, GeneratorError, Location, StateError, here
 
 # Operations that write arguments their schema does not mark as written: argument positions.
 _UNMARKED_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
@@ -75,6 +75,7 @@ class Journal(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._written_at: dict[int, Location] = {}
         self._expected: set[int] = set()  # storages that a recording may be the first to write
         self.refuse_new_writes = False
         # Storages the function made itself: weak, because most are intermediates.
@@ -170,7 +171,7 @@ class Journal(TorchDispatchMode):
         for tensor in tensors:
             storage = storage_of(tensor)
             if storage is not None and storage._cdata in self._made_again:
-                raise CaptureError(
+                raise StateError(
                     f"a tensor of shape {tuple(tensor.shape)} passes from one call to the next through an attribute: "
                     "keep it in one tensor and update that with copy_"
                 )
@@ -187,6 +188,7 @@ class Journal(TorchDispatchMode):
                     "another way than PyTorch's factories (frombuffer, from_numpy). Clone it first"
                 )
             self._saved[key] = (storage, bytes_of(storage).clone())
+            self._written_at[key] = here()
         elif key in self._made_here:
             if self._made_by[key].startswith(_UNINITIALISED):
                 self._made_by[key] = "aten::full"  # initialised by this write
@@ -224,6 +226,11 @@ class Journal(TorchDispatchMode):
     def wrote(self, tensor: Tensor) -> bool:
         storage = storage_of(tensor)
         return storage is not None and (storage._cdata in self._saved or storage._cdata in self._fresh_saved)
+
+    def written_at(self, tensor: Tensor) -> Location | None:
+        """The line that first wrote the memory of a tensor that was there before."""
+        storage = storage_of(tensor)
+        return None if storage is None else self._written_at.get(storage._cdata)
 
     def rollback(self) -> None:
         """Restore every saved storage to its bytes, in place."""
@@ -303,7 +310,7 @@ class Transaction:
         finally:
             self.journal.refuse_new_writes = False
         for what in before.rebound():
-            raise CaptureError(f"the function replaces {what}: a replay would not do that again")
+            raise StateError(f"the function replaces {what}: a replay would not do that again")
 
     def restore_gradients(self) -> None:
         for leaf, gradient in self.entry_gradients:

@@ -29,6 +29,7 @@ from rollgraph.graph.errors import (
     MemoryInUse,
     ReplayMismatch,
     StaleGraph,
+    StateError,
     here,
     raised_at,
 )
@@ -165,8 +166,7 @@ class Sanitizer:
                     self.add("constant", name, what, where)
         if len(self.findings) > before:
             return
-        place = raised_at(error)
-        where = place if place.file else here()
+        where = self._place_of(error)
         message = str(error)
         if isinstance(error, HostReadError):
             self.add("host-read", name, _host_read(error), where)
@@ -178,6 +178,20 @@ class Sanitizer:
             self.add("constant" if "at capture and is" in message else "moved", name, message, where)
         elif not any((f.where.file, f.where.line) == (where.file, where.line) for f in self.findings):
             self.add("refused", name, message, where)
+
+    def _place_of(self, error: Exception) -> Location:
+        """The line of the program that an error is about, as near as can be told."""
+        known = getattr(error, "where", None)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
+        if isinstance(error, StateError):
+            for recording in self._recordings:  # of the capture that has just failed, after its function ran
+                kept = [step.where for step in recording.escaped()]  # first: another run would replace it
+                for place in (recording.rebinding_line(), *kept):
+                    if place.file:
+                        return place
+        place = raised_at(error)
+        return place if place.file else here()
 
     # -- what replays tell -----------------------------------------------------------------------
 

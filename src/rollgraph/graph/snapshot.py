@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import linecache
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from rollgraph.graph.names import Names
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks")
 _OUR_LOCALS = 5  # references to a tensor that the check for it makes itself
+_DECORATORS = 20  # lines of them that a function may have
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -109,7 +112,18 @@ def code_of(hook: Any) -> Any:
 
 def definition_of(hook: Any, path: str) -> Location:
     code = code_of(hook)
-    return Location(path, code.co_filename, code.co_firstlineno) if code is not None else Location(path, "", 0)
+    if code is None:
+        return Location(path, "", 0)
+    return Location(path, code.co_filename, _line_of_def(code))
+
+
+def _line_of_def(code: CodeType) -> int:
+    """Behind the decorators, with which a function's code begins."""
+    for line in range(code.co_firstlineno, code.co_firstlineno + _DECORATORS):
+        text = linecache.getline(code.co_filename, line).split()
+        if "def" in text[:2]:
+            return line
+    return code.co_firstlineno
 
 
 def short(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.graph.backend import Backend, Recording, Thunk
+from rollgraph.graph.census import Census, PythonState
 from rollgraph.graph.errors import GraphError, Location, here, is_library, raised_at
 from rollgraph.graph.findings import Findings
 from rollgraph.graph.holders import held_by_program
@@ -255,9 +256,27 @@ class WatchedRecording:
 
     def random_line(self) -> Location:
         """The line that draws from Python's or NumPy's generator."""
-        tracer = _RandomTracer()
-        with tracer.tracing():
-            self._eager_run(self._own(self._statics.tensors))
+        before = _python_random()
+        return self._first_line_after_which(lambda: _python_random() != before)
+
+    def rebinding_line(self) -> Location:
+        """The line that gives a module or an optimizer another object, or a tensor other memory."""
+        before: list[PythonState] = []
+
+        def rebound() -> bool:
+            if not before:  # by now the function runs, and stands-ins for parameters are in their places
+                before.append(PythonState(Census()))
+            return next(before[0].rebound(), None) is not None
+
+        return self._first_line_after_which(rebound)
+
+    def _first_line_after_which(self, changed: Callable[[], bool]) -> Location:
+        """Run the function once more, traced, and put everything back, also what a successful run would keep."""
+        tracer = _LineTracer(changed)
+        with suppress(_RollBack), Transaction() as transaction:
+            with transaction.journal.run(again=True), torch.set_grad_enabled(self._modes[0]), tracer.tracing():
+                self._thunk(self._own(self._statics.tensors))
+            raise _RollBack
         return tracer.where
 
 
@@ -278,28 +297,33 @@ def _python_random() -> tuple[Any, Any]:
     return random.getstate(), None if state is None else (state[1].tobytes(), *state[2:])
 
 
-class _RandomTracer:
-    """Finds the first line of the program after which the state of Python's or NumPy's generator is another."""
+class _RollBack(Exception):
+    """Ends a transaction whose effects nobody wants."""
 
-    def __init__(self) -> None:
+
+class _LineTracer:
+    """Finds the first line of the program after which something has changed."""
+
+    def __init__(self, changed: Callable[[], bool]) -> None:
         self.where = Location("", "", 0)
-        self._state: Any = None
+        self._changed = changed
         self._last = self.where
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
         before = sys.gettrace()
-        self._state = _python_random()
         sys.settrace(self._trace)
         try:
             yield
         finally:
             sys.settrace(before)
+        if not self.where.file and self._changed():
+            self.where = self._last
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         if is_library(frame.f_code.co_filename):
             return None
-        if not self.where.file and _python_random() != self._state:
+        if not self.where.file and self._changed():
             self.where = self._last
         if event in ("line", "call"):
             self._last = Location("", frame.f_code.co_filename, frame.f_lineno)
