@@ -682,8 +682,6 @@ def test_a_refused_capture_names_the_line_that_is_to_blame(title: str) -> None:
         capture(names["f"], (torch.ones(2, 2),))
     (found,) = findings
     assert (found.kind, found.where.file, found.where.line) == ("refused", "program.py", marked)
-        ("refused", "program.py", marked)
-    ]
 
 
 def through(function: Callable[..., Any]) -> Callable[..., Any]:
