@@ -43,7 +43,7 @@ class Binding:
         trained: Iterable[Tensor] = (),
     ) -> None:
         self._names = {id(thing): name for _, _, thing, name in slots}
-        self._tensors = list({id(t): t for t in tensors}.values())
+        self.tensors = self._tensors = list({id(t): t for t in tensors}.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         # Same address, other view: autograd finds another shape of what it trains, but not other strides.
         self._sized = [t for t in self._tensors if not t.requires_grad]

@@ -6,13 +6,12 @@ which the passes of several segments are recorded. Knows nothing of modules stan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import attrgetter, is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +23,17 @@ from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
 from rollgraph.graph.journal import Transaction
+from rollgraph.graph.leaves import aliased_parameters, leaves_behind, leaves_under, moving_out, without_tensor_hooks
 from rollgraph.graph.lending import LentTensors, side_by_side
 from rollgraph.graph.pool import FOREVER, Arena
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
+from rollgraph.graph.versions import SavedVersions
 
 _requires_grad = attrgetter("requires_grad")
 _is_none = partial(is_, None)
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # of the backward that is running
-_LARGE = 2**20  # bytes of a gradient: below, one launch for all of them is cheaper than memory
 WarmupHook = Callable[[Any], None]
 
 
@@ -92,6 +92,8 @@ class Segment:
         self._gradients: list[Tensor | None] | None = None  # where the recorded backward leaves them
         self._lent: LentTensors | None = None  # the backward's results, where they are static
         self._aliases: dict[Tensor, Tensor] = {}  # parameter -> the leaf that stands for it
+        self._split: list[Tensor] = []  # parameters that are leaves beside their alias: reached past the module
+        self._saved = SavedVersions()
 
     # -- the Python that is recorded -------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class Segment:
         self._inputs = inputs
         args, kwargs = self.surface.arguments(inputs)
         self._aliases = {}
-        with torch.set_grad_enabled(self.surface.modes[0]), _aliased_parameters(self.spec.module, self._aliases):
+        with torch.set_grad_enabled(self.surface.modes[0]), aliased_parameters(self.spec.module, self._aliases):
             output = self.spec.original(*args, **kwargs)
         self.outputs = OutputTree(output, self.spec.name)
         self._results = self.outputs.tensors
@@ -114,16 +116,19 @@ class Segment:
     def _run_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         inputs = [t for t, d in zip(self._inputs, self._differentiable, strict=True) if d]
         targets = [*inputs, *(self._aliases.get(p, p) for p in self.parameters)]
+        split = self._split
         results = [result for result in self._results if result.requires_grad]
         buffers = self.spec.grad_buffers
         leaving = [t for t, p in zip(targets, (*inputs, *self.parameters), strict=True) if p not in buffers]
         with (
-            _without_tensor_hooks(self.parameters),  # they run where the gradients leave, at replay
-            _moving_out(leaving, self._gradients or (), self.parameters),
+            without_tensor_hooks(self.parameters),  # they run where the gradients leave, at replay
+            moving_out(leaving, self._gradients or (), self.parameters),
         ):
-            found = torch.autograd.grad(
-                results, targets, gradients, allow_unused=True, retain_graph=self.spec.retain_graph
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                results, [*targets, *split], gradients, allow_unused=True, retain_graph=self.spec.retain_graph
             )
+        if split:
+            found = self._with_rest(found[: len(targets)], found[len(targets) :])
         kept: list[Tensor | None] = list(found[: len(inputs)])
         for parameter, gradient in zip(self.parameters, found[len(inputs) :], strict=True):
             buffer = buffers.get(parameter)
@@ -133,6 +138,19 @@ class Segment:
                 buffer.add_(gradient)
         self._unused = [i for i, gradient in enumerate(found) if gradient is None]
         return kept if self._gradients is None else self._moved_out(kept, self._gradients)
+
+    def _with_rest(self, found: Sequence[Tensor | None], rest: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients, with those of parameters that were also reached without their alias added."""
+        whole, first = list(found), len(found) - len(self.parameters)
+        places = {id(parameter): first + i for i, parameter in enumerate(self.parameters)}
+        for parameter, gradient in zip(self._split, rest, strict=True):
+            place = places[id(parameter)]
+            part = whole[place]
+            if part is None:
+                whole[place] = gradient
+            elif gradient is not None:
+                whole[place] = part + gradient
+        return whole
 
     def _moved_out(self, made: list[Tensor | None], buffers: list[Tensor | None]) -> list[Tensor | None]:
         """The results in memory that no other graph writes: that of the pool is reused by all of them."""
@@ -153,7 +171,10 @@ class Segment:
         found: dict[int, Tensor] = {
             id(p): p for p in (module.parameters() if module is not None else ()) if p.requires_grad
         }
-        for leaf in _leaves_behind(self._results):
+        self._split = []
+        for leaf in leaves_behind(self._results):
+            if leaf in self._aliases:
+                self._split.append(leaf)
             leaf = original.get(id(leaf), leaf)
             found.setdefault(id(leaf), leaf)
         self.parameters = [leaf for key, leaf in found.items() if key not in given]
@@ -163,10 +184,9 @@ class Segment:
             self.passed += (buffered[0],)
             self._no_gradients = (None,)
         leaves = [self._aliases.get(p, p) for p in self.parameters]
-        places = {id(t): i for i, t in enumerate([*self._inputs, *leaves])}
-        self._reached = [
-            {places[id(leaf)] for leaf in _leaves_behind([r]) if id(leaf) in places} for r in self._results
-        ]
+        places = {id(t): i for i, t in enumerate([*self._inputs, *self.parameters])}
+        places.update({id(t): i for i, t in enumerate([*self._inputs, *leaves])})
+        self._reached = [{places[id(leaf)] for leaf in leaves_behind([r]) if id(leaf) in places} for r in self._results]
         trainable = any(self._differentiable) or bool(self.parameters)
         self._trains = trainable and any(result.requires_grad for result in self._results)
 
@@ -210,6 +230,8 @@ class Segment:
             self._find_parameters()
         transaction.journal.check_reads(self.forward.external)
         self._bind(transaction.census)
+        if self._trains and spec.backend.records:
+            self._saved = SavedVersions.of(self._results, self._nameable())
         spec.hooks.run("post_forward", "capture", spec.target, args, kwargs, self.raw_output)
 
     def record_backward(self, transaction: Transaction) -> None:
@@ -267,6 +289,21 @@ class Segment:
             tensors += [*self.spec.module.parameters(), *self.spec.module.buffers()]
         buffered = [p for p in self.parameters if p in buffers]
         self.binding = Binding([*tensors, *buffers.values()], module_slots(modules), modules, trained=buffered)
+
+    def _nameable(self) -> dict[str, Tensor]:
+        """What the program can change between forward and backward: tensors from outside, and the outputs."""
+        module = self.spec.module
+        known: dict[int, str] = {}
+        if module is not None:
+            known = {id(p): f"parameter {name}" for name, p in module.named_parameters()}
+            known.update({id(b): f"buffer {name}" for name, b in module.named_buffers()})
+        found: dict[str, Tensor] = {}
+        for tensor in self.binding.tensors:
+            found[known.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)} ({len(found)})")] = tensor
+        for index, output in enumerate(self.forward.outputs):
+            if output is not None:
+                found[f"output {index}"] = output
+        return found
 
     def _forget_results(self) -> None:
         """Drop the autograd graph: on CUDA its activations become free for the captures that follow."""
@@ -348,6 +385,7 @@ class Segment:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
         segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
         replay, forward, last = self.forward.replay, self.forward_number, self._needed_until()
+        note = self._saved.note
         assert self.outputs is not None
         bare = self.outputs.is_tensor
 
@@ -357,6 +395,7 @@ class Segment:
                 if not arena.low < forward < arena.high:
                     arena.admit(forward, name)
                 outputs = replay(tensors[:inputs])
+                note()
                 arena.open(name, forward, last, ctx)
                 ctx.set_materialize_grads(False)
                 if bare:
@@ -394,7 +433,7 @@ class Segment:
         if spec.hooked:
             spec.hooks.run("pre_backward", "replay", spec.target)
         if self._lent is not None and self._lent.held():
-            self._lent.make_way({*_leaves_under(ctx), *self.passed})
+            self._lent.make_way({*leaves_under(ctx), *self.passed})
         assert self.backward is not None
         made = self.backward.replay([self._incoming(i, gradients[i]) for i in self._differentiable_outputs])
         spec.record.backward_replays += spec.backend.records
@@ -425,6 +464,7 @@ class Segment:
             raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
         if not self.arena.is_open(self.forward_number, ctx):
             raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
+        self._saved.check(self.spec.name)
         unexpected = [] if self._all_differentiable else self._newly_required(ctx.needs_input_grad)
         if unexpected:
             raise ReplayMismatch(_NO_GRADIENT.format(", ".join(unexpected), self.spec.name))
@@ -509,87 +549,3 @@ def _microbatches(segments: Sequence[Segment], schedule: Schedule) -> Iterable[l
             index = schedule.callable_index(step.chunk, step.layer)
             found.setdefault(index, []).append(segments[schedule.entry(step)])
     return found.values()
-
-
-@contextmanager
-def _aliased_parameters(module: nn.Module | None, aliases: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Put leaves over the same memory in the places of a module's trainable parameters.
-
-    A parameter that an autograd graph of the user's holds is tied to the stream of that graph, which a capture in
-    another stream cannot touch. These leaves are new.
-    """
-    places = [
-        (child._parameters, name, parameter)
-        for child in (module.modules() if module is not None else ())
-        for name, parameter in child._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-    # An LSTM keeps a second list of its parameters, which it makes anew when they change.
-    lists = [
-        (m, m._flat_weights, m._flat_weight_refs)
-        for m in (module.modules() if module is not None else ())
-        if isinstance(m, nn.RNNBase)
-    ]
-    for parameters, name, parameter in places:
-        if parameter not in aliases:
-            aliases[parameter] = parameter.data.requires_grad_()
-        parameters[name] = cast(nn.Parameter, aliases[parameter])
-    try:
-        yield
-    finally:
-        for parameters, name, parameter in places:
-            parameters[name] = parameter
-        for rnn, weights, references in lists:
-            rnn._flat_weights, rnn._flat_weight_refs = weights, references
-
-
-@contextmanager
-def _without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    found = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
-    for hooks, _ in found:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, saved in found:
-            hooks.update(saved)
-
-
-@contextmanager
-def _moving_out(leaves: Sequence[Tensor], buffers: Sequence[Tensor | None], users: Sequence[Tensor]) -> Iterator[None]:
-    """Move large gradients of our own leaves to their buffers as they are made: no two of them wait in the pool."""
-
-    def into(buffer: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda gradient: buffer.copy_(gradient)
-
-    kept = set(map(id, users))
-    handles = [
-        leaf.register_hook(into(buffer))
-        for leaf, buffer in zip(leaves, buffers, strict=False)
-        if buffer is not None and buffer.nbytes >= _LARGE and id(leaf) not in kept
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _leaves_behind(outputs: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Every leaf that the outputs depend on, read off the autograd graph."""
-    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            yield variable
-        pending += [parent for parent, _ in node.next_functions if parent is not None]
-
-
-def _leaves_under(node: Any) -> list[Tensor]:
-    """The leaves that an autograd node gives gradients to."""
-    return [parent.variable for parent, _ in node.next_functions if hasattr(parent, "variable")]
