@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 _LARGE = 2**20  # bytes of a gradient: below, one launch for all of them is cheaper than memory

@@ -6,7 +6,9 @@ which the passes of several segments are recorded. Knows nothing of modules stan
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -18,7 +20,15 @@ from torch import Tensor, nn
 
 from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
 from rollgraph.graph.binding import Binding, module_slots
-from rollgraph.graph.capture import OutputTree, bound_modules, refuse_written
+from rollgraph.graph.capture import (
+    OutputTree,
+    Writes,
+    bound_modules,
+    lent_outputs,
+    overtaken_inputs,
+    overtaking_writes,
+    refuse_written,
+)
 from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
@@ -28,11 +38,12 @@ from rollgraph.graph.lending import LentTensors, side_by_side
 from rollgraph.graph.pool import FOREVER, Arena
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
-from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
+from rollgraph.graph.surface import Overtaken, StaticTensors, Surface, TensorSpec
 from rollgraph.graph.versions import SavedVersions
 
 _requires_grad = attrgetter("requires_grad")
 _is_none = partial(is_, None)
+_thread = threading.get_ident
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # of the backward that is running
 WarmupHook = Callable[[Any], None]
 
@@ -94,6 +105,10 @@ class Segment:
         self._aliases: dict[Tensor, Tensor] = {}  # parameter -> the leaf that stands for it
         self._split: list[Tensor] = []  # parameters that are leaves beside their alias: reached past the module
         self._saved = SavedVersions()
+        self._writes: Writes = [[] for _ in surface.tensors]
+        self.overtaken = Overtaken((), ())
+        self._lender: LentTensors | None = None  # the forward's outputs
+        self._lock: AbstractContextManager[Any] = arena.lock if spec.backend.records else nullcontext()
 
     # -- the Python that is recorded -------------------------------------------------------------
 
@@ -199,6 +214,7 @@ class Segment:
             hooks.run("pre_forward", "warmup", spec.target, args, kwargs)
             with transaction.journal.run(again=iteration > 0), noting_calls(self._called):
                 self._run_forward(self.statics.tensors)
+            self._writes = overtaking_writes(transaction.journal, self.statics, self._results)
             hooks.run("post_forward", "warmup", spec.target, args, kwargs, self.raw_output)
             self._find_parameters()
             if self._trains:
@@ -218,21 +234,28 @@ class Segment:
             self.warm_up(transaction, 1)
         self._like, self._trains = self._like or warmed._like, warmed._trains
         self.parameters, self.passed, self._no_gradients = warmed.parameters, warmed.passed, warmed._no_gradients
-        self._called = warmed._called
+        self._called, self._writes = warmed._called, warmed._writes
 
     def record_forward(self, transaction: Transaction) -> None:
         spec = self.spec
         args, kwargs = self.surface.arguments(self.statics.tensors)
         spec.hooks.run("pre_forward", "capture", spec.target, args, kwargs)
         self.forward_number = self.arena.next_capture()
+        last = self.outputs
         self.forward = self._record(transaction, self._run_forward, self.statics, "forward")
         if spec.backend.records:
             self._find_parameters()
+            self._refuse_change_since(last)
+            self.overtaken = overtaken_inputs(self.surface, self._writes, self.forward)
         transaction.journal.check_reads(self.forward.external)
         self._bind(transaction.census)
         if self._trains and spec.backend.records:
             self._saved = SavedVersions.of(self._results, self._nameable())
         spec.hooks.run("post_forward", "capture", spec.target, args, kwargs, self.raw_output)
+
+    def _refuse_change_since(self, warmup: OutputTree | None) -> None:
+        if warmup is not None and self.outputs is not None:
+            self.outputs.refuse_change(warmup, self.spec.name)
 
     def record_backward(self, transaction: Transaction) -> None:
         if not self._trains:
@@ -319,6 +342,10 @@ class Segment:
         """Memory of the static inputs and gradients."""
         return self.statics.nbytes() + (self._lent.nbytes() if self._lent is not None else 0)
 
+    def is_open(self) -> bool:
+        """Its forward ran, and its backward can still come."""
+        return self.arena.waits_for(self.forward_number)
+
     def called(self) -> Iterable[nn.Module]:
         return self._called.values()
 
@@ -328,6 +355,9 @@ class Segment:
     def seal(self) -> None:
         self.forward.seal()
         self._aliases = {}
+        if self.spec.backend.records:
+            self._lender = lent_outputs(self.forward)
+            self.arena.lenders.append(self._lender)
         if self.backward is not None:
             self.backward.seal()
             if self.spec.backend.records:
@@ -340,6 +370,9 @@ class Segment:
             self.backward.release()
         self._forget_results()
         self.forward_number = -1
+        if self._lender is not None:
+            self.arena.lenders.remove(self._lender)
+            self._lender = None
 
     # -- replay ----------------------------------------------------------------------------------
 
@@ -353,13 +386,23 @@ class Segment:
             return outputs.build(self._replay_forward(inputs))
         with torch.no_grad():
             tensors: Sequence[Tensor] = self._replay_forward(inputs)
-        if any(map(_requires_grad, inputs)):
-            tensors = _NoBackward.apply(self.spec.name, tensors, *inputs)  # type: ignore[no-untyped-call]
+        unexpected = self._newly_required(tuple(map(_requires_grad, inputs)))
+        if unexpected:
+            message = _NO_GRADIENT.format(", ".join(unexpected), self.spec.name)
+            tensors = _NoBackward.apply(message, tensors, *inputs)  # type: ignore[no-untyped-call]
         return outputs.build(tensors)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+        """The tensors of a call that fits; ReplayMismatch if it does not."""
+        inputs = self.surface.bind(args, kwargs)
+        if self.overtaken:
+            self.overtaken.check(inputs)
+        return inputs
 
     def short_way(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """Bind, check and replay in one function, for a segment that nothing else has to be done for."""
-        bind, check, replay, passed = self.surface.bind, self.binding.check, self.replay, self.passed
+        bind = self.bind if self.overtaken else self.surface.bind
+        check, replay, passed = self.binding.check, self.replay, self.passed
         if self.backward is None or self.outputs is None or not self.outputs.is_tensor:
 
             def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -378,25 +421,34 @@ class Segment:
         return call_boundary
 
     def _replay_forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        self.arena.admit(self.forward_number, self.spec.name)
-        return [t.detach() for t in self.forward.replay(inputs) if t is not None]
+        def replay() -> list[Tensor]:
+            self.arena.admit(self.forward_number, self.spec.name)
+            return [tensor for tensor in self.forward.replay(inputs) if tensor is not None]
+
+        if not self.spec.backend.records:
+            return [tensor.detach() for tensor in replay()]
+        with self._lock:
+            return self.arena.lend(replay)
 
     def _make_boundary(self) -> Callable[..., Any]:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
         segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
         replay, forward, last = self.forward.replay, self.forward_number, self._needed_until()
-        note = self._saved.note
+        note, lock = self._saved.note, self._lock
         assert self.outputs is not None
         bare = self.outputs.is_tensor
 
         class Boundary(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *tensors: Tensor) -> Any:
-                if not arena.low < forward < arena.high:
-                    arena.admit(forward, name)
-                outputs = replay(tensors[:inputs])
-                note()
-                arena.open(name, forward, last, ctx)
+                with lock:
+                    if arena.borrower != _thread():
+                        arena.claim(name)
+                    if not arena.low < forward < arena.high:
+                        arena.admit(forward, name)
+                    outputs = replay(tensors[:inputs])
+                    note()
+                    arena.open(name, forward, last, ctx)
                 ctx.set_materialize_grads(False)
                 if bare:
                     return outputs[0].detach()  # type: ignore[union-attr]
@@ -407,7 +459,8 @@ class Segment:
 
             @staticmethod
             def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-                return segment.replay_backward(ctx, gradients)
+                with lock:
+                    return segment.replay_backward(ctx, gradients)
 
         # Function.apply without its scan of the arguments for functorch wrappers, which no graph can take.
         apply: Callable[..., Any] = super(torch.autograd.Function, Boundary).apply
@@ -491,14 +544,13 @@ class _NoBackward(torch.autograd.Function):
     """Stands where a backward graph would be, so that a gradient that was not recorded raises."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, outputs: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
+    def forward(ctx: Any, message: str, outputs: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        names = [str(i) for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        raise ReplayMismatch(_NO_GRADIENT.format(", ".join(names), ctx.name))
+        raise ReplayMismatch(ctx.message)
 
 
 def capture_segments(

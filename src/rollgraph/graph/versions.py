@@ -17,6 +17,7 @@ from torch import Tensor
 from rollgraph.graph.errors import StaleGraph
 from rollgraph.graph.journal import storage_of
 from rollgraph.graph.leaves import nodes_behind
+from rollgraph.graph.surface import spanned
 
 _version = attrgetter("_version")
 
@@ -57,13 +58,6 @@ class SavedVersions:
             f"{', '.join(changed[:3])} of graph {graph!r} was modified in place between its forward and its backward, "
             "which needs the value that the forward saw: run the backward first, or change a clone"
         )
-
-
-def spanned(tensor: Tensor) -> tuple[int, int]:
-    """The first address of a tensor's elements, and the one after its last."""
-    start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (int(last) + 1) * tensor.element_size()
 
 
 def _saved_tensors(results: Sequence[Tensor]) -> Iterator[Tensor]:
