@@ -43,7 +43,7 @@ class Binding:
         trained: Iterable[Tensor] = (),
     ) -> None:
         self._names = {id(thing): name for _, _, thing, name in slots}
-        self._tensors = list({id(t): t for t in tensors}.values())
+        self.tensors = self._tensors = list({id(t): t for t in tensors}.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         # Same address, other view: autograd finds another shape of what it trains, but not other strides.
         self._sized = [t for t in self._tensors if not t.requires_grad]
@@ -174,8 +174,10 @@ def _tensors(state: dict[Any, Any]) -> Iterable[Tensor]:
 class BoundGradient:
     """The gradient of one leaf that a captured function writes.
 
-    `buffer` is what the recording accumulates into. If the function drops the gradient it finds
-    (`zero_grad(set_to_none=True)` inside it), the recording leaves its own in the buffer: `result`, or None.
+    `buffer` is what the recording accumulates into. If it lies in memory of the program's (a flat buffer of all
+    gradients) and the leaf has no gradient, it is only borrowed: the leaf gets a new one, as in eager. If the function
+    drops the gradient it finds (`zero_grad(set_to_none=True)` inside it), the recording leaves its own in the buffer:
+    `result`, or None.
     """
 
     leaf: Tensor
@@ -184,6 +186,7 @@ class BoundGradient:
     accumulates: bool = True
     result: Tensor | None = None
     holders: tuple[int, int] = (0, 0)
+    borrowed: Tensor | None = None  # the value of somebody's memory, while a replay uses it
 
     def check(self) -> None:
         if not self.accumulates or self.leaf.grad is self.buffer:
@@ -208,6 +211,8 @@ class BoundGradient:
         if not self.accumulates or self.leaf.grad is self.buffer:
             return
         if self.leaf.grad is None:
+            if not self.owned and _is_part(self.buffer):
+                self.borrowed = self.buffer.clone()
             self.buffer.zero_()
             self.leaf.grad = self.buffer
         elif self.owned:
@@ -232,8 +237,17 @@ class BoundGradient:
         return sys.getrefcount(self.buffer), storage
 
     def leave(self) -> None:
+        if self.borrowed is not None:
+            self.leaf.grad = self.buffer.clone()
+            self.buffer.copy_(self.borrowed)
+            self.borrowed = None
         if not self.accumulates and self.leaf.grad is not self.result:
             self.leaf.grad = self.result
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """It is a view of another tensor, or one of several in its memory."""
+    return tensor._is_view() or tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
 def _only_gradient(leaf: Tensor) -> bool:

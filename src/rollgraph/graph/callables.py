@@ -6,13 +6,16 @@ with a call, and how samples, schedule and static inputs are laid out. `segment.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rollgraph.graph.capture import (
+    MAX_VARIANTS,
     BackendName,
     Captured,
     OnMismatch,
@@ -30,6 +33,7 @@ from rollgraph.graph.segment import CallableSpec, Segment, WarmupHook, capture_s
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec, own_copy
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_references = sys.getrefcount
 
 
 class GraphedCallable(Captured):
@@ -46,10 +50,16 @@ class GraphedCallable(Captured):
         self._training = self.module.training if self.module is not None else False
         self._replaced: Any = None
         self._segments: list[Segment] = []
+        self._state: dict[str, Any] = {}  # where installed, the module's parameters, and how many hold that dict
+        self._state_holders = _references(self._state)
         self._short_way: Any = None  # that of the only segment, where there are neither hooks nor guards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay. The usual call takes the short way; whatever is special about one is sorted out with care."""
+        if _references(self._state) != self._state_holders:
+            copied = self._shallow_copy(sys._getframe(1))
+            if copied is not None:
+                return self._run_copy(copied, args, kwargs)
         short_way = self._short_way
         if short_way is None or not self.enabled or _dispatch_modes():
             return self._call_with_care(args, kwargs)
@@ -98,6 +108,12 @@ class GraphedCallable(Captured):
             self.hooks.run("post_forward", "replay", self.target, args, kwargs, output)
         return output
 
+    def _run_copy(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.record.eager_runs["called through a shallow copy of the module"] += 1
+        if self._replaced is not None:
+            return self._replaced(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
     def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.record.eager_runs[reason] += 1
         return self.original(*args, **kwargs)
@@ -106,19 +122,33 @@ class GraphedCallable(Captured):
         first: GraphError | None = None
         for segment in self._segments:
             try:
-                return segment, segment.surface.bind(args, kwargs)
+                inputs = segment.bind(args, kwargs)
             except ReplayMismatch as error:
                 first = first or error
+                continue
+            if segment is not self._segments[0]:
+                self._segments.remove(segment)
+                self._segments.insert(0, segment)
+            return segment, inputs
         assert first is not None
         raise first
 
     def _recapture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Segment:
+        self._make_room()
         surface = Surface(args, kwargs)
         statics = StaticTensors([own_copy(t) for t in surface.tensors])
         segment = Segment(self.spec, surface, statics, Arena())  # memory of its own: it may be replayed at any moment
         capture_segments([segment], sequential(1), self._warmup)
         self.adopt(segment)
+        segment.overtaken.check(surface.tensors)
         return segment
+
+    def _make_room(self) -> None:
+        """Drop what was not used for longest, of those that wait for no backward."""
+        idle = [segment for segment in reversed(self._segments) if not segment.is_open()]
+        for segment in idle[: max(0, len(self._segments) + 1 - MAX_VARIANTS)]:
+            self._drop(segment)
+            self.record.dropped += 1
 
     def adopt(self, segment: Segment) -> None:
         segment.seal()
@@ -155,6 +185,22 @@ class GraphedCallable(Captured):
         assert self.module is not None
         self._replaced = self.module.__dict__.get("forward")
         self.module.forward = self
+        self._watch_for_copies()
+
+    def _watch_for_copies(self) -> None:
+        """A shallow copy of the module has this stand-in too. It shares the dict of parameters, which shows it."""
+        assert self.module is not None
+        self._state = self.module.__dict__["_parameters"]
+        self._state_holders = _references(self._state)
+
+    def _shallow_copy(self, caller: FrameType) -> nn.Module | None:
+        """The module that calls, if it is not ours but a copy that still has our stand-in."""
+        if caller.f_globals.get("__name__") != nn.Module.__module__:
+            return None
+        module = caller.f_locals.get("self")
+        if module is self.module or not isinstance(module, nn.Module) or module.__dict__.get("forward") is not self:
+            return None
+        return module
 
     def reset(self) -> None:
         """Give the graphs back and put the original forward in place."""

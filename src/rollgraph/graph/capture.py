@@ -7,8 +7,7 @@ that does not fit. A captured function is opaque to autograd; `callables.py` has
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -21,10 +20,12 @@ from rollgraph.graph.binding import Binding, BoundGradients, holders_of, module_
 from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard, check_guards
-from rollgraph.graph.journal import Journal, Transaction
+from rollgraph.graph.journal import Journal, Transaction, storage_of
+from rollgraph.graph.leaves import leaves_behind
+from rollgraph.graph.lending import LentTensors
 from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
 from rollgraph.graph.report import GraphRecord
-from rollgraph.graph.surface import StaticTensors, Surface, own_copy
+from rollgraph.graph.surface import Overtaken, Span, StaticTensors, Surface, own_copy, same_constant
 from rollgraph.graph.tape import Recorder, TapeBackend
 from rollgraph.graph.watch import watching
 
@@ -32,6 +33,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 OnMismatch = Literal["raise", "eager", "recapture"]
 BackendName = Literal["auto", "cuda", "tape", "eager"]
+Writes = list[list[tuple[int, Span]]]  # for each input: storages and places
+MAX_VARIANTS = 16  # captures that one function or callable keeps under on_mismatch="recapture"
 
 
 class Captured:
@@ -85,12 +88,26 @@ class OutputTree:
         self.tensors: list[Tensor] = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self._leaves]
         self.is_tensor = isinstance(output, Tensor)
+        self.differentiable = [i for i, tensor in enumerate(self.tensors) if tensor.requires_grad]
         self._is_tuple = type(output) is tuple and all(isinstance(leaf, Tensor) for leaf in output)
         for leaf in self._leaves:
             if leaf is not None and not isinstance(leaf[0], (type(None), bool, int, float, str)):
                 raise CaptureError(
                     f"{where} returns a {type(leaf[0]).__name__}, which a replay would return unchanged for ever: "
                     "return tensors, or containers of them"
+                )
+
+    def refuse_change(self, last: OutputTree, where: str) -> None:
+        """What is no tensor would be returned unchanged for ever: so it must have been the same in the run before."""
+        if self._tree != last._tree or [leaf is None for leaf in self._leaves] != [v is None for v in last._leaves]:
+            raise CaptureError(
+                f"{where} returns another structure from one call to the next: return the same each time"
+            )
+        for leaf, before in zip(self._leaves, last._leaves, strict=True):
+            if leaf is not None and before is not None and not same_constant(leaf[0], before[0]):
+                raise CaptureError(
+                    f"{where} returns {before[0]!r} in one call and {leaf[0]!r} in the next, which a replay would not "
+                    "follow: return it as a tensor, or compute it outside"
                 )
 
     def without_tensors(self) -> OutputTree:
@@ -107,7 +124,7 @@ class OutputTree:
         return pytree.tree_unflatten(leaves, self._tree)
 
 
-@dataclass
+@dataclass(eq=False)
 class Variant:
     """One capture of a function, for one surface."""
 
@@ -118,6 +135,43 @@ class Variant:
     gradients: BoundGradients
     arena: Arena
     capture: int  # its place in the arena's order of captures
+    differentiable: list[bool] = field(default_factory=list)  # inputs that may require grad: none leaves through them
+    overtaken: Overtaken = field(default_factory=lambda: Overtaken((), ()))
+    lender: LentTensors | None = None
+
+    def release(self) -> None:
+        self.recording.release()
+        if self.lender is not None:
+            self.arena.lenders.remove(self.lender)
+            self.lender = None
+
+
+class _Opaque(torch.autograd.Function):
+    """Stands behind outputs that require grad in eager: a captured function has no backward to go on with."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, outputs: Sequence[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise GraphError(
+            f"graph {ctx.name!r} was captured as a whole function, so no gradient passes through what it returns: run "
+            "the backward inside the function, or use make_graphed_callables"
+        )
+
+
+_opaque: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Opaque).apply
+
+
+@dataclass
+class Warmed:
+    """What the warm-up of a function found out."""
+
+    gradients: BoundGradients
+    outputs: OutputTree  # of its last run
+    writes: Writes
 
 
 class GraphedFunction(Captured, Generic[P, R]):
@@ -142,7 +196,8 @@ class GraphedFunction(Captured, Generic[P, R]):
         self._guards = list(guards)
         self._warmup = warmup
         self._called: dict[int, torch.nn.Module] = {}
-        self._variants: list[Variant] = []
+        self._variants: list[Variant] = []  # the one that was used last comes first
+        self._anchor = torch.zeros((), requires_grad=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if not self.enabled or not self._variants:
@@ -166,7 +221,7 @@ class GraphedFunction(Captured, Generic[P, R]):
                 output: R = self._function(*args, **kwargs)
             else:
                 self._variants.remove(variant)
-                variant.recording.release()
+                variant.release()
                 output = self._replay(self._recapture(args, kwargs), inputs)
         else:
             output = self._replay(variant, inputs)
@@ -176,7 +231,7 @@ class GraphedFunction(Captured, Generic[P, R]):
     def reset(self) -> None:
         """Give the graphs back; calls run the original function from now on."""
         for variant in self._variants:
-            variant.recording.release()
+            variant.release()
         self._variants.clear()
         self.static_bytes = self.record.bytes_owned = 0
 
@@ -187,7 +242,6 @@ class GraphedFunction(Captured, Generic[P, R]):
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], arena: Arena) -> Variant:
         """Capture one call in `arena`; on an error nothing has changed."""
         surface = Surface(args, kwargs)
-        _refuse_differentiable(surface.tensors, surface.names)
         statics = StaticTensors([own_copy(tensor) for tensor in surface.tensors])
         if not self._backend.records:
             variant = self._eager_variant(surface, arena)
@@ -195,6 +249,8 @@ class GraphedFunction(Captured, Generic[P, R]):
             variant = self._recorded_variant(surface, statics, arena)
             variant.recording.seal()
             variant.gradients.settle()
+            variant.lender = lent_outputs(variant.recording)
+            arena.lenders.append(variant.lender)
         self._variants.insert(0, variant)
         if self._watch is not None:
             self._watch.captured(self, self._called.values())
@@ -208,8 +264,8 @@ class GraphedFunction(Captured, Generic[P, R]):
 
     def _recorded_variant(self, surface: Surface, statics: StaticTensors, arena: Arena) -> Variant:
         with Transaction(self.target) as transaction:
-            gradients = self._warm_up(transaction, surface, statics, arena)
-            return self._record(transaction, surface, statics, gradients, arena)
+            warmed = self._warm_up(transaction, surface, statics, arena)
+            return self._record(transaction, surface, statics, warmed, arena)
 
     def _eager_variant(self, surface: Surface, arena: Arena) -> Variant:
         def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -219,11 +275,10 @@ class GraphedFunction(Captured, Generic[P, R]):
 
         recording = self._backend.record(thunk, StaticTensors([]), arena, (), {})
         variant = Variant(surface, recording, None, Binding(()), BoundGradients(()), arena, arena.next_capture())
+        variant.differentiable = [True] * len(surface.tensors)
         return variant
 
-    def _warm_up(
-        self, transaction: Transaction, surface: Surface, statics: StaticTensors, arena: Arena
-    ) -> BoundGradients:
+    def _warm_up(self, transaction: Transaction, surface: Surface, statics: StaticTensors, arena: Arena) -> Warmed:
         """Run the function for real: find the gradients it writes and the optimizer state it creates."""
         args, kwargs = surface.arguments(statics.tensors)
         gradients, last = BoundGradients(()), max(self._warmup, 2) - 1  # the second run shows what happens to gradients
@@ -234,6 +289,10 @@ class GraphedFunction(Captured, Generic[P, R]):
                 with transaction.journal.run(again=run > 0), noting_calls(self._called):
                     output = self._function(*args, **kwargs)
                 self._hooks.run("post_forward", "warmup", self.target, args, kwargs, output)
+                tree = OutputTree(output, self.name)
+                _refuse_lost_gradients(surface, statics.tensors, tree.tensors)
+                writes = overtaking_writes(transaction.journal, statics, tree.tensors)
+                tree.without_tensors()
                 del output
                 leaves = transaction.changed_gradients()
                 if len(leaves) > len(gradients.leaves):
@@ -246,18 +305,18 @@ class GraphedFunction(Captured, Generic[P, R]):
             gradients.prepare_recording()
         transaction.journal.expect(gradients.buffers)
         refuse_written(transaction.journal, surface, statics)
-        return gradients
+        return Warmed(gradients, tree, writes)
 
     def _record(
         self,
         transaction: Transaction,
         surface: Surface,
         statics: StaticTensors,
-        gradients: BoundGradients,
+        warmed: Warmed,
         arena: Arena,
     ) -> Variant:
         args, kwargs = surface.arguments(statics.tensors)
-        journal = transaction.journal
+        journal, gradients = transaction.journal, warmed.gradients
         trees: list[Any] = []
 
         def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -278,6 +337,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         try:
             output, tree = trees[0]
             trees[:] = [None]  # nothing of the recording's autograd graph is kept
+            tree.refuse_change(warmed.outputs, self.name)
             journal.check_reads(recording.external)
             if len(transaction.changed_gradients()) > len(gradients.leaves):
                 raise CaptureError(f"a parameter of {self.name!r} first gets a gradient in the recording: raise warmup")
@@ -287,7 +347,10 @@ class GraphedFunction(Captured, Generic[P, R]):
         except BaseException:
             recording.release()
             raise
-        return Variant(surface, recording, tree.without_tensors(), binding, gradients, arena, number)
+        variant = Variant(surface, recording, tree.without_tensors(), binding, gradients, arena, number)
+        variant.differentiable = [static.requires_grad for static in statics.tensors]
+        variant.overtaken = overtaken_inputs(surface, warmed.writes, recording)
+        return variant
 
     def _bind(
         self, transaction: Transaction, recording: Recording, statics: StaticTensors, gradients: BoundGradients
@@ -308,23 +371,52 @@ class GraphedFunction(Captured, Generic[P, R]):
                 first = first or error
                 continue
             if torch.is_grad_enabled():
-                _refuse_differentiable(inputs, variant.surface.names, ReplayMismatch)
+                _refuse_differentiable(inputs, variant)
+            if variant.overtaken:
+                variant.overtaken.check(inputs)
+            if variant is not self._variants[0]:
+                self._variants.remove(variant)
+                self._variants.insert(0, variant)
             return variant, inputs
         assert first is not None
         raise first
 
     def _recapture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        return self.capture(args, kwargs, Arena())  # memory of its own: it may be replayed at any moment
+        while len(self._variants) >= MAX_VARIANTS:
+            self._variants.pop().release()
+            self.record.dropped += 1
+        variant = self.capture(args, kwargs, Arena())  # memory of its own: it may be replayed at any moment
+        variant.overtaken.check(variant.surface.tensors)
+        return variant
 
     def _replay(self, variant: Variant, inputs: Sequence[Tensor]) -> R:
-        with torch.no_grad() if self._backend.records else nullcontext():
+        def replay() -> list[Tensor]:
             variant.gradients.enter()
             tensors = variant.recording.replay(inputs)
             variant.gradients.leave()
-            self._count_run()
-            assert variant.outputs is not None
-            output: R = variant.outputs.build([t.detach() for t in tensors if t is not None])
-            return output
+            return [tensor for tensor in tensors if tensor is not None]
+
+        if self._backend.records:
+            with torch.no_grad(), variant.arena.lock:
+                variant.arena.admit(variant.capture, self.name)
+                tensors = variant.arena.lend(replay)
+        else:
+            tensors = [tensor.detach() for tensor in replay()]
+        self._count_run()
+        assert variant.outputs is not None
+        if variant.outputs.differentiable:
+            self._make_opaque(tensors, variant.outputs.differentiable)
+        output: R = variant.outputs.build(tensors)
+        return output
+
+    def _make_opaque(self, tensors: list[Tensor], places: list[int]) -> None:
+        """Outputs that require grad in eager do so here, but only to raise where a gradient would be lost."""
+        if torch.is_inference_mode_enabled():
+            return
+        with torch.enable_grad():
+            attached = _opaque(self.name, [tensors[place] for place in places], self._anchor)
+        for place, tensor in zip(places, attached, strict=True):
+            tensors[place] = tensor
 
 
 def capture(
@@ -418,6 +510,12 @@ def bound_modules(
     if isinstance(target, torch.nn.Module):
         found.update((id(module), module) for module in target.modules())
     found.update((id(module), module) for module in holders_of(tensors, census.modules))
+    for module in found.values():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{callable_name(target)} runs the TorchScript module {module.original_name}, whose state a graph "
+                "cannot follow: capture the module it was scripted or traced from"
+            )
     return list(found.values())
 
 
@@ -433,12 +531,43 @@ def refuse_written(journal: Journal, surface: Surface, statics: StaticTensors) -
             )
 
 
-def _refuse_differentiable(
-    tensors: Iterable[Tensor], names: Iterable[str], kind: type[GraphError] = CaptureError
-) -> None:
-    for tensor, name in zip(tensors, names, strict=True):
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise kind(
-                f"argument {name} requires grad, but a captured function passes none through: detach it, or use "
-                "make_graphed_callables"
-            )
+def overtaking_writes(journal: Journal, statics: StaticTensors, outputs: Iterable[Tensor]) -> Writes:
+    """For each input, what the run that just ended wrote outside before it was done with the input."""
+    returned = {storage._cdata for t in outputs if (storage := storage_of(t)) is not None}
+    storages = map(storage_of, statics.tensors)
+    ends = [storage is not None and storage._cdata in returned for storage in storages]
+    return [journal.overtaking(t, at_end) for t, at_end in zip(statics.tensors, ends, strict=True)]
+
+
+def overtaken_inputs(surface: Surface, writes: Writes, recording: Recording) -> Overtaken:
+    """Of those writes, the ones to memory that the recording holds: other memory may be somebody else's by now."""
+    held = {storage._cdata for t in recording.external if (storage := storage_of(t)) is not None}
+    return Overtaken(surface.names, [[span for key, span in found if key in held] for found in writes])
+
+
+def lent_outputs(recording: Recording) -> LentTensors:
+    """The outputs that lie in memory of the recording's own, once it is sealed."""
+    outside = {storage._cdata for t in recording.external if (storage := storage_of(t)) is not None}
+    own = [t for t in recording.outputs if t is not None and t.untyped_storage()._cdata not in outside]
+    return LentTensors(own)
+
+
+def _refuse_lost_gradients(surface: Surface, statics: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """A captured function passes no gradient to its arguments: refuse one that would."""
+    if not any(static.requires_grad for static in statics):
+        return
+    reached = set(map(id, leaves_behind(outputs)))
+    for name, static in zip(surface.names, statics, strict=True):
+        if id(static) in reached or static.grad is not None:
+            raise CaptureError(_NO_GRADIENT.format(name))
+
+
+def _refuse_differentiable(inputs: Iterable[Tensor], variant: Variant) -> None:
+    for tensor, known, name in zip(inputs, variant.differentiable, variant.surface.names, strict=True):
+        if tensor.requires_grad and not known:
+            raise ReplayMismatch(_NO_GRADIENT.format(name))
+
+
+_NO_GRADIENT = (
+    "argument {} requires grad, but a captured function passes none through: detach it, or use make_graphed_callables"
+)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.census import Census, PythonState
 from rollgraph.graph.errors import CaptureError, GeneratorError, Location, StateError, here
+from rollgraph.graph.surface import Span, spanned
 
 # Operations that write arguments their schema does not mark as written: argument positions.
 _UNMARKED_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
@@ -86,12 +87,15 @@ class Journal(TorchDispatchMode):
         self._fresh_saved: dict[int, Tensor] = {}
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._cuda_rng: dict[int, Tensor] = {}  # state of each CUDA stream after its last draw in this run
+        self._writes: list[tuple[int, Span]] = []  # in this run: storage and place of each write from outside it
+        self._writes_at_read: dict[int, int] = {}  # storage -> how many of them it was last read after
 
     @contextmanager
     def run(self, again: bool = False) -> Iterator[None]:
         """One execution of the user's function; `again` if it was called before."""
         self._forget_dead()
         self._made_here = set()
+        self._writes, self._writes_at_read = [], {}
         self._cuda_rng = {id(g): g.get_state() for g in self._cuda_generators()}
         with own_autocast_cache(), self:
             yield
@@ -113,6 +117,9 @@ class Journal(TorchDispatchMode):
         inputs = {s._cdata for t in tensors_in((args, kwargs)) if (s := storage_of(t)) is not None}
         if func is torch.ops.aten.lift_fresh.default:
             inputs.clear()  # torch.tensor(...): a new constant, whose memory only now comes into sight
+        self._writes_at_read.update(dict.fromkeys(inputs, len(self._writes)))
+        for tensor in written:
+            self._note_write(tensor)
         with self._following_cuda_rng(func, args, kwargs):
             result = func(*args, **kwargs)
         for tensor in tensors_in(result):
@@ -175,6 +182,21 @@ class Journal(TorchDispatchMode):
                     f"a tensor of shape {tuple(tensor.shape)} passes from one call to the next through an attribute: "
                     "keep it in one tensor and update that with copy_"
                 )
+
+    def _note_write(self, tensor: Tensor) -> None:
+        storage = storage_of(tensor)
+        if storage is not None and storage._cdata not in self._fresh and tensor.numel():
+            self._writes.append((storage._cdata, spanned(tensor)))
+
+    def overtaking(self, tensor: Tensor, returned: bool) -> list[tuple[int, Span]]:
+        """What the last run wrote outside of itself before it read the tensor for the last time, by storage.
+
+        To return a tensor is to read it at the very end.
+        """
+        storage = storage_of(tensor)
+        if storage is None:
+            return []
+        return self._writes if returned else self._writes[: self._writes_at_read.get(storage._cdata, 0)]
 
     def _save(self, tensor: Tensor, func: Any) -> None:
         storage = storage_of(tensor)

@@ -2,8 +2,8 @@
 
 Gradients leave a backward graph as aliases of static memory that only that graph writes. Before the
 next replay writes there, whoever still holds one is found by the reference count of its storage. A
-gradient that sits in `param.grad` moves to memory of its own; anything else keeps its value where it
-is, and the new result is handed out as a copy.
+gradient that sits in `param.grad` moves to memory of its own, unless there are views of it; anything
+else keeps its value where it is, and the new result is handed out as a copy.
 """
 
 from __future__ import annotations
@@ -40,12 +40,22 @@ class LentTensors:
 
     def make_way(self, leaves: Iterable[Tensor]) -> None:
         """Take what is held out of the way of the next replay; `leaves` may hold it as their gradient."""
-        places = {t.data_ptr(): i for i, t in enumerate(self._tensors) if t.numel()}
-        moving = [g for leaf in leaves if (g := leaf.grad) is not None and g.data_ptr() in places]
+        counts = zip(self._tensors, self._holders(), self._alone, strict=True)
+        # With a second holder there is a view of the gradient, which must go on to be one: that stays where it is.
+        movable = {t.data_ptr() for t, now, alone in counts if now == alone + 1 and t.numel()}
+        moving = [g for leaf in leaves if (g := leaf.grad) is not None and g.data_ptr() in movable]
         for gradient, copy in zip(moving, copies(moving), strict=True):
             gradient.data = copy  # the same tensor object in other memory, for all who hold it
         held = [i for i, (now, alone) in enumerate(zip(self._holders(), self._alone, strict=True)) if now > alone]
         self._kept = dict(zip(held, copies([self._tensors[i] for i in held]), strict=True))
+
+    def values(self) -> list[Tensor]:
+        """Copies of all of them."""
+        return copies(self._tensors)
+
+    def restore(self, values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self._tensors, values, strict=True):
+            tensor.copy_(value)
 
     def lend(self) -> list[Tensor | None]:
         """The results of the replay that just ran."""
@@ -64,7 +74,7 @@ class LentTensors:
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies, in one launch on a GPU."""
-    if len(tensors) > 1 and tensors[0].is_cuda and not any(t.is_complex() for t in tensors):
+    if len(tensors) > 1 and tensors[0].is_cuda and all(t.is_floating_point() for t in tensors):
         return list(torch._foreach_mul(list(tensors), 1))
     return [t.clone() for t in tensors]
 

@@ -11,18 +11,22 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from rollgraph.graph.errors import CaptureError, MemoryInUse
+from rollgraph.graph.lending import LentTensors, copies
 from rollgraph.graph.report import GraphRecord, Report
 
 PoolHandle = tuple[int, int]  # what torch.cuda.graph_pool_handle() returns
 FOREVER = sys.maxsize  # later than any capture
+_thread, _graph_task = threading.get_ident, torch._C._current_graph_task_id
 
 
 class Graph(Protocol):
@@ -48,6 +52,9 @@ class Arena:
         # forward -> graph, backward, bounds before it was opened, the autograd node that can still run it
         self._open: dict[int, tuple[str, int, int, int, ref[Any]]] = {}
         self.low, self.high = -1, FOREVER  # captures strictly between may replay
+        self.lock = threading.RLock()  # held by whoever replays: memory is shared, so only one at a time can
+        self.lenders: list[LentTensors] = []  # the outputs of its recordings
+        self.borrower = 0  # the thread that they are lent to
 
     def cuda_handle(self) -> PoolHandle:
         if self.handle is None:
@@ -74,6 +81,42 @@ class Arena:
         """The place of a new recording in the order of captures."""
         self.captures += 1
         return self.captures
+
+    # -- threads ---------------------------------------------------------------------------------
+
+    def held_elsewhere(self) -> list[LentTensors]:
+        """Outputs that another thread still holds. If there are none, the caller is from now on who they are lent to.
+
+        A backward that runs in a thread of autograd's is part of the thread that waits for it.
+        """
+        me = _thread()
+        if me == self.borrower or _graph_task() != -1:
+            return []
+        held = [lender for lender in self.lenders if lender.held()]
+        if not held:
+            self.borrower = me
+        return held
+
+    def lend(self, replay: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+        """Run a replay and hand out its outputs: aliases, or copies if another thread must not lose what it holds."""
+        held = self.held_elsewhere()
+        if not held:
+            return [tensor.detach() for tensor in replay()]
+        values = [lender.values() for lender in held]
+        outputs = copies(replay())
+        for lender, value in zip(held, values, strict=True):
+            lender.restore(value)
+        return outputs
+
+    def claim(self, graph: str) -> None:
+        """The same for a forward whose backward needs its outputs as they are: no other thread may hold any."""
+        if self.borrower != _thread() and self.held_elsewhere():
+            raise MemoryInUse(
+                f"graph {graph!r} was called in another thread before, where an output is still held: training would "
+                "overwrite it. Keep a clone of it there, or capture a graph for each thread"
+            )
+
+    # -- open intervals --------------------------------------------------------------------------
 
     def admit(self, capture: int, graph: str) -> None:
         """Refuse a replay that would overwrite what an open interval still needs."""
@@ -127,6 +170,11 @@ class Arena:
         """Close the intervals whose backward nobody can call any more."""
         for forward in [f for f, (*_, node) in reversed(self._open.items()) if node() is None]:
             self.close(forward)
+
+    def waits_for(self, forward: int) -> bool:
+        """Somebody can still call the backward of that forward."""
+        self._close_abandoned()
+        return forward in self._open
 
     def open_intervals(self) -> list[str]:
         self._close_abandoned()

@@ -24,6 +24,7 @@ class GraphRecord:
     replays: int = 0  # forward replays
     backward_replays: int = 0
     eager_runs: Counter[str] = field(default_factory=Counter)  # reason -> count
+    dropped: int = 0  # captures given back because newer ones took their place
     notes: list[str] = field(default_factory=list)
 
 
@@ -67,6 +68,10 @@ class Report:
         lines = _table(header, rows)
         for graph in self.graphs:
             lines += [f"  {graph.name}: {n} eager: {why}" for why, n in sorted(graph.eager_runs.items())]
+            if graph.dropped:
+                lines.append(
+                    f"  {graph.name}: {graph.dropped} captures dropped for newer ones (on_mismatch='recapture')"
+                )
             lines += [f"  {graph.name}: note: {note}" for note in graph.notes]
         lines.append(
             f"{len(self.graphs)} graphs, {self.captures} captures, {self.replays} replays, "

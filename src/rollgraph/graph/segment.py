@@ -6,34 +6,45 @@ which the passes of several segments are recorded. Knows nothing of modules stan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import attrgetter, is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
 from rollgraph.graph.binding import Binding, module_slots
-from rollgraph.graph.capture import OutputTree, bound_modules, refuse_written
+from rollgraph.graph.capture import (
+    OutputTree,
+    Writes,
+    bound_modules,
+    lent_outputs,
+    overtaken_inputs,
+    overtaking_writes,
+    refuse_written,
+)
 from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
 from rollgraph.graph.journal import Transaction
+from rollgraph.graph.leaves import aliased_parameters, leaves_behind, leaves_under, moving_out, without_tensor_hooks
 from rollgraph.graph.lending import LentTensors, side_by_side
 from rollgraph.graph.pool import FOREVER, Arena
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
-from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
+from rollgraph.graph.surface import Overtaken, StaticTensors, Surface, TensorSpec
+from rollgraph.graph.versions import SavedVersions
 
 _requires_grad = attrgetter("requires_grad")
 _is_none = partial(is_, None)
+_thread = threading.get_ident
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # of the backward that is running
-_LARGE = 2**20  # bytes of a gradient: below, one launch for all of them is cheaper than memory
 WarmupHook = Callable[[Any], None]
 
 
@@ -92,6 +103,12 @@ class Segment:
         self._gradients: list[Tensor | None] | None = None  # where the recorded backward leaves them
         self._lent: LentTensors | None = None  # the backward's results, where they are static
         self._aliases: dict[Tensor, Tensor] = {}  # parameter -> the leaf that stands for it
+        self._split: list[Tensor] = []  # parameters that are leaves beside their alias: reached past the module
+        self._saved = SavedVersions()
+        self._writes: Writes = [[] for _ in surface.tensors]
+        self.overtaken = Overtaken((), ())
+        self._lender: LentTensors | None = None  # the forward's outputs
+        self._lock: AbstractContextManager[Any] = arena.lock if spec.backend.records else nullcontext()
 
     # -- the Python that is recorded -------------------------------------------------------------
 
@@ -101,7 +118,7 @@ class Segment:
         self._inputs = inputs
         args, kwargs = self.surface.arguments(inputs)
         self._aliases = {}
-        with torch.set_grad_enabled(self.surface.modes[0]), _aliased_parameters(self.spec.module, self._aliases):
+        with torch.set_grad_enabled(self.surface.modes[0]), aliased_parameters(self.spec.module, self._aliases):
             output = self.spec.original(*args, **kwargs)
         self.outputs = OutputTree(output, self.spec.name)
         self._results = self.outputs.tensors
@@ -114,16 +131,19 @@ class Segment:
     def _run_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         inputs = [t for t, d in zip(self._inputs, self._differentiable, strict=True) if d]
         targets = [*inputs, *(self._aliases.get(p, p) for p in self.parameters)]
+        split = self._split
         results = [result for result in self._results if result.requires_grad]
         buffers = self.spec.grad_buffers
         leaving = [t for t, p in zip(targets, (*inputs, *self.parameters), strict=True) if p not in buffers]
         with (
-            _without_tensor_hooks(self.parameters),  # they run where the gradients leave, at replay
-            _moving_out(leaving, self._gradients or (), self.parameters),
+            without_tensor_hooks(self.parameters),  # they run where the gradients leave, at replay
+            moving_out(leaving, self._gradients or (), self.parameters),
         ):
-            found = torch.autograd.grad(
-                results, targets, gradients, allow_unused=True, retain_graph=self.spec.retain_graph
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                results, [*targets, *split], gradients, allow_unused=True, retain_graph=self.spec.retain_graph
             )
+        if split:
+            found = self._with_rest(found[: len(targets)], found[len(targets) :])
         kept: list[Tensor | None] = list(found[: len(inputs)])
         for parameter, gradient in zip(self.parameters, found[len(inputs) :], strict=True):
             buffer = buffers.get(parameter)
@@ -133,6 +153,19 @@ class Segment:
                 buffer.add_(gradient)
         self._unused = [i for i, gradient in enumerate(found) if gradient is None]
         return kept if self._gradients is None else self._moved_out(kept, self._gradients)
+
+    def _with_rest(self, found: Sequence[Tensor | None], rest: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients, with those of parameters that were also reached without their alias added."""
+        whole, first = list(found), len(found) - len(self.parameters)
+        places = {id(parameter): first + i for i, parameter in enumerate(self.parameters)}
+        for parameter, gradient in zip(self._split, rest, strict=True):
+            place = places[id(parameter)]
+            part = whole[place]
+            if part is None:
+                whole[place] = gradient
+            elif gradient is not None:
+                whole[place] = part + gradient
+        return whole
 
     def _moved_out(self, made: list[Tensor | None], buffers: list[Tensor | None]) -> list[Tensor | None]:
         """The results in memory that no other graph writes: that of the pool is reused by all of them."""
@@ -153,7 +186,10 @@ class Segment:
         found: dict[int, Tensor] = {
             id(p): p for p in (module.parameters() if module is not None else ()) if p.requires_grad
         }
-        for leaf in _leaves_behind(self._results):
+        self._split = []
+        for leaf in leaves_behind(self._results):
+            if leaf in self._aliases:
+                self._split.append(leaf)
             leaf = original.get(id(leaf), leaf)
             found.setdefault(id(leaf), leaf)
         self.parameters = [leaf for key, leaf in found.items() if key not in given]
@@ -163,10 +199,9 @@ class Segment:
             self.passed += (buffered[0],)
             self._no_gradients = (None,)
         leaves = [self._aliases.get(p, p) for p in self.parameters]
-        places = {id(t): i for i, t in enumerate([*self._inputs, *leaves])}
-        self._reached = [
-            {places[id(leaf)] for leaf in _leaves_behind([r]) if id(leaf) in places} for r in self._results
-        ]
+        places = {id(t): i for i, t in enumerate([*self._inputs, *self.parameters])}
+        places.update({id(t): i for i, t in enumerate([*self._inputs, *leaves])})
+        self._reached = [{places[id(leaf)] for leaf in leaves_behind([r]) if id(leaf) in places} for r in self._results]
         trainable = any(self._differentiable) or bool(self.parameters)
         self._trains = trainable and any(result.requires_grad for result in self._results)
 
@@ -179,6 +214,7 @@ class Segment:
             hooks.run("pre_forward", "warmup", spec.target, args, kwargs)
             with transaction.journal.run(again=iteration > 0), noting_calls(self._called):
                 self._run_forward(self.statics.tensors)
+            self._writes = overtaking_writes(transaction.journal, self.statics, self._results)
             hooks.run("post_forward", "warmup", spec.target, args, kwargs, self.raw_output)
             self._find_parameters()
             if self._trains:
@@ -198,19 +234,28 @@ class Segment:
             self.warm_up(transaction, 1)
         self._like, self._trains = self._like or warmed._like, warmed._trains
         self.parameters, self.passed, self._no_gradients = warmed.parameters, warmed.passed, warmed._no_gradients
-        self._called = warmed._called
+        self._called, self._writes = warmed._called, warmed._writes
 
     def record_forward(self, transaction: Transaction) -> None:
         spec = self.spec
         args, kwargs = self.surface.arguments(self.statics.tensors)
         spec.hooks.run("pre_forward", "capture", spec.target, args, kwargs)
         self.forward_number = self.arena.next_capture()
+        last = self.outputs
         self.forward = self._record(transaction, self._run_forward, self.statics, "forward")
         if spec.backend.records:
             self._find_parameters()
+            self._refuse_change_since(last)
+            self.overtaken = overtaken_inputs(self.surface, self._writes, self.forward)
         transaction.journal.check_reads(self.forward.external)
         self._bind(transaction.census)
+        if self._trains and spec.backend.records:
+            self._saved = SavedVersions.of(self._results, self._nameable())
         spec.hooks.run("post_forward", "capture", spec.target, args, kwargs, self.raw_output)
+
+    def _refuse_change_since(self, warmup: OutputTree | None) -> None:
+        if warmup is not None and self.outputs is not None:
+            self.outputs.refuse_change(warmup, self.spec.name)
 
     def record_backward(self, transaction: Transaction) -> None:
         if not self._trains:
@@ -268,6 +313,21 @@ class Segment:
         buffered = [p for p in self.parameters if p in buffers]
         self.binding = Binding([*tensors, *buffers.values()], module_slots(modules), modules, trained=buffered)
 
+    def _nameable(self) -> dict[str, Tensor]:
+        """What the program can change between forward and backward: tensors from outside, and the outputs."""
+        module = self.spec.module
+        known: dict[int, str] = {}
+        if module is not None:
+            known = {id(p): f"parameter {name}" for name, p in module.named_parameters()}
+            known.update({id(b): f"buffer {name}" for name, b in module.named_buffers()})
+        found: dict[str, Tensor] = {}
+        for tensor in self.binding.tensors:
+            found[known.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)} ({len(found)})")] = tensor
+        for index, output in enumerate(self.forward.outputs):
+            if output is not None:
+                found[f"output {index}"] = output
+        return found
+
     def _forget_results(self) -> None:
         """Drop the autograd graph: on CUDA its activations become free for the captures that follow."""
         self._results, self.raw_output = [], None
@@ -282,6 +342,10 @@ class Segment:
         """Memory of the static inputs and gradients."""
         return self.statics.nbytes() + (self._lent.nbytes() if self._lent is not None else 0)
 
+    def is_open(self) -> bool:
+        """Its forward ran, and its backward can still come."""
+        return self.arena.waits_for(self.forward_number)
+
     def called(self) -> Iterable[nn.Module]:
         return self._called.values()
 
@@ -291,6 +355,9 @@ class Segment:
     def seal(self) -> None:
         self.forward.seal()
         self._aliases = {}
+        if self.spec.backend.records:
+            self._lender = lent_outputs(self.forward)
+            self.arena.lenders.append(self._lender)
         if self.backward is not None:
             self.backward.seal()
             if self.spec.backend.records:
@@ -303,6 +370,9 @@ class Segment:
             self.backward.release()
         self._forget_results()
         self.forward_number = -1
+        if self._lender is not None:
+            self.arena.lenders.remove(self._lender)
+            self._lender = None
 
     # -- replay ----------------------------------------------------------------------------------
 
@@ -316,13 +386,23 @@ class Segment:
             return outputs.build(self._replay_forward(inputs))
         with torch.no_grad():
             tensors: Sequence[Tensor] = self._replay_forward(inputs)
-        if any(map(_requires_grad, inputs)):
-            tensors = _NoBackward.apply(self.spec.name, tensors, *inputs)  # type: ignore[no-untyped-call]
+        unexpected = self._newly_required(tuple(map(_requires_grad, inputs)))
+        if unexpected:
+            message = _NO_GRADIENT.format(", ".join(unexpected), self.spec.name)
+            tensors = _NoBackward.apply(message, tensors, *inputs)  # type: ignore[no-untyped-call]
         return outputs.build(tensors)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+        """The tensors of a call that fits; ReplayMismatch if it does not."""
+        inputs = self.surface.bind(args, kwargs)
+        if self.overtaken:
+            self.overtaken.check(inputs)
+        return inputs
 
     def short_way(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """Bind, check and replay in one function, for a segment that nothing else has to be done for."""
-        bind, check, replay, passed = self.surface.bind, self.binding.check, self.replay, self.passed
+        bind = self.bind if self.overtaken else self.surface.bind
+        check, replay, passed = self.binding.check, self.replay, self.passed
         if self.backward is None or self.outputs is None or not self.outputs.is_tensor:
 
             def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,23 +421,34 @@ class Segment:
         return call_boundary
 
     def _replay_forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        self.arena.admit(self.forward_number, self.spec.name)
-        return [t.detach() for t in self.forward.replay(inputs) if t is not None]
+        def replay() -> list[Tensor]:
+            self.arena.admit(self.forward_number, self.spec.name)
+            return [tensor for tensor in self.forward.replay(inputs) if tensor is not None]
+
+        if not self.spec.backend.records:
+            return [tensor.detach() for tensor in replay()]
+        with self._lock:
+            return self.arena.lend(replay)
 
     def _make_boundary(self) -> Callable[..., Any]:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
         segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
         replay, forward, last = self.forward.replay, self.forward_number, self._needed_until()
+        note, lock = self._saved.note, self._lock
         assert self.outputs is not None
         bare = self.outputs.is_tensor
 
         class Boundary(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *tensors: Tensor) -> Any:
-                if not arena.low < forward < arena.high:
-                    arena.admit(forward, name)
-                outputs = replay(tensors[:inputs])
-                arena.open(name, forward, last, ctx)
+                with lock:
+                    if arena.borrower != _thread():
+                        arena.claim(name)
+                    if not arena.low < forward < arena.high:
+                        arena.admit(forward, name)
+                    outputs = replay(tensors[:inputs])
+                    note()
+                    arena.open(name, forward, last, ctx)
                 ctx.set_materialize_grads(False)
                 if bare:
                     return outputs[0].detach()  # type: ignore[union-attr]
@@ -368,7 +459,8 @@ class Segment:
 
             @staticmethod
             def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-                return segment.replay_backward(ctx, gradients)
+                with lock:
+                    return segment.replay_backward(ctx, gradients)
 
         # Function.apply without its scan of the arguments for functorch wrappers, which no graph can take.
         apply: Callable[..., Any] = super(torch.autograd.Function, Boundary).apply
@@ -394,7 +486,7 @@ class Segment:
         if spec.hooked:
             spec.hooks.run("pre_backward", "replay", spec.target)
         if self._lent is not None and self._lent.held():
-            self._lent.make_way({*_leaves_under(ctx), *self.passed})
+            self._lent.make_way({*leaves_under(ctx), *self.passed})
         assert self.backward is not None
         made = self.backward.replay([self._incoming(i, gradients[i]) for i in self._differentiable_outputs])
         spec.record.backward_replays += spec.backend.records
@@ -425,6 +517,7 @@ class Segment:
             raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
         if not self.arena.is_open(self.forward_number, ctx):
             raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
+        self._saved.check(self.spec.name)
         unexpected = [] if self._all_differentiable else self._newly_required(ctx.needs_input_grad)
         if unexpected:
             raise ReplayMismatch(_NO_GRADIENT.format(", ".join(unexpected), self.spec.name))
@@ -451,14 +544,13 @@ class _NoBackward(torch.autograd.Function):
     """Stands where a backward graph would be, so that a gradient that was not recorded raises."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, outputs: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
+    def forward(ctx: Any, message: str, outputs: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.message = message
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        names = [str(i) for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        raise ReplayMismatch(_NO_GRADIENT.format(", ".join(names), ctx.name))
+        raise ReplayMismatch(ctx.message)
 
 
 def capture_segments(
@@ -509,87 +601,3 @@ def _microbatches(segments: Sequence[Segment], schedule: Schedule) -> Iterable[l
             index = schedule.callable_index(step.chunk, step.layer)
             found.setdefault(index, []).append(segments[schedule.entry(step)])
     return found.values()
-
-
-@contextmanager
-def _aliased_parameters(module: nn.Module | None, aliases: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Put leaves over the same memory in the places of a module's trainable parameters.
-
-    A parameter that an autograd graph of the user's holds is tied to the stream of that graph, which a capture in
-    another stream cannot touch. These leaves are new.
-    """
-    places = [
-        (child._parameters, name, parameter)
-        for child in (module.modules() if module is not None else ())
-        for name, parameter in child._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-    # An LSTM keeps a second list of its parameters, which it makes anew when they change.
-    lists = [
-        (m, m._flat_weights, m._flat_weight_refs)
-        for m in (module.modules() if module is not None else ())
-        if isinstance(m, nn.RNNBase)
-    ]
-    for parameters, name, parameter in places:
-        if parameter not in aliases:
-            aliases[parameter] = parameter.data.requires_grad_()
-        parameters[name] = cast(nn.Parameter, aliases[parameter])
-    try:
-        yield
-    finally:
-        for parameters, name, parameter in places:
-            parameters[name] = parameter
-        for rnn, weights, references in lists:
-            rnn._flat_weights, rnn._flat_weight_refs = weights, references
-
-
-@contextmanager
-def _without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    found = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
-    for hooks, _ in found:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, saved in found:
-            hooks.update(saved)
-
-
-@contextmanager
-def _moving_out(leaves: Sequence[Tensor], buffers: Sequence[Tensor | None], users: Sequence[Tensor]) -> Iterator[None]:
-    """Move large gradients of our own leaves to their buffers as they are made: no two of them wait in the pool."""
-
-    def into(buffer: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda gradient: buffer.copy_(gradient)
-
-    kept = set(map(id, users))
-    handles = [
-        leaf.register_hook(into(buffer))
-        for leaf, buffer in zip(leaves, buffers, strict=False)
-        if buffer is not None and buffer.nbytes >= _LARGE and id(leaf) not in kept
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _leaves_behind(outputs: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Every leaf that the outputs depend on, read off the autograd graph."""
-    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            yield variable
-        pending += [parent for parent, _ in node.next_functions if parent is not None]
-
-
-def _leaves_under(node: Any) -> list[Tensor]:
-    """The leaves that an autograd node gives gradients to."""
-    return [parent.variable for parent, _ in node.next_functions if hasattr(parent, "variable")]

@@ -1,20 +1,22 @@
 """The surface of a graph: what a call must look like for a replay to mean the same as the capture.
 
-Owns the comparison of a call with the captured one and the value-exact copy into static tensors.
-It never broadcasts, casts, or ignores an argument.
+Owns the comparison of a call with the captured one and the value-exact copy into static tensors,
+and knows which arguments such a copy cannot stand for. It never broadcasts, casts, or ignores one.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from rollgraph.graph.errors import CaptureError, ReplayMismatch
@@ -22,6 +24,7 @@ from rollgraph.graph.errors import CaptureError, ReplayMismatch
 _STRIDED = torch.strided
 _grad_enabled, _inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
+_transform = torch._C._functorch.peek_interpreter_stack
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, torch.dtype, torch.device,
     torch.Size, torch.layout, torch.memory_format, torch.Generator, torch.nn.Module, type,
@@ -67,6 +70,9 @@ class Surface:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._tree = pytree.tree_flatten((args, _sorted(kwargs)))
+        reason = transformed(leaves)
+        if reason is not None:
+            raise CaptureError(reason)
         paths, _ = pytree.tree_flatten_with_path((args, _sorted(kwargs)))
         self._names = [_argument_name(path) for path, _ in paths]
         self._expected = [self._expectation(leaf, name) for leaf, name in zip(leaves, self._names, strict=True)]
@@ -120,6 +126,10 @@ class Surface:
             leaves, tree = pytree.tree_flatten((args, _sorted(kwargs)))
             if tree != self._tree:
                 raise ReplayMismatch(self._structure_difference(args, kwargs))
+        if forward_ad._current_level >= 0 or _transform() is not None:
+            reason = transformed(leaves)
+            if reason is not None:
+                raise ReplayMismatch(reason)
         for leaf, expected in zip(leaves, self._checks):  # noqa: B905 as many, or another tree
             if expected.__class__ is tuple:
                 shape, dtype, device = expected
@@ -131,7 +141,7 @@ class Surface:
                     or leaf.layout is not _STRIDED
                 ):
                     raise ReplayMismatch(self._difference(leaves))
-            elif leaf is not expected.value and not _same_constant(leaf, expected.value):
+            elif leaf is not expected.value and not same_constant(leaf, expected.value):
                 raise ReplayMismatch(self._difference(leaves))
         if self._all_tensors:
             return leaves
@@ -140,7 +150,7 @@ class Surface:
     def _difference(self, leaves: Sequence[Any]) -> str:
         for leaf, expected, name in zip(leaves, self._expected, self._names, strict=True):
             if not isinstance(expected, TensorSpec):
-                if leaf is not expected and not _same_constant(leaf, expected):
+                if leaf is not expected and not same_constant(leaf, expected):
                     return (
                         f"argument {name} was frozen as {expected!r} at capture and is {leaf!r} now; "
                         "pass what varies as a tensor"
@@ -206,6 +216,72 @@ class StaticTensors:
         return sum(t.untyped_storage().nbytes() for t in self.tensors)
 
 
+Span = tuple[int, int]  # an address, and the one after the last
+
+
+class Overtaken:
+    """For each input, memory that the function writes before it has read that input for the last time.
+
+    Were an argument to lie there, eager would read what was written. A static copy has the value from before.
+    """
+
+    def __init__(self, names: Sequence[str], spans: Sequence[Iterable[Span]]) -> None:
+        self._inputs = [(i, name, *_merged(s)) for i, (name, s) in enumerate(zip(names, spans, strict=True)) if s]
+
+    def __bool__(self) -> bool:
+        return bool(self._inputs)
+
+    def check(self, inputs: Sequence[Tensor]) -> None:
+        for place, name, starts, ends in self._inputs:
+            low, high = spanned(inputs[place])
+            before = bisect_left(starts, high) - 1  # the last one that starts inside or before the input
+            if before >= 0 and ends[before] > low:
+                raise ReplayMismatch(
+                    f"argument {name} lies in memory that the function writes before it reads the argument: a graph "
+                    "reads a copy from before that write. Pass a clone, or let the function reach the tensor from "
+                    "outside its arguments"
+                )
+
+
+def _merged(spans: Iterable[Span]) -> tuple[list[int], list[int]]:
+    """Starts and ends of the same memory, sorted and apart from each other."""
+    starts: list[int] = []
+    ends: list[int] = []
+    for start, end in sorted(spans):
+        if ends and start <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        else:
+            starts.append(start)
+            ends.append(end)
+    return starts, ends
+
+
+def spanned(tensor: Tensor) -> Span:
+    """The memory of a tensor's elements, from the first one to the last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (int(last) + 1) * tensor.element_size() if tensor.numel() else start
+
+
+def transformed(leaves: Iterable[Any]) -> str | None:
+    """Why a graph cannot take these arguments: somebody differentiates or batches through the call."""
+    if _transform() is not None:
+        return (
+            "called inside a torch.func transform (vmap, grad, jvp, ...), which a graph cannot follow: transform the "
+            "original function, or switch the graph off around it"
+        )
+    if forward_ad._current_level < 0:
+        return None
+    if any(forward_ad.unpack_dual(leaf).tangent is not None for leaf in leaves if isinstance(leaf, Tensor)):
+        return (
+            "an argument has a forward-mode tangent, which a graph does not pass on: call the original function, or "
+            "switch the graph off around it"
+        )
+    return None
+
+
 def own_copy(sample: Tensor) -> Tensor:
     """A static tensor for a sample: a copy, so that replays never write into the user's own tensor."""
     return sample.detach().clone().requires_grad_(sample.requires_grad)
@@ -215,7 +291,7 @@ def _sorted(kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(sorted(kwargs.items())) if len(kwargs) > 1 else kwargs
 
 
-def _same_constant(found: Any, expected: Any) -> bool:
+def same_constant(found: Any, expected: Any) -> bool:
     if type(found) is not type(expected):
         return False
     if isinstance(expected, (torch.nn.Module, torch.Generator, type)) or inspect.isfunction(expected):
