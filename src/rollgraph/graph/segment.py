@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
-from rollgraph.graph.binding import Binding, module_slots
+from rollgraph.graph.binding import Binding
 from rollgraph.graph.capture import OutputTree, bound_modules, refuse_written
 from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph
@@ -28,6 +28,7 @@ from rollgraph.graph.lending import LentTensors, side_by_side
 from rollgraph.graph.pool import FOREVER, Arena
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
+from rollgraph.graph.slots import growing, hook_places, slots_of
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
 
 _requires_grad = attrgetter("requires_grad")
@@ -266,7 +267,14 @@ class Segment:
         if self.spec.module is not None:
             tensors += [*self.spec.module.parameters(), *self.spec.module.buffers()]
         buffered = [p for p in self.parameters if p in buffers]
-        self.binding = Binding([*tensors, *buffers.values()], module_slots(modules), modules, trained=buffered)
+        self.binding = Binding(
+            [*tensors, *buffers.values()],
+            slots_of(modules, self._called, tensors, owners=[getattr(self.spec.target, "__self__", None)]),
+            modules,
+            trained=buffered,
+            growing=growing(modules, self._called),
+            hooks=hook_places(self._called.values()),
+        )
 
     def _forget_results(self) -> None:
         """Drop the autograd graph: on CUDA its activations become free for the captures that follow."""
