@@ -305,6 +305,335 @@ def test_training_mode_toggled_and_toggled_back(backend: str, device: torch.devi
     assert record.eager_runs == {"called in the other training mode": 2}
 
 
+# -- lists of modules ------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Lists and dictionaries of modules: gone through, nested, chosen from, empty, and never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.pairs = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Tanh()]) for _ in range(2))
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        self.tail = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.adapters = nn.ModuleList()
+        self.spare = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        for linear, activation in self.pairs:
+            x = activation(linear(x))
+        for adapter in self.adapters:
+            x = x + adapter(x)
+        return self.tail(self.heads["a"](x))
+
+
+def _linear() -> nn.Linear:
+    with torch.no_grad():
+        layer = nn.Linear(4, 4)
+        layer.weight.fill_(0.5)
+    return layer
+
+
+LIST_CHANGES: dict[str, Callable[[Towers], object]] = {
+    "replaced": lambda m: m.layers.__setitem__(1, _linear()),
+    "replaced by one without weights": lambda m: m.layers.__setitem__(1, nn.Tanh()),
+    "appended": lambda m: m.layers.append(_linear()),
+    "extended": lambda m: m.layers.extend([nn.Tanh()]),
+    "inserted": lambda m: m.layers.insert(0, nn.Tanh()),
+    "deleted": lambda m: m.layers.__delitem__(0),
+    "nested replaced": lambda m: m.pairs[1].__setitem__(1, nn.ReLU()),
+    "nested appended": lambda m: m.pairs.append(nn.ModuleList([_linear(), nn.ReLU()])),
+    "sequential replaced": lambda m: m.tail.__setitem__(1, nn.Tanh()),
+    "sequential appended": lambda m: m.tail.append(_linear()),
+    "sequential cut": lambda m: m.tail.__delitem__(1),
+    "chosen replaced": lambda m: m.heads.update({"a": _linear()}),
+    "the list itself": lambda m: setattr(m, "layers", nn.ModuleList([_linear()])),
+    "the first adapter": lambda m: m.adapters.append(_linear()),
+}
+TARGETS = pytest.mark.parametrize("target", ["callable", "module", "function"])
+
+
+def towers(target: str, backend: str) -> tuple[Towers, Any]:
+    model, sample = Towers(), (torch.randn(3, 4),)
+    if target == "callable":
+        return model, make_graphed_callables(model, sample, allow_unused_input=True, backend=backend)
+    return model, capture(model if target == "module" else lambda x: model(x), sample, backend=backend)
+
+
+@TARGETS
+@pytest.mark.parametrize("change", LIST_CHANGES)
+def test_a_changed_list_of_modules_is_found(backend: str, device: torch.device, target: str, change: str) -> None:
+    model, graphed = towers(target, backend)
+    eager = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    assert torch.equal(graphed(x), eager(x))
+    LIST_CHANGES[change](model)
+    with pytest.raises(StaleGraph, match=r"ModuleList|ModuleDict|Sequential|Towers"):
+        graphed(x)
+
+
+@TARGETS
+def test_modules_that_a_graph_does_not_run_may_come_and_go(backend: str, device: torch.device, target: str) -> None:
+    model, graphed = towers(target, backend)
+    eager = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    model.critic = nn.Linear(4, 1)
+    model.spare.append(nn.Linear(4, 4))
+    model.heads["c"] = nn.Linear(4, 4)
+    model.layers[0].note = nn.Identity()
+    assert torch.equal(graphed(x), eager(x))
+    del model.critic
+    assert torch.equal(graphed(x), eager(x))
+
+
+def test_a_list_that_a_function_goes_through_is_found(backend: str, device: torch.device) -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    x = torch.randn(3, 4)
+    graphed = capture(run, (x,), backend=backend)
+    assert torch.equal(graphed(x), run(x))
+    layers.append(nn.Linear(4, 4))
+    with pytest.raises(StaleGraph, match=r"2 \(Linear\) was added to a ModuleList"):
+        graphed(x)
+
+
+def test_layers_graphed_one_by_one_do_not_mind_another(backend: str, device: torch.device) -> None:
+    layers, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), torch.randn(3, 4)
+    eager = copy.deepcopy(layers)
+    make_graphed_callables(tuple(layers), ((x,), (x,)), backend=backend)
+    layers.append(nn.Linear(4, 4))
+    layers[0] = nn.Linear(4, 4)
+    assert torch.equal(layers[1](x), eager[1](x))
+
+
+# -- plain attributes ------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A tensor in a plain attribute, beside counters and caches."""
+
+    __constants__ = ("power",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = torch.full((4,), 2.0)
+        self.mask = torch.ones(4)
+        self.power, self.calls, self.seconds, self.last = 2, 0, 0.0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mask = MASKS[0]  # assigned by the forward itself
+        return self.linear(x).pow(self.power) * self.scale * self.mask
+
+
+MASKS = [torch.ones(())]
+
+BUILT_IN: dict[str, tuple[Callable[[], nn.Module], str, Any]] = {
+    "dropout": (lambda: nn.Dropout(0.5), "p", 0.1),
+    "layer norm": (lambda: nn.LayerNorm(4), "eps", 0.5),
+    "rms norm": (lambda: nn.RMSNorm(4), "eps", 0.5),
+    "batch norm": (lambda: nn.BatchNorm1d(4), "momentum", 0.5),
+    "gelu": (nn.GELU, "approximate", "tanh"),
+    "leaky relu": (nn.LeakyReLU, "negative_slope", 0.5),
+    "softmax": (lambda: nn.Softmax(0), "dim", 1),
+    "declared": (Scaled, "power", 3),
+}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("how", ["callable", "capture"])
+def test_a_constant_of_a_module_is_found(backend: str, device: torch.device, name: str, how: str) -> None:
+    make, attribute, value = BUILT_IN[name]
+    MASKS[0] = torch.ones(())
+    model, x = nn.Sequential(nn.Linear(4, 4), make()), torch.randn(3, 4)
+    graphed = (make_graphed_callables if how == "callable" else capture)(model, (x,), backend=backend)
+    before = getattr(model[1], attribute)
+    setattr(model[1], attribute, value)
+    with pytest.raises(StaleGraph, match=rf"{type(model[1]).__name__}\.{attribute} was {before!r} .* {value!r} now"):
+        graphed(x)
+    setattr(model[1], attribute, before)
+    graphed(x)  # put back: fits again
+
+
+def test_a_dropout_probability_does_not_matter_in_eval_mode(backend: str, device: torch.device) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval(), torch.randn(3, 4)
+    graphed = capture(model, (x,), backend=backend)
+    model[1].p, model[2].momentum = 0.1, 0.9
+    assert torch.equal(graphed(x), model(x))
+
+
+@pytest.mark.parametrize("how", ["callable", "capture", "method"])
+def test_a_tensor_in_a_plain_attribute_is_found(backend: str, device: torch.device, how: str) -> None:
+    MASKS[0] = torch.ones(())
+    model, x = Scaled(), torch.randn(3, 4)
+    target = model.forward if how == "method" else model
+    graphed = (make_graphed_callables if how == "callable" else capture)(target, (x,), backend=backend)
+    eager = copy.deepcopy(model)
+    model.scale.mul_(3)  # in place: followed
+    eager.scale.mul_(3)
+    assert torch.equal(graphed(x), eager(x))
+    kept, model.scale = model.scale, torch.full((4,), 5.0)
+    with pytest.raises(StaleGraph, match=r"Scaled\.scale was replaced"):
+        graphed(x)
+    model.scale = kept
+    assert torch.equal(graphed(x), eager(x))
+
+
+@pytest.mark.parametrize("how", ["callable", "capture"])
+def test_attributes_that_no_result_depends_on_may_change(backend: str, device: torch.device, how: str) -> None:
+    MASKS[0] = torch.ones(())
+    model, x = Scaled(), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    graphed = (make_graphed_callables if how == "callable" else capture)(model, (x,), backend=backend)
+    model.calls += 5
+    model.seconds = 1.5
+    model.last = torch.randn(3)
+    model.mask = torch.zeros(4)
+    model.note = "new"
+    model.linear.tokens_seen = 7
+    model.linear.in_features = 4.0
+    assert torch.equal(graphed(x), eager(x))
+
+
+# -- hooks added after capture ---------------------------------------------------------------------
+
+
+def _double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda m: m.register_forward_hook(_double),
+    "pre-forward": lambda m: m.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+    "backward": lambda m: m.register_full_backward_hook(lambda module, inputs, outputs: None),
+    "pre-backward": lambda m: m.register_full_backward_pre_hook(lambda module, outputs: None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("how", ["callable", "capture"])
+def test_a_hook_added_inside_a_graph_is_found(backend: str, device: torch.device, kind: str, how: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    graphed = (make_graphed_callables if how == "callable" else capture)(model, (x,), backend=backend)
+    handle = HOOKS[kind](model[0])
+    with pytest.raises(StaleGraph, match=r"hook .* was added to Linear since capture"):
+        graphed(x)
+    handle.remove()
+    assert torch.equal(graphed(x), eager(x))
+
+
+def test_a_hook_around_a_graph_runs(backend: str, device: torch.device) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    make_graphed_callables(model, (x,), backend=backend)
+    model.register_forward_hook(_double)
+    assert torch.equal(model(x), eager(x) * 2)
+
+
+def test_hooks_taken_off_and_put_on_again_are_the_same(backend: str, device: torch.device) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
+
+    def register() -> Any:
+        return model[0].register_forward_pre_hook(lambda module, args: None)
+
+    handle = register()
+    graphed = capture(model, (x,), backend=backend)
+    handle.remove()
+    register()
+    assert torch.equal(graphed(x), model(x))
+    model[0].register_forward_hook(_double)
+    with pytest.raises(StaleGraph, match="forward hook _double"):
+        graphed(x)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_tensor_hook_added_inside_a_captured_step_is_found(backend: str, device: torch.device, kind: str) -> None:
+    program, _, graphed = twins("sgd", True, backend=backend)
+    handle = getattr(program.model.last.weight, kind)(lambda gradient: None)
+    with pytest.raises(StaleGraph, match=r"tensor hook .* was added to Linear\.weight"):
+        graphed(torch.randn(3, 4))
+    handle.remove()
+    graphed(torch.randn(3, 4))
+
+
+# -- optimizers of the program's own ---------------------------------------------------------------
+
+
+class Sign(torch.optim.Optimizer):
+    """Keeps its rate and a tensor in plain attributes, and counts its steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.rate, self.decay, self.steps, self.tokens_seen = 0.1, torch.tensor(0.9), 0, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(self.decay).sub_(p.grad.sign() * self.rate)
+
+
+def signed(backend: str) -> tuple[Program, Program, Any]:
+    program = Program("sgd", True)
+    program.optimizer = Sign(program.model.parameters())
+    twin = copy.deepcopy(program)
+    twin.optimizer = Sign(twin.model.parameters())
+    return program, twin, capture(program.step, (torch.randn(3, 4),), backend=backend)
+
+
+def test_attributes_of_a_custom_optimizer(backend: str, device: torch.device) -> None:
+    program, twin, graphed = signed(backend)
+    run(program, graphed, twin)
+    program.optimizer.tokens_seen += 100
+    program.optimizer.steps += 1
+    program.optimizer.decay.fill_(0.8)
+    twin.optimizer.decay.fill_(0.8)
+    run(program, graphed, twin)
+    program.optimizer.rate = 0.5
+    with pytest.raises(StaleGraph, match=r"Sign\.rate was 0\.1 at capture and is 0\.5 now"):
+        graphed(torch.randn(3, 4))
+    program.optimizer.rate = 0.1
+    program.optimizer.decay = torch.tensor(0.5)
+    with pytest.raises(StaleGraph, match=r"Sign\.decay was replaced"):
+        graphed(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("change", ["appended", "removed", "replaced"])
+def test_parameters_of_a_group_changed_in_place(backend: str, device: torch.device, kind: str, change: str) -> None:
+    program, twin, graphed = twins(kind, True, backend=backend)
+    run(program, graphed, twin)
+    entries = program.optimizer.param_groups[0]["params"]
+    if change == "appended":
+        entries.append(nn.Parameter(torch.ones(3)))
+    elif change == "removed":
+        entries.pop()
+    else:
+        entries[0] = nn.Parameter(torch.ones_like(entries[0]))
+    with pytest.raises(StaleGraph, match=r"param_groups\[0\]\['params'\] has other entries"):
+        graphed(torch.randn(3, 4))
+
+
+def test_a_hook_added_to_an_optimizer_is_found(backend: str, device: torch.device) -> None:
+    program, twin, graphed = twins("sgd", True, backend=backend)
+    run(program, graphed, twin)
+    program.optimizer.register_step_post_hook(lambda *args: None)
+    with pytest.raises(StaleGraph, match=r"step post hook .* was added to SGD"):
+        graphed(torch.randn(3, 4))
+
+
 # -- gradients of a captured function --------------------------------------------------------------
 
 

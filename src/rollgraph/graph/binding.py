@@ -2,37 +2,37 @@
 
 A graph reads addresses. This file knows whether the program still means the same memory by them:
 a parameter re-pointed by `.data =`, replaced by `load_state_dict(assign=True)`, an optimizer state
-loaded anew or a learning rate changed is found at the next replay.
+loaded anew or a learning rate changed is found at the next replay. `slots.py` has the places it looks at.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, gt, itemgetter, le
+from operator import attrgetter, gt, is_, le
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollgraph.graph.census import Census
 from rollgraph.graph.errors import CaptureError, StaleGraph
-from rollgraph.graph.journal import Journal
+from rollgraph.graph.slots import HookPlace, Slot, code_of
 
-_training = itemgetter("training")
+_get = dict.get
 _requires_grad = attrgetter("requires_grad")
+_backward_hooks, _accumulate_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _data_ptr, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+_OBJECTS = (Tensor, dict, list, torch.nn.Module)  # compared by identity
 _OTHER_VIEW = "a parameter or buffer got another shape or other strides since capture (`.data = ...`?)"
-
-Slot = tuple[dict[Any, Any], Any, Any, str]  # container, key, what it held at capture, name
 
 
 class Binding:
     """Addresses and slots as they were at capture; `check` says what moved.
 
     Autograd itself leaves out the gradient of a parameter that was frozen since. `trained` are those whose
-    gradient it does not see.
+    gradient it does not see. `growing` are lists of modules: what is added to one would run. `hooks` are the places
+    where a new hook would run in the function, but not in a replay.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class Binding:
         slots: Sequence[Slot] = (),
         modules: Iterable[torch.nn.Module] = (),
         trained: Iterable[Tensor] = (),
+        growing: Iterable[torch.nn.Module] = (),
+        hooks: Sequence[HookPlace] = (),
     ) -> None:
-        self._names = {id(thing): name for _, _, thing, name in slots}
+        self._names = {id(slot.held): slot.name for slot in slots}
         self.tensors = self._tensors = list({id(t): t for t in tensors}.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         # Same address, other view: autograd finds another shape of what it trains, but not other strides.
@@ -55,18 +57,43 @@ class Binding:
         # Captured with gradients off, a graph has none to leave out.
         self._frozen = [t for t in self._sized if t.is_leaf] if torch.is_grad_enabled() else []
         self._trained = list(trained)
+        self._modules = [module.__dict__ for module in modules]
+        self._training = [attributes["training"] for attributes in self._modules]
+        self._growing = [(module._modules, set(module._modules), type(module).__name__) for module in growing]
+        self._remember_slots(slots)
+        self._remember_hooks(hooks)
+        self._more = any(
+            (self._sized, self._strided, self._frozen, self._trained, self._apart, self._lists, self._hooked)
+        )
+
+    def _remember_slots(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
-        containers = {id(container): container for container, _, _, _ in slots}
+        containers = {id(slot.container): slot.container for slot in slots if not slot.apart}
+        containers |= {id(container): container for container, _, _ in self._growing}
+        # One comparison for all of them: the same objects are equal without a look at their values.
         self._containers = list(containers.values())
         self._contents = [dict(container) for container in self._containers]
-        # One comparison for all of them: the same objects are equal without a look at their values. Numbers in
-        # tensors could be equal though the tensors are not the same.
-        self._numbers = [(c, k, t) for c, k, t, _ in slots if isinstance(t, Tensor) and t.numel() < 2]
-        self._modules = [module.__dict__ for module in modules]
-        self._training = list(map(_training, self._modules))
-        self._lists = [held for _, _, held, _ in slots if isinstance(held, list)]
-        self._lengths = list(map(len, self._lists))
-        self._more = any((self._sized, self._strided, self._numbers, self._frozen, self._trained, self._lists))
+        objects = [slot for slot in slots if isinstance(slot.held, _OBJECTS)]
+        plain = [slot for slot in slots if slot.apart and not isinstance(slot.held, _OBJECTS)]
+        self._owners = [*self._modules, *(slot.container for slot in plain)]
+        self._attributes = ["training"] * len(self._modules) + [slot.key for slot in plain]
+        self._values = [*self._training, *(slot.held for slot in plain)]
+        # By identity: numbers in tensors could be equal though the tensors are not the same.
+        apart = [slot for slot in objects if slot.apart or (isinstance(slot.held, Tensor) and slot.held.numel() < 2)]
+        self._apart = [slot.container for slot in apart]
+        self._keys = [slot.key for slot in apart]
+        self._held = [slot.held for slot in apart]
+        lists = [slot for slot in slots if isinstance(slot.held, list)]
+        self._lists = [slot.held for slot in lists]
+        self._entries = [list(slot.held) for slot in lists]
+        self._list_names = [slot.name for slot in lists]
+
+    def _remember_hooks(self, places: Sequence[HookPlace]) -> None:
+        self._hooks = places
+        self._empty = [place.hooks for place in places if not place.hooks]
+        self._hooked = [place.hooks for place in places if place.hooks]
+        self._hooks_then = [dict(hooks) for hooks in self._hooked]
+        self._known_hooks = {_identity(hook) for _, hook, _ in self._all_hooks()}
 
     def check(self) -> None:
         """Raise StaleGraph if a replay would read or write something else than the program means."""
@@ -79,10 +106,17 @@ class Binding:
                 self._check_slots()
         except (RuntimeError, ValueError):  # two tensors that are not the same were compared
             self._check_slots()
-        if list(map(_training, self._modules)) != self._training:
-            raise StaleGraph("a sub-module was switched between train() and eval() since capture")
+        if list(map(_get, self._owners, self._attributes)) != self._values:
+            self._check_attributes()
+        if any(self._empty):
+            self._check_hooks()
         if self._more:
             self._check_more()
+
+    def _check_attributes(self) -> None:
+        if [attributes["training"] for attributes in self._modules] != self._training:
+            raise StaleGraph("a sub-module was switched between train() and eval() since capture")
+        self._check_slots()
 
     def _check_more(self) -> None:
         """What most graphs have nothing of."""
@@ -91,12 +125,16 @@ class Binding:
             or list(map(Tensor.stride, self._strided)) != self._strides
         ):
             raise StaleGraph(_OTHER_VIEW)
-        if any(container.get(key) is not tensor for container, key, tensor in self._numbers):
-            self._check_slots()
         if any(map(_requires_grad, self._frozen)) or not all(map(_requires_grad, self._trained)):
             raise StaleGraph(self._requires_grad())
-        if list(map(len, self._lists)) != self._lengths:
-            raise StaleGraph("a parameter group was added to an optimizer since capture")
+        if self._apart and not all(map(is_, map(_get, self._apart, self._keys), self._held)):
+            self._check_slots()
+        if self._lists:
+            self._check_lists()
+        if self._hooked != self._hooks_then:
+            self._check_hooks()
+        if any(map(_backward_hooks, self._trained)) or any(map(_accumulate_hooks, self._trained)):
+            self._check_hooks()
 
     def _name(self, tensor: Tensor) -> str:
         return self._names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
@@ -110,11 +148,11 @@ class Binding:
         )
 
     def _check_slots(self) -> None:
-        for container, key, held, name in self._slots:
+        for container, key, held, name, _ in self._slots:
             found = container.get(key)
             if found is held:
                 continue
-            if not isinstance(held, (Tensor, dict, list, torch.nn.Module, type(None))):
+            if not isinstance(held, _OBJECTS) and not isinstance(found, _OBJECTS):
                 if type(found) is type(held) and found == held:
                     continue
                 raise StaleGraph(
@@ -123,51 +161,57 @@ class Binding:
             raise StaleGraph(
                 f"{name} was replaced by another object since capture (load_state_dict?): copy into it instead"
             )
+        for container, keys, name in self._growing:
+            added = [f"{key} ({type(container[key]).__name__})" for key in container if key not in keys]
+            if added:
+                raise StaleGraph(
+                    f"{', '.join(added[:3])} was added to a {name} since capture: a replay runs the modules that were "
+                    "there. Capture again"
+                )
+
+    def _check_lists(self) -> None:
+        try:
+            if self._lists == self._entries:
+                return
+        except (RuntimeError, ValueError):  # two tensors that are not the same were compared
+            pass
+        for held, entries, name in zip(self._lists, self._entries, self._list_names, strict=True):
+            if len(held) != len(entries) or any(map(_differ, held, entries)):
+                raise StaleGraph(
+                    f"{name} has other entries than at capture ({len(entries)} then, {len(held)} now): capture again"
+                )
+
+    def _check_hooks(self) -> None:
+        for kind, hook, owner in self._all_hooks():
+            if _identity(hook) not in self._known_hooks:
+                name = getattr(hook, "__qualname__", None) or type(hook).__name__
+                raise StaleGraph(
+                    f"the {kind} {name} was added to {owner} since capture, and a replay does not run it: capture "
+                    "again, or add it to the module that is graphed or to its GraphHooks"
+                )
+
+    def _all_hooks(self) -> Iterator[tuple[str, Any, str]]:
+        """(kind, function, owner) of the hooks there are now."""
+        for place in self._hooks:
+            for hook in place.hooks.values():
+                yield place.kind, hook, place.owner
+        for tensor in self._trained:
+            for hooks in (_backward_hooks, _accumulate_hooks):
+                for hook in (hooks(tensor) or {}).values():
+                    yield "tensor hook", hook, self._name(tensor)
 
     def _requires_grad(self) -> str:
         changed = [t for t in self._frozen if t.requires_grad] + [t for t in self._trained if not t.requires_grad]
         return f"requires_grad of {', '.join(map(self._name, changed[:3]))} changed since capture"
 
 
-def module_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
-    """Where the modules keep their parameters, buffers and children, empty places included."""
-    return [
-        (container, key, held, f"{type(module).__name__}.{key}")
-        for module in modules
-        for container in (module._parameters, module._buffers, module._modules)
-        for key, held in container.items()
-    ]
+def _identity(hook: Any) -> Any:
+    """The same for each registration of one function, as hooks are taken off and put on again."""
+    return code_of(hook) or id(hook)
 
 
-def holders_of(tensors: Iterable[Tensor], modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The modules that keep one of the tensors."""
-    ids = set(map(id, tensors))
-    return [m for m in modules if any(id(t) in ids for d in (m._parameters, m._buffers) for t in d.values())]
-
-
-def optimizer_slots(census: Census, journal: Journal) -> list[Slot]:
-    """State and hyper-parameters of the optimizers that stepped while the journal watched."""
-    slots: list[Slot] = []
-    for optimizer in census.optimizers:
-        stepped = [p for p in optimizer.state if any(map(journal.wrote, _tensors(optimizer.state[p])))]
-        updated = [p for group in optimizer.param_groups for p in group["params"] if journal.wrote(p)]
-        if not stepped and not updated:
-            continue
-        name = type(optimizer).__name__
-        if stepped:
-            slots.append((optimizer.__dict__, "state", optimizer.state, f"the state of {name}"))
-        for parameter in stepped:
-            state = optimizer.state[parameter]
-            slots.append((optimizer.state, parameter, state, f"the state of {name}"))
-            slots += [(state, key, value, f"{name} state {key!r}") for key, value in state.items()]
-        slots.append((optimizer.__dict__, "param_groups", optimizer.param_groups, f"{name}.param_groups"))
-        for index, group in enumerate(optimizer.param_groups):
-            slots += [(group, key, value, f"{name}.param_groups[{index}][{key!r}]") for key, value in group.items()]
-    return slots
-
-
-def _tensors(state: dict[Any, Any]) -> Iterable[Tensor]:
-    return (value for value in state.values() if isinstance(value, Tensor))
+def _differ(now: Any, then: Any) -> bool:
+    return now is not then and (isinstance(then, Tensor) or now != then)
 
 
 @dataclass

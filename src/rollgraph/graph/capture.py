@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rollgraph.graph.backend import Backend, CudaBackend, EagerBackend, Recording, Sentry, capture_errors
-from rollgraph.graph.binding import Binding, BoundGradients, holders_of, module_slots, optimizer_slots
+from rollgraph.graph.binding import Binding, BoundGradients
 from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard, check_guards
@@ -25,6 +25,15 @@ from rollgraph.graph.leaves import leaves_behind
 from rollgraph.graph.lending import LentTensors
 from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
 from rollgraph.graph.report import GraphRecord
+from rollgraph.graph.slots import (
+    growing,
+    holders_of,
+    hook_places,
+    lists_gone_through,
+    optimizer_slots,
+    slots_of,
+    stepped_optimizers,
+)
 from rollgraph.graph.surface import Overtaken, Span, StaticTensors, Surface, own_copy, same_constant
 from rollgraph.graph.tape import Recorder, TapeBackend
 from rollgraph.graph.watch import watching
@@ -358,8 +367,17 @@ class GraphedFunction(Captured, Generic[P, R]):
         census, given = transaction.census, set(map(id, statics.tensors))
         tensors = [t for t in (*recording.external, *gradients.leaves) if id(t) not in given]
         modules = bound_modules(self.target, self._called, tensors, census)
-        slots = module_slots(modules) + optimizer_slots(census, transaction.journal)
-        return Binding(tensors, slots, modules, trained=gradients.leaves)
+        optimizers = stepped_optimizers(census, transaction.journal)
+        owner = getattr(self.target, "__self__", None)
+        slots = slots_of(modules, self._called, tensors, owners=[owner, *optimizers])
+        return Binding(
+            tensors,
+            slots + optimizer_slots(optimizers, transaction.journal),
+            modules,
+            trained=gradients.leaves,
+            growing=growing(modules, self._called),
+            hooks=hook_places(self._called.values(), optimizers),
+        )
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, Sequence[Tensor]]:
         """The variant that fits the call; the newest one's difference if none does."""
@@ -509,6 +527,8 @@ def bound_modules(
     found = dict(called)
     if isinstance(target, torch.nn.Module):
         found.update((id(module), module) for module in target.modules())
+    else:
+        found.update((id(module), module) for module in lists_gone_through(called, census.modules))
     found.update((id(module), module) for module in holders_of(tensors, census.modules))
     for module in found.values():
         if isinstance(module, torch.jit.ScriptModule):

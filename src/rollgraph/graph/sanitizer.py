@@ -36,7 +36,8 @@ from rollgraph.graph.errors import (
 from rollgraph.graph.findings import Finding, Findings
 from rollgraph.graph.journal import tensors_in
 from rollgraph.graph.lent_outputs import LentOutputs
-from rollgraph.graph.snapshot import Snapshot, code_of, definition_of, hooks_inside, short
+from rollgraph.graph.slots import code_of
+from rollgraph.graph.snapshot import Snapshot, definition_of, hooks_inside, short
 from rollgraph.graph.watch import watching
 from rollgraph.graph.watched import PYTHON_RANDOM, Doubt, WatchedBackend, WatchedRecording
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
-from rollgraph.graph.binding import Binding, module_slots
+from rollgraph.graph.binding import Binding
 from rollgraph.graph.capture import (
     OutputTree,
     Writes,
@@ -38,6 +38,7 @@ from rollgraph.graph.lending import LentTensors, side_by_side
 from rollgraph.graph.pool import FOREVER, Arena
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule
+from rollgraph.graph.slots import growing, hook_places, slots_of
 from rollgraph.graph.surface import Overtaken, StaticTensors, Surface, TensorSpec
 from rollgraph.graph.versions import SavedVersions
 
@@ -311,7 +312,14 @@ class Segment:
         if self.spec.module is not None:
             tensors += [*self.spec.module.parameters(), *self.spec.module.buffers()]
         buffered = [p for p in self.parameters if p in buffers]
-        self.binding = Binding([*tensors, *buffers.values()], module_slots(modules), modules, trained=buffered)
+        self.binding = Binding(
+            [*tensors, *buffers.values()],
+            slots_of(modules, self._called, tensors, owners=[getattr(self.spec.target, "__self__", None)]),
+            modules,
+            trained=buffered,
+            growing=growing(modules, self._called),
+            hooks=hook_places(self._called.values()),
+        )
 
     def _nameable(self) -> dict[str, Tensor]:
         """What the program can change between forward and backward: tensors from outside, and the outputs."""

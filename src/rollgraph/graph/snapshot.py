@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import linecache
 import sys
 import weakref
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from rollgraph.graph.errors import Location
 from rollgraph.graph.holders import held_by_program
 from rollgraph.graph.names import Names
+from rollgraph.graph.slots import code_of
 
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_hooks")
@@ -103,11 +103,6 @@ def hooks_inside(around: Any, called: Sequence[nn.Module], read: Iterable[Tensor
             for kind in _TENSOR_HOOKS if leaf.requires_grad else ():
                 for hook in (getattr(leaf, kind, None) or {}).values():
                     yield names.get(id(leaf), "a tensor"), "tensor hook", hook
-
-
-def code_of(hook: Any) -> Any:
-    hook = inspect.unwrap(getattr(hook, "__func__", getattr(hook, "func", hook)))
-    return getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
 
 
 def definition_of(hook: Any, path: str) -> Location:

@@ -44,10 +44,17 @@ class Value:
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+    conjugate: bool  # read as the conjugate, or the negative, of what lies there
+    negative: bool
 
     def over(self, storage: torch.UntypedStorage) -> Tensor:
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        tensor = empty.set_(storage, self.offset, self.size, self.stride)
+        if self.conjugate:
+            tensor = torch._conj(tensor)
+        if self.negative:
+            tensor = torch._neg_view(tensor)
+        return tensor
 
 
 class RngMark:
@@ -162,8 +169,6 @@ class Recorder(TorchDispatchMode):
             self.external[register] = tensor if tensor.is_leaf else tensor.detach()
             return register
         # Another tensor object over memory of this recording: autograd unpacked a saved tensor.
-        if tensor.is_conj() or tensor.is_neg():
-            raise CaptureError(f"a conjugate or negative view at {here()} cannot be recorded")
         base, value = Register(self._first_in[storage._cdata]), self.values[register]
         self.entries.append(Entry(_alias, (base, value), {}, [register], sequence=False, keep=False))
         return register
@@ -269,7 +274,15 @@ class _InGradMode:
 
 
 def _value(tensor: Tensor, storage: torch.UntypedStorage) -> Value:
-    return Value(storage._cdata, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+    return Value(
+        storage=storage._cdata,
+        dtype=tensor.dtype,
+        offset=int(tensor.storage_offset()),
+        size=tensor.size(),
+        stride=tensor.stride(),
+        conjugate=tensor.is_conj(),
+        negative=tensor.is_neg(),
+    )
 
 
 def _state(generator: torch.Generator) -> bytes:

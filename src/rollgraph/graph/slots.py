@@ -1,0 +1,267 @@
+"""Slots: the places where a program keeps what a graph was captured with, found and named at capture.
+
+Parameters, buffers and children of modules, constants of built-in modules, tensors in plain attributes,
+state and hyper-parameters of optimizers, and the dictionaries that hooks are registered in. `binding.py`
+compares them before each replay, so nothing belongs here that a correct program changes between replays.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rollgraph.graph.census import Census
+from rollgraph.graph.journal import Journal
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, tuple})
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# What built-in modules tell about the shapes of their weights. Their forward looks at the weights.
+_DESCRIPTIONS = frozenset({
+    "training", "in_features", "in1_features", "in2_features", "out_features", "in_channels", "out_channels",
+    "num_features", "num_channels", "num_embeddings", "embedding_dim", "input_size", "hidden_size", "embed_dim", "kdim",
+    "vdim", "head_dim", "normalized_shape", "affine", "elementwise_affine", "transposed",
+})  # fmt: skip
+# What built-in modules do not look at in eval mode.
+_FOR_TRAINING: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.modules.dropout._DropoutNd, "p"),
+    (nn.modules.batchnorm._NormBase, "momentum"),
+    (nn.MultiheadAttention, "dropout"),
+    (nn.RNNBase, "dropout"),
+    (nn.RReLU, "lower"),
+    (nn.RReLU, "upper"),
+)
+
+
+class Slot(NamedTuple):
+    """One place, and what it held at capture."""
+
+    container: dict[Any, Any]
+    key: Any
+    held: Any
+    name: str
+    apart: bool = False  # the container has other entries, which may change
+
+
+class HookPlace(NamedTuple):
+    """Where the hooks of one kind of one module or optimizer are."""
+
+    hooks: Mapping[Any, Any]
+    kind: str
+    owner: str
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def slots_of(
+    modules: Sequence[nn.Module], called: Mapping[int, nn.Module], read: Sequence[Tensor], owners: Iterable[Any] = ()
+) -> list[Slot]:
+    """All slots but those of optimizers. `owners` are other objects that may keep a tensor that was read."""
+    return [
+        *module_slots(modules),
+        *entry_slots(called),
+        *constant_slots(called.values()),
+        *tensor_slots([*modules, *owners], read),
+    ]
+
+
+def module_slots(modules: Iterable[nn.Module]) -> list[Slot]:
+    """Where the modules keep their parameters, buffers and children, empty places included."""
+    return [
+        Slot(container, key, held, f"{type(module).__name__}.{key}")
+        for module in modules
+        for container in (module._parameters, module._buffers, module._modules)
+        for key, held in container.items()
+    ]
+
+
+def holders_of(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that keep one of the tensors."""
+    ids = set(map(id, tensors))
+    return [m for m in modules if any(id(t) in ids for d in (m._parameters, m._buffers) for t in d.values())]
+
+
+def constant_slots(called: Iterable[nn.Module]) -> Iterator[Slot]:
+    """Plain attributes that decide what a module computes: those of built-in ones, and declared `__constants__`.
+
+    Other attributes of a class of the program may be counters or caches: whether a result depends on one is not known.
+    """
+    for module in called:
+        attributes = vars(module)
+        unused = {name for kind, name in _FOR_TRAINING if isinstance(module, kind) and not module.training}
+        names: Iterable[str] = getattr(module, "__constants__", ())
+        if type(module).__module__.startswith("torch.nn.modules."):
+            names = [name for name in attributes if not name.startswith("_")]
+        for name in names:
+            if name in _DESCRIPTIONS or name in unused or type(attributes.get(name, module)) not in _PLAIN:
+                continue
+            yield Slot(attributes, name, attributes[name], f"{type(module).__name__}.{name}", apart=True)
+
+
+def tensor_slots(owners: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[Slot]:
+    """Plain attributes that hold one of the tensors, unless the owner's `forward` assigns them."""
+    ids = set(map(id, tensors))
+    for owner in owners:
+        attributes = {} if isinstance(owner, ModuleType) else getattr(owner, "__dict__", {})
+        for name, value in attributes.items():
+            if not isinstance(value, Tensor) or id(value) not in ids:
+                continue
+            if name not in _assigned(getattr(owner, "forward", None)):
+                yield Slot(attributes, name, value, f"{type(owner).__name__}.{name}", apart=True)
+
+
+# -- lists of modules ------------------------------------------------------------------------------
+
+
+def lists_gone_through(called: Mapping[int, nn.Module], alive: Iterable[nn.Module]) -> list[nn.Module]:
+    """Lists and dictionaries of modules all of whose entries were called. Nobody calls the list itself."""
+    longer = [m for m in alive if isinstance(m, _LISTS) and len(m._modules) > 1]
+    found: list[nn.Module] = [m for m in longer if _gone_through(m, called)]
+    found += [m for m in _lists_below(called) if _gone_through(m, called) or not m._modules]
+    return list({id(m): m for m in found}.values())
+
+
+def entry_slots(called: Mapping[int, nn.Module]) -> Iterator[Slot]:
+    """The entries that were called of a list that was not gone through, below a module that was called."""
+    for module in _lists_below(called):
+        for key, entry in module._modules.items():
+            if entry is not None and _gone_through(entry, called):
+                yield Slot(module._modules, key, entry, f"{type(module).__name__}.{key}", apart=True)
+
+
+def growing(modules: Sequence[nn.Module], called: Mapping[int, nn.Module]) -> list[nn.Module]:
+    """The lists and dictionaries of modules whose new entries would run: those that were gone through.
+
+    An empty one counts if the `forward` of the module that has it names it.
+    """
+    lists = [m for m in modules if isinstance(m, _LISTS)]
+    found: list[nn.Module] = [m for m in lists if _gone_through(m, called)]
+    for empty in (m for m in lists if not m._modules):
+        keys = [(parent, key) for parent in modules for key, child in parent._modules.items() if child is empty]
+        if any(key in _names(parent.forward) for parent, key in keys):
+            found.append(empty)
+    return found
+
+
+def _lists_below(called: Mapping[int, nn.Module]) -> Iterator[nn.Module]:
+    pending = list(called.values())
+    while pending:
+        for child in pending.pop()._modules.values():
+            if isinstance(child, _LISTS) and id(child) not in called:
+                yield child
+                pending.append(child)
+
+
+def _gone_through(module: nn.Module, called: Mapping[int, nn.Module]) -> bool:
+    """It was called or, where it is a list, all of its entries were."""
+    if id(module) in called:
+        return True
+    entries = module._modules.values() if isinstance(module, _LISTS) else ()
+    return bool(entries) and all(entry is not None and _gone_through(entry, called) for entry in entries)
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def stepped_optimizers(census: Census, journal: Journal) -> list[torch.optim.Optimizer]:
+    """The optimizers that stepped while the journal watched."""
+    return [o for o in census.optimizers if _with_written_state(o, journal) or _writes_parameters(o, journal)]
+
+
+def optimizer_slots(optimizers: Iterable[torch.optim.Optimizer], journal: Journal) -> list[Slot]:
+    """State, hyper-parameters, and the attributes that a class of the program reads in its own code."""
+    slots: list[Slot] = []
+    for optimizer in optimizers:
+        name, attributes = type(optimizer).__name__, vars(optimizer)
+        stepped = _with_written_state(optimizer, journal)
+        if stepped:
+            slots.append(Slot(attributes, "state", optimizer.state, f"the state of {name}", apart=True))
+        for parameter in stepped:
+            state = optimizer.state[parameter]
+            slots.append(Slot(optimizer.state, parameter, state, f"the state of {name}"))
+            slots += [Slot(state, key, value, f"{name} state {key!r}") for key, value in state.items()]
+        slots.append(Slot(attributes, "param_groups", optimizer.param_groups, f"{name}.param_groups", apart=True))
+        for index, group in enumerate(optimizer.param_groups):
+            slots += [Slot(group, key, value, f"{name}.param_groups[{index}][{key!r}]") for key, value in group.items()]
+        slots += [
+            Slot(attributes, key, attributes[key], f"{name}.{key}", apart=True)
+            for key in sorted(_read_by_class(type(optimizer)))
+            if type(attributes.get(key, optimizer)) in _PLAIN
+        ]
+    return slots
+
+
+def _with_written_state(optimizer: torch.optim.Optimizer, journal: Journal) -> list[Any]:
+    return [p for p, state in optimizer.state.items() if any(map(journal.wrote, _tensors(state)))]
+
+
+def _writes_parameters(optimizer: torch.optim.Optimizer, journal: Journal) -> bool:
+    return any(journal.wrote(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _tensors(state: dict[Any, Any]) -> Iterator[Tensor]:
+    return (value for value in state.values() if isinstance(value, Tensor))
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def hook_places(called: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> list[HookPlace]:
+    """Where hooks are that would run inside a graph's function, and do not run in its replay."""
+    kinds = _MODULE_HOOKS if torch.is_grad_enabled() else _MODULE_HOOKS[:2]
+    owners = [(owner, kinds) for owner in called] + [(owner, _OPTIMIZER_HOOKS) for owner in optimizers]
+    return [
+        HookPlace(vars(owner)[kind], kind.strip("_").removesuffix("s").replace("_", " "), type(owner).__name__)
+        for owner, kinds in owners
+        for kind in kinds
+        if kind in vars(owner)
+    ]
+
+
+def code_of(hook: Any) -> Any:
+    """A function's code: another registration of the same function has the same."""
+    hook = inspect.unwrap(getattr(hook, "__func__", getattr(hook, "func", hook)))
+    return getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
+
+
+# -- what code does with names ---------------------------------------------------------------------
+
+
+def _read_by_class(kind: type) -> set[str]:
+    """Names of attributes that the code of a class reads and does not assign; PyTorch's own classes left out."""
+    read: set[str] = set()
+    assigned: set[str] = set()
+    for base in kind.__mro__:
+        if base is object or base.__module__.startswith("torch."):
+            continue
+        methods = [method for name, method in vars(base).items() if name != "__init__"]
+        read = read.union(*map(_names, methods))
+        assigned = assigned.union(*map(_assigned, methods))
+    return read - assigned
+
+
+def _codes(function: Any) -> list[CodeType]:
+    """A function's code and that of the functions written inside it."""
+    code = code_of(function) if callable(function) else None
+    pending = [code] if isinstance(code, CodeType) else []
+    for found in pending:
+        pending += [constant for constant in found.co_consts if isinstance(constant, CodeType)]
+    return pending
+
+
+def _names(function: Any) -> set[str]:
+    """Attributes and globals that a function uses."""
+    return {name for code in _codes(function) for name in code.co_names}
+
+
+def _assigned(function: Any) -> set[str]:
+    instructions = [i for code in _codes(function) for i in dis.get_instructions(code)]
+    return {i.argval for i in instructions if i.opname in ("STORE_ATTR", "DELETE_ATTR")}
