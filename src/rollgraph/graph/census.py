@@ -120,7 +120,7 @@ class Census:
         for thing in _live_objects.find():
             kind = type(thing)
             if issubclass(kind, Tensor):
-                if _is_trainable_leaf(thing):
+                if _is_leaf(thing) and thing.requires_grad:
                     leaves[id(thing)] = thing
             elif issubclass(kind, torch.optim.Optimizer):
                 self.optimizers.append(thing)
@@ -137,9 +137,9 @@ class Census:
         self.leaves = list(leaves.values())
 
 
-def _is_trainable_leaf(tensor: Tensor) -> bool:
+def _is_leaf(tensor: Tensor) -> bool:
     try:
-        return tensor.requires_grad and tensor.is_leaf
+        return tensor.is_leaf
     except RuntimeError:  # a view that autograd has given up on is nobody's parameter
         return False
 
@@ -170,7 +170,7 @@ class PythonState:
         ]
         tensors = {id(t): t for _, _, saved in self._slots for t in saved.values() if t is not None}
         self._memory = [(t, t.data_ptr(), t.detach()) for t in tensors.values() if t.layout is torch.strided]
-        self._requires_grad = [(t, t.requires_grad) for t in (*census.leaves, *tensors.values()) if t.is_leaf]
+        self._requires_grad = [(t, t.requires_grad) for t in (*census.leaves, *tensors.values()) if _is_leaf(t)]
         self._numbers = [
             (type(optimizer).__name__, state, dict(state))
             for optimizer in census.optimizers
@@ -205,7 +205,7 @@ class PythonState:
                 current.clear()
                 current.update(saved)
         for tensor, requires_grad in self._requires_grad:
-            if tensor.requires_grad != requires_grad and tensor.is_leaf:
+            if tensor.requires_grad != requires_grad and _is_leaf(tensor):
                 tensor.requires_grad_(requires_grad)
 
     def restore_slots(self) -> None:
