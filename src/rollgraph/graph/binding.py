@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from rollgraph.graph.errors import CaptureError, StaleGraph
 from rollgraph.graph.slots import HookPlace, Slot, code_of
@@ -62,9 +63,7 @@ class Binding:
         self._growing = [(module._modules, set(module._modules), type(module).__name__) for module in growing]
         self._remember_slots(slots)
         self._remember_hooks(hooks)
-        self._more = any(
-            (self._sized, self._strided, self._frozen, self._trained, self._apart, self._lists, self._hooked)
-        )
+        self._more = any((self._sized, self._strided, self._frozen, self._trained, self._apart, self._lists))
 
     def _remember_slots(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
@@ -90,9 +89,7 @@ class Binding:
 
     def _remember_hooks(self, places: Sequence[HookPlace]) -> None:
         self._hooks = places
-        self._empty = [place.hooks for place in places if not place.hooks]
-        self._hooked = [place.hooks for place in places if place.hooks]
-        self._hooks_then = [dict(hooks) for hooks in self._hooked]
+        self._hooks_added = RemovableHandle.next_id  # of every hook in the process, by which a new one is noticed
         self._known_hooks = {_identity(hook) for _, hook, _ in self._all_hooks()}
 
     def check(self) -> None:
@@ -108,8 +105,9 @@ class Binding:
             self._check_slots()
         if list(map(_get, self._owners, self._attributes)) != self._values:
             self._check_attributes()
-        if any(self._empty):
+        if RemovableHandle.next_id != self._hooks_added:
             self._check_hooks()
+            self._hooks_added = RemovableHandle.next_id
         if self._more:
             self._check_more()
 
@@ -131,10 +129,6 @@ class Binding:
             self._check_slots()
         if self._lists:
             self._check_lists()
-        if self._hooked != self._hooks_then:
-            self._check_hooks()
-        if any(map(_backward_hooks, self._trained)) or any(map(_accumulate_hooks, self._trained)):
-            self._check_hooks()
 
     def _name(self, tensor: Tensor) -> str:
         return self._names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")

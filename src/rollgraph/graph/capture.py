@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident as _thread
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -147,6 +149,12 @@ class Variant:
     differentiable: list[bool] = field(default_factory=list)  # inputs that may require grad: none leaves through them
     overtaken: Overtaken = field(default_factory=lambda: Overtaken((), ()))
     lender: LentTensors | None = None
+
+    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        self.gradients.enter()
+        tensors = self.recording.replay(inputs)
+        self.gradients.leave()
+        return tensors
 
     def release(self) -> None:
         self.recording.release()
@@ -408,18 +416,16 @@ class GraphedFunction(Captured, Generic[P, R]):
         return variant
 
     def _replay(self, variant: Variant, inputs: Sequence[Tensor]) -> R:
-        def replay() -> list[Tensor]:
-            variant.gradients.enter()
-            tensors = variant.recording.replay(inputs)
-            variant.gradients.leave()
-            return [tensor for tensor in tensors if tensor is not None]
-
-        if self._backend.records:
-            with torch.no_grad(), variant.arena.lock:
-                variant.arena.admit(variant.capture, self.name)
-                tensors = variant.arena.lend(replay)
+        arena = variant.arena
+        if not self._backend.records:
+            tensors = [tensor.detach() for tensor in variant.replay(inputs) if tensor is not None]
         else:
-            tensors = [tensor.detach() for tensor in replay()]
+            with torch.no_grad(), arena.lock:
+                arena.admit(variant.capture, self.name)
+                if arena.borrower != _thread() and arena.held_elsewhere():
+                    tensors = arena.replay_beside(partial(variant.replay, inputs))
+                else:
+                    tensors = [tensor.detach() for tensor in variant.replay(inputs) if tensor is not None]
         self._count_run()
         assert variant.outputs is not None
         if variant.outputs.differentiable:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import ref
 
 import torch
@@ -97,24 +97,21 @@ class Arena:
             self.borrower = me
         return held
 
-    def lend(self, replay: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-        """Run a replay and hand out its outputs: aliases, or copies if another thread must not lose what it holds."""
+    def replay_beside(self, replay: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:
+        """Run a replay whose outputs leave as copies, so that another thread does not lose what it holds."""
         held = self.held_elsewhere()
-        if not held:
-            return [tensor.detach() for tensor in replay()]
         values = [lender.values() for lender in held]
-        outputs = copies(replay())
+        outputs = copies([tensor for tensor in replay() if tensor is not None])
         for lender, value in zip(held, values, strict=True):
             lender.restore(value)
         return outputs
 
-    def claim(self, graph: str) -> None:
-        """The same for a forward whose backward needs its outputs as they are: no other thread may hold any."""
-        if self.borrower != _thread() and self.held_elsewhere():
-            raise MemoryInUse(
-                f"graph {graph!r} was called in another thread before, where an output is still held: training would "
-                "overwrite it. Keep a clone of it there, or capture a graph for each thread"
-            )
+    def refuse_thread(self, graph: str) -> NoReturn:
+        """A forward whose backward needs its outputs as they are has nobody to share them with."""
+        raise MemoryInUse(
+            f"graph {graph!r} was called in another thread before, where an output is still held: training would "
+            "overwrite it. Keep a clone of it there, or capture a graph for each thread"
+        )
 
     # -- open intervals --------------------------------------------------------------------------
 

@@ -429,14 +429,13 @@ class Segment:
         return call_boundary
 
     def _replay_forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        def replay() -> list[Tensor]:
-            self.arena.admit(self.forward_number, self.spec.name)
-            return [tensor for tensor in self.forward.replay(inputs) if tensor is not None]
-
-        if not self.spec.backend.records:
-            return [tensor.detach() for tensor in replay()]
+        arena, forward = self.arena, self.forward_number
         with self._lock:
-            return self.arena.lend(replay)
+            if not arena.low < forward < arena.high:
+                arena.admit(forward, self.spec.name)
+            if arena.borrower != _thread() and arena.held_elsewhere():
+                return arena.replay_beside(partial(self.forward.replay, inputs))
+            return [tensor.detach() for tensor in self.forward.replay(inputs) if tensor is not None]
 
     def _make_boundary(self) -> Callable[..., Any]:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
@@ -450,8 +449,8 @@ class Segment:
             @staticmethod
             def forward(ctx: Any, *tensors: Tensor) -> Any:
                 with lock:
-                    if arena.borrower != _thread():
-                        arena.claim(name)
+                    if arena.borrower != _thread() and arena.held_elsewhere():
+                        arena.refuse_thread(name)
                     if not arena.low < forward < arena.high:
                         arena.admit(forward, name)
                     outputs = replay(tensors[:inputs])
