@@ -268,9 +268,10 @@ def test_a_reward_too_large_to_learn_from_costs_itself(functions: str) -> None:
     assert values == [0.5, *[-1.0] * 7, 1e15, 1.0]
     assert rewards.failures == {"too_large": 7}
     assert rewards.messages["too_large"] == "huge: 1e+154 is beyond 1e+15 (a sample of prompt 7)"
-    batch = load_algorithm("grpo").make_batch(samples)
-    assert all(math.isfinite(value) for value in batch.metrics.values())
-    assert any(sample.advantages[0] for sample in batch.samples)
+    for name, settings in (("grpo", {}), ("rloo", {}), ("dr_grpo", {"max_tokens": 4}), ("reinforce_pp", {})):
+        batch = load_algorithm(name, settings).make_batch(samples)
+        assert all(math.isfinite(value) for value in batch.metrics.values())
+        assert any(sample.advantages[0] for sample in batch.samples)
 
 
 def test_a_sum_too_large_to_learn_from_costs_its_sample(functions: str) -> None:
