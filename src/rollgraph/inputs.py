@@ -43,6 +43,7 @@ class Inputs:
     rewards: RewardFunctions
     data: PromptData
     validation: list[Prompt]
+    left_out: int  # prompts of the held-out file that are no part of `validation`
     demonstrations: list[Row]  # of the warm start
 
 
@@ -79,7 +80,18 @@ def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inpu
         undo.pop_all()
     validation = [prompt for _ in range(len(held_out)) for prompt in held_out.next_prompts()] if held_out else []
     return Inputs(
-        scopes, tokenizer, algorithm, environment, examiner, sampling, limits, rewards, data, validation, demonstrations
+        scopes=scopes,
+        tokenizer=tokenizer,
+        algorithm=algorithm,
+        environment=environment,
+        examiner=examiner,
+        sampling=sampling,
+        limits=limits,
+        rewards=rewards,
+        data=data,
+        validation=validation,
+        left_out=held_out.dropped if held_out else 0,
+        demonstrations=demonstrations,
     )
 
 
