@@ -164,12 +164,19 @@ def test_what_rewards_print_is_not_in_the_answer_of_eval(folder: Path, capfd: py
         "    ctypes.CDLL(None).puts(b'from C')\n"
         "    return [1.0] * len(completions)\n"
     )
+    held_out = (folder / "held_out.jsonl").read_text()
+    (folder / "held_out.jsonl").write_text('{"prompt": "longer than others"}\n' + held_out)
     for workers in (0, 1):
         capfd.readouterr()
-        options = [f"reward.functions=[{{name: '{folder / 'loud.py'}:f'}}]", f"reward.workers={workers}"]
+        options = [
+            "data.too_long=drop",
+            f"reward.functions=[{{name: '{folder / 'loud.py'}:f'}}]",
+            f"reward.workers={workers}",
+        ]
         assert main(["eval", str(path), f"data.validation={folder / 'held_out.jsonl'}", *options]) == 0
         found = capfd.readouterr()
-        assert json.loads(found.out)["validation/reward"] == 1.0
+        values = json.loads(found.out)
+        assert (values["validation/reward"], values["validation/dropped_prompts"]) == (1.0, 1.0)
         for said in ("while loading", "in a call", "to the descriptor"):
             assert said in found.err
 

@@ -230,9 +230,10 @@ def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) ->
             completion = row.columns.get("completion")
             if not isinstance(row.prompt, str) or not isinstance(completion, str):
                 raise DataError(f"{row.place}: a warm start needs `prompt` and `completion`, both text")
-            if len(row.prompt.encode()) + len(completion.encode()) + 3 <= most:
-                continue  # a token has a byte or more, apart from those that begin and end a text
-            count = len(tokenizer.encode(row.prompt)) + len(tokenizer.encode(completion, special=False)) + 1
+            try:
+                count = len(tokenizer.encode(row.prompt)) + len(tokenizer.encode(completion, special=False)) + 1
+            except ValueError as error:
+                raise DataError(f"{row.place}: {error}") from error
             if count > most:
                 raise DataError(f"{row.place}: {count} tokens, and a sequence of this run has {most} at most")
     return rows

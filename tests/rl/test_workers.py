@@ -212,8 +212,11 @@ def test_a_signal_to_all_processes_of_a_job_costs_no_result(calls: WorkerPool, t
     thread.start()
     assert calls.run([("needs_a_child",)]) == [1.0]
     thread.join()
-    os.kill(pid, signal.SIGTERM)
-    os.kill(pid, signal.SIGINT)
+    keeper = calls._workers[0]._process
+    assert keeper is not None
+    for process in (pid, keeper.pid):
+        os.kill(process, signal.SIGTERM)
+        os.kill(process, signal.SIGINT)
     assert calls.run([("square", 3)]) == [9]
     assert calls._workers[0].pid == pid
 

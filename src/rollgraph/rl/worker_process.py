@@ -189,10 +189,9 @@ def _collect(worker: int) -> int | None:
 def _end_all(worker: int, status: int | None) -> int:
     """Kill until nobody is left: children of who was killed become the keeper's, and are killed in their turn."""
     limit = time.monotonic() + _END_SECONDS
+    with suppress(OSError):
+        os.killpg(worker, signal.SIGKILL)
     while time.monotonic() < limit:
-        if status is None:  # until it has been collected, no other process can have its number
-            with suppress(OSError):
-                os.killpg(worker, signal.SIGKILL)
         for child in _find_children():
             with suppress(OSError):
                 os.kill(child, signal.SIGKILL)
@@ -245,7 +244,8 @@ def serve(descriptor: int, path: list[str]) -> NoReturn:
     connection.set_inheritable(False)  # programs that a call starts do not have it
     signalled = _outlive_stop_signals()
     os.register_at_fork(after_in_child=lambda: _be_forked(connection))  # nor do processes that it forks
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with suppress(AttributeError):  # there is none if the pool's process has none
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     messages = _receive(connection)
     factory, arguments = pickle.loads(next(messages))
     calls: SimpleQueue[tuple[int, tuple[Any, ...]]] = SimpleQueue()

@@ -155,6 +155,10 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C in a terminal is not for it
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
+        except BaseException:
+            ours.close()
+            self.ask_to_end()  # nobody, but the descriptor is closed
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             theirs.close()
