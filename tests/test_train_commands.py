@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,28 @@ def test_a_reward_too_large_is_counted_and_the_run_goes_on(folder: Path, capsys:
         assert all(math.isfinite(value) for value in line.values())
     found = capsys.readouterr()
     assert "f: 1e+200 is beyond 1e+15 (a sample of prompt " in found.out + found.err
+
+
+def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As schedulers send it: a step is trained on its rewards, not on those of workers that have died."""
+    (folder / "job.py").write_text(
+        "import os, signal\n"
+        "calls = []\n"
+        "def f(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 2:\n"
+        "        for pid in (int(os.environ['TRAINER']), os.getppid(), os.getpid()):\n"
+        "            os.kill(pid, signal.SIGTERM)\n"
+        "    return [1.0 + i % 2 for i in range(len(completions))]\n"
+    )
+    monkeypatch.setenv("TRAINER", str(os.getpid()))
+    path = folder / "config.yaml"
+    function = f"reward.functions=[{{name: '{folder / 'job.py'}:f'}}]"
+    path.write_text(to_yaml(config_of(folder, "steps=9", "data.validation=null", "reward.workers=1", function)))
+    assert main(["train", str(path)]) == 0
+    found = metrics_of(folder / "run")
+    assert [line["reward"] for line in found] == [1.5, 1.5]
+    assert not [name for line in found for name in line if name.startswith("reward_failures")]
 
 
 def test_help_does_not_import_pytorch() -> None:
