@@ -471,6 +471,14 @@ def test_files_and_modules(tmp_path: Path) -> None:
             load_object(f"{broken}:f")
 
 
+def test_a_module_that_exits_is_an_error_and_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_program.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in (f"{tmp_path / 'a_program.py'}:f", "a_program:f"):
+        with pytest.raises(LoadError, match=r"failed \(SystemExit: 0\)"):
+            load_object(path)
+
+
 # Built in.
 
 
