@@ -58,8 +58,8 @@ LAYERS = (
         "inference/blocks.py", "inference/scheduler.py", "inference/kv_cache.py",
         "inference/sampling_kernels.py", "inference/sampler.py",
         "inference/decode_graphs.py", "inference/requests.py", "inference/engine.py",
-        "rl/paths.py", "rl/data.py", "rl/workers.py", "rl/builtin_rewards.py", "rl/rewards.py", "rl/environment.py",
-        "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
+        "rl/paths.py", "rl/data.py", "rl/worker_process.py", "rl/workers.py", "rl/builtin_rewards.py", "rl/rewards.py",
+        "rl/environment.py", "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (
         "policy/weights.py", "policy/phases.py", "policy/packing.py", "policy/step_graphs.py", "policy/worker.py",

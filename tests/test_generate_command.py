@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from rollgraph.cli import main
+from rollgraph.inference import Engine
 from rollgraph.model import Architecture, Decoder, save_model
 from rollgraph.tokenizer import ByteTokenizer
 
@@ -66,13 +70,20 @@ def test_prompts_from_a_file_keep_their_other_fields(folder: Path, tmp_path: Pat
         ('{"messages": []}\n', "in.jsonl:1: expected a text as `prompt`, or a list of `messages`"),
         ('{"messages": null}\n', "or a list of `messages`"),
         ('{"messages": [5]}\n', "in.jsonl:1: expected a text as"),
-        ('{"prompt": "x"}\n{"prompt": "a\\ud83d"}\n', "prompt 2: "),
+        ('{"prompt": "x"}\n{"prompt": "a\\ud83d"}\n', "in.jsonl:2: half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "a\\ud83d"}]}\n', "in.jsonl:1: half of a surrogate pair"),
+        ('{"prompt": "x"}\n\n{"prompt": "x", "a": {"b": 1, "b": 2}}\n', "in.jsonl:3: the key 'b' is there twice"),
+        (b'{"prompt": "x"}\n{"prompt": "\xff"}\n', "in.jsonl:2: 'utf-8' codec can't decode byte 0xff"),
+        ('{"prompt": "x", "a": ' + 200 * "[" + 200 * "]" + "}\n", "in.jsonl:1: has more than 100 objects and lists"),
+        ('{"prompt": "x", "a": ' + 100_000 * "[" + "\n", "in.jsonl:1: "),
+        ('{"prompt": "x", "a": ' + 5000 * "1" + "}\n", "in.jsonl:1: Exceeds the limit"),
     ],
+    ids=range(14),
 )
 def test_a_bad_file_is_named_with_its_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, message: str
 ) -> None:
-    (tmp_path / "in.jsonl").write_text(content)
+    (tmp_path / "in.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert main(["generate", str(folder), "--prompts", str(tmp_path / "in.jsonl")]) == 2
     assert message in capsys.readouterr().err
 
@@ -91,3 +102,76 @@ def test_what_is_missing_or_wrong_is_said_in_one_line(folder: Path, capsys: pyte
         assert message in error
         assert error.startswith("rollgraph generate: ")
         assert "Traceback" not in error
+
+
+def test_a_field_that_is_no_text_is_passed_through_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """Half of a surrogate pair has no UTF-8, but JSON can spell it; a mark at the beginning is no part of a row."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        '{"prompt": "one", "id": "ü"}',
+        '{"prompt": "two", "id": "a\\ud83d", "more": ["\\udc00"]}',
+        '{"prompt": "3"}',
+    ]
+    source.write_bytes(b"\xef\xbb\xbf" + "\n".join(rows).encode())
+    options = ["--prompts", str(source), "--out", str(target), "--max-tokens", "2"]
+    assert main(["generate", str(folder), *options]) == 0
+    written = target.read_text(encoding="utf-8")
+    found = lines(written)
+    assert all(entry.pop("completions") for entry in found)
+    assert found == list(map(json.loads, rows))
+    assert '"id": "ü"' in written
+
+
+def test_standard_output_that_cannot_spell_a_line_gets_it_with_escapes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["generate", str(folder), "--prompt", "Grüße", "--max-tokens", "2", "--quiet"]) == 0
+    assert json.loads(written.getvalue())["prompt"] == "Grüße"
+
+
+@pytest.fixture
+def without_unknown(folder: Path, tmp_path: Path) -> Path:
+    """A model whose tokenizer raises an Exception of no kind for characters outside its vocabulary."""
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    model = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["b", -2.0]], "byte_fallback": False}
+    (path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": model}))
+    return path
+
+
+def test_a_prompt_that_cannot_be_encoded_costs_no_other(
+    without_unknown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n\n{"prompt": "xyz"}\n{"prompt": "ba"}\n')
+    options = [str(without_unknown), "--prompts", str(tmp_path / "in.jsonl"), "--max-tokens", "2", "--quiet"]
+    assert main(["generate", *options]) == 1
+    found = capsys.readouterr()
+    first, second, third = lines(found.out)
+    assert "completions" in first
+    assert "completions" in third
+    assert second["error"] == "cannot encode 'xyz': Encountered an unknown token but `unk_id` is missing"
+    assert f"{tmp_path / 'in.jsonl'}:3: cannot encode 'xyz'" in found.err
+    (tmp_path / "in.jsonl").write_text('{"prompt": "xyz"}\n')
+    assert main(["generate", *options]) == 2  # nothing is left, so the model is not even loaded
+    assert "in.jsonl:1: cannot encode 'xyz'" in capsys.readouterr().err
+
+
+def test_what_is_finished_when_something_fails_is_written(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind a prompt that is not: the second is refused at once, and the first never ends."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    steps = iter(range(3))
+    step = Engine.step
+
+    def interrupted(engine: Engine) -> bool:
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    options = ["--prompts", str(tmp_path / "in.jsonl"), "--max-tokens", "50", "--ignore-eos", "--quiet"]
+    assert main(["generate", str(folder), *options]) == 130
+    assert lines(capsys.readouterr().out) == [{"prompt": "", "error": "the prompt is empty"}]

@@ -35,6 +35,7 @@ WRONG: list[tuple[list[str], type[Exception], str]] = [
     (["resume=must"], CheckpointError, "resume: must"),
     (["warm_start.data=FOLDER/train.jsonl"], DataError, r"warm_start\.data: .*train\.jsonl:1: a warm start needs"),
     (["warm_start.data=FOLDER/long.jsonl"], DataError, r"warm_start\.data: .*long\.jsonl:2: 16 tokens.* 10 at most"),
+    (["warm_start.data=FOLDER/half.jsonl"], DataError, r"warm_start\.data: .*half\.jsonl:1: cannot encode 'b.ud83d'"),
     (["algorithm.options={clip: 0.2}"], ValueError, r"algorithm: algorithm 'grpo' has no setting 'clip'"),
     (["algorithm.options={clip_low: -1}"], ValueError, r"algorithm\.options\.clip_low="),
     (["algorithm={name: dr_grpo}"], ValueError, r"^algorithm\.options\.max_tokens is required by algorithm 'dr_grpo'"),
@@ -80,6 +81,7 @@ def test_is_found_before_a_model_is_made(
     monkeypatch.setattr("rollgraph.dashboard.sinks._installed", lambda package: False)
     write_rows(folder / "bare.jsonl", {"prompt": "1"})
     write_rows(folder / "long.jsonl", {"prompt": "1", "completion": "2"}, {"prompt": "1", "completion": "2" * 14})
+    write_rows(folder / "half.jsonl", {"prompt": "1", "completion": "b\ud83d"})
     config = config_of(folder, *(override.replace("FOLDER", str(folder)) for override in overrides))
     with pytest.raises(kind, match=message):
         train(config, ONE)

@@ -188,6 +188,23 @@ def test_what_is_no_text_is_named(text: Any) -> None:
             call()
 
 
+def test_whatever_the_library_raises_for_a_text_is_an_error_of_that_text() -> None:
+    """An Exception of no kind, and a panic, which is not even one of those; the next text is encoded as ever."""
+    model = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["b", -2.0]], "byte_fallback": False}
+    unknown = Tokenizer(TokenizerFiles(json.dumps({"added_tokens": [], "model": model})))
+    pieces = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    processor = {"type": "TemplateProcessing", "single": pieces, "pair": [], "special_tokens": {}}
+    panics = Tokenizer(TokenizerFiles(json.dumps({"added_tokens": [], "model": model, "post_processor": processor})))
+    for tokenizer, text, reason in ((unknown, "xyz", "unk_id"), (panics, "ab", "")):
+        with pytest.raises(TokenizerError, match=rf"cannot encode '{text}': .*{reason}"):
+            tokenizer.encode(text)
+        with pytest.raises(TokenizerError, match=rf"cannot encode \['ab', '{text}'\]: .*{reason}"):
+            tokenizer.encode_batch(["ab", text])
+        with pytest.raises(TokenizerError, match=rf"cannot encode '{text}': .*{reason}"):
+            tokenizer.encode_with_offsets(text)
+        assert tokenizer.encode("ab", special=False) == [0, 1]
+
+
 # What the files say
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from rollgraph.cli import main
 from rollgraph.config import to_yaml
 from rollgraph.model import load_model
-from tests.test_train import config_of, flip, folder, weights_of
+from tests.test_train import config_of, flip, folder, metrics_of, weights_of
 
 __all__ = ["folder"]
 
@@ -146,6 +148,81 @@ def test_eval_says_what_pass_at_k_is_and_what_failed(folder: Path, capsys: pytes
     with pytest.raises(SystemExit):
         main(["eval", "--help"])
     assert "right if its reward" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_rewards_print_is_not_in_the_answer_of_eval(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder, "steps=1", "data.validation=null")))
+    assert main(["train", str(path)]) == 0
+    (folder / "loud.py").write_text(
+        "import ctypes, os, sys\n"
+        "print('while loading')\n"
+        "kept = sys.__stdout__\n"
+        "def f(completions, **columns):\n"
+        "    print('in a call')\n"
+        "    kept.write('to the stream itself\\n')\n"
+        "    os.write(1, b'to the descriptor\\n')\n"
+        "    ctypes.CDLL(None).puts(b'from C')\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    held_out = (folder / "held_out.jsonl").read_text()
+    (folder / "held_out.jsonl").write_text('{"prompt": "longer than others"}\n' + held_out)
+    for workers in (0, 1):
+        capfd.readouterr()
+        options = [
+            "data.too_long=drop",
+            f"reward.functions=[{{name: '{folder / 'loud.py'}:f'}}]",
+            f"reward.workers={workers}",
+        ]
+        assert main(["eval", str(path), f"data.validation={folder / 'held_out.jsonl'}", *options]) == 0
+        found = capfd.readouterr()
+        values = json.loads(found.out)
+        assert (values["validation/reward"], values["validation/dropped_prompts"]) == (1.0, 1.0)
+        for said in ("while loading", "in a call", "to the descriptor"):
+            assert said in found.err
+
+
+def test_a_reward_too_large_is_counted_and_the_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the largest that is allowed, with an algorithm that does not divide by the standard deviation."""
+    (folder / "huge.py").write_text(
+        "values = [1e200, -1e308, 10**400, float('nan'), 1.0, 0.0, 1e15, -1e15]\n"
+        "def f(completions, **columns):\n"
+        "    return [values[i % 8] for i in range(len(completions))]\n"
+    )
+    path = folder / "config.yaml"
+    algorithm = "algorithm={name: dr_grpo, options: {max_tokens: 4}}"
+    function = f"reward.functions=[{{name: '{folder / 'huge.py'}:f'}}]"
+    options = ["steps=2", "data.validation=null", "log.progress=plain", algorithm, function]
+    path.write_text(to_yaml(config_of(folder, *options)))
+    assert main(["train", str(path)]) == 0
+    for line in metrics_of(folder / "run"):
+        assert line["reward_failures/too_large"] == 6
+        assert line["reward_failures/not_finite"] == 2
+        assert all(math.isfinite(value) for value in line.values())
+    found = capsys.readouterr()
+    assert "f: 1e+200 is beyond 1e+15 (a sample of prompt " in found.out + found.err
+
+
+def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As schedulers send it: a step is trained on its rewards, not on those of workers that have died."""
+    (folder / "job.py").write_text(
+        "import os, signal\n"
+        "calls = []\n"
+        "def f(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 2:\n"
+        "        for pid in (int(os.environ['TRAINER']), os.getppid(), os.getpid()):\n"
+        "            os.kill(pid, signal.SIGTERM)\n"
+        "    return [1.0 + i % 2 for i in range(len(completions))]\n"
+    )
+    monkeypatch.setenv("TRAINER", str(os.getpid()))
+    path = folder / "config.yaml"
+    function = f"reward.functions=[{{name: '{folder / 'job.py'}:f'}}]"
+    path.write_text(to_yaml(config_of(folder, "steps=9", "data.validation=null", "reward.workers=1", function)))
+    assert main(["train", str(path)]) == 0
+    found = metrics_of(folder / "run")
+    assert [line["reward"] for line in found] == [1.5, 1.5]
+    assert not [name for line in found for name in line if name.startswith("reward_failures")]
 
 
 def test_help_does_not_import_pytorch() -> None:

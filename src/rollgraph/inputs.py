@@ -43,6 +43,7 @@ class Inputs:
     rewards: RewardFunctions
     data: PromptData
     validation: list[Prompt]
+    left_out: int  # prompts of the held-out file that are no part of `validation`
     demonstrations: list[Row]  # of the warm start
 
 
@@ -79,7 +80,18 @@ def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inpu
         undo.pop_all()
     validation = [prompt for _ in range(len(held_out)) for prompt in held_out.next_prompts()] if held_out else []
     return Inputs(
-        scopes, tokenizer, algorithm, environment, examiner, sampling, limits, rewards, data, validation, demonstrations
+        scopes=scopes,
+        tokenizer=tokenizer,
+        algorithm=algorithm,
+        environment=environment,
+        examiner=examiner,
+        sampling=sampling,
+        limits=limits,
+        rewards=rewards,
+        data=data,
+        validation=validation,
+        left_out=held_out.dropped if held_out else 0,
+        demonstrations=demonstrations,
     )
 
 
@@ -218,9 +230,10 @@ def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) ->
             completion = row.columns.get("completion")
             if not isinstance(row.prompt, str) or not isinstance(completion, str):
                 raise DataError(f"{row.place}: a warm start needs `prompt` and `completion`, both text")
-            if len(row.prompt.encode()) + len(completion.encode()) + 3 <= most:
-                continue  # a token has a byte or more, apart from those that begin and end a text
-            count = len(tokenizer.encode(row.prompt)) + len(tokenizer.encode(completion, special=False)) + 1
+            try:
+                count = len(tokenizer.encode(row.prompt)) + len(tokenizer.encode(completion, special=False)) + 1
+            except ValueError as error:
+                raise DataError(f"{row.place}: {error}") from error
             if count > most:
                 raise DataError(f"{row.place}: {count} tokens, and a sequence of this run has {most} at most")
     return rows

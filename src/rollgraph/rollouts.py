@@ -73,7 +73,8 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
     right = [[rollout.reward >= RIGHT for rollout in group] for group in grouped(rollouts)]
     names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
     parts = {name: [r.rewards[name] for r in rollouts if name in r.rewards] for name in names}
-    return {
+    left_out = {"validation/dropped_prompts": float(run.left_out)} if run.left_out else {}
+    return left_out | {
         "validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts),
         **{f"validation/reward/{name}": math.fsum(part) / len(part) for name, part in parts.items() if len(parts) > 1},
         "validation/accuracy": sum(map(sum, right)) / len(rollouts),

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollgraph.rl.data import DataError, PromptData, Row, load_rows, make_rows, split
-from rollgraph.tokenizer import ByteTokenizer, TokenizerFiles
+from rollgraph.tokenizer import ByteTokenizer, Tokenizer, TokenizerFiles
 
 TOKENIZER = ByteTokenizer()
 
@@ -162,15 +162,48 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"messages": [{"role": "user", "content": 1}]}', "both texts"),
     ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is there twice"),
     ('{"prompt": "a", "completions": 1}', "the column 'completions' has the name of"),
+    ('{"prompt": "a", "x": ' + "[" * 101 + "]" * 101 + "}", "has more than 100 objects and lists inside each other"),
+    ('{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "has more than 100 objects and lists"),
+    ('{"prompt": "a"}'.encode("utf-16"), "utf-8"),
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+@pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=range(len(BAD_LINES)))
 def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, message: str) -> None:
     path = write(tmp_path, '{"prompt": "fine"}', line)
     with pytest.raises(DataError, match=message) as caught:
         load_rows(path)
     assert str(caught.value).startswith(f"{path}:2: ")
+
+
+def test_a_mark_at_the_beginning_and_many_lists_side_by_side_are_fine(tmp_path: Path) -> None:
+    wide = {"prompt": "b", "x": [[]] * 500}
+    first, second = load_rows(write(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}', json.dumps(wide)))
+    assert first.prompt == "a"
+    assert second.columns == {"x": [[]] * 500}
+
+
+def test_what_becomes_of_a_prompts_columns_does_not_change_the_data() -> None:
+    rows = make_rows([{"prompt": "a", "facts": {"list": [1]}}])
+    data = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=0)
+    for prompt in data.next_prompts():
+        prompt.columns["facts"]["list"].append(2)
+    assert [prompt.columns for prompt in data.next_prompts()] == [{"facts": {"list": [1]}}] * 2
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named_at_the_start_or_left_out(tmp_path: Path) -> None:
+    model = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["b", -2.0]], "byte_fallback": False}
+    tokenizer = Tokenizer(TokenizerFiles(json.dumps({"added_tokens": [], "model": model})))
+    path = write(tmp_path, '{"prompt": "ab"}', '{"prompt": "xyz"}', '{"prompt": "ba"}')
+    options: dict[str, Any] = {"prompts_per_step": 1, "seed": 0, "shuffle": False, "max_prompt_tokens": 4}
+    with pytest.raises(DataError, match=r"cannot encode 'xyz': .*unk_id.*too_long='drop'") as caught:
+        PromptData(load_rows(path), tokenizer, **options)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    data = PromptData(load_rows(path), tokenizer, too_long="drop", **options)
+    assert data.dropped == 1
+    assert ids_of(data, 3) == [[0], [2], [0]]
+    with pytest.raises(DataError, match=r"every one of 1 prompts is left out: row:1: cannot encode 'xyz'"):
+        PromptData(make_rows([{"prompt": "xyz"}]), tokenizer, too_long="drop", **options)
 
 
 def test_files_that_are_no_data(tmp_path: Path) -> None:

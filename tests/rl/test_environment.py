@@ -171,6 +171,22 @@ def test_a_reply_that_raises_ends_its_sample_and_no_other() -> None:
     assert environment.messages["ZeroDivisionError"] == "integer division or modulo by zero"
 
 
+def test_a_reply_that_exits_or_panics_ends_its_sample_as_well() -> None:
+    class Panic(BaseException):
+        """As libraries in Rust raise it."""
+
+    def answer(text: str, _: Prompt) -> Any:
+        raise {"exit": SystemExit(3), "panic": Panic("no"), "stop": KeyboardInterrupt()}[text]
+
+    environment = make(answer, samples=2)
+    texts = ["exit", "panic"]
+    rollouts = environment.run(Script(lambda context, key: texts[key]), [prompt(0)])
+    assert [r.finish_reason for r in rollouts] == ["error", "error"]
+    assert environment.failures == {"SystemExit": 1, "Panic": 1}
+    with pytest.raises(KeyboardInterrupt):
+        environment.run(Script(lambda context, key: "stop"), [prompt(0)])
+
+
 def test_a_generate_function_that_breaks_its_word() -> None:
     with pytest.raises(ValueError, match="gave 0 turns for 2 requests"):
         SingleTurn(2).run(lambda requests: [], [prompt(0)])

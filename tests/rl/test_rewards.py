@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -14,12 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.paths import LoadError, load_object
 from rollgraph.rl.rewards import RewardFunctions, RewardSpec
 from rollgraph.types import Prompt, Rollout
+from tests.processes import wait_until_gone
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
+from decimal import Decimal
+from fractions import Fraction
 import numpy
 
 def ones(completions, **columns):
@@ -54,6 +59,50 @@ def nothing(completions, **columns):
 def odd(completions, **columns):
     results = {"nan": float("nan"), "inf": numpy.float32("inf"), "text": "1.0", "list": [1]}
     return [results.get(text, True) for text in completions]
+
+def huge(completions, **columns):
+    values = {"large": 1e154, "larger": -1e300, "whole": 10**400, "fraction": Fraction(10**400), "digits": 10**5000,
+              "decimal": Decimal("1e20"), "limit": Fraction(10**15), "numpy": numpy.float64(1e200), "true": True}
+    return [values.get(text, 0.5) for text in completions]
+
+def values_of(value):
+    return lambda completions, **columns: [value] * len(completions)
+
+class Raising:
+    def __float__(self):
+        raise MemoryError
+
+one_byte, decimal_nan, raising = values_of(b"1.0"), values_of(Decimal("sNaN")), values_of(Raising())
+as_dict = lambda completions, **columns: {text: 1.0 for text in completions}
+as_bytes = lambda completions, **columns: bytes(len(completions))
+as_text = lambda completions, **columns: "1" * len(completions)
+as_set = lambda completions, **columns: set(range(len(completions)))
+as_generator = lambda completions, **columns: (1.0 for _ in completions)
+as_tuple = lambda completions, **columns: tuple(2 for _ in completions)
+
+def spoil(prompts, completions, completion_ids, answer, facts, limits, **columns):
+    limits.pop()
+    answer.sort()
+    completions.clear()
+    prompts.reverse()
+    columns.clear()
+    for ids, fact in zip(completion_ids, facts):
+        ids.pop()
+        fact["list"].append(1)
+        fact["inner"]["x"] = 0
+    if len(limits) == 0:
+        raise RuntimeError("after it has changed everything")
+    return [float(len(answer))] * len(answer)
+
+def look(prompts, completions, completion_ids, answer, facts, **columns):
+    clean = [fact == {"list": [], "inner": {"x": 1}} and len(ids) == 3 for fact, ids in zip(facts, completion_ids)]
+    return [float(a) if ok and len(completions) == len(answer) else -1.0 for a, ok in zip(answer, clean)]
+
+class Panic(BaseException):
+    pass
+
+def panics(completions, **columns):
+    raise Panic("like a library in Rust")
 
 def exits(completions, **columns):
     sys.exit(3)
@@ -118,23 +167,6 @@ def score(specs: list[Any], *rollouts: Rollout, **options: Any) -> tuple[list[fl
     return [r.reward for r in rollouts], rewards
 
 
-def is_running(pid: int) -> bool:
-    """With any of its threads: a killed process is a zombie before the last of them has gone."""
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads]
-    except (FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/task").exists() and len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
-    return len(states) > 1 or states != ["Z"]  # an orphan that is dead and that nobody has collected
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    limit = time.monotonic() + 10
-    while any(map(is_running, pids)) and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert not [pid for pid in pids if is_running(pid)]
-
-
 # What functions are given.
 
 
@@ -189,7 +221,7 @@ def test_one_bad_rollout_costs_no_other(functions: str, workers: int) -> None:
     assert samples[1].rewards == {"bad_number": -5.0, "ones": 1.0}
     assert rewards.failures == {"raised": 2}
     assert rewards.messages["raised"].startswith("bad_number: ValueError: could not convert string to float: 'two'")
-    assert "functions.py:12" in rewards.messages["raised"]
+    assert "functions.py:14" in rewards.messages["raised"]
 
 
 @pytest.mark.parametrize(
@@ -198,6 +230,14 @@ def test_one_bad_rollout_costs_no_other(functions: str, workers: int) -> None:
         ("too_few", "wrong_length", "too_few: 1 rewards for 2 completions"),
         ("nothing", "raised", "nothing: TypeError: 'NoneType' object is not iterable"),
         ("exits", "raised", "exits: SystemExit: 3"),
+        ("panics", "raised", "panics: Panic: like a library in Rust"),
+        ("as_dict", "wrong_type", "as_dict: returned a dict instead of a list of numbers"),
+        ("as_bytes", "wrong_type", "as_bytes: returned a bytes instead"),
+        ("as_text", "wrong_type", "as_text: returned a str instead"),
+        ("as_set", "wrong_type", "as_set: returned a set instead"),
+        ("one_byte", "not_finite", "one_byte: b'1.0' is no finite number (a sample of prompt 7)"),
+        ("decimal_nan", "not_finite", "decimal_nan: Decimal('sNaN') is no finite number"),
+        ("raising", "not_finite", "raising: <"),
     ],
 )
 def test_results_that_are_none(functions: str, name: str, kind: str, message: str) -> None:
@@ -212,6 +252,82 @@ def test_numbers_that_are_none(functions: str) -> None:
     values, rewards = score([f"{functions}:odd"], *samples, on_failure=-1.0)
     assert values == [1.0, -1.0, -1.0, -1.0, -1.0]
     assert rewards.failures == {"not_finite": 4}
+
+
+def test_any_sequence_or_generator_of_numbers_will_do(functions: str) -> None:
+    samples = [rollout("a"), rollout("b")]
+    values, rewards = score([f"{functions}:as_generator", f"{functions}:as_tuple"], *samples)
+    assert values == [3.0, 3.0]
+    assert not rewards.failures
+
+
+def test_a_reward_too_large_to_learn_from_costs_itself(functions: str) -> None:
+    texts = ["fine", "large", "larger", "whole", "fraction", "digits", "decimal", "numpy", "limit", "true"]
+    samples = [rollout(text) for text in texts]
+    values, rewards = score([f"{functions}:huge"], *samples, on_failure=-1.0)
+    assert values == [0.5, *[-1.0] * 7, 1e15, 1.0]
+    assert rewards.failures == {"too_large": 7}
+    assert rewards.messages["too_large"] == "huge: 1e+154 is beyond 1e+15 (a sample of prompt 7)"
+    for name, settings in (("grpo", {}), ("rloo", {}), ("dr_grpo", {"max_tokens": 4}), ("reinforce_pp", {})):
+        batch = load_algorithm(name, settings).make_batch(samples)
+        assert all(math.isfinite(value) for value in batch.metrics.values())
+        assert any(sample.advantages[0] for sample in batch.samples)
+
+
+def test_a_sum_too_large_to_learn_from_costs_its_sample(functions: str) -> None:
+    specs = [{"name": f"{functions}:some", "weight": 1e15, "label": name} for name in ("a", "b")]
+    samples = [rollout("x", {"kind": kind}) for kind in (0, 1e-3, 1, -1, 1e15)]
+    values, rewards = score(specs, *samples, on_failure=-1.0)
+    assert values == [-1.0, 2e12, -1.0, -1.0, -1.0]
+    assert rewards.failures == {"unscored": 1, "too_large": 3}
+    assert rewards.messages["too_large"] == "the weighted sum of a, b is 2e+15, beyond 1e+15 (a sample of prompt 7)"
+    assert rewards.unrewarded == 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e16, 10**400, -(10**5000)], ids=range(5))
+def test_settings_that_would_spoil_every_sum_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="on_failure="):
+        RewardFunctions(["exact_match"], on_failure=value)
+    with pytest.raises(LoadError, match=r"'exact_match': weight=.* is no finite number"):
+        RewardFunctions([{"name": "exact_match", "weight": value}])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_functions_do_not_change_what_others_are_given(functions: str, workers: int) -> None:
+    """Not in the same step, not in a repeated call, and not in the data of later epochs."""
+    columns = [{"answer": a, "facts": {"list": [], "inner": {"x": 1}}} for a in ("3", "1", "2")]
+    samples = [rollout("abc", each) for each in columns]
+    specs = [
+        {"name": f"{functions}:spoil", "label": "first", "options": {"limits": [1]}},
+        {"name": f"{functions}:spoil", "label": "second", "options": {"limits": [1, 2]}},
+        f"{functions}:look",
+    ]
+    with RewardFunctions(specs, workers=workers) as rewards:
+        for _ in range(2):
+            rewards.score(samples)
+            assert [s.rewards["look"] for s in samples] == [3.0, 1.0, 2.0]
+            assert [s.rewards["second"] for s in samples] == [3.0] * 3
+        assert rewards.failures == {"raised": 6}
+        assert rewards.messages["raised"].startswith("first: RuntimeError: after it has changed everything")
+    assert [s.prompt.columns for s in samples] == columns
+    assert columns[0] == {"answer": "3", "facts": {"list": [], "inner": {"x": 1}}}
+    assert [len(s.tokens) for s in samples] == [4] * 3
+
+
+def test_a_function_that_forks_in_this_process_does_not_run_it_twice(tmp_path: Path) -> None:
+    (tmp_path / "forking.py").write_text("import os\ndef f(completions, **columns):\n    os.fork()\n    return [1]\n")
+    program = """
+from rollgraph.rl.rewards import RewardFunctions
+from rollgraph.types import Prompt, Rollout
+rollout = Rollout(Prompt(0, (), ""), [], [], [], "x")
+RewardFunctions(["forking.py:f"]).score([rollout])
+print("scored:", rollout.reward, flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert found.stdout == "scored: 1.0\n", found.stderr
 
 
 def test_a_rollout_that_no_function_scores_is_counted(functions: str) -> None:
@@ -353,6 +469,14 @@ def test_files_and_modules(tmp_path: Path) -> None:
     for _ in range(2):  # a module that failed is not taken for one that is there
         with pytest.raises(LoadError, match=r"broken\.py failed \(ModuleNotFoundError: .*no_such_thing"):
             load_object(f"{broken}:f")
+
+
+def test_a_module_that_exits_is_an_error_and_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_program.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in (f"{tmp_path / 'a_program.py'}:f", "a_program:f"):
+        with pytest.raises(LoadError, match=r"failed \(SystemExit: 0\)"):
+            load_object(path)
 
 
 # Built in.

@@ -7,11 +7,15 @@ import contextlib
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rollgraph.inference import Engine, Output, SamplingParams
+    from rollgraph.tokenizer import Tokenizer
 
 DONE, REFUSED, BROKEN = 0, 1, 2
 
@@ -56,14 +60,24 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+@dataclass
+class _Request:
+    """A prompt on its way."""
+
+    place: str  # file:line, or which one of the command line
+    row: dict[str, Any]
+    tokens: list[int] = field(default_factory=list)
+    error: str | None = None  # why it has no tokens
+
+
 def run(options: argparse.Namespace) -> int:
     try:
-        rows = _read(options)
+        requests = _read(options)
         if options.out is not None:
             open(options.out, "a").close()  # whether it can be written is known before the model is loaded
-        engine, params, prompts = _prepare(options, rows)
+        engine, params = _prepare(options, requests)
         with _opened(options.out) as target:
-            return _generate(engine, params, prompts, rows, options, target)
+            return _generate(engine, params, requests, options, target)
     except (InputError, ValueError, OSError) as error:
         print(f"rollgraph generate: {error}", file=sys.stderr)
         return BROKEN
@@ -72,32 +86,50 @@ def run(options: argparse.Namespace) -> int:
         return 130
 
 
-def _read(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record for each prompt."""
+def _read(options: argparse.Namespace) -> list[_Request]:
+    from rollgraph.rl.data import read_jsonl
+
     if options.prompt is not None:
-        return [{"prompt": prompt} for prompt in options.prompt]
-    rows = []
-    with open(options.prompts, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{options.prompts}:{number}: not JSON: {error}") from None
-            if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-                raise InputError(f"{options.prompts}:{number}: expected an object with `prompt` or `messages`")
-            messages = row.get("messages", [{}])
-            chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
-            if not chat or not isinstance(row.get("prompt", ""), str):
-                raise InputError(f"{options.prompts}:{number}: expected a text as `prompt`, or a list of `messages`")
-            rows.append(row)
-    if not rows:
+        return [_Request(f"prompt {i}", {"prompt": prompt}) for i, prompt in enumerate(options.prompt, 1)]
+    lines = ((f"{options.prompts}:{number}", row) for number, row in read_jsonl(Path(options.prompts)))
+    requests = [_Request(place, _check_row(place, row)) for place, row in lines]
+    if not requests:
         raise InputError(f"{options.prompts} has no prompts")
-    return rows
+    return requests
 
 
-def _prepare(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[Engine, SamplingParams, list[list[int]]]:
+def _check_row(place: str, row: Any) -> dict[str, Any]:
+    from rollgraph.rl.data import is_text
+
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise InputError(f"{place}: expected an object with `prompt` or `messages`")
+    messages = row.get("messages", [{}])
+    chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+    if not chat or not isinstance(row.get("prompt", ""), str):
+        raise InputError(f"{place}: expected a text as `prompt`, or a list of `messages`")
+    if not is_text(json.dumps(row.get("prompt", messages), ensure_ascii=False)):
+        raise InputError(f"{place}: half of a surrogate pair in `prompt` or `messages`, which is no text")
+    return row
+
+
+def _encode(requests: list[_Request], tokenizer: Tokenizer, chat: bool) -> None:
+    """Fill in tokens. A prompt that has none costs itself, unless there is no other."""
+    for request in requests:
+        row = request.row
+        messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+        try:
+            if chat or "messages" in row:
+                request.tokens = tokenizer.encode_chat(messages)
+            else:
+                request.tokens = tokenizer.encode(row["prompt"])
+        except ValueError as error:
+            request.error = str(error)
+    failed = [request for request in requests if request.error is not None]
+    if len(failed) == len(requests):
+        raise InputError(f"{failed[0].place}: {failed[0].error}")
+
+
+def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Engine, SamplingParams]:
     import torch
 
     from rollgraph.inference import Engine, SamplingParams
@@ -117,14 +149,7 @@ def _prepare(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[E
         seed=options.seed,
     )
     tokenizer = load_tokenizer(options.model)
-    prompts = []
-    for number, row in enumerate(rows, 1):
-        messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-        chat = options.chat or "messages" in row
-        try:
-            prompts.append(tokenizer.encode_chat(messages) if chat else tokenizer.encode(row["prompt"]))
-        except ValueError as error:
-            raise InputError(f"prompt {number}: {error}") from None
+    _encode(requests, tokenizer, options.chat)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.partition(":")[0] not in ("cuda", "cpu"):
@@ -136,57 +161,77 @@ def _prepare(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[E
     if options.rows < 1:
         raise InputError(f"--rows {options.rows}: at least one sequence has to decode at a time")
     model = load_model(options.model, dtype=dtype, device=device)
-    needed = max(map(len, prompts)) + params.max_tokens
+    needed = max(len(request.tokens) for request in requests) + params.max_tokens
     with _capture_bar(options.quiet) as on_capture:
         engine = Engine(
             model,
             tokenizer,
-            rows=max(1, min(options.rows, len(prompts) * params.n)),
+            rows=max(1, min(options.rows, len(requests) * params.n)),
             max_length=options.max_length or max(needed, 2),
             cache_bytes=int(options.cache_gib * 2**30) if options.cache_gib else None,
             filters=params.filtered,
             on_capture=on_capture,
         )
-    return engine, params, prompts
+    return engine, params
 
 
 def _generate(
-    engine: Engine,
-    params: SamplingParams,
-    prompts: list[list[int]],
-    rows: list[dict[str, Any]],
-    options: argparse.Namespace,
-    target: TextIO,
+    engine: Engine, params: SamplingParams, requests: list[_Request], options: argparse.Namespace, target: TextIO
 ) -> int:
-    from rollgraph.inference import Output, RequestError
-
-    outputs = []
-    for prompt in prompts:
-        try:
-            outputs.append(engine.submit(prompt, params))
-        except RequestError as error:
-            outputs.append(Output(None, prompt, error=str(error)))
-    written = 0
+    outputs = [_submit(engine, request, params) for request in requests]
+    waiting = deque(zip(requests, outputs, strict=True))
     served = sum(output.error is None for output in outputs)
-    with _progress_bar(served * params.n, options.quiet) as show:
-        while True:
-            more = engine.step()
-            while written < len(outputs) and outputs[written].done:
-                print(_line(rows[written], outputs[written], options.logprobs), file=target, flush=True)
-                written += 1
-            show(engine)
-            if not more:
-                break
-    for row, output in zip(rows, outputs, strict=True):
+    try:
+        with _progress_bar(served * params.n, options.quiet) as show:
+            more = True
+            while more:
+                more = engine.step()
+                while waiting and waiting[0][1].done:
+                    _write(target, *waiting.popleft(), options.logprobs)
+                show(engine)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for request, output in waiting:  # what is finished, and stands behind what is not
+                if _is_finished(output):
+                    _write(target, request, output, options.logprobs)
+        raise
+    for request, output in zip(requests, outputs, strict=True):
         if output.error is not None:
-            print(f"rollgraph generate: {str(row)[:60]}: {output.error}", file=sys.stderr)
+            print(f"rollgraph generate: {request.place}: {output.error}", file=sys.stderr)
     failed = any(completion.error is not None for output in outputs for completion in output.completions)
     return REFUSED if failed or any(output.error is not None for output in outputs) else DONE
 
 
-def _line(row: dict[str, Any], output: Output, logprobs: bool) -> str:
+def _submit(engine: Engine, request: _Request, params: SamplingParams) -> Output:
+    from rollgraph.inference import Output, RequestError
+
+    if request.error is not None:
+        return Output(None, [], error=request.error)
+    try:
+        return engine.submit(request.tokens, params)
+    except RequestError as error:
+        return Output(None, request.tokens, error=str(error))
+
+
+def _is_finished(output: Output) -> bool:
+    """By itself: what is aborted is done as well."""
+    return output.done and all(completion.finish_reason != "abort" for completion in output.completions)
+
+
+def _write(target: TextIO, request: _Request, output: Output, logprobs: bool) -> None:
+    """A line of JSON, with escapes where the target cannot spell it: half of a surrogate pair is no UTF-8."""
+    entry = _make_entry(request.row, output, logprobs)
+    line = json.dumps(entry, ensure_ascii=False)
+    try:
+        line.encode(target.encoding or "utf-8")
+    except UnicodeEncodeError:
+        line = json.dumps(entry)
+    print(line, file=target, flush=True)
+
+
+def _make_entry(row: dict[str, Any], output: Output, logprobs: bool) -> dict[str, Any]:
     if output.error is not None:
-        return json.dumps({**row, "error": output.error}, ensure_ascii=False)
+        return {**row, "error": output.error}
     completions = []
     for completion in output.completions:
         entry: dict[str, Any] = {"text": completion.text, "finish_reason": completion.finish_reason}
@@ -199,7 +244,7 @@ def _line(row: dict[str, Any], output: Output, logprobs: bool) -> str:
                 "policy_logprobs": completion.policy_logprobs,
             }
         completions.append(entry)
-    return json.dumps({**row, "completions": completions}, ensure_ascii=False)
+    return {**row, "completions": completions}
 
 
 @contextlib.contextmanager

@@ -8,9 +8,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rollgraph.built_in_names import wrong_names
+from rollgraph.commands.streams import printing_to_stderr
 from rollgraph.commands.words import add_words
 from rollgraph.config import Config, ConfigError, load_config
 
@@ -85,7 +86,18 @@ def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    return _with_checkpoint(options, lambda run, options: _print_once(run, json.dumps(_evaluated(run))))
+    answers: list[str] = []
+
+    def act(run: Any, options: argparse.Namespace) -> None:
+        found = json.dumps(_evaluated(run))
+        if run.world.rank == 0:
+            answers.append(found)
+
+    with printing_to_stderr():  # rewards print, and so do the modules they are in
+        code = _with_checkpoint(options, act)
+    for answer in answers:
+        print(answer)
+    return code
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -118,11 +130,6 @@ def _evaluated(run: Any) -> dict[str, float]:
     return found
 
 
-def _print_once(run: Any, text: str, file: TextIO | None = None) -> None:
-    if run.world.rank == 0:
-        print(text, file=file)
-
-
 def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.Namespace], None]) -> int:
     """Do something with the weights of a checkpoint."""
     config = _load(options)
@@ -150,7 +157,8 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
                 whole = "whole " if checkpoints.broken else ""
                 raise ValueError(f"{config.output} has no {whole}checkpoint{scored}")
             checkpoints.load(saved)
-            _print_once(run, f"step {saved.step} of {config.output}", sys.stderr)
+            if world.rank == 0:
+                print(f"step {saved.step} of {config.output}", file=sys.stderr)
             act(run, options)
         finally:
             run.close()

@@ -7,6 +7,8 @@ read; tokens are made when it is its turn.
 
 from __future__ import annotations
 
+import codecs
+import copy
 import datetime
 import decimal
 import functools
@@ -24,6 +26,7 @@ from rollgraph.rl.paths import import_extra
 from rollgraph.tokenizer import Message, Tokenizer
 from rollgraph.types import Prompt
 
+MOST_NESTED = 100  # objects and lists inside each other in one line
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards are given beside the columns
 
 
@@ -43,7 +46,7 @@ class Row:
 def load_rows(path: str | os.PathLike[str]) -> list[Row]:
     """The rows of a .jsonl file, one object in each line, or of a .parquet file."""
     file = Path(path)
-    readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise DataError(f"{file}: data is a .jsonl file (one JSON object in each line) or a .parquet file")
     if not file.is_file():
@@ -75,9 +78,9 @@ class PromptData:
     """Deals out `prompts_per_step` prompts for each step, this rank's share of them to this rank.
 
     Epochs follow each other without a gap: a step may end one and begin the next. With `max_prompt_tokens` every row
-    is tokenised once at the start, so that a prompt that is too long stops a run before it has begun; `too_long` says
-    whether it does, or is left out and counted in `dropped`; the longest that is left has `longest` tokens. The id of
-    a prompt is its index in `rows`.
+    is tokenised once at the start, so that a prompt that is too long, or that the tokenizer cannot encode, stops a run
+    before it has begun; `too_long` says whether it does, or is left out and counted in `dropped`; the longest that is
+    left has `longest` tokens. The id of a prompt is its index in `rows`.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class PromptData:
 
     @property
     def dropped(self) -> int:
-        """Rows that were left out because they are too long."""
+        """Rows that were left out because they are too long, or cannot be encoded."""
         return len(self._rows) - len(self._kept)
 
     @property
@@ -168,17 +171,25 @@ class PromptData:
         """The indices of rows that are short enough."""
         if most is None:
             return np.arange(len(self._rows))
-        kept = []
+        kept: list[int] = []
+        reason = ""
         for index, row in enumerate(self._rows):
-            count = len(self._make_prompt(index).tokens)
-            if count <= most:
-                kept.append(index)
-                self.longest = max(self.longest, count)
-            elif too_long == "error":
-                hint = "raise it, or leave such prompts out with too_long='drop'"
-                raise DataError(f"{row.place}: the prompt has {count} tokens, max_prompt_tokens is {most}; {hint}")
+            try:
+                count = len(self._make_prompt(index).tokens)
+            except DataError as error:
+                problem, hint = str(error), "mend it"
+            else:
+                if count <= most:
+                    kept.append(index)
+                    self.longest = max(self.longest, count)
+                    continue
+                problem = f"{row.place}: the prompt has {count} tokens, max_prompt_tokens is {most}"
+                hint = "raise it"
+            if too_long == "error":
+                raise DataError(f"{problem}; {hint}, or leave such prompts out with too_long='drop'")
+            reason = reason or problem
         if not kept:
-            raise DataError(f"every one of {len(self._rows)} prompts has more than max_prompt_tokens={most}")
+            raise DataError(f"every one of {len(self._rows)} prompts is left out: {reason}")
         return np.array(kept)
 
     def _find(self, position: int) -> int:
@@ -199,7 +210,7 @@ class PromptData:
             tokens = self._tokenizer.encode(text, special=text is prompt)  # a template writes special tokens itself
         except ValueError as error:
             raise DataError(f"{row.place}: {error}") from error
-        return Prompt(index, tuple(tokens), text, row.columns)
+        return Prompt(index, tuple(tokens), text, copy.deepcopy(row.columns))  # rows are for later epochs, too
 
 
 def _permute(count: int, key: str) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -208,14 +219,40 @@ def _permute(count: int, key: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.random.RandomState(words).permutation(count)
 
 
-def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
+def read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
+    """The numbers of lines that are not empty, and what they hold: JSON in UTF-8, each key once."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line, object_pairs_hook=_refuse_duplicates)
-                except ValueError as error:  # no JSON, or no UTF-8
+                    yield number, _read_json(line.removeprefix(codecs.BOM_UTF8))
+                except ValueError as error:
                     raise DataError(f"{file}:{number}: {error}") from error
+
+
+def _read_json(line: bytes) -> Any:
+    """ValueError where a line is no UTF-8, no JSON, or more than can be worked with."""
+    try:
+        entry = json.loads(line.decode(), object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if line.count(b"[") + line.count(b"{") > MOST_NESTED and _depth(entry) > MOST_NESTED:
+        raise ValueError(_TOO_DEEP)
+    return entry
+
+
+_TOO_DEEP = f"has more than {MOST_NESTED} objects and lists inside each other"
+
+
+def _depth(entry: Any) -> int:
+    """How many objects and lists are inside each other; counted level by level, however many there are."""
+    depth, level = 0, [entry]
+    while level := [inner for inner in level if isinstance(inner, list | dict)]:
+        depth += 1
+        level = [value for inner in level for value in (inner.values() if isinstance(inner, dict) else inner)]
+    return depth
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
@@ -249,7 +286,7 @@ def _make_row(entry: Any, place: str) -> Row:
         if name in entry:
             raise DataError(f"{place}: the column {name!r} has the name of something that rewards are given; rename it")
     prompt = entry[given[0]]
-    if given[0] == "prompt" and not (_is_text(prompt) and prompt):
+    if given[0] == "prompt" and not (is_text(prompt) and prompt):
         raise DataError(f"{place}: 'prompt' is {prompt!r:.80} instead of a text")
     if given[0] == "messages" and not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
         raise DataError(f"{place}: 'messages' is {prompt!r:.80} instead of a list of {{role, content}}, both texts")
@@ -278,9 +315,9 @@ def _plain(value: Any, name: str, place: str) -> Any:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and _is_text(value.get("role")) and _is_text(value.get("content"))
+    return isinstance(value, Mapping) and is_text(value.get("role")) and is_text(value.get("content"))
 
 
-def _is_text(value: Any) -> bool:
-    # JSON can spell half of a surrogate pair, which has no tokens.
+def is_text(value: Any) -> bool:
+    """Whether it has tokens: JSON can spell half of a surrogate pair, which has none."""
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))

@@ -129,7 +129,9 @@ class MultiTurn:
         try:
             reply = self._reply(rollout.text, rollout.prompt)
             tokens = None if reply is None else self._tokenizer.encode(reply, special=False)
-        except Exception as error:  # tools run on what a policy makes up
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # tools run on what a policy makes up, and some of them exit or panic
             kind = type(error).__name__
             self.failures[kind] += 1
             self.messages.setdefault(kind, str(error))

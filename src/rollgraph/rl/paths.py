@@ -56,7 +56,9 @@ def _import(module: str, path: str) -> ModuleType:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             raise LoadError(f"{path!r}: there is no module {error.name!r}; a file is given as 'file.py:name'") from None
         raise LoadError(f"{path!r}: importing {module} failed ({error})") from error
-    except Exception as error:  # a module is a program and can fail in any way
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module is a program and can fail in any way, and exit
         raise LoadError(f"{path!r}: importing {module} failed ({type(error).__name__}: {error})") from error
 
 
@@ -75,7 +77,9 @@ def _load_file(file: Path, path: str) -> ModuleType:
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise LoadError(f"{path!r}: {file.name} failed ({type(error).__name__}: {error})") from error
     return module

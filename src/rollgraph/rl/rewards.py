@@ -3,23 +3,26 @@
     def near(prompts, completions, answer, **columns):      # lists of the same length
         return [1.0 if text.strip() == wanted else 0.0 for text, wanted in zip(completions, answer)]
 
-Owns which arguments a function gets and what becomes of one that fails: its rollouts are given a fixed value, the
-failure is counted, and the run goes on. Where functions run (here or in workers.py) makes no other difference.
+Owns which arguments a function gets, which values are rewards, and what becomes of a function that fails: its rollouts
+are given a fixed value, the failure is counted, and the run goes on. Where functions run (here or in workers.py) makes
+no other difference.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Self
 
 from rollgraph.rl.builtin_rewards import BUILT_IN
 from rollgraph.rl.paths import LoadError, load_object, suggest
-from rollgraph.rl.workers import Failure, WorkerPool, describe
+from rollgraph.rl.workers import Failure, WorkerPool, describe, leave_if_forked, show
 from rollgraph.types import Rollout
 
 Function = Callable[..., Sequence[float | None]]
@@ -27,6 +30,7 @@ Arguments = dict[str, list[Any]]  # by name, one entry for each rollout
 Score = float | None | Failure
 ENVIRONMENT = "environment"  # the label of what an environment gave
 MOST_MESSAGES = 5  # that people are told of
+LARGEST = 1e15  # of a reward: up to here its square, and that of a gradient it scales, have room in float32
 _GIVEN = frozenset({"prompts", "completions", "completion_ids"})  # what a function can ask for beside columns
 
 
@@ -55,8 +59,9 @@ class RewardSpec:
         if not isinstance(values.get("name"), str):
             raise LoadError(f"a reward needs a name: {values!r}")
         weight = values.get("weight", 1.0)
-        if not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise LoadError(f"reward {values['name']!r}: weight={weight!r} is no finite number")
+        if not _is_allowed(weight):
+            limit = f"no finite number, or one beyond {LARGEST:g}"
+            raise LoadError(f"reward {values['name']!r}: weight={show(weight)} is {limit}")
         return cls(**values)
 
 
@@ -69,6 +74,7 @@ class Reward:
     function: Function
     accepts: frozenset[str] | None  # names of arguments; None is any
     needs: frozenset[str]  # columns it cannot do without
+    options: Mapping[str, Any] = field(default_factory=dict)  # of a function of the user's, which gets them as well
 
     def choose(self, arguments: Arguments) -> Arguments:
         return {name: v for name, v in arguments.items() if self.accepts is None or name in self.accepts}
@@ -80,9 +86,9 @@ class RewardFunctions:
     With `workers` they run in that many processes, `timeout` seconds at most for each call, and may hang or crash;
     without, they run here and may not. A call is for `batch_size` rollouts, or for as many as spread a batch evenly
     over the workers. What fails counts as `on_failure`: `failures` has the number of rollouts of each kind (raised,
-    timeout, died, wrong_length, not_finite, unscored), `messages` the first message of each, `unread()` the first few
-    that differ, and `unrewarded` the number of rollouts that no function had a reward for. With `adds` the sum
-    includes what a rollout has already, from its environment.
+    timeout, died, wrong_type, wrong_length, not_finite, too_large, unscored), `messages` the first message of each,
+    `unread()` the first few that differ, and `unrewarded` the number of rollouts that no function had a reward for.
+    With `adds` the sum includes what a rollout has already, from its environment.
     """
 
     def __init__(
@@ -99,6 +105,8 @@ class RewardFunctions:
             raise LoadError("there are no rewards")
         if workers < 0 or timeout <= 0 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"{workers=}, {timeout=}, {batch_size=}: out of range")
+        if not _is_allowed(on_failure):
+            raise ValueError(f"on_failure={show(on_failure)}: is a number from -{LARGEST:g} to {LARGEST:g}")
         read = [RewardSpec.read(entry) for entry in specs]
         self._rewards = [load_reward(spec) for spec in read]
         labels = [reward.label for reward in self._rewards]
@@ -151,16 +159,14 @@ class RewardFunctions:
             for batch in batches:
                 self._take(reward, batch, next(each))
         for rollout in rollouts:
-            if not rollout.rewards:
-                self._count("unscored", f"no function has a reward for a sample of prompt {rollout.prompt.id}")
-                rollout.reward = self._on_failure
+            self._finish(rollout)
         self.unrewarded += sum(id(rollout) not in self._rewarded for rollout in rollouts)
 
     def _begin(self, rollout: Rollout) -> None:
         """What the sum begins with: nothing, or the environment's own reward."""
         given = _check_score(rollout.reward) if self._adds else None
         if isinstance(given, Failure):
-            self._count(given.kind, f"{ENVIRONMENT}: {given.message}")
+            self._count(given.kind, f"{ENVIRONMENT}: {given.message} ({_name(rollout)})")
             given = self._on_failure
         elif given is not None:
             self._rewarded.add(id(rollout))
@@ -172,13 +178,27 @@ class RewardFunctions:
         scores = [result] * len(batch) if isinstance(result, Failure) else result
         for rollout, score in zip(batch, scores, strict=True):
             if isinstance(score, Failure):
-                self._count(score.kind, f"{reward.label}: {score.message}")
+                of_one = f" ({_name(rollout)})" if score.kind in _OF_ONE else ""
+                self._count(score.kind, f"{reward.label}: {score.message}{of_one}")
                 score = self._on_failure
             elif score is not None:
                 self._rewarded.add(id(rollout))
             if score is not None:  # None: this function has nothing to say about it
                 rollout.rewards[reward.label] = score
                 rollout.reward += reward.weight * score
+
+    def _finish(self, rollout: Rollout) -> None:
+        """What the sum is worth: `on_failure` where nothing was added up, or more than a reward can be."""
+        if not rollout.rewards:
+            self._count("unscored", f"no function has a reward for {_name(rollout)}")
+            rollout.reward = self._on_failure
+        elif not abs(rollout.reward) <= LARGEST:  # weights can do this; NaN is infinity minus infinity
+            parts = ", ".join(rollout.rewards)
+            self._count(
+                "too_large", f"the weighted sum of {parts} is {rollout.reward:g}, beyond {LARGEST:g} ({_name(rollout)})"
+            )
+            rollout.reward = self._on_failure
+            self._rewarded.discard(id(rollout))
 
     def _count(self, kind: str, message: str) -> None:
         self.hear({kind: 1}, {kind: message})
@@ -205,18 +225,17 @@ def load_reward(spec: RewardSpec) -> Reward:
         label = spec.label or spec.name.rpartition(":")[2]
     elif spec.name in BUILT_IN:
         factory = BUILT_IN[spec.name]
-        options = _bind(factory, spec)
+        bound = _bind(factory, spec)
         function, label = factory(**spec.options), spec.label or spec.name
-        needs = frozenset({options["column"]} if "column" in options else ())
+        needs = frozenset({bound["column"]} if "column" in bound else ())
     else:
         known = f"built in are {', '.join(BUILT_IN)}; your own is 'package.module:function' or 'file.py:function'"
         raise LoadError(f"there is no reward {spec.name!r}{suggest(spec.name, BUILT_IN)} ({known})")
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise LoadError(f"reward {spec.name!r} is {function!r:.80} instead of a plain function")
-    if ":" in spec.name and spec.options:
-        function = partial(function, **spec.options)
-    accepts, required = _read_signature(function, spec)
-    return Reward(label, spec.weight, function, accepts, needs | required)
+    options = spec.options if ":" in spec.name else {}
+    accepts, required = _read_signature(partial(function, **options) if options else function, spec)
+    return Reward(label, spec.weight, function, accepts, needs | required, options)
 
 
 def make_caller(specs: Sequence[RewardSpec]) -> Callable[[int, Arguments], list[Score]]:
@@ -227,27 +246,67 @@ def make_caller(specs: Sequence[RewardSpec]) -> Callable[[int, Arguments], list[
 
 def call_reward(reward: Reward, arguments: Arguments) -> list[Score]:
     """The scores of a batch. One that raises is repeated for each rollout, so that a bad one costs no other."""
-    count = len(next(iter(arguments.values())))
+    count, pid = len(next(iter(arguments.values()))), os.getpid()
     try:
-        scores = list(reward.function(**arguments))
-    except (Exception, SystemExit) as error:
+        # Copies, because a function may sort or empty what it is given.
+        returned = reward.function(**copy_value({**reward.options, **arguments}))
+        if isinstance(returned, _UNORDERED):
+            kind = type(returned).__name__
+            return [Failure("wrong_type", f"returned a {kind} instead of a list of numbers")] * count
+        scores = list(returned)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, and the panics of libraries in Rust, are no Exceptions
         if count > 1:
             singles = [{name: [values[i]] for name, values in arguments.items()} for i in range(count)]
             return [score for single in singles for score in call_reward(reward, single)]
         return [describe(error)]
+    finally:
+        leave_if_forked(pid)
     if len(scores) != count:
         return [Failure("wrong_length", f"{len(scores)} rewards for {count} completions")] * count
     return [_check_score(score) for score in scores]
+
+
+_UNORDERED = (Mapping, Set, str, bytes, bytearray, memoryview)  # iterable, but no list of numbers
+_TEXT = (str, bytes, bytearray)  # float() would read a number in it
+_OF_ONE = ("not_finite", "too_large")  # kinds of failure that are about one value, and so one rollout
 
 
 def _check_score(score: Any) -> Score:
     if score is None:
         return None
     try:
-        number = math.nan if isinstance(score, str) else float(score)  # numpy's and torch's scalars, too
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(score, _TEXT) else float(score)  # numpy's and torch's scalars, too
+    except OverflowError:  # an integer or a fraction that no float can hold
+        return Failure("too_large", f"{show(score)} is beyond {LARGEST:g}")
+    except Exception:  # whatever an object of somebody's own making raises
         number = math.nan
-    return number if math.isfinite(number) else Failure("not_finite", f"{score!r:.80} is no finite number")
+    if not math.isfinite(number):
+        return Failure("not_finite", f"{show(score)} is no finite number")
+    if not _is_allowed(number):
+        return Failure("too_large", f"{show(score)} is beyond {LARGEST:g}")
+    return number
+
+
+def _is_allowed(number: Any) -> bool:
+    return isinstance(number, int | float) and abs(number) <= LARGEST  # False for NaN
+
+
+def _name(rollout: Rollout) -> str:
+    return f"a sample of prompt {rollout.prompt.id}"
+
+
+def copy_value(value: Any) -> Any:
+    """A copy that shares nothing that can be changed; of what JSON can hold, faster than `deepcopy`."""
+    kind = type(value)
+    if kind is str or kind is int or kind is float:
+        return value
+    if kind is list:
+        return [copy_value(inner) for inner in value]
+    if kind is dict:
+        return {key: copy_value(inner) for key, inner in value.items()}
+    return copy.deepcopy(value)
 
 
 def _make_arguments(batch: Sequence[Rollout]) -> Arguments:

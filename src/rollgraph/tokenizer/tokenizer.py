@@ -120,6 +120,10 @@ class Tokenizer:
             return function(text, add_special_tokens=special)
         except TypeError as error:
             raise TokenizerError(f"cannot encode {text!r:.80}: not text, or half of a surrogate pair in it") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # plain Exceptions and, where its code panics, what is not even one
+            raise TokenizerError(f"cannot encode {text!r:.80}: {error}") from error
 
     def _add_declared_tokens(self) -> None:
         """Tokens that only the config declares join the vocabulary, as they do in transformers."""

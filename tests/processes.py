@@ -1,0 +1,23 @@
+"""Whether processes have ended, for tests of those that must."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def is_running(pid: int) -> bool:
+    """With any of its threads: a killed process is a zombie before the last of them has gone."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads]
+    except (FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/task").exists() and len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
+    return len(states) > 1 or states != ["Z"]  # an orphan that is dead and that nobody has collected
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    limit = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not [pid for pid in pids if is_running(pid)]
