@@ -84,7 +84,7 @@ class Rope:
 
     def frequencies(self, head_dim: int, max_length: int) -> tuple[Tensor, float]:
         """The frequency of each pair of dimensions, [head_dim / 2], and the factor of cosine and sine."""
-        plain = 1.0 / self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        plain = 1.0 / self._periods(head_dim)
         if self.kind == "default":
             return plain, 1.0
         original = float(self.options.get("original_max_position_embeddings") or max_length)
@@ -93,7 +93,10 @@ class Rope:
             return plain / factor, 1.0
         if self.kind == "llama3":
             return self._llama3(plain, factor, original), 1.0
-        return self._yarn(plain, factor, original, head_dim)
+        return self._yarn(factor, original, head_dim)
+
+    def _periods(self, head_dim: int) -> Tensor:
+        return self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
 
     def _llama3(self, plain: Tensor, factor: float, original: float) -> Tensor:
         """Slow frequencies are stretched, fast ones kept, those between are blended."""
@@ -102,7 +105,22 @@ class Rope:
         kept = ((original / wavelength - low) / (high - low)).clamp(0, 1)
         return (1 - kept) * plain / factor + kept * plain
 
-    def _yarn(self, plain: Tensor, factor: float, original: float, head_dim: int) -> tuple[Tensor, float]:
+    def _yarn(self, factor: float, original: float, head_dim: int) -> tuple[Tensor, float]:
+        """Every operation in transformers' order, so that frequencies have its bits."""
+        low, high = self._yarn_range(original, head_dim)
+        ramp = ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+        kept = 1 - ramp
+        periods = self._periods(head_dim)
+        frequencies = 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept
+        scale = self.options.get("attention_factor")
+        if scale is None:
+            scale = _yarn_scale(factor, self.options.get("mscale"), self.options.get("mscale_all_dim"))
+        return frequencies, float(scale)
+
+    def _yarn_range(self, original: float, head_dim: int) -> tuple[float, float]:
+        """Where blending begins and ends. The end can lie before the beginning, where the original length is short or
+        `beta_slow` is the larger one: then the slow frequencies are kept, and the fast ones are stretched."""
+
         def dimension(rotations: float) -> float:
             return head_dim * log(original / (rotations * 2 * pi)) / (2 * log(self.theta))
 
@@ -111,11 +129,7 @@ class Rope:
         if self.options.get("truncate", True):
             low, high = floor(low), ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = ((torch.arange(head_dim // 2).float() - low) / (max(high - low, 1e-3))).clamp(0, 1)
-        scale = self.options.get("attention_factor")
-        if scale is None:
-            scale = _yarn_scale(factor, self.options.get("mscale"), self.options.get("mscale_all_dim"))
-        return plain / factor * ramp + plain * (1 - ramp), float(scale)
+        return (low, high) if low != high else (low, high + 0.001)
 
 
 def _yarn_scale(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
