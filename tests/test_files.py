@@ -84,7 +84,7 @@ def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
         ("[" * 100_000, "cannot be read: lists and objects stand inside each other more than 100 deep"),
         ("[" * 101 + "1" + "]" * 101, "cannot be read: lists and objects stand inside each other more than 100 deep"),
         ('{"a":\n' + "9" * 5000 + "}", "cannot be read: the number in line 2 has more than 4300 digits"),
-        (b'{"a": "\xff"}', "cannot be read: not UTF-8, 'utf-8' codec can't decode byte 0xff"),
+        (b'{"a": "\xff"}', "is not JSON: not UTF-8, 'utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_wrong_json_is_one_line_with_its_place(text: str | bytes, message: str) -> None:

@@ -310,7 +310,7 @@ def test_json_has_the_same_numbers(run_file: str, folder: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model.path=nowhere"], "config.json cannot be read"),
+        (["model.path=nowhere"], "model.path: nowhere is not a folder"),
         (["--ranks", "0"], "positive"),
         (["graph.scope=step", "--ranks", "2"], "not possible with 2 ranks"),
         (["algorithm.name=grop"], "there is no algorithm"),

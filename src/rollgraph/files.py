@@ -93,7 +93,9 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    return parse_json(read_text(path), str(path))
+    with open_regular(path) as file:
+        content = file.read()
+    return parse_json(content, str(path))
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -111,36 +113,32 @@ def parse_json(
 ) -> Any:
     """The value of a text that stands at this place: a file, or a line of one."""
     try:
-        value = json.loads(text, object_pairs_hook=object_pairs_hook)
+        content = text if isinstance(text, str) else text.decode("utf-8-sig")
+        value = json.loads(content, object_pairs_hook=object_pairs_hook)
     except RecursionError:
         raise FileError(place, "cannot be read", TOO_DEEP) from None
     except json.JSONDecodeError as error:
         raise FileError(place, "is not JSON", str(error)) from None
     except UnicodeDecodeError as error:
-        raise FileError(place, "cannot be read", f"not UTF-8, {error}") from None
+        raise FileError(place, "is not JSON", f"not UTF-8, {error}") from None
     except ValueError as error:
-        raise FileError(place, "cannot be read", _long_number(text) or str(error)) from None
-    if _is_deep(text, value):
+        raise FileError(place, "cannot be read", _long_number(content) or str(error)) from None
+    if _is_deep(content, value):
         raise FileError(place, "cannot be read", TOO_DEEP)
     return value
 
 
-def _long_number(text: str | bytes) -> str:
+def _long_number(text: str) -> str:
     """What is wrong with a number of thousands of digits, and in which line; empty where there is none."""
-    content = text if isinstance(text, str) else text.decode("utf-8", "replace")
-    found = _LONG_NUMBER.search(content)
+    found = _LONG_NUMBER.search(text)
     if found is None:
         return ""
-    line = content.count("\n", 0, found.start()) + 1
+    line = text.count("\n", 0, found.start()) + 1
     return f"the number in line {line} has more than 4300 digits"
 
 
-def _is_deep(text: str | bytes, value: Any) -> bool:
-    if isinstance(text, str):
-        brackets = text.count("[") + text.count("{")
-    else:
-        brackets = text.count(b"[") + text.count(b"{")
-    if brackets <= DEEPEST:  # so are nearly all lines of data
+def _is_deep(text: str, value: Any) -> bool:
+    if text.count("[") + text.count("{") <= DEEPEST:  # so are nearly all lines of data
         return False
     level = [value]
     for _ in range(DEEPEST + 1):
