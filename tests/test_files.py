@@ -112,7 +112,7 @@ def test_an_object_is_asked_for(tmp_path: Path) -> None:
 
 def test_wrong_utf8_is_found_by_its_line(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one\ntwo\xff\n")
-    with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a:2: cannot be read: not UTF-8"):
+    with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a: cannot be read: line 2 is not UTF-8"):
         read_text(tmp_path / "a")
     with open_regular(tmp_path / "a") as file:
         assert list(file) == [b"one\n", b"two\xff\n"]

@@ -89,7 +89,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise FileError(f"{path}:{line}", "cannot be read", f"not UTF-8, {error}") from None
+        raise FileError(path, "cannot be read", f"line {line} is not UTF-8, {error}") from None
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
