@@ -162,7 +162,7 @@ def _compose(text: str, place: str) -> Node:
     except yaml.MarkedYAMLError as error:
         raise ConfigError([f"{at(error.problem_mark)}: not YAML: {error.problem}"]) from None
     except yaml.YAMLError as error:
-        raise ConfigError([f"{at(None)}: not YAML: {error}"]) from None
+        raise ConfigError([f"{at(None)}: not YAML: {' '.join(str(error).split())}"]) from None
     except RecursionError:
         raise ConfigError([f"{at(None)}: not YAML that can be used: {TOO_DEEP}"]) from None
     if problems:
@@ -217,10 +217,11 @@ def read_tree(
     for override in overrides:
         key, equals, text = override.partition("=")
         names = key.strip().split(".")
+        place = f"override {_cut(repr(override))}"
         try:
             if not equals or not all(names):
-                raise ConfigError([f"override {override!r}: expected key=value"])
-            tree = _put(tree, names, _compose(text, f"override {override!r}"))
+                raise ConfigError([f"{place}: expected key=value"])
+            tree = _put(tree, names, _compose(text, place))
         except ConfigError as error:
             reader.problems += error.problems
     config: T = reader.section(kind, tree, "")

@@ -107,18 +107,16 @@ def _parse(text: str, path: Path) -> Node:
             raise ConfigError([f"{here}: {node.value!r:.80} is larger than 2^63 - 1"])
         return value
 
-    loader = Loader(text)
     try:
+        loader = Loader(text)
         root = loader.get_single_node()
         return Node({}, at(None)) if root is None else convert(root)
     except yaml.MarkedYAMLError as error:
         raise ConfigError([f"{at(error.problem_mark)}: not YAML: {error.problem}"]) from None
     except yaml.YAMLError as error:
-        raise ConfigError([f"{at(None)}: not YAML: {error}"]) from None
+        raise ConfigError([f"{at(None)}: not YAML: {' '.join(str(error).split())}"]) from None
     except RecursionError:
         raise ConfigError([f"{at(None)}: not YAML that can be used: {TOO_DEEP}"]) from None
-    finally:
-        loader.dispose()
 
 
 def _merge(base: Node, top: Node) -> Node:
