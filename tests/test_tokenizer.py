@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,24 @@ def test_saving_replaces_links_and_leaves_what_they_point_to(tmp_path: Path, nam
     assert not (target / "tokenizer_config.json").is_symlink()
     assert load_tokenizer(target).encode("text") == tokenizer.encode("text")
     assert not list(target.glob("*incomplete*"))
+
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]], "continuing_subword_prefix": "##"}
+PANICS = {
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    "model": BPE,
+    "decoder": {"type": "Strip", "content": "a", "start": 3, "stop": 3},
+}
+
+
+@pytest.mark.parametrize("part", PANICS)
+def test_files_at_which_the_library_panics_are_named(tmp_path: Path, part: str) -> None:
+    """A panic is no Exception, so that it would pass by whoever catches those."""
+    content = json.loads(ByteTokenizer()._files.tokenizer_json) | {part: PANICS[part]}
+    write(tmp_path, tokenizer_json=json.dumps(content))
+    said = r"cannot decode \[97\]" if part == "decoder" else r"tokenizer\.json cannot be used \("
+    with pytest.raises(TokenizerError, match=f"{re.escape(str(tmp_path))}: {said}"):
+        load_tokenizer(tmp_path).decode([97])
 
 
 @pytest.mark.parametrize("version", ["3.1.5", "2.11.3", "3.0"])

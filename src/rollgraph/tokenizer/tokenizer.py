@@ -83,7 +83,12 @@ class Tokenizer:
         unknown = next((i for i in ids if i not in self._known), None)
         if unknown is not None:
             raise TokenizerError(f"id {unknown} is not in the vocabulary of {self.name} ({self.vocab_size} ids)")
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        except BaseException as error:
+            if not _is_the_librarys(error):
+                raise
+            raise TokenizerError(f"{self.name}: cannot decode {list(ids)!r:.80} ({error})") from error
 
     def render_chat(
         self,
@@ -148,15 +153,20 @@ class Tokenizer:
 
 @contextmanager
 def _about(what: str, advice: str) -> Iterator[None]:
-    """Errors of the library are of any kind and, where its code panics, not even an Exception."""
+    """What the library raises inside says what it is about, and what to do."""
     try:
         yield
     except TokenizerError:
         raise
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise TokenizerError(f"{what} ({error}); {advice}") from error
-        raise
+        if not _is_the_librarys(error):
+            raise
+        raise TokenizerError(f"{what} ({error}); {advice}") from error
+
+
+def _is_the_librarys(error: BaseException) -> bool:
+    """Not somebody's wish to stop: its errors are of any kind and, where its code panics, not even an Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:
