@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from rollgraph.commands import plan as command
 from rollgraph.config import Config, parse_config
 from rollgraph.model import Architecture, Decoder, Keys, token_logprobs
-from rollgraph.plan import PHASES, Plan, activation_bytes, layer_bytes, make_plan, shape_model
+from rollgraph.plan import PHASES, Plan, activation_bytes, layer_bytes, make_plan, shape_model, sum_up_to
 from rollgraph.setup import make_run
 from rollgraph.world import World
 
@@ -85,6 +86,32 @@ def test_fewer_rows_than_samples_decode_in_turns(folder: Path) -> None:
     at_once = make_plan(configured(folder)).floor.repeated["decode"]
     in_turns = make_plan(configured(folder, "rollout.rows=128")).floor.repeated["decode"]
     assert at_once < in_turns < 4 * at_once
+
+
+@pytest.mark.parametrize("tflops", [1.0, 300.0, 785.0, 1e6])
+def test_decoding_is_the_sum_of_its_steps(folder: Path, tflops: float) -> None:
+    """With windows in half of the layers, where steps are bound by FLOPs, by bytes, or by one and then the other."""
+    window = {"use_sliding_window": True, "sliding_window": 200, "max_window_layers": 14}
+    (folder / "config.json").write_text(json.dumps(QWEN_1_5B | window))
+    plan = make_plan(configured(folder), tflops=tflops)
+    expected = 0.0
+    for length in range(128 + 1, 128 + 384 + 1):
+        seen = 14 * length + 14 * min(length, 200)
+        nbytes = 2 * PARAMETERS + 2 * 2 * 128 * 2 * 512 * seen
+        expected += max(2 * PARAMETERS * 512 / (tflops * 1e12), nbytes / 4.28e12)
+    assert plan.floor.repeated["decode"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_sums_of_bounded_numbers() -> None:
+    for first, last, most in itertools.product(range(6), range(8), range(8)):
+        if last >= first - 1:
+            assert sum_up_to(first, last, most) == sum(min(n, most) for n in range(first, last + 1))
+
+
+def test_a_billion_tokens_are_planned_without_counting_them(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(QWEN_1_5B | {"max_position_embeddings": 2**31 - 1}))
+    long = ("rollout.max_tokens=2000000000", "train.microbatch_tokens=2147483647")
+    assert make_plan(configured(folder, *long)).floor.repeated["decode"] > 1e6
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -310,7 +337,7 @@ def test_json_has_the_same_numbers(run_file: str, folder: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model.path=nowhere"], "config.json cannot be read"),
+        (["model.path=nowhere"], "model.path: nowhere is not a folder"),
         (["--ranks", "0"], "positive"),
         (["graph.scope=step", "--ranks", "2"], "not possible with 2 ranks"),
         (["algorithm.name=grop"], "there is no algorithm"),

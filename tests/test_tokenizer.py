@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -351,6 +353,47 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
             {"added_tokens_decoder": {"1": 5}},
             r"an entry of tokenizer_config.json is malformed",
         ),
+        (
+            "tokenizer_config_json",
+            {"added_tokens_decoder": [{"content": "x"}]},
+            r"tokenizer_config.json is malformed: added_tokens_decoder is \[.*\] instead of an object",
+        ),
+        (
+            "tokenizer_config_json",
+            {"added_tokens_decoder": {"one": {"content": "x"}}},
+            r"added_tokens_decoder has 'one': .* instead of an id and its token",
+        ),
+        (
+            "tokenizer_config_json",
+            {"added_tokens_decoder": {"1": {"text": "x"}}},
+            r"tokenizer_config.json is malformed",
+        ),
+        (
+            "tokenizer_config_json",
+            {"extra_special_tokens": 3},
+            r"malformed: extra_special_tokens is 3 instead of a list",
+        ),
+        ("tokenizer_config_json", {"additional_special_tokens": [3]}, r"additional_special_tokens has 3 instead of a"),
+        ("tokenizer_config_json", {"chat_template": 3}, r"malformed: chat_template is 3 instead of a text"),
+        ("tokenizer_config_json", {"chat_template": {"default": 3}}, r"malformed: chat_template is .*'default': 3"),
+        ("tokenizer_config_json", {"pad_token": {"content": 3}}, r"malformed: pad_token is .* a token is a text"),
+        (
+            "special_tokens_map_json",
+            {"bos_token": {}, "eos_token": {"a": 1}},
+            r"special_tokens_map.json is .*eos_token",
+        ),
+        ("tokenizer_config_json", "[" * 100_000, r"tokenizer_config.json: cannot be read \(.* more than 100 deep"),
+        ("tokenizer_json", "[" * 100_000, r"tokenizer.json cannot be used"),
+        ("config_json", '{"a": %s}' % ("9" * 5000), r"[/]config.json: cannot be read \(.*more than 4300 digits"),
+        (
+            "generation_config_json",
+            {"eos_token_id": {}},
+            r"generation_config.json: eos_token_id is {} instead of an id",
+        ),
+        ("config_json", {"eos_token_id": [1, {}]}, r"[/]config.json: eos_token_id is \[1, {}\] instead of an id"),
+        ("config_json", {"pad_token_id": "0"}, r"[/]config.json: pad_token_id is '0' instead of an id"),
+        ("config_json", {"bos_token_id": 2**63}, r"[/]config.json: bos_token_id is 9223372036854775808 instead of"),
+        ("config_json", {"bos_token_id": True}, r"[/]config.json: bos_token_id is True instead of"),
         ("special_tokens_map_json", POINTER, r"special_tokens_map.json: is not JSON .*fetch the file again"),
         ("generation_config_json", "", r"generation_config.json: is not JSON"),
         ("config_json", "{'a': 1}", r"[/]config.json: is not JSON"),
@@ -360,6 +403,75 @@ def test_broken_files_are_named(tmp_path: Path, name: str, content: Any, message
     with pytest.raises(TokenizerError, match=message) as caught:
         load_tokenizer(write(tmp_path, **{name: content}))
     assert str(tmp_path) in str(caught.value)
+
+
+NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    write(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(TokenizerError, match=rf"/{name}: is a named pipe, not a regular file"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith((".jinja", "config.json"))])
+def test_saving_replaces_links_and_leaves_what_they_point_to(tmp_path: Path, name: str) -> None:
+    shared, target = tmp_path / "shared", tmp_path / "target"
+    shared.write_text("theirs")
+    target.mkdir()
+    (target / name).symlink_to(shared)
+    (target / "generation_config.json").symlink_to(tmp_path / "nowhere")
+    (target / "tokenizer_config.json").symlink_to(shared)
+    tokenizer = ByteTokenizer()
+    tokenizer.save(target)
+    assert shared.read_text() == "theirs"
+    assert not (tmp_path / "nowhere").exists()
+    assert not (target / name).is_symlink()
+    assert not (target / "tokenizer_config.json").is_symlink()
+    assert load_tokenizer(target).encode("text") == tokenizer.encode("text")
+    assert not list(target.glob("*incomplete*"))
+
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]], "continuing_subword_prefix": "##"}
+PANICS = {
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    "model": BPE,
+    "decoder": {"type": "Strip", "content": "a", "start": 3, "stop": 3},
+}
+
+
+@pytest.mark.parametrize("part", PANICS)
+def test_files_at_which_the_library_panics_are_named(tmp_path: Path, part: str) -> None:
+    """A panic is no Exception, so that it would pass by whoever catches those."""
+    content = json.loads(ByteTokenizer()._files.tokenizer_json) | {part: PANICS[part]}
+    write(tmp_path, tokenizer_json=json.dumps(content))
+    said = r"cannot decode \[97\]" if part == "decoder" else r"tokenizer\.json cannot be used \("
+    with pytest.raises(TokenizerError, match=f"{re.escape(str(tmp_path))}: {said}"):
+        load_tokenizer(tmp_path).decode([97])
+
+
+@pytest.mark.parametrize("version", ["3.1.5", "2.11.3", "3.0"])
+def test_templates_do_not_run_in_a_sandbox_that_opens(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    message = rf"jinja2 {version} is installed, whose sandbox they can leave; pip install 'jinja2>=3\.1\.6'"
+    with pytest.raises(TokenizerError, match=message):
+        ByteTokenizer().render_chat([{"role": "user", "content": "x"}], template="{{ messages }} " + version)
+
+
+@pytest.mark.parametrize("version", ["3.1.6", "3.1.10", "3.2", "4.0.0rc1"])
+def test_templates_run_in_one_that_holds(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert ByteTokenizer().render_chat([], template="{{ 1 + 1 }} " + version) == f"2 {version}"
 
 
 def test_a_file_that_is_not_utf_8_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 
 from rollgraph import config_schema
 from rollgraph.config_reader import ConfigError, load_tree, read_tree, to_dict, to_yaml
-from rollgraph.config_schema import COMMAS, Key, Limit, spell
+from rollgraph.config_schema import COMMAS, PATH, Key, Limit, spell
+from rollgraph.sizes import LARGEST
 
 __all__ = [
     "Config",
@@ -35,6 +36,10 @@ __all__ = [
 COLDEST = 0.01  # of temperatures: logits are divided by it
 Count = Annotated[int, Limit("minimum", 1)]
 Natural = Annotated[int, Limit("minimum", 0)]
+Layers = Annotated[Count, Limit("maximum", LARGEST["layers"])]
+Width = Annotated[Count, Limit("maximum", LARGEST["hidden"])]
+Heads = Annotated[Count, Limit("maximum", LARGEST["heads"])]
+WidthOfMlp = Annotated[Count, Limit("maximum", LARGEST["mlp"])]
 Positive = Annotated[float, Limit("exclusiveMinimum", 0)]
 Warm = Annotated[float, Limit("minimum", COLDEST)]
 NotNegative = Annotated[float, Limit("minimum", 0)]
@@ -44,21 +49,22 @@ Beta = Annotated[float, Limit("minimum", 0), Limit("exclusiveMaximum", 1)]
 Scope = Literal["step", "layer", "attn", "mlp"]
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 Options = Mapping[str, Any]
+File = Annotated[str, PATH]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
-    layers: Annotated[Count, "decoder layers"] = 2
-    width: Annotated[Count, "of the hidden state"] = 64
-    heads: Annotated[Count, "attention heads"] = 4
-    kv_heads: Annotated[Count, "key/value heads, a divisor of heads"] = 2
-    mlp: Annotated[Count, "width inside the MLP"] = 128
+    layers: Annotated[Layers, "decoder layers"] = 2
+    width: Annotated[Width, "of the hidden state"] = 64
+    heads: Annotated[Heads, "attention heads"] = 4
+    kv_heads: Annotated[Heads, "key/value heads, a divisor of heads"] = 2
+    mlp: Annotated[WidthOfMlp, "width inside the MLP"] = 128
     max_length: Annotated[Count, "of a prompt with its completion, in tokens"] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    path: Annotated[str | None, "folder of a Llama, Mistral, Qwen2 or Qwen3 model; this or `tiny` is required"] = None
+    path: Annotated[File | None, "folder of a Llama, Mistral, Qwen2 or Qwen3 model; this or `tiny` is required"] = None
     tiny: Annotated[Tiny | None, "a small model with random weights, made on the spot"] = None
     dtype: Annotated[Literal["auto", "bfloat16", "float32"], "of the weights; auto is as stored"] = "auto"
     checkpointing: Annotated[bool, "recompute activations in backward: less memory, more time"] = False
@@ -66,13 +72,13 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    path: Annotated[str | None, "folder, or `bytes`; null is model.path, or `bytes` for a tiny model"] = None
+    path: Annotated[File | None, "folder, or `bytes`; null is model.path, or `bytes` for a tiny model"] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    train: Annotated[str, "a .jsonl or .parquet file with a column `prompt`; rewards see all other columns"]
-    validation: Annotated[str | None, "like train; null is no validation"] = None
+    train: Annotated[File, "a .jsonl or .parquet file with a column `prompt`; rewards see all other columns"]
+    validation: Annotated[File | None, "like train; null is no validation"] = None
     prompts_per_step: Annotated[Count, "prompts of a step, over all ranks"] = 32
     max_prompt_tokens: Annotated[Count | None, "longest prompt; null is what the model takes"] = None
     too_long: Annotated[Literal["error", "drop"], "what happens to longer prompts; dropped ones are counted"] = "error"
@@ -82,7 +88,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    name: Annotated[str, "a built-in environment, package.module:name or path/file.py:name"]
+    name: Annotated[File, "a built-in environment, package.module:name or path/file.py:name"]
     options: Annotated[Options, "passed to it by name"] = field(default_factory=dict)
 
 
@@ -106,7 +112,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    name: Annotated[str, "a built-in reward, package.module:function or path/file.py:function"]
+    name: Annotated[File, "a built-in reward, package.module:function or path/file.py:function"]
     weight: Annotated[float, "its share of the sum"] = 1.0
     options: Annotated[Options, "passed to it by name"] = field(default_factory=dict)
     label: Annotated[str, "its name in metrics; empty is the function's own"] = ""
@@ -122,7 +128,7 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    name: Annotated[str, "a built-in algorithm, package.module:name or path/file.py:name"] = "grpo"
+    name: Annotated[File, "a built-in algorithm, package.module:name or path/file.py:name"] = "grpo"
     options: Annotated[Options, "passed to it by name"] = field(default_factory=dict)
     minibatches: Annotated[Count, "optimizer steps for each pass over the rollouts"] = 1
     epochs: Annotated[Count, "passes over the rollouts of a step"] = 1
@@ -157,7 +163,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
-    data: Annotated[str, "JSON lines with `prompt` and `completion`"]
+    data: Annotated[File, "JSON lines with `prompt` and `completion`"]
     steps: Annotated[Count, "of supervised training, at most; its loss, too, is at rollout.temperature"] = 100
     lr: Annotated[Positive, "learning rate, constant"] = 1e-5
     batch_size: Annotated[Count, "sequences of a step"] = 32
@@ -225,7 +231,7 @@ class Log:
 class Config:
     seed: Annotated[Natural, "of everything random"] = 0
     steps: Annotated[Count, "rollouts and updates"] = 100
-    output: Annotated[str, "folder of the run: checkpoints, metrics, samples"] = "runs/default"
+    output: Annotated[File, "folder of the run: checkpoints, metrics, samples"] = "runs/default"
     resume: Annotated[Literal["auto", "never", "must"], "from the output folder; auto is if there is something"] = (
         "auto"
     )

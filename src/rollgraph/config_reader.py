@@ -9,12 +9,18 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from rollgraph.config_schema import COMMAS, Limit, hints_of, list_keys, spell, unwrap
+from rollgraph import files
+from rollgraph.config_schema import COMMAS, PATH, Limit, hints_of, list_keys, spell, unwrap
+from rollgraph.files import DEEPEST, TOO_DEEP, FileError, MissingFile
+
+MOST_VALUES = 30_000  # of a file: aliases and interpolations can multiply a few lines without end
+MOST_DIGITS = 4300  # of a whole number: Python converts no longer ones
+LARGEST_NUMBER = 2**63 - 1
 
 
 class ConfigError(ValueError):
@@ -35,7 +41,29 @@ class Node(NamedTuple):
     place: str
 
 
-def load_tree(path: Path, text: str | None = None, above: tuple[Path, ...] = ()) -> Node:
+@dataclass
+class Budget:
+    """How many values a file may still have."""
+
+    left: int = MOST_VALUES
+
+    def spend(self, place: str, depth: int = 0) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise ConfigError([f"{place}: there are more than {MOST_VALUES} values, with those that aliases repeat"])
+        if depth > DEEPEST:
+            raise ConfigError([f"{place}: not YAML that can be used: {TOO_DEEP}"])
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The files that named the one that is being read, and the trees of all that have been read."""
+
+    above: tuple[Path, ...] = ()
+    loaded: dict[Path, Node] = field(default_factory=dict)  # one that is named often is read once
+
+
+def load_tree(path: Path, text: str | None = None, chain: Chain | None = None) -> Node:
     """A file, or a text in its place, merged with those it names under `defaults`."""
     if text is None:
         text = read_text(path)
@@ -44,39 +72,53 @@ def load_tree(path: Path, text: str | None = None, above: tuple[Path, ...] = ())
         tree = Node({}, tree.place)
     if not isinstance(tree.value, dict):
         raise ConfigError([f"{tree.place}: expected keys, got {_got(tree)}"])
-    return merge_bases(tree, path, above, lambda other, above: load_tree(other, None, above), _merge, _got)
+    return merge_bases(tree, path, chain or Chain(), lambda other, chain: load_tree(other, None, chain), _merge, _got)
 
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+        return files.read_text(path)
+    except FileError as error:
+        raise ConfigError([str(error)]) from None
 
 
 def merge_bases(
     tree: Node,
     path: Path,
-    above: tuple[Path, ...],
-    load: Callable[[Path, tuple[Path, ...]], Node],
+    chain: Chain,
+    load: Callable[[Path, Chain], Node],
     merge: Callable[[Node, Node], Node],
     describe: Callable[[Node], str],
 ) -> Node:
-    """The tree of a file over those of the files it names under `defaults`, which `load` reads; `above` named it."""
+    """The tree of a file over those of the files it names under `defaults`, which `load` reads; `chain` named it."""
     bases = tree.value.pop("defaults", Node([], tree.place))
-    above = (*above, path.resolve())
+    inner = Chain((*chain.above, path.resolve()), chain.loaded)
     merged = Node({}, tree.place)
     for base in bases.value if isinstance(bases.value, list) else [bases]:
         if not isinstance(base.value, str):
             raise ConfigError([f"{base.place}: defaults: expected the path of a file, got {describe(base)}"])
-        other = path.parent / base.value
-        if other.resolve() in above:
-            chain = " -> ".join(step.name for step in (*above, other))
-            raise ConfigError([f"{base.place}: defaults: files name each other: {chain}"])
-        if not other.is_file():
-            raise ConfigError([f"{base.place}: defaults: there is no file {other}"])
-        merged = merge(merged, load(other, above))
+        other = _find_base(path.parent / base.value, base.place, inner.above)
+        resolved = other.resolve()
+        if resolved not in chain.loaded:
+            chain.loaded[resolved] = load(other, inner)
+        merged = merge(merged, chain.loaded[resolved])
     return merge(merged, tree)
+
+
+def _find_base(other: Path, place: str, above: tuple[Path, ...]) -> Path:
+    """A file that is named under `defaults`, if it can be read and is none of those that named it."""
+    try:
+        files.regular_file(other)
+    except MissingFile:
+        raise ConfigError([f"{place}: defaults: there is no file {other}"]) from None
+    except FileError as error:
+        raise ConfigError([f"{place}: defaults: {error}"]) from None
+    if other.resolve() in above:
+        names = " -> ".join(step.name for step in (*above, other))
+        raise ConfigError([f"{place}: defaults: files name each other: {names}"])
+    if len(above) > DEEPEST:
+        raise ConfigError([f"{place}: defaults: more than {DEEPEST} files name one another"])
+    return other
 
 
 def _compose(text: str, place: str) -> Node:
@@ -84,18 +126,26 @@ def _compose(text: str, place: str) -> Node:
     import yaml  # type: ignore[import-untyped, unused-ignore]
 
     problems: list[str] = []
+    budget = Budget()
 
     def at(mark: Any) -> str:
         return place.replace("{line}", str(mark.line + 1 if mark else 1))
 
-    def convert(node: Any) -> Node:
+    def scalar(node: Any, here: str) -> Any:
+        try:
+            return _scalar(node.value) if node.style is None else node.value
+        except ValueError as error:
+            problems.append(f"{here}: {error}")
+
+    def convert(node: Any, depth: int = 0) -> Node:
         here = at(node.start_mark)
+        budget.spend(here, depth)
         if not re.fullmatch(r"tag:yaml\.org,2002:[a-z]+", node.tag):
             problems.append(f"{here}: the tag {node.tag} is not supported")
         if isinstance(node, yaml.ScalarNode):
-            return Node(_scalar(node.value) if node.style is None else node.value, here)
+            return Node(scalar(node, here), here)
         if isinstance(node, yaml.SequenceNode):
-            return Node([convert(item) for item in node.value], here)
+            return Node([convert(item, depth + 1) for item in node.value], here)
         found: dict[str, Node] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value in found:
@@ -103,7 +153,7 @@ def _compose(text: str, place: str) -> Node:
                 problems.append(f"{at(key.start_mark)}: {wrong}")
                 continue
             # A value may start on a later line than its key, which is where people look.
-            found[key.value] = convert(value)._replace(place=at(key.start_mark))
+            found[key.value] = convert(value, depth + 1)._replace(place=at(key.start_mark))
         return Node(found, here)
 
     try:
@@ -111,8 +161,10 @@ def _compose(text: str, place: str) -> Node:
         tree = Node(None, at(None)) if root is None else convert(root)
     except yaml.MarkedYAMLError as error:
         raise ConfigError([f"{at(error.problem_mark)}: not YAML: {error.problem}"]) from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError([f"{at(None)}: not YAML: {error}"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{at(None)}: not YAML: {' '.join(str(error).split())}"]) from None
+    except RecursionError:
+        raise ConfigError([f"{at(None)}: not YAML that can be used: {TOO_DEEP}"]) from None
     if problems:
         raise ConfigError(problems)
     return tree
@@ -125,10 +177,20 @@ def _scalar(text: str) -> Any:
     if text in ("", "~", "null"):
         return None
     if re.fullmatch(r"[-+]?[0-9][0-9_]*", text) and not text.endswith("_") and "__" not in text:
+        if len(text) > MOST_DIGITS:
+            raise ValueError(f"the number {text[:20]}... has more than {MOST_DIGITS} digits")
         return int(text)
     if re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text) and math.isfinite(float(text)):
         return float(text)
     return text
+
+
+def _is_text(text: str) -> bool:
+    """Whether a word that is not quoted is read as itself."""
+    try:
+        return bool(_scalar(text) == text)
+    except ValueError:
+        return False
 
 
 def _merge(base: Node, top: Node) -> Node:
@@ -155,10 +217,11 @@ def read_tree(
     for override in overrides:
         key, equals, text = override.partition("=")
         names = key.strip().split(".")
+        place = f"override {_cut(repr(override))}"
         try:
             if not equals or not all(names):
-                raise ConfigError([f"override {override!r}: expected key=value"])
-            tree = _put(tree, names, _compose(text, f"override {override!r}"))
+                raise ConfigError([f"{place}: expected key=value"])
+            tree = _put(tree, names, _compose(text, place))
         except ConfigError as error:
             reader.problems += error.problems
     config: T = reader.section(kind, tree, "")
@@ -231,8 +294,14 @@ class _Reader:
             return self._mapping(node, key) if isinstance(value, dict) else _WRONG
         if origin is Literal:
             return value if value in args else _WRONG
+        if kind in (int, float) and type(value) is int and abs(value) > LARGEST_NUMBER:
+            self.problems.append(f"{node.place}: {key}: {_got(node)} is larger than 2^63 - 1")
+            return _WRONG
         if kind is float and type(value) is int:
             value = float(value)
+        if PATH in notes and isinstance(value, str) and "\0" in value:
+            self.problems.append(f"{node.place}: {key}: a path cannot hold a NUL character, as {_got(node)} does")
+            return _WRONG
         limits = [note for note in notes if isinstance(note, Limit)]
         return value if type(value) is kind and all(limit.holds(value) for limit in limits) else _WRONG
 
@@ -261,10 +330,14 @@ def _nearest(name: str, dot: str, names: Mapping[str, Any], root: Any) -> str:
 
 def _got(node: Node) -> str:
     if isinstance(node.value, str):
-        return f"the text {node.value!r}"
+        return f"the text {_cut(repr(node.value))}"
     if isinstance(node.value, list):
         return f"a list of {len(node.value)}"
-    return "a mapping" if isinstance(node.value, dict) else json.dumps(node.value)
+    return "a mapping" if isinstance(node.value, dict) else _cut(json.dumps(node.value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:100]}..."
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -284,7 +357,7 @@ def to_yaml(config: Any) -> str:
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc, unused-ignore]
         def represent_text(self, text: str) -> Any:
-            style = "'" if _scalar(text) != text else None  # or it would be read as a number
+            style = None if _is_text(text) else "'"  # or it would be read as a number
             if not text.isprintable():
                 style = '"'  # the only one that keeps every kind of line break
             return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)

@@ -25,13 +25,15 @@ class Limit(NamedTuple):
     bound: float
 
     def __str__(self) -> str:
-        return f"{SYMBOLS[self.word][0]} {self.bound:g}"
+        bound = self.bound if isinstance(self.bound, int) else f"{self.bound:g}"
+        return f"{SYMBOLS[self.word][0]} {bound}"
 
     def holds(self, value: Any) -> bool:
         return SYMBOLS[self.word][1](value, self.bound)
 
 
 COMMAS = "may be written as text with commas"
+PATH = "is the path of a file or folder"
 
 
 @functools.cache

@@ -6,7 +6,6 @@ names people wrote: keys, not arguments. The model is known by its shape alone h
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from rollgraph.config import Config, ConfigError, check_scopes
 from rollgraph.inference import SamplingParams
 from rollgraph.key_errors import about
 from rollgraph.lengths import check_buckets, check_cache, longest_prompt, make_limits
-from rollgraph.model import Architecture, ArchitectureError
+from rollgraph.model import Architecture, hf_weights
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm, load_algorithm
 from rollgraph.rl.data import DataError, PromptData, Row, load_rows
@@ -159,14 +158,10 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
         )
         return architecture, given or "float32"
     assert config.model.path is not None, "the configuration was checked"
-    source = Path(config.model.path) / "config.json"
-    try:
-        stored = json.loads(source.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArchitectureError(f"model.path: {source} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ArchitectureError(f"model.path: {source} is not JSON: {error}") from None
-    return Architecture.from_config(stored), given or stored.get("dtype") or stored.get("torch_dtype")
+    source = Path(config.model.path)
+    with about("model.path"):
+        architecture = hf_weights.read_architecture(source)
+        return architecture, given or hf_weights.read_dtype(source)
 
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Architecture) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from bisect import bisect_left
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -288,6 +289,16 @@ def _graph_inputs(a: Architecture, scopes: tuple[str, ...], tokens: int, itemsiz
 # -- time ------------------------------------------------------------------------------------------
 
 
+def sum_up_to(first: int, last: int, most: int) -> int:
+    """The sum of min(number, most) over the whole numbers from first to last.
+
+    >>> sum_up_to(2, 5, 3)
+    11
+    """
+    rising = max(min(last, most), first - 1)  # the last number that counts as itself
+    return (rising * (rising + 1) - first * (first - 1)) // 2 + most * (last - rising)
+
+
 def step_floor(
     config: Config,
     model: Decoder,
@@ -316,8 +327,16 @@ def step_floor(
         computed = 2 * weights * running / flops
         own = 2 * a.kv_heads * a.head_dim * itemsize * running  # bytes of one token in one layer, in all rows
         windows = [a.window(layer) or limits.max_length for layer in range(a.layers)]
-        read = [weights * itemsize + own * sum(min(prompt + i, w) for w in windows) for i in range(1, new + 1)]
-        return sum(max(computed, nbytes / bandwidth) for nbytes in read)
+
+        def read(step: int) -> float:
+            seen = sum(min(prompt + step, window) for window in windows)
+            return (weights * itemsize + own * seen) / bandwidth
+
+        # Reading takes longer from step to step, until it takes longer than computing. No loop over the steps: a
+        # configuration may ask for billions.
+        first = bisect_left(range(1, new + 1), computed, key=read)
+        seen = sum(sum_up_to(prompt + first + 1, prompt + new, window) for window in windows)
+        return first * computed + ((new - first) * weights * itemsize + own * seen) / bandwidth
 
     def parts(prompts_computed: int) -> dict[str, float]:
         tokens = prompts_computed * prompt + samples * new

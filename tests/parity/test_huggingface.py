@@ -6,6 +6,7 @@ Biases, norms and window sizes are such that one forgotten would show.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.model import Architecture, Decoder, load_model, load_weights, save_model
+from rollgraph.model import Architecture, Decoder, Rope, load_model, load_weights, save_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -227,6 +228,38 @@ def test_rope_scaling_beside_rope_parameters(
     expected = theirs(read(tmp_path), batch)
     assert off(theirs(peer, batch), expected) > 1e-3
     assert off(ours(load_model(tmp_path), batch), expected) < 1e-5
+
+
+def test_yarn_has_their_frequencies_wherever_its_range_lies() -> None:
+    """Also where it is empty, or ends before it begins; bit for bit."""
+    choose = random.Random(0)
+    inverted = empty = 0
+    for _ in range(500):
+        head_dim = choose.choice([2, 8, 24, 64, 128])
+        options = {
+            "factor": choose.choice([0.5, 1.0, choose.uniform(1, 64)]),
+            "original_max_position_embeddings": int(2 ** choose.uniform(0, 20)),
+            "beta_fast": choose.choice([0, 1.0, choose.uniform(0.01, 100)]),
+            "beta_slow": choose.choice([0, 32.0, choose.uniform(0.01, 100)]),
+            "truncate": choose.random() < 0.5,
+        }
+        theta = choose.choice([1e4, choose.uniform(1.5, 1e7)])
+        config = transformers.LlamaConfig(
+            hidden_size=4 * head_dim,
+            num_attention_heads=4,
+            max_position_embeddings=4096,
+            rope_parameters={"rope_type": "yarn", "rope_theta": theta, **options},
+        )
+        expected, scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)
+        rope = Rope(theta, "yarn", options)
+        found, ours = rope.frequencies(head_dim, 4096)
+        assert torch.equal(found, expected), (theta, head_dim, options)
+        assert ours == scale
+        low, high = rope._yarn_range(options["original_max_position_embeddings"], head_dim)
+        inverted += low > high
+        empty += high - low == pytest.approx(0.001)
+    assert inverted > 50
+    assert empty > 5
 
 
 @pytest.mark.parametrize("name", ["llama, llama3", "llama, yarn"])

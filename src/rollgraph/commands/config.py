@@ -13,6 +13,7 @@ from typing import Any
 from rollgraph.built_in_names import wrong_names
 from rollgraph.commands.words import add_words
 from rollgraph.config import ConfigError, Key, json_schema, list_keys, load_config, spell, to_yaml
+from rollgraph.files import FileError, check_path
 
 DONE, BROKEN = 0, 2
 
@@ -66,12 +67,12 @@ def import_theirs(files: Sequence[str], output: str | None) -> int:
     try:
         found = import_nemo(files[0])
         if output is not None:
-            with Path(output).open("x", encoding="utf-8") as file:
+            with Path(check_path(output)).open("x", encoding="utf-8") as file:
                 file.write(found.to_yaml())
     except FileExistsError:
         print(f"{output} exists and is not overwritten: name another, or remove it", file=sys.stderr)
         return BROKEN
-    except (ConfigError, OSError) as error:
+    except (ConfigError, FileError, OSError) as error:
         print(error, file=sys.stderr)
         return BROKEN
     if output is None:

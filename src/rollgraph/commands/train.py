@@ -14,6 +14,7 @@ from rollgraph.built_in_names import wrong_names
 from rollgraph.commands.streams import printing_to_stderr
 from rollgraph.commands.words import add_words
 from rollgraph.config import Config, ConfigError, load_config
+from rollgraph.files import FileError, check_path
 
 DONE, FAILED, WRONG = 0, 1, 2
 
@@ -102,11 +103,14 @@ def run_eval(options: argparse.Namespace) -> int:
 
 def run_export(options: argparse.Namespace) -> int:
     try:
-        full = any(Path(options.to).iterdir())
+        full = any(Path(check_path(options.to)).iterdir())
     except FileNotFoundError:
         full = False
     except OSError as error:
         print(f"rollgraph export: --to {options.to}: {error.strerror}", file=sys.stderr)
+        return WRONG
+    except FileError as error:
+        print(f"rollgraph export: --to {error}", file=sys.stderr)
         return WRONG
     if full and not options.force:
         print(

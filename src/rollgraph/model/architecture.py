@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import ceil, floor, inf, log, pi
+from math import ceil, floor, log, pi
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rollgraph.sizes import LARGEST
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -35,15 +37,22 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # what transformers takes where config
 }
 
 _Kind = tuple[str, Callable[[Any], bool]]  # of a field in config.json: in words, and as a test
+_HUGE = 1e300  # JSON has integers that no float can hold
+
+
+def _count(what: str) -> _Kind:
+    most = LARGEST[what]
+    return f"a positive integer up to {most}", lambda v: type(v) is int and 0 < v <= most
+
+
 _TEXT: _Kind = ("a string", lambda v: isinstance(v, str))
 _TEXTS: _Kind = ("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v))
 _FLAG: _Kind = ("true or false", lambda v: isinstance(v, bool))
-_COUNT: _Kind = ("a positive integer", lambda v: type(v) is int and v > 0)
 _NATURAL: _Kind = ("an integer that is not negative", lambda v: type(v) is int and v >= 0)
-_POSITIVE: _Kind = ("a positive number", lambda v: type(v) in (int, float) and 0 < v < inf)
+_POSITIVE: _Kind = ("a positive number", lambda v: type(v) in (int, float) and 0 < v < _HUGE)
 _POSITIVE_OR_NULL: _Kind = ("a positive number or null", lambda v: v is None or _POSITIVE[1](v))
-_NOT_NEGATIVE: _Kind = ("a number that is not negative", lambda v: type(v) in (int, float) and 0 <= v < inf)
-_ABOVE_ONE: _Kind = ("a number above 1", lambda v: type(v) in (int, float) and 1 < v < inf)
+_NOT_NEGATIVE: _Kind = ("a number that is not negative", lambda v: type(v) in (int, float) and 0 <= v < _HUGE)
+_ABOVE_ONE: _Kind = ("a number above 1", lambda v: type(v) in (int, float) and 1 < v < _HUGE)
 _OPTIONS: _Kind = (
     "an object with the options of all layers",
     lambda v: isinstance(v, Mapping) and not any(isinstance(item, Mapping) for item in v.values()),
@@ -84,7 +93,7 @@ class Rope:
 
     def frequencies(self, head_dim: int, max_length: int) -> tuple[Tensor, float]:
         """The frequency of each pair of dimensions, [head_dim / 2], and the factor of cosine and sine."""
-        plain = 1.0 / self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        plain = 1.0 / self._periods(head_dim)
         if self.kind == "default":
             return plain, 1.0
         original = float(self.options.get("original_max_position_embeddings") or max_length)
@@ -93,7 +102,10 @@ class Rope:
             return plain / factor, 1.0
         if self.kind == "llama3":
             return self._llama3(plain, factor, original), 1.0
-        return self._yarn(plain, factor, original, head_dim)
+        return self._yarn(factor, original, head_dim)
+
+    def _periods(self, head_dim: int) -> Tensor:
+        return self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
 
     def _llama3(self, plain: Tensor, factor: float, original: float) -> Tensor:
         """Slow frequencies are stretched, fast ones kept, those between are blended."""
@@ -102,7 +114,22 @@ class Rope:
         kept = ((original / wavelength - low) / (high - low)).clamp(0, 1)
         return (1 - kept) * plain / factor + kept * plain
 
-    def _yarn(self, plain: Tensor, factor: float, original: float, head_dim: int) -> tuple[Tensor, float]:
+    def _yarn(self, factor: float, original: float, head_dim: int) -> tuple[Tensor, float]:
+        """Every operation in transformers' order, so that frequencies have its bits."""
+        low, high = self._yarn_range(original, head_dim)
+        ramp = ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+        kept = 1 - ramp
+        periods = self._periods(head_dim)
+        frequencies = 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept
+        scale = self.options.get("attention_factor")
+        if scale is None:
+            scale = _yarn_scale(factor, self.options.get("mscale"), self.options.get("mscale_all_dim"))
+        return frequencies, float(scale)
+
+    def _yarn_range(self, original: float, head_dim: int) -> tuple[float, float]:
+        """Where blending begins and ends. The end can lie before the beginning, where the original length is short or
+        `beta_slow` is the larger one: then the slow frequencies are kept, and the fast ones are stretched."""
+
         def dimension(rotations: float) -> float:
             return head_dim * log(original / (rotations * 2 * pi)) / (2 * log(self.theta))
 
@@ -111,11 +138,7 @@ class Rope:
         if self.options.get("truncate", True):
             low, high = floor(low), ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = ((torch.arange(head_dim // 2).float() - low) / (max(high - low, 1e-3))).clamp(0, 1)
-        scale = self.options.get("attention_factor")
-        if scale is None:
-            scale = _yarn_scale(factor, self.options.get("mscale"), self.options.get("mscale_all_dim"))
-        return plain / factor * ramp + plain * (1 - ramp), float(scale)
+        return (low, high) if low != high else (low, high + 0.001)
 
 
 def _yarn_scale(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -186,24 +209,25 @@ class Architecture:
         family, named = _take(rest, "model_type", _TEXT, None), _take(rest, "architectures", _TEXTS, None)
         if family not in _CLASSES:
             name = named[0] if named else family
-            raise ArchitectureError(f"unknown architecture {name!r}: known are {', '.join(_CLASSES.values())}")
+            raise ArchitectureError(f"unknown architecture {name!r:.80}: known are {', '.join(_CLASSES.values())}")
         rest = {**_DEFAULTS[family], **rest}
         _refuse_unknown(rest)
         try:
-            heads, layers = (_take(rest, name, _COUNT) for name in ("num_attention_heads", "num_hidden_layers"))
-            hidden = _take(rest, "hidden_size", _COUNT)
+            heads = _take(rest, "num_attention_heads", _count("heads"))
+            layers = _take(rest, "num_hidden_layers", _count("layers"))
+            hidden = _take(rest, "hidden_size", _count("hidden"))
             return cls(
                 family=family,
-                vocabulary=_take(rest, "vocab_size", _COUNT),
+                vocabulary=_take(rest, "vocab_size", _count("vocabulary")),
                 hidden=hidden,
-                mlp=_take(rest, "intermediate_size", _COUNT),
+                mlp=_take(rest, "intermediate_size", _count("mlp")),
                 layers=layers,
                 heads=heads,
-                kv_heads=_take(rest, "num_key_value_heads", _COUNT, None) or heads,
-                head_dim=_take(rest, "head_dim", _COUNT, None) or hidden // heads,
+                kv_heads=_take(rest, "num_key_value_heads", _count("heads"), None) or heads,
+                head_dim=_take(rest, "head_dim", _count("head_dim"), None) or hidden // heads,
                 norm_eps=_take(rest, "rms_norm_eps", _NOT_NEGATIVE, 1e-6),
                 rope=_read_rope(rest),
-                max_length=_take(rest, "max_position_embeddings", _COUNT),
+                max_length=_take(rest, "max_position_embeddings", _count("length")),
                 tied=_take(rest, "tie_word_embeddings", _FLAG, False),
                 attention_bias=_take(rest, "attention_bias", _FLAG, False) if family in ("llama", "qwen3") else False,
                 mlp_bias=_take(rest, "mlp_bias", _FLAG, False) if family == "llama" else False,
@@ -263,13 +287,15 @@ class Architecture:
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
     """Settings under which the decoder would compute something else than the model."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ArchitectureError(f"hidden_act={config['hidden_act']!r}: the decoder knows silu")
+        raise ArchitectureError(f"hidden_act={config['hidden_act']!r:.80}: the decoder knows silu")
     if config.get("quantization_config"):
         raise ArchitectureError("the weights are quantized (quantization_config): load an unquantized model")
     if config.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise ArchitectureError(f"partial_rotary_factor={config['partial_rotary_factor']}: the decoder rotates all")
+        raise ArchitectureError(
+            f"partial_rotary_factor={config['partial_rotary_factor']!r:.80}: the decoder rotates all"
+        )
     if config.get("attention_dropout"):
-        raise ArchitectureError(f"attention_dropout={config['attention_dropout']}: the decoder has no dropout")
+        raise ArchitectureError(f"attention_dropout={config['attention_dropout']!r:.80}: the decoder has no dropout")
 
 
 def _take(fields: dict[str, Any], name: str, kind: _Kind, *default: Any) -> Any:
@@ -278,7 +304,7 @@ def _take(fields: dict[str, Any], name: str, kind: _Kind, *default: Any) -> Any:
     value = fields.pop(name, *default)
     words, test = kind
     if not test(value) and not (value is None and default == (None,)):
-        raise ArchitectureError(f"config.json: {name}={value!r}, not {words}")
+        raise ArchitectureError(f"config.json: {name}={value!r:.80}, not {words}")
     return value
 
 
@@ -294,7 +320,7 @@ def _read_rope(rest: dict[str, Any]) -> Rope:
     named = options.pop("type", None)
     kind = options.pop("rope_type", None) or named or "default"
     if kind not in list(_ROPE):
-        raise ArchitectureError(f"rope_type={kind!r}: the decoder knows default, linear, llama3 and yarn")
+        raise ArchitectureError(f"rope_type={kind!r:.80}: the decoder knows default, linear, llama3 and yarn")
     if options.pop("partial_rotary_factor", None) not in (None, 1.0):
         raise ArchitectureError("partial_rotary_factor: the decoder rotates all dimensions")
     if kind in ("llama3", "yarn"):
@@ -310,7 +336,7 @@ def _read_windows(family: str, layers: int, rest: dict[str, Any]) -> tuple[int |
     said = {name: rest.pop(name) for name in names if name in rest}
     if family not in _WINDOWED or not (family == "mistral" or _take(said, "use_sliding_window", _FLAG, False)):
         return ()
-    size = _take(said, "sliding_window", _COUNT, None)
+    size = _take(said, "sliding_window", _count("length"), None)
     first = _take(said, "max_window_layers", _NATURAL, 0)
     kinds = _take(said, "layer_types", _TEXTS, None)
     if size is None:
@@ -318,7 +344,9 @@ def _read_windows(family: str, layers: int, rest: dict[str, Any]) -> tuple[int |
     if kinds is None:
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
     if set(kinds) - {"full_attention", "sliding_attention"}:
-        raise ArchitectureError(f"layer_types: the decoder knows full_attention and sliding_attention, not {kinds}")
+        raise ArchitectureError(
+            f"layer_types: the decoder knows full_attention and sliding_attention, not {kinds!r:.80}"
+        )
     if family == "mistral" and "full_attention" in kinds:
         raise ArchitectureError("layer_types: with a sliding_window, all layers of a Mistral have it")
     windows = tuple(size if kind == "sliding_attention" else None for kind in kinds)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollgraph.files import FileError, MissingFile, read_object, regular_file, sync, write_new
 from rollgraph.model.architecture import Architecture, ArchitectureError
 from rollgraph.model.decoder import Decoder
 
@@ -52,7 +53,7 @@ def load_model(
 ) -> Decoder:
     """The model of a folder, in the dtype it is stored in or cast to another. Nothing but its weights is allocated."""
     source = Path(folder)
-    architecture, stored = _read_architecture(source), _read_headers(source)
+    architecture, stored = read_architecture(source), _read_headers(source)
     dtypes = {dtype} if dtype else {stored[name].dtype for name in tensor_places(architecture) if name in stored}
     if len(dtypes) > 1:
         raise WeightsError(f"{source} is stored in {_listed(sorted(map(_spelled, dtypes)))}: pass the dtype to load in")
@@ -71,7 +72,7 @@ def load_weights(model: Decoder, folder: str | os.PathLike[str], *, cast: bool =
     `cast` allows weights of another dtype than the parameters'.
     """
     source = Path(folder)
-    theirs, ours = _read_architecture(source), model.architecture
+    theirs, ours = read_architecture(source), model.architecture
     if theirs != ours:
         names = [f.name for f in fields(ours) if f.compare and getattr(theirs, f.name) != getattr(ours, f.name)]
         different = [f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here" for name in names]
@@ -98,6 +99,7 @@ def save_model(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: i
     written = target / (CONFIG + _INCOMPLETE)
     _write_json(written, {**config, "dtype": _spelled(model.embed.weight.dtype)})
     for name, tensors in zip(names, shards, strict=True):
+        write_new(target / (name + _INCOMPLETE))  # so that nothing is written through a link of this name
         try:
             save_file(tensors, target / (name + _INCOMPLETE), {"format": "pt"})
         except SafetensorError as error:  # a full disk, for one
@@ -109,12 +111,12 @@ def save_model(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: i
         _write_json(target / (INDEX + _INCOMPLETE), {"metadata": {"total_size": size}, "weight_map": places})
         names.append(INDEX)
     for name in (CONFIG, *names):
-        _sync(target / (name + _INCOMPLETE))
+        sync(target / (name + _INCOMPLETE))
     for old in (target / INDEX, target / WEIGHTS, *target.glob(_SHARDS)):
         old.unlink(missing_ok=True)
     for name in (CONFIG, *names):
         os.replace(target / (name + _INCOMPLETE), target / name)
-    _sync(target)
+    sync(target)
 
 
 def tensor_places(architecture: Architecture) -> dict[str, tuple[str, slice]]:
@@ -182,7 +184,8 @@ def _check(source: Path, stored: dict[str, Stored], views: dict[str, Tensor], ca
         raise WeightsError(f"{source} does not fit the model; {found}")
 
 
-def _read_architecture(source: Path) -> Architecture:
+def read_architecture(source: Path) -> Architecture:
+    """Of a folder's config.json."""
     if not source.is_dir():
         raise WeightsError(f"{source} is not a folder")
     config = _read_json(source / CONFIG)
@@ -192,15 +195,25 @@ def _read_architecture(source: Path) -> Architecture:
         raise ArchitectureError(f"{source}: {error}") from None
 
 
+def read_dtype(source: Path) -> str | None:
+    """What a folder's config.json says of the dtype of its weights; None if it says nothing."""
+    config = _read_json(source / CONFIG)
+    found = config.get("dtype") or config.get("torch_dtype")  # its old name
+    known = [_spelled(dtype) for dtype in _DTYPES.values()]
+    if found and found not in known:
+        raise WeightsError(f"{source / CONFIG}: dtype={found!r:.80}, not one of {', '.join(known)}")
+    return found or None
+
+
 def _read_headers(source: Path) -> dict[str, Stored]:
     """Every tensor of a folder, by its name."""
     stored: dict[str, Stored] = {}
     for path in _weight_files(source):
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(regular_file(path), framework="pt") as file:
                 headers = {name: file.get_slice(name) for name in file.offset_keys()}
                 found = {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, OverflowError, FileError) as error:
             raise WeightsError(f"{path} is not a whole safetensors file: {error}") from error
         for name, (shape, dtype) in found.items():
             if name in stored:
@@ -225,14 +238,22 @@ def _weight_files(source: Path) -> list[Path]:
     places = _read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise WeightsError(f"{index} has no weight_map")
-    wrong = [f"{name}={file!r}" for name, file in places.items() if not isinstance(file, str)]
+    wrong = [f"{name}={file!r:.80}" for name, file in places.items() if not isinstance(file, str)]
     if wrong:
         raise WeightsError(f"{index}: files in weight_map that are no strings: {_listed(wrong)}")
     files = sorted(set(places.values()))
+    outside = [f"{name!r:.80}" for name in files if not _is_plain_name(name)]
+    if outside:
+        raise WeightsError(f"{index}: weight_map may only name files that lie beside it, not {_listed(outside)}")
     absent = [name for name in files if not (source / name).exists()]
     if absent:
         raise WeightsError(f"{source} is not whole; missing: {_listed(absent)}")
     return [source / name for name in files]
+
+
+def _is_plain_name(name: str) -> bool:
+    """Of a file in the same folder. That may be a link, as in a cache of downloads."""
+    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
 def _planned(tensors: dict[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
@@ -247,26 +268,15 @@ def _planned(tensors: dict[str, Tensor], shard_bytes: int) -> list[dict[str, Ten
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return read_object(path)
+    except MissingFile:
         raise WeightsError(f"{path.parent} has no {path.name}") from None
-    except ValueError as error:  # no UTF-8, or no JSON
-        raise WeightsError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise WeightsError(f"{path} holds no JSON object")
-    return content
+    except FileError as error:
+        raise WeightsError(f"{path} {error.what}" + (f": {error.why}" if error.why else "")) from None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_new(path, json.dumps(content, indent=2) + "\n")
 
 
 def _spelled(dtype: torch.dtype) -> str:

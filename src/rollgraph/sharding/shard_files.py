@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollgraph.files import FileError, MissingFile, read_json
 from rollgraph.sharding.flat_buffer import ParameterSpec, specs_of
 from rollgraph.sharding.optimizer import Piece, ShardedAdamW
 from rollgraph.sharding.sharded_model import ShardedModel
@@ -237,13 +238,11 @@ def read_manifest(source: Path) -> Manifest:
     """The manifest of a checkpoint that has all its files, in their sizes; what is in them is for `verify`."""
     path = source / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-    except FileNotFoundError:
+        manifest = read_json(path)
+    except MissingFile:
         raise CheckpointError(f"{source} is no checkpoint: it has no {MANIFEST}") from None
-    except OSError as error:
-        raise CheckpointError(f"{source} cannot be read: {error}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    except FileError as error:
+        raise CheckpointError(str(error)) from None
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version != FORMAT:
         raise CheckpointError(f"{source} has format {version}, expected {FORMAT}")
@@ -274,7 +273,7 @@ def read_states(source: Path) -> list[Any]:
     if "state" not in manifest:
         return []
     _check_files(source, [manifest["state"]])
-    states: list[Any] = json.loads((source / _STATE).read_text())
+    states: list[Any] = read_json(source / _STATE)
     return states
 
 

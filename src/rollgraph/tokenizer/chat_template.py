@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import traceback
 from datetime import datetime
+from importlib import metadata
 
 import jinja2
 from jinja2 import nodes
@@ -14,6 +16,8 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollgraph.tokenizer.files import TokenizerError
+
+_SAFE = (3, 1, 6)  # in jinja2 before this, a template can leave the sandbox
 
 
 class _GenerationTag(Extension):
@@ -33,6 +37,7 @@ def _raise_exception(message: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def compile_template(source: str) -> jinja2.Template:
+    _check_sandbox(metadata.version("jinja2"))
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
@@ -44,7 +49,19 @@ def compile_template(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
+def _check_sandbox(installed: str) -> None:
+    numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:3])
+    if numbers < _SAFE:
+        wanted = ".".join(map(str, _SAFE))
+        raise TokenizerError(
+            f"chat templates are not run: jinja2 {installed} is installed, whose sandbox they can leave; "
+            f"pip install 'jinja2>={wanted}'"
+        )
+
+
 def describe_failure(error: Exception) -> TokenizerError:
+    if isinstance(error, TokenizerError):
+        return error
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
     line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else "unknown"

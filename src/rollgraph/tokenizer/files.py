@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from rollgraph import files
+from rollgraph.files import FileError, MissingFile, write_atomically
+
 _MODEL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
 FETCH_AGAIN = "fetch the file again: a download that was cut off or a Git LFS pointer looks like this"
@@ -31,22 +34,22 @@ class TokenizerFiles:
         if not folder.is_dir():
             raise TokenizerError(f"{folder}: no such folder; give the one that holds tokenizer.json")
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             others = [name for name in _OTHER_FORMATS if (folder / name).is_file()]
             besides = f", and {others[0]} alone is not read" if others else ""
             convert = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             raise TokenizerError(f"{path}: no such file{besides}; write it once with transformers: {convert}")
-        config = _read_json(folder / "tokenizer_config.json")
+        config = _read_config(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # newer files have it, and then the map is a leftover
-            config |= _read_json(folder / "special_tokens_map.json")
+            config |= _read_config(folder / "special_tokens_map.json")
         templates = {name: _read_text(file) for name, file in _template_files(folder).items()}
         config |= {"chat_template": templates} if templates else {}
-        of_model, of_generation = _read_json(folder / "config.json"), _read_json(folder / "generation_config.json")
-        ids = {key: of_generation.get(key, of_model.get(key)) for key in _MODEL_IDS}
+        ids = _read_ids(folder / "config.json") | _read_ids(folder / "generation_config.json")
         return cls(_read_text(path), config, {key: i for key, i in ids.items() if i is not None}, str(folder))
 
     def write(self, folder: Path) -> None:
-        """Write the files that `read` and transformers read, over those of another tokenizer if need be."""
+        """Write the files that `read` and transformers read, over those of another tokenizer if need be. Each appears
+        whole; one that was a link is a file of its own afterwards."""
         folder.mkdir(parents=True, exist_ok=True)
         for stale in _template_files(folder).values():  # would win over what is written here
             stale.unlink()
@@ -54,7 +57,7 @@ class TokenizerFiles:
         if templates := self.chat_templates:
             named = [{"name": name, "template": text} for name, text in templates.items()]
             config["chat_template"] = templates["default"] if set(templates) == {"default"} else named
-        (folder / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8", newline="")
+        write_atomically(folder / "tokenizer.json", self.tokenizer_json)
         _write_json(folder / "tokenizer_config.json", config)
         _write_json(folder / "special_tokens_map.json", self.special_tokens)
         path = folder / "generation_config.json"
@@ -80,30 +83,99 @@ class TokenizerFiles:
 def _template_files(folder: Path) -> dict[str, Path]:
     named = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     default = folder / "chat_template.jinja"
-    return named | ({"default": default} if default.is_file() else {})
+    return named | ({"default": default} if default.exists() else {})
 
 
 def _read_text(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # line ends as they are
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({error}); {FETCH_AGAIN}") from error
+        return files.read_text(path)
+    except FileError as error:
+        raise _cannot_read(error) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """An object, empty if there is no file."""
     try:
-        value = json.loads(_read_text(path)) if path.is_file() else {}
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"{path}: is not JSON ({error}); {FETCH_AGAIN}") from error
+        value = files.read_json(path)
+    except MissingFile:
+        return {}
+    except FileError as error:
+        raise _cannot_read(error) from None
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: holds a {type(value).__name__} instead of an object; {FETCH_AGAIN}")
     return value
 
 
+def _cannot_read(error: FileError) -> TokenizerError:
+    why = f" ({error.why})" if error.why else ""
+    return TokenizerError(f"{error.place}: {error.what}{why}; {FETCH_AGAIN}")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A file of tokens and templates, of which each entry is what it has to be."""
+    config = _read_json(path)
+    for key, value in config.items():
+        if value and (wrong := _find_wrong(key, value)):
+            raise TokenizerError(f"{path}: an entry of {path.name} is malformed: {key} {wrong}")
+    return config
+
+
+def _find_wrong(key: str, value: Any) -> str:
+    """What is wrong with an entry; empty if nothing is, or if nobody here reads it."""
+    if key == "added_tokens_decoder":
+        if not isinstance(value, dict):
+            return f"is {value!r:.80} instead of an object with ids and their tokens"
+        wrong = [i for i, token in value.items() if not (i.isdecimal() and len(i) < 20 and _is_object(token))]
+        return f"has {_shown(wrong[0], value[wrong[0]])} instead of an id and its token" if wrong else ""
+    if key in ("extra_special_tokens", "additional_special_tokens"):
+        if not isinstance(value, list | dict):
+            return f"is {value!r:.80} instead of a list of tokens, or of an object with their names"
+        if isinstance(value, list) and (wrong := [token for token in value if not _is_token(token)]):
+            return f"has {wrong[0]!r:.80} instead of a token: a text, or an object with a text as 'content'"
+    if key == "chat_template":
+        return _find_wrong_template(value)
+    if key.endswith("_token") and isinstance(value, dict) and not _is_object(value):
+        return f"is {value!r:.80}: a token is a text, or an object with a text as 'content'"
+    return ""
+
+
+def _find_wrong_template(value: Any) -> str:
+    if isinstance(value, list):
+        named = [entry for entry in value if isinstance(entry, dict)]
+        texts = [text for entry in named for text in (entry.get("name"), entry.get("template"))]
+        right = len(named) == len(value) and all(isinstance(text, str) for text in texts)
+    elif isinstance(value, dict):
+        right = all(isinstance(text, str) for text in value.values())
+    else:
+        right = isinstance(value, str)
+    return "" if right else f"is {value!r:.80} instead of a text, or of texts with their names"
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str) or _is_object(value)
+
+
+def _is_object(token: Any) -> bool:
+    return isinstance(token, dict) and isinstance(token.get("content"), str)
+
+
+def _shown(key: str, value: Any) -> str:
+    return f"{key!r:.40}: {value!r:.40}"
+
+
+def _read_ids(path: Path) -> dict[str, Any]:
+    """The ids of special tokens in a file of the model: each a number, a list of numbers, or null."""
+    found = _read_json(path)
+    ids = {key: found[key] for key in _MODEL_IDS if key in found}
+    for key, value in ids.items():
+        several = value if isinstance(value, list) else [value]
+        if value is not None and not all(type(i) is int and abs(i) < 2**32 for i in several):
+            raise TokenizerError(f"{path}: {key} is {value!r:.80} instead of an id or a list of ids")
+    return ids
+
+
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def text_of(token: str | dict[str, Any]) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,23 +34,20 @@ class Tokenizer:
         self._files = files
         # Without a folder, the content names it: Megatron tells tokenizers, and caches of their data, apart by name.
         self.name = files.name or "sha256:" + hashlib.sha256(files.tokenizer_json.encode()).hexdigest()[:16]
-        try:
+        with _about(f"{self.name}: tokenizer.json cannot be used", FETCH_AGAIN):
             self._backend = tokenizers.Tokenizer.from_str(files.tokenizer_json)
-        except Exception as error:  # the library raises nothing more specific
-            raise TokenizerError(f"{self.name}: tokenizer.json cannot be used ({error}); {FETCH_AGAIN}") from error
-        self._backend.no_truncation()  # settings of whoever saved the file; here a text is encoded whole
-        self._backend.no_padding()
-        try:
+            self._backend.no_truncation()  # settings of whoever saved the file; here a text is encoded whole
+            self._backend.no_padding()
+        with _about(f"{self.name}: an entry of tokenizer_config.json is malformed", "compare it with tokenizer.json"):
             self.special_tokens, self.chat_templates = files.special_tokens, files.chat_templates
             self._add_declared_tokens()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise TokenizerError(f"{self.name}: an entry of tokenizer_config.json is malformed ({error!r})") from error
-        self.vocab: dict[str, int] = self._backend.get_vocab()
-        self.vocab_size = max(self.vocab.values(), default=-1) + 1
-        self._known = frozenset(self.vocab.values())
-        # Found by what `decode` skips: a flag of the config that differs from tokenizer.json's says nothing sure.
-        added = [[i] for i in self._backend.get_added_tokens_decoder()]
-        self.special_ids = frozenset(ids[0] for ids in added if self.decode(ids) != self.decode(ids, False))
+        with _about(f"{self.name}: tokenizer.json cannot be used", FETCH_AGAIN):
+            self.vocab: dict[str, int] = self._backend.get_vocab()
+            self.vocab_size = max(self.vocab.values(), default=-1) + 1
+            self._known = frozenset(self.vocab.values())
+            # Found by what `decode` skips: a flag of the config that differs from tokenizer.json's says nothing sure.
+            added = [[i] for i in self._backend.get_added_tokens_decoder()]
+            self.special_ids = frozenset(ids[0] for ids in added if self.decode(ids) != self.decode(ids, False))
         ids = map(self._find_id, _NAMES)
         self.bos_id, self.eos_id, self.unk_id, self.sep_id, self.pad_id, self.cls_id, self.mask_id = ids
         self.stop_ids = frozenset([*_listed(self.eos_id), *_listed(files.model_ids.get("eos_token_id"))])
@@ -85,7 +83,12 @@ class Tokenizer:
         unknown = next((i for i in ids if i not in self._known), None)
         if unknown is not None:
             raise TokenizerError(f"id {unknown} is not in the vocabulary of {self.name} ({self.vocab_size} ids)")
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        except BaseException as error:
+            if not _is_the_librarys(error):
+                raise
+            raise TokenizerError(f"{self.name}: cannot decode {list(ids)!r:.80} ({error})") from error
 
     def render_chat(
         self,
@@ -150,6 +153,24 @@ class Tokenizer:
             known = f"only {sorted(self.chat_templates)}" if self.chat_templates else "nor any other"
             raise TokenizerError(f"{self.name} has no chat template {template!r}, {known}; pass one as template=")
         return self.chat_templates.get(template, template)
+
+
+@contextmanager
+def _about(what: str, advice: str) -> Iterator[None]:
+    """What the library raises inside says what it is about, and what to do."""
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except BaseException as error:
+        if not _is_the_librarys(error):
+            raise
+        raise TokenizerError(f"{what} ({error}); {advice}") from error
+
+
+def _is_the_librarys(error: BaseException) -> bool:
+    """Not somebody's wish to stop: its errors are of any kind and, where its code panics, not even an Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:
