@@ -29,6 +29,7 @@ def save(run: Run, score: float | None = None, due: bool = True) -> None:
         "data": run.end.data,
         "surplus": [[rollout.to_dict() for rollout in group] for group in run.end.surplus],
         "config": to_dict(run.config),
+        "reference": run.reference,
     }
     run.saving = True
     with run.timed("save"), run.policy.phases.enter("save"):

@@ -16,7 +16,7 @@ from rollgraph.config import Config
 from rollgraph.dashboard import View, check_sinks, make_view
 from rollgraph.inputs import check_inputs, find_saved, scores_old
 from rollgraph.logbook import UNREWARDED, Logbook, count_failures, tell_failures
-from rollgraph.model import load_weights, save_model
+from rollgraph.reference import keep_reference, restore_reference
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rollouts import collect, evaluate, sample
 from rollgraph.saving import maybe_save, saved_on_error, tell_problems
@@ -147,27 +147,19 @@ def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | Non
         raise none_whole(folder / "checkpoints", run.checkpoints.broken.values())
     if saved is None and config.resume == "must":
         raise CheckpointError(f"resume: must, but {folder / 'checkpoints'} has no whole checkpoint")
-    reference = folder / "reference"
     if saved is None:
         if config.warm_start is not None and not warm_start(run, view, asked_to_stop):
             return None
-        if run.algorithm.needs_reference:
-            run.policy.weights.save("reference")
-        if config.model.path is None or config.warm_start is not None:  # or the model's own folder is the reference
-            with run.policy.phases.enter("save"):
-                if run.world.rank == 0:
-                    save_model(run.policy.model, reference)
+        keep_reference(run)
         run.data.load_state({**run.data.state(), "cursor": 0})  # a warm start has looked at some prompts
         if run.validation:
             found = evaluate(run, "before")
             view.note("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
             run.pending = {f"before/{name}": value for name, value in found.items()}
         return 0
-    if run.algorithm.needs_reference:
-        if config.model.path is None or config.warm_start is not None:
-            load_weights(run.policy.model, reference)
-        run.policy.weights.save("reference")
+    restore_reference(run, saved, view.note)
     state = run.checkpoints.load(saved)
+    run.checkpoints.clear_surplus(saved)
     run.data.load_state(state["data"])
     run.surplus = [[Rollout.from_dict(entry) for entry in group] for group in state["surplus"]]
     tell_problems(run, view)

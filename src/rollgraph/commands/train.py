@@ -139,7 +139,7 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
     def look(world: World) -> None:
         if not (Path(config.output) / "checkpoints").is_dir():
             raise ValueError(f"{config.output} has no checkpoint")
-        run = make_run(config, world)
+        run = make_run(config, world, writes=False)
         try:
             checkpoints = run.checkpoints
             saved = checkpoints.best() if options.which == "best" else checkpoints.latest()
