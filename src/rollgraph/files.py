@@ -1,0 +1,193 @@
+"""Files that people hand to a run, and files that it leaves behind: how they are read, and how they are written.
+
+What is read is a regular file, whatever its name says: a named pipe would block, a device would never end. Whatever
+else is wrong with it is one `FileError` that names the file. What is written appears whole or not at all, and never in
+a file that a link points to. Nothing here knows what the files are for; importing this is instant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+DEEPEST = 100  # levels of lists and objects inside each other: whoever walks them calls itself
+HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")  # opened by the shell: somebody writes into such a pipe
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_LONG_NUMBER = re.compile(r"[0-9]{4301}")  # which Python does not convert
+
+
+class FileError(ValueError):
+    """A file that cannot be read, in one line that names it."""
+
+
+class MissingFile(FileError):
+    """There is no such file."""
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def regular_file(path: str | os.PathLike[str]) -> Path:
+    """The path, of which links were followed to something that can be read to its end."""
+    found = Path(check_path(path))
+    try:
+        mode = found.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingFile(f"{found}: no such file") from None
+    except OSError as error:
+        raise FileError(f"{found}: cannot be read: {error.strerror}") from None
+    if stat.S_ISREG(mode):
+        return found
+    kind = next((name for test, name in _KINDS if test(mode)), "something else")
+    if kind != "a folder" and str(found).startswith(HANDED_OVER):
+        return found
+    raise FileError(f"{found}: is {kind}, not a regular file")
+
+
+def check_path(path: str | os.PathLike[str]) -> str:
+    """The path as text; one that no file can have raises."""
+    text = os.fspath(path)
+    if "\0" in text:
+        raise FileError(f"{text!r:.200}: a path cannot hold a NUL character")
+    return text
+
+
+@contextmanager
+def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to read bytes or lines from; inside, an `OSError` is about it."""
+    found = regular_file(path)
+    try:
+        with found.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise FileError(f"{found}: cannot be read: {error.strerror or error}") from None
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """UTF-8, with line ends as they are."""
+    with open_regular(path) as file:
+        content = file.read()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise FileError(f"{path}:{line}: is not UTF-8: {error.reason}") from None
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    return parse_json(read_text(path), str(path))
+
+
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A JSON object; anything else raises."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise FileError(f"{path}: holds no JSON object")
+    return value
+
+
+def parse_json(
+    text: str | bytes,
+    place: str,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
+    """The value of a text that stands at this place: a file, or a line of one."""
+    try:
+        value = json.loads(text, object_pairs_hook=object_pairs_hook)
+    except RecursionError:
+        raise FileError(f"{place}: {_too_deep()}") from None
+    except json.JSONDecodeError as error:
+        raise FileError(f"{place}: is not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise FileError(f"{place}: is not UTF-8: {error.reason}") from None
+    except ValueError as error:
+        raise FileError(f"{place}: {_long_number(text) or error}") from None
+    if _is_deep(text, value):
+        raise FileError(f"{place}: {_too_deep()}")
+    return value
+
+
+def _long_number(text: str | bytes) -> str:
+    """What is wrong with a number of thousands of digits, and in which line; empty where there is none."""
+    content = text if isinstance(text, str) else text.decode("utf-8", "replace")
+    found = _LONG_NUMBER.search(content)
+    if found is None:
+        return ""
+    return f"line {content.count(chr(10), 0, found.start()) + 1}: a number has more than 4300 digits"
+
+
+def _too_deep() -> str:
+    return f"lists and objects stand inside each other more than {DEEPEST} deep"
+
+
+def _is_deep(text: str | bytes, value: Any) -> bool:
+    if isinstance(text, str):
+        brackets = text.count("[") + text.count("{")
+    else:
+        brackets = text.count(b"[") + text.count(b"{")
+    if brackets <= DEEPEST:  # so are nearly all lines of data
+        return False
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inside: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inside += item.values()
+            elif isinstance(item, list):
+                inside += item
+        level = inside
+        if not level:
+            return False
+    return True
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
+    """The file has what it had, or all of this, whenever the power fails. A link of that name is replaced, and what
+    it points to stays as it is."""
+    target = Path(check_path(path))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.incomplete")
+    try:
+        write_new(temporary, data)
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync(target.parent)
+
+
+def write_new(path: Path, data: str | bytes = b"") -> None:
+    """A file that was not there, on the disk. What had its name, such as a link or what an interrupted run left
+    behind, is removed and not written into."""
+    path.unlink(missing_ok=True)
+    content = data.encode("utf-8") if isinstance(data, str) else data
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with open(handle, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(handle)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,145 @@
+"""Files that people hand in, whatever they are; and files that are written whole and never through a link."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollgraph.files import (
+    DEEPEST,
+    FileError,
+    MissingFile,
+    open_regular,
+    parse_json,
+    read_json,
+    read_object,
+    read_text,
+    write_atomically,
+    write_new,
+)
+
+
+def test_text_is_read_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("é\r\nb\n".encode())
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert read_text(tmp_path / "link") == "é\r\nb\n"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device", "link to a pipe"])
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    path = tmp_path / "file"
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            monkeypatch.chdir(tmp_path)  # the path of a socket has a limit
+            server.bind("file")
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            os.mkfifo(tmp_path / "pipe")
+            path.symlink_to("pipe")
+        with pytest.raises(FileError, match=rf"^{re.escape(str(path))}: is a .*, not a regular file$"):
+            read_text(path)
+
+
+def test_a_pipe_that_the_shell_opened_is_read() -> None:
+    reader, writer = os.pipe()
+
+    def write() -> None:
+        with open(writer, "w") as file:
+            file.write("[1]")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert read_json(f"/dev/fd/{reader}") == [1]
+    finally:
+        thread.join()
+        os.close(reader)
+
+
+def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"a\\x00b.*a path cannot hold a NUL character"):
+        read_text(tmp_path / "a\0b")
+    with pytest.raises(FileError, match="a path cannot hold a NUL character"):
+        write_atomically(tmp_path / "a\0b", "")
+    with pytest.raises(MissingFile, match=f"^{tmp_path / 'none'}: no such file$"):
+        read_text(tmp_path / "none")
+    with pytest.raises(FileError, match="cannot be read: File name too long"):
+        read_text(tmp_path / ("a" * 5000))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON: Expecting property name"),
+        ("[" * 100_000, "lists and objects stand inside each other more than 100 deep"),
+        ("[" * 101 + "1" + "]" * 101, "lists and objects stand inside each other more than 100 deep"),
+        ('{"a":\n' + "9" * 5000 + "}", "line 2: a number has more than 4300 digits"),
+        (b'{"a": "\xff"}', "is not UTF-8: invalid start byte"),
+    ],
+)
+def test_wrong_json_is_one_line_with_its_place(text: str | bytes, message: str) -> None:
+    with pytest.raises(FileError) as caught:
+        parse_json(text, "a.json:7")
+    assert str(caught.value).startswith(f"a.json:7: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_json_as_deep_as_allowed() -> None:
+    text = "[" * DEEPEST + "1" + "]" * DEEPEST
+    value = parse_json(text, "a.json")
+    for _ in range(DEEPEST):
+        (value,) = value
+    assert value == 1
+    wide = [[number] for number in range(3 * DEEPEST)]
+    assert parse_json(str(wide), "a.json") == wide
+
+
+def test_an_object_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a.json: holds no JSON object$"):
+        read_object(tmp_path / "a.json")
+
+
+def test_wrong_utf8_is_found_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"one\ntwo\xff\n")
+    with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a:2: is not UTF-8"):
+        read_text(tmp_path / "a")
+    with open_regular(tmp_path / "a") as file:
+        assert list(file) == [b"one\n", b"two\xff\n"]
+
+
+@pytest.mark.parametrize("data", ["new é", b"new \xff"])
+def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path, data: str | bytes) -> None:
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "ours").symlink_to("theirs")
+    write_atomically(tmp_path / "ours", data)
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    assert not (tmp_path / "ours").is_symlink()
+    assert (tmp_path / "ours").read_bytes() == (data.encode() if isinstance(data, str) else data)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+    write_new(tmp_path / "ours", "again")
+    assert (tmp_path / "ours").read_text() == "again"
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inside").write_text("")
+    with pytest.raises(OSError, match="folder"):
+        write_atomically(tmp_path / "folder", "new")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "inside"]
+
+
+def test_a_new_file_has_the_mode_of_any_other(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    write_atomically(tmp_path / "ours", "new")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
