@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 DEEPEST = 100  # levels of lists and objects inside each other: whoever walks them calls itself
+TOO_DEEP = f"lists and objects stand inside each other more than {DEEPEST} deep"
 HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")  # opened by the shell: somebody writes into such a pipe
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -30,7 +31,11 @@ _LONG_NUMBER = re.compile(r"[0-9]{4301}")  # which Python does not convert
 
 
 class FileError(ValueError):
-    """A file that cannot be read, in one line that names it."""
+    """A file that cannot be read, in one line: which one or which line of it, what is wrong with it, and why."""
+
+    def __init__(self, place: str | os.PathLike[str], what: str, why: str = "") -> None:
+        self.place, self.what, self.why = str(place), what, why
+        super().__init__(f"{place}: {what}: {why}" if why else f"{place}: {what}")
 
 
 class MissingFile(FileError):
@@ -46,22 +51,22 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
     try:
         mode = found.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise MissingFile(f"{found}: no such file") from None
+        raise MissingFile(found, "cannot be read", "No such file or directory") from None
     except OSError as error:
-        raise FileError(f"{found}: cannot be read: {error.strerror}") from None
+        raise FileError(found, "cannot be read", str(error.strerror)) from None
     if stat.S_ISREG(mode):
         return found
     kind = next((name for test, name in _KINDS if test(mode)), "something else")
     if kind != "a folder" and str(found).startswith(HANDED_OVER):
         return found
-    raise FileError(f"{found}: is {kind}, not a regular file")
+    raise FileError(found, f"is {kind}, not a regular file")
 
 
 def check_path(path: str | os.PathLike[str]) -> str:
     """The path as text; one that no file can have raises."""
     text = os.fspath(path)
     if "\0" in text:
-        raise FileError(f"{text!r:.200}: a path cannot hold a NUL character")
+        raise FileError(f"{text!r:.200}", "a path cannot hold a NUL character")
     return text
 
 
@@ -73,7 +78,7 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with found.open("rb") as file:
             yield file
     except OSError as error:
-        raise FileError(f"{found}: cannot be read: {error.strerror or error}") from None
+        raise FileError(found, "cannot be read", error.strerror or str(error)) from None
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -84,7 +89,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise FileError(f"{path}:{line}: is not UTF-8: {error.reason}") from None
+        raise FileError(f"{path}:{line}", "cannot be read", f"not UTF-8, {error}") from None
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -95,7 +100,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON object; anything else raises."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise FileError(f"{path}: holds no JSON object")
+        raise FileError(path, "holds no JSON object")
     return value
 
 
@@ -108,15 +113,15 @@ def parse_json(
     try:
         value = json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError:
-        raise FileError(f"{place}: {_too_deep()}") from None
+        raise FileError(place, "cannot be read", TOO_DEEP) from None
     except json.JSONDecodeError as error:
-        raise FileError(f"{place}: is not JSON: {error}") from None
+        raise FileError(place, "is not JSON", str(error)) from None
     except UnicodeDecodeError as error:
-        raise FileError(f"{place}: is not UTF-8: {error.reason}") from None
+        raise FileError(place, "cannot be read", f"not UTF-8, {error}") from None
     except ValueError as error:
-        raise FileError(f"{place}: {_long_number(text) or error}") from None
+        raise FileError(place, "cannot be read", _long_number(text) or str(error)) from None
     if _is_deep(text, value):
-        raise FileError(f"{place}: {_too_deep()}")
+        raise FileError(place, "cannot be read", TOO_DEEP)
     return value
 
 
@@ -126,11 +131,8 @@ def _long_number(text: str | bytes) -> str:
     found = _LONG_NUMBER.search(content)
     if found is None:
         return ""
-    return f"line {content.count(chr(10), 0, found.start()) + 1}: a number has more than 4300 digits"
-
-
-def _too_deep() -> str:
-    return f"lists and objects stand inside each other more than {DEEPEST} deep"
+    line = content.count("\n", 0, found.start()) + 1
+    return f"the number in line {line} has more than 4300 digits"
 
 
 def _is_deep(text: str | bytes, value: Any) -> bool:
