@@ -14,6 +14,7 @@ from rollgraph.checkpoint import CheckpointError, none_whole
 from rollgraph.claim import claim_folder
 from rollgraph.config import Config
 from rollgraph.dashboard import View, check_sinks, make_view
+from rollgraph.files import write_atomically
 from rollgraph.inputs import check_inputs, find_saved, scores_old
 from rollgraph.logbook import UNREWARDED, Logbook, count_failures, tell_failures
 from rollgraph.reference import keep_reference, restore_reference
@@ -188,7 +189,7 @@ def finish(run: Run, view: View, captured: int) -> None:
     report = run.policy.pool.report()
     later = report.captures - captured
     if run.world.rank == 0:
-        (Path(run.config.output) / REPORT).write_text(report.to_json())
+        write_atomically(Path(run.config.output) / REPORT, report.to_json())
     view.note(f"graphs: {report.replays} replays, {report.eager_runs} eager runs, {later} captures after warm-up")
     tell_failures(run, view)
     if failed := count_failures(run):
