@@ -14,6 +14,7 @@ Names that differ from these are somebody else's, and are never touched. Who onl
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import math
 import os
@@ -150,12 +151,12 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the last save is on the disk, for all ranks; raises what it raised, once."""
+        if self._running is not None:
+            concurrent.futures.wait([self._running])  # where Ctrl-C ends this, it is still to be waited for
         running, self._running = self._running, None
-        try:
-            if running is not None:
-                running.result()
-        finally:
-            self._being_saved = None
+        self._being_saved = None
+        if running is not None:
+            running.result()
 
     def settle(self) -> None:
         """Wait; that the last save failed becomes one of the `problems`. There may be room for the next one."""

@@ -54,7 +54,8 @@ class Run(Inputs):
     surplus: list[list[Rollout]] = field(default_factory=list)  # groups that were sampled and not used yet
     end: StepEnd | None = None  # of the last step that this process took
     reference: list[Sealed] = field(default_factory=list)  # on rank 0: the files of the reference, for checkpoints
-    saving: bool = False  # also after a save that failed
+    save_failed: bool = False
+    uninterrupted: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # for Ctrl-C
     pending: dict[str, float] = field(default_factory=dict)  # metrics of the step that is being taken
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of this step, by phase
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rollgraph.config import Config
 from rollgraph.dashboard import View, check_sinks, make_view
 from rollgraph.files import write_atomically
 from rollgraph.inputs import check_inputs, find_saved, scores_old
+from rollgraph.interrupts import Interrupts
 from rollgraph.logbook import UNREWARDED, Logbook, count_failures, tell_failures
 from rollgraph.reference import keep_reference, restore_reference
 from rollgraph.rl.algorithms import load_algorithm
@@ -32,7 +34,12 @@ def train(config: Config, world: World | None = None) -> Run | None:
     """A whole run, from the last checkpoint if there is one; None if it is finished already."""
     world = world or World.current()
     shown = "none" if world.rank else config.log.progress
-    with make_view(shown, config.steps) as view, _sigterm() as asked_to_stop, claim_folder(config.output, world):
+    with (
+        make_view(shown, config.steps) as view,
+        _sigterm() as asked_to_stop,
+        Interrupts(partial(asked_to_stop.append, signal.SIGINT), world) as ctrl_c,
+        claim_folder(config.output, world),
+    ):
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
         inputs = check_inputs(config, world, resumes=True)
@@ -50,22 +57,24 @@ def train(config: Config, world: World | None = None) -> Run | None:
             captured = run.policy.pool.report().captures
             if world.rank == 0:
                 (Path(config.output) / REPORT).unlink(missing_ok=True)  # of the same run, with fewer steps
+            run.uninterrupted = ctrl_c.begin()
             with Logbook(run, view, first_step) as logbook, saved_on_error(run, view):
                 for step in range(first_step, config.steps):
                     rollouts = collect(run, step, view)
                     parts = min(config.algorithm.minibatches, len(rollouts))  # few, where few groups were kept
                     batch = run.algorithm.make_batch(rollouts, minibatches=parts, seed=step)
-                    with run.timed("train"):
-                        learned = run.policy.train(
-                            batch,
-                            POLICY_LOSS,
-                            epochs=config.algorithm.epochs,
-                            score_old=scores_old(config, run.algorithm),
-                        )
-                    refuse_dead(run, step, batch, learned)
-                    if step == first_step:
-                        check_report(run)
-                    run.end = StepEnd(step, run.policy.optimizer.steps, run.data.state(), run.surplus)
+                    with run.uninterrupted():  # the updates, and which step they are the end of
+                        with run.timed("train"):
+                            learned = run.policy.train(
+                                batch,
+                                POLICY_LOSS,
+                                epochs=config.algorithm.epochs,
+                                score_old=scores_old(config, run.algorithm),
+                            )
+                        refuse_dead(run, step, batch, learned)
+                        if step == first_step:
+                            check_report(run)
+                        run.end = StepEnd(step, run.policy.optimizer.steps, run.data.state(), run.surplus)
                     found = validate(run, step)
                     logbook.write(step, rollouts, batch, {**learned, **found})
                     stopping = run.on_any_rank(bool(asked_to_stop))
