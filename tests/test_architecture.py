@@ -68,8 +68,8 @@ LAYERS = (
     ), packages=None),
     Layer("run", (
         "claim.py", "built_in_names.py", "key_errors.py", "lengths.py", "inputs.py", "setup.py", "plan.py",
-        "launch.py", "dashboard/", "logbook.py", "rollouts.py", "saving.py", "train.py",
-        "compat/", "commands/", "cli.py",
+        "launch.py", "dashboard/", "logbook.py", "rollouts.py", "reference.py", "saving.py", "interrupts.py",
+        "train.py", "compat/", "commands/", "cli.py",
     ), packages=None),
 )
 # fmt: on

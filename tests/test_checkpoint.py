@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -579,6 +580,98 @@ def test_left_overs_of_dead_runs_are_removed_and_those_of_live_ones_are_not(star
     assert not list(folder.glob("run_*.lock"))
     start()
     assert names(folder) == ["step_00000000", "step_00000006.notes"]
+
+
+def test_a_run_killed_before_its_lock_had_its_name_leaves_nothing_either(start: Callable[..., Run]) -> None:
+    live = start()
+    folder = live.checkpoints.folder
+    (folder / "run_00000000.new").touch()
+    with (folder / "run_11111111.new").open("x") as new:
+        fcntl.flock(new, fcntl.LOCK_EX)  # it lives, and is about to rename it
+        start()
+        assert names(folder) == ["run_11111111.new"]
+    start()
+    assert names(folder) == []
+
+
+def test_a_lock_that_was_taken_for_a_left_over_is_made_again(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run clears the folder between the moments when the file is made and when it is locked."""
+    lock, taken = fcntl.flock, []
+
+    def cleared_before(file: Any, how: int) -> None:
+        if how == fcntl.LOCK_EX and not taken:
+            taken.append(Path(file.name))
+            Path(file.name).unlink()
+        lock(file, how)
+
+    monkeypatch.setattr("rollgraph.checkpoint.fcntl.flock", cleared_before)
+    run = start()
+    (held,) = run.checkpoints.folder.glob("run_*.lock")
+    assert [held.stem] != [path.stem for path in taken]
+
+
+def test_what_is_only_named_like_a_left_over_stays(start: Callable[..., Run], tmp_path: Path) -> None:
+    folder = start().checkpoints.folder
+    (tmp_path / "mine").touch()
+    (folder / "run_00000000.lock").symlink_to(tmp_path / "mine")
+    (folder / "run_11111111.lock").write_text("a note of mine")
+    for name in ("run_notes.lock", "run_new.new", "run_1234567.new"):
+        (folder / name).touch()
+    before = sorted(path.name for path in folder.iterdir())
+    start().checkpoints.close()
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert (tmp_path / "mine").exists()
+
+
+def test_one_checkpoint_too_many_is_deleted_after_a_load(start: Callable[..., Run]) -> None:
+    """The run was killed when the newest one had its name, and before the oldest one had gone."""
+    first = start(keep_last=3, keep_best=0, asynchronous=False)
+    for step in (1, 2, 3):
+        first.checkpoints.save(step, {})
+    run = start(keep_last=2, keep_best=0)
+    latest = run.checkpoints.latest()
+    assert latest is not None
+    run.checkpoints.load(latest)
+    run.checkpoints.clear_surplus(latest)
+    assert names(run.checkpoints.folder) == ["step_00000002", "step_00000003"]
+    flip(latest.path / "rank0.safetensors")  # what is broken does not count, and stays for whoever can mend it
+    run = start(keep_last=1, keep_best=0)
+    latest = run.checkpoints.latest()
+    assert latest is not None
+    run.checkpoints.clear_surplus(latest)
+    assert names(run.checkpoints.folder) == ["step_00000002", "step_00000003"]
+
+
+def test_who_only_reads_leaves_no_trace(start: Callable[..., Run]) -> None:
+    first = start(asynchronous=False)
+    first.train()
+    saved = first.save()
+    first.checkpoints.close()
+    folder = first.checkpoints.folder
+    (folder / "run_00000000.new").touch()  # of a run that was killed: clearing is for those who write
+    (folder / "step_00000005.00000000-9.incomplete").mkdir()
+    before = untouched(folder)
+    reader = start(writes=False)
+    latest = reader.checkpoints.latest()
+    assert latest is not None
+    assert reader.checkpoints.load(latest) == {"cursor": 1}
+    assert same(reader.everything(), saved)
+    with pytest.raises(CheckpointError, match="run was opened for reading alone"):
+        reader.save()
+    reader.checkpoints.close()
+    assert untouched(folder, now=False) == before
+
+
+def untouched(folder: Path, now: bool = True) -> dict[str, tuple[int, int]]:
+    """When everything in a folder was changed, `now` made long ago: a file that comes and goes changes its folder's."""
+    paths = [folder, *folder.rglob("*")]
+    if now:
+        for path in paths:
+            os.utime(path, (1000, 1000), follow_symlinks=False)
+    found = {path: path.lstat() for path in paths}
+    return {str(path): (about.st_mtime_ns, about.st_size) for path, about in found.items()}
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -81,6 +82,37 @@ def test_a_folder_that_cannot_be_made_is_named_by_its_key(tmp_path: Path) -> Non
         claim_folder(tmp_path / "file/run", ONE),
     ):
         pass
+
+
+@pytest.mark.parametrize("to", ["a file", "nothing"])
+def test_a_lock_is_not_written_through_a_link(tmp_path: Path, to: str) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine.txt"
+    run.mkdir()
+    if to == "a file":
+        mine.write_text("years of work")
+    (run / LOCK).symlink_to(mine)
+    with pytest.raises(FolderError, match=r"output: .*run\.lock: is a link, .*: remove it"), claim_folder(run, ONE):
+        pass
+    assert (run / LOCK).is_symlink()
+    assert mine.exists() == (to == "a file")
+    if to == "a file":
+        assert mine.read_text() == "years of work"
+
+
+def test_what_is_named_like_a_lock_and_is_none_stays(tmp_path: Path) -> None:
+    lock = tmp_path / LOCK
+    lock.write_text("process of elimination\n")
+    with pytest.raises(FolderError, match=r"run\.lock is no lock of a run: move it away"), claim_folder(tmp_path, ONE):
+        pass
+    assert lock.read_text() == "process of elimination\n"
+    lock.unlink()
+    os.mkfifo(lock)  # nobody is at its other end
+    with pytest.raises(FolderError, match=r"run\.lock: is not a regular file"), claim_folder(tmp_path, ONE):
+        pass
+    lock.unlink()
+    lock.write_text("process 7 on a.machine\n")  # of a run that was killed
+    with claim_folder(tmp_path, ONE):
+        assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def refused(rank: int, folder: str, out: Any) -> None:

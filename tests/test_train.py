@@ -345,6 +345,62 @@ def test_going_back_to_an_older_checkpoint_is_told(folder: Path, file: str, caps
     assert lines[1] == "resumed after 1 of 3 steps"
 
 
+def test_a_reference_that_is_not_what_was_written_is_refused(folder: Path) -> None:
+    options = ["data.validation=null", "graph.impl=none"]
+    train(config_of(folder, *options, "steps=1"), ONE)
+    weights, config = (folder / "run" / "reference" / name for name in ("model.safetensors", "config.json"))
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
+    with pytest.raises(CheckpointError, match=r"reference/model.safetensors is not what was written.*put it back"):
+        train(config_of(folder, *options), ONE)
+    train(config_of(folder, *options, "algorithm.options={kl_coef: 0}", "steps=2"), ONE)  # which reads no reference
+    weights.write_bytes(whole)
+    config.write_bytes(config.read_bytes() + b" ")
+    with pytest.raises(CheckpointError, match=r"reference/config.json is not what was written"):
+        train(config_of(folder, *options), ONE)
+
+
+def test_a_model_folder_that_is_the_reference_must_stay_the_same(folder: Path) -> None:
+    train(config_of(folder, "steps=1", f"output={folder / 'tiny'}", "graph.impl=none"), ONE)
+    model = folder / "tiny" / "reference"
+    options = [f"model={{path: {model}}}", "tokenizer.path=bytes", "data.validation=null", "graph.impl=none"]
+    train(config_of(folder, *options, "steps=1"), ONE)
+    assert not (folder / "run" / "reference").exists()
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-2] ^= 1
+    (model / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not what was written"):
+        train(config_of(folder, *options), ONE)
+    content[-2] ^= 1
+    (model / "model.safetensors").write_bytes(content)
+    train(config_of(folder, *options), ONE)
+
+
+def test_a_checkpoint_without_checksums_of_its_reference_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one from before there were any."""
+    options = ["data.validation=null", "graph.impl=none", "log.progress=plain", "checkpoint.every=1"]
+    with monkeypatch.context() as before:
+        before.setattr("rollgraph.reference._record", lambda run: [])
+        train(config_of(folder, *options, "steps=1"), ONE)
+    for steps, told in ((2, True), (3, False)):
+        capsys.readouterr()
+        train(config_of(folder, *options, f"steps={steps}"), ONE)
+        assert ("has no checksums of the reference policy: " in capsys.readouterr().out) == told
+
+
+def test_a_run_that_was_killed_leaves_no_checkpoint_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had saved the newest one, and not deleted the oldest one yet."""
+    options = ["data.validation=null", "graph.impl=none", "checkpoint.every=1"]
+    train(config_of(folder, *options, "steps=2", "checkpoint.keep_last=2"), ONE)
+    with monkeypatch.context() as killed:
+        killed.setattr("rollgraph.train.collect", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config_of(folder, *options, "steps=3", "checkpoint.keep_last=1"), ONE)
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step_00000001"]
+
+
 # -- what ends a run by an exception ---------------------------------------------------------------
 
 

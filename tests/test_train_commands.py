@@ -15,6 +15,7 @@ import torch
 from rollgraph.cli import main
 from rollgraph.config import to_yaml
 from rollgraph.model import load_model
+from tests.test_checkpoint import untouched
 from tests.test_train import config_of, flip, folder, metrics_of, weights_of
 
 __all__ = ["folder"]
@@ -77,6 +78,28 @@ def test_eval_and_export_say_which_checkpoints_they_pass_over(folder: Path, caps
     error = capsys.readouterr().err
     assert error.count("is passed over") == 2
     assert "has no whole checkpoint" in error
+
+
+def test_eval_and_export_change_nothing_in_the_folder_of_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So it may be read-only. (Root may write anyway, which the times of the folders would tell.)"""
+    path, run = folder / "config.yaml", folder / "run"
+    path.write_text(to_yaml(config_of(folder, "steps=2", "checkpoint.every=1")))
+    assert main(["train", str(path)]) == 0
+    (run / "checkpoints" / "run_00000000.new").touch()  # left by a run that was killed
+    before = untouched(run)
+    places = [run, *(place for place in run.rglob("*") if place.is_dir())]
+    modes = {place: place.stat().st_mode for place in places}
+    try:
+        for place in places:
+            place.chmod(0o500)
+        assert main(["eval", str(path)]) == 0, capsys.readouterr().err
+        assert main(["export", str(path), "--to", str(folder / "exported")]) == 0, capsys.readouterr().err
+    finally:
+        for place, mode in modes.items():
+            place.chmod(mode)
+    assert untouched(run, now=False) == before
 
 
 def test_export_does_not_write_over_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,15 +7,20 @@ whole or not at all, is `sharding/shard_files.py`; what its `state` means is its
     step_00000100.1f2e3d4c-7.incomplete/    being written, by the run 1f2e3d4c
     step_00000100.1f2e3d4c-7.deleted/       being deleted
     run_1f2e3d4c.lock                       locked while that run lives, so that nobody clears away what it writes
+    run_1f2e3d4c.new                        the same, until it is locked
+
+Names that differ from these are somebody else's, and are never touched. Who only reads changes nothing at all.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import math
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +33,7 @@ from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, shar
 
 _COMPLETE = re.compile(r"step_\d{8,}")
 _LEFT_OVER = re.compile(r"step_\d{8,}\.([0-9a-f]{8})-\d+\.(incomplete|deleted)")
+_LOCK = re.compile(r"run_([0-9a-f]{8})\.(lock|new)")
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ class Checkpoints:
     """The checkpoints of a run, in `folder`, which all ranks see.
 
     All ranks make it, save and load together. `problems` says what was passed over or not written, and why; it is for
-    people, who have not seen those of `unread()` yet.
+    people, who have not seen those of `unread()` yet. Without `writes` there is no `save`, and the folder, which has
+    to be there, may be read-only.
     """
 
     def __init__(
@@ -94,6 +101,7 @@ class Checkpoints:
         keep_best: int = 1,
         asynchronous: bool = True,
         timeout: float = 1800.0,
+        writes: bool = True,
     ) -> None:
         if keep_last < 1 or keep_best < 0:
             raise ValueError(f"keep_last={keep_last}, keep_best={keep_best}: the newest one is always kept")
@@ -105,13 +113,15 @@ class Checkpoints:
         self.broken: dict[Path, str] = {}  # those that were passed over, and why
         self._saves = 0
         self._memory: shard_files.Snapshot | None = None
-        self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous and writes else None
         self._running: Future[None] | None = None
         self._being_saved: Saved | None = None
         self._lock: IO[str] | None = None
-        self._run = model.collectives.agree(self._begin() if self._world.rank == 0 else "")[0]
-        if not re.fullmatch("[0-9a-f]{8}", self._run):
-            raise CheckpointError(self._run)
+        self._run = ""  # the name of this run, where it writes
+        if writes:
+            self._run = model.collectives.agree(self._begin() if self._world.rank == 0 else "")[0]
+            if not re.fullmatch("[0-9a-f]{8}", self._run):
+                raise CheckpointError(self._run)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -120,6 +130,8 @@ class Checkpoints:
         becomes one of the `problems`. `state` is JSON (tuples become lists), of each rank its own. A score of NaN is
         none. What is not `due` is kept for its score alone.
         """
+        if not self._run:
+            raise CheckpointError(f"{self.folder} was opened for reading alone")
         self.settle()
         state = _plain(state, "state")
         target = self.folder / f"step_{step:08d}"
@@ -139,12 +151,12 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the last save is on the disk, for all ranks; raises what it raised, once."""
+        if self._running is not None:
+            concurrent.futures.wait([self._running])  # where Ctrl-C ends this, it is still to be waited for
         running, self._running = self._running, None
-        try:
-            if running is not None:
-                running.result()
-        finally:
-            self._being_saved = None
+        self._being_saved = None
+        if running is not None:
+            running.result()
 
     def settle(self) -> None:
         """Wait; that the last save failed becomes one of the `problems`. There may be room for the next one."""
@@ -173,12 +185,21 @@ class Checkpoints:
         temporary = self._beside(target, "incomplete")
         shard_files.write(snapshot, temporary, target, state=state, about=about, timeout=self._timeout)
         self.broken.pop(target, None)
-        if first:
-            saved = self.complete()
-            kept = choose_kept(saved, *self._keep)
-            for one in saved:
-                if one not in kept and one.path != target:
-                    self._delete(one.path)
+        self._prune(target)
+
+    def clear_surplus(self, loaded: Saved) -> None:
+        """Delete what a run that was killed after a save had still to delete. It is for after a load: of those that
+        stay, one is known to be whole by then."""
+        self._prune(loaded.path)
+
+    def _prune(self, newest: Path) -> None:
+        if self._world.rank != 0:
+            return
+        saved = self.complete()
+        kept = choose_kept(saved, *self._keep)
+        for one in saved:
+            if one not in kept and one.path != newest:
+                self._delete(one.path)
 
     def _delete(self, path: Path) -> None:
         try:
@@ -249,20 +270,28 @@ class Checkpoints:
 
     def _begin(self) -> str:
         """Take the folder for a new run, and clear away what dead ones left; gives the run's name, or what is wrong."""
-        run = uuid.uuid4().hex[:8]
-        new = self.folder / f"run_{run}.new"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = new.open("w")
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel lets go when the process ends, however it ends
-            except OSError as error:
-                self._note(f"{self.folder} knows no locks, so what is left over there stays: {error}")
-            new.rename(self._lock_file(run))  # it is locked from the first moment it has its name
+            run = self._take_name()
             self._clear()
         except OSError as error:
             return f"{self.folder} cannot be used: {error}"
         return run
+
+    def _take_name(self) -> str:
+        while True:
+            run = uuid.uuid4().hex[:8]
+            new = self.folder / f"run_{run}.new"
+            self._lock = new.open("x")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel lets go when the process ends, however it ends
+            except OSError as error:
+                self._note(f"{self.folder} knows no locks, so what is left over there stays: {error}")
+            try:
+                new.rename(self._lock_file(run))  # it is locked from the first moment it has its name
+                return run
+            except FileNotFoundError:  # another run took it for a left-over, before it was locked
+                self._lock.close()
 
     def _lock_file(self, run: str) -> Path:
         return self.folder / f"run_{run}.lock"
@@ -270,7 +299,8 @@ class Checkpoints:
     def _clear(self) -> None:
         # First the folders and then the locks: who has a folder by now has had a lock before.
         folders = [(path, match[1]) for path in self.folder.iterdir() if (match := _LEFT_OVER.fullmatch(path.name))]
-        alive = {lock.stem.removeprefix("run_") for lock in self.folder.glob("run_*.lock") if not _remove_dead(lock)}
+        locks = [(path, match[1]) for path in self.folder.iterdir() if (match := _LOCK.fullmatch(path.name))]
+        alive = {run for lock, run in locks if not _remove_dead(lock)}
         for path, run in folders:
             if run not in alive:
                 shutil.rmtree(path, ignore_errors=True)
@@ -279,15 +309,23 @@ class Checkpoints:
 
 
 def _remove_dead(lock: Path) -> bool:
-    """Remove a lock that nobody holds."""
+    """Remove a lock that nobody holds. It is an empty file, never a link: what else has its name is not a lock."""
     try:
-        with lock.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.unlink()
+        handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
+    except OSError:  # we cannot know
+        return False
+    try:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_size:
+            return False
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.unlink(missing_ok=True)
     except OSError:  # it is held, or we cannot know
         return False
+    finally:
+        os.close(handle)
     return True
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +17,11 @@ from typing import IO
 
 import torch
 
+from rollgraph.files import FileError, open_own
 from rollgraph.world import World
 
 LOCK = "run.lock"
+_OWNER = re.compile(r"(process \d+ on .*\n)?")  # what a lock says, also of a process that was killed
 
 
 class FolderError(RuntimeError):
@@ -32,8 +35,10 @@ def claim_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]
     if world.rank == 0:
         try:
             lock = _take(path)
-        except (FolderError, OSError) as error:
-            problem = str(error) if isinstance(error, FolderError) else f"output: {path} cannot be used: {error}"
+        except FolderError as error:
+            problem = str(error)
+        except (FileError, OSError) as error:
+            problem = f"output: {path} cannot be used: {error}"
     if world.size > 1 and torch.distributed.is_initialized():  # if not, that will be said later on
         said = [problem]
         torch.distributed.broadcast_object_list(said, src=0, group=world.group)
@@ -50,11 +55,10 @@ def claim_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]
 def _take(folder: Path) -> IO[str]:
     folder.mkdir(parents=True, exist_ok=True)
     while True:
-        lock = (folder / LOCK).open("a+")
+        lock = os.fdopen(open_own(folder / LOCK, os.O_RDWR), "r+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go when the process ends
         except BlockingIOError:
-            lock.seek(0)
             owner = lock.read().strip() or "another process"
             lock.close()
             raise FolderError(
@@ -65,7 +69,11 @@ def _take(folder: Path) -> IO[str]:
         if _is_at(folder / LOCK, lock):
             break
         lock.close()  # its owner let go of it, and removed it, after we had opened it
-    lock.truncate(0)
+    if not _OWNER.fullmatch(lock.read()):
+        lock.close()
+        raise FolderError(f"output: {folder / LOCK} is no lock of a run: move it away, or give another output")
+    lock.seek(0)
+    lock.truncate()
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
     return lock
@@ -73,7 +81,7 @@ def _take(folder: Path) -> IO[str]:
 
 def _is_at(path: Path, file: IO[str]) -> bool:
     try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
 

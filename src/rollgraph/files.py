@@ -7,6 +7,7 @@ a file that a link points to. Nothing here knows what the files are for; importi
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -182,6 +183,22 @@ def write_new(path: Path, data: str | bytes = b"") -> None:
         file.write(content)
         file.flush()
         os.fsync(handle)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor to write with, of a file that is made if it is not there. What has its name and is no regular file
+    is refused: what a link points to is somebody else's."""
+    more = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags | more, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise FileError(path, "is a link, and is not written through", "remove it, or write elsewhere") from None
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise FileError(path, "is not a regular file", "remove it, or write elsewhere")
 
 
 def sync(path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
+
+from rollgraph.files import open_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +26,19 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
+        self._file = open_to_append(path)
 
     def write(self, step: int, values: Values) -> None:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """A file that grows line by line. A link of that name is refused: what it points to is somebody else's."""
+    return open(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
 
 class LineSink:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rollgraph.config import to_dict
 from rollgraph.dashboard import View
 from rollgraph.setup import Run
+
+LOST = "what came after the last checkpoint is lost"
 
 
 def maybe_save(run: Run, step: int, score: float | None, now: bool = False) -> None:
@@ -29,26 +32,37 @@ def save(run: Run, score: float | None = None, due: bool = True) -> None:
         "data": run.end.data,
         "surplus": [[rollout.to_dict() for rollout in group] for group in run.end.surplus],
         "config": to_dict(run.config),
+        "reference": run.reference,
     }
-    run.saving = True
     with run.timed("save"), run.policy.phases.enter("save"):
+        run.checkpoints.settle()  # a slow disk may take its time: here Ctrl-C is heard
+        with run.uninterrupted():
+            _save(run, state, score, due)
+
+
+def _save(run: Run, state: dict[str, Any], score: float | None, due: bool) -> None:
+    assert run.end is not None
+    try:
         run.checkpoints.save(run.end.step, state, score, due=due)
-    run.saving = False
+    except Exception:
+        run.save_failed = True
+        raise
 
 
 @contextmanager
 def saved_on_error(run: Run, view: View) -> Iterator[None]:
     """Whatever ends the loop, what was learned is saved: the end of its last step, if the weights are still those.
 
-    Not with several ranks: those where nothing happened would be waited for.
+    Not with several ranks: those where nothing happened would be waited for. What is lost is told.
     """
     try:
         yield
     except BaseException:
         try:
             run.checkpoints.settle()
-            if run.world.size == 1 and not run.saving:
-                save_rest(run, view)
+            save_rest(run, view)
+        except KeyboardInterrupt:
+            view.note(f"interrupted while it was saved: {LOST}")
         except Exception as error:  # the first one is the one to raise
             view.note(f"and what was learned could not be saved: {error}")
         tell_problems(run, view)
@@ -59,8 +73,13 @@ def save_rest(run: Run, view: View) -> None:
     """What no checkpoint has yet."""
     if run.end is None or run.end.step in [saved.step for saved in run.checkpoints.complete()]:
         return
+    if run.world.size > 1:
+        view.note(f"with several ranks nothing is saved after an error: {LOST}")
+        return
+    if run.save_failed:  # which is the error, or was told
+        return
     if run.policy.optimizer.steps != run.end.updates:
-        view.note(f"step {run.end.step + 1} ended between its updates: what came after the last checkpoint is lost")
+        view.note(f"step {run.end.step + 1} ended between its updates: {LOST}")
         return
     save(run)
     run.checkpoints.wait()

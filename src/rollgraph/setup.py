@@ -23,6 +23,7 @@ from rollgraph.model import Decoder, load_model
 from rollgraph.policy import PolicyWorker
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.sharding import constant, cosine, linear, warm_up
+from rollgraph.sharding.shard_files import Sealed
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Rollout
 from rollgraph.world import World
@@ -52,7 +53,9 @@ class Run(Inputs):
     threads_before: int  # of PyTorch, which are its again when the run is closed
     surplus: list[list[Rollout]] = field(default_factory=list)  # groups that were sampled and not used yet
     end: StepEnd | None = None  # of the last step that this process took
-    saving: bool = False  # also after a save that failed
+    reference: list[Sealed] = field(default_factory=list)  # on rank 0: the files of the reference, for checkpoints
+    save_failed: bool = False
+    uninterrupted: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # for Ctrl-C
     pending: dict[str, float] = field(default_factory=dict)  # metrics of the step that is being taken
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of this step, by phase
 
@@ -86,10 +89,12 @@ def make_run(
     on_capture: Callable[[str, int, int], None] | None = None,
     *,
     inputs: Inputs | None = None,
+    writes: bool = True,
 ) -> Run:
     """Check, load, allocate and capture everything; nothing has been trained, and nothing of a checkpoint loaded.
 
-    `inputs` are those of `check_inputs`, which the run closes, where they have been checked.
+    `inputs` are those of `check_inputs`, which the run closes, where they have been checked. Without `writes` nothing
+    can be saved, and nothing in the output folder changes.
     """
     inputs = inputs or check_inputs(config, world)
     torch.manual_seed(config.seed)  # of random weights
@@ -114,6 +119,7 @@ def make_run(
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
             asynchronous=config.checkpoint.asynchronous,
+            writes=writes,
         )
         undo.pop_all()
     return Run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from rollgraph.checkpoint import CheckpointError, none_whole
 from rollgraph.claim import claim_folder
 from rollgraph.config import Config
 from rollgraph.dashboard import View, check_sinks, make_view
+from rollgraph.files import write_atomically
 from rollgraph.inputs import check_inputs, find_saved, scores_old
+from rollgraph.interrupts import Interrupts
 from rollgraph.logbook import UNREWARDED, Logbook, count_failures, tell_failures
-from rollgraph.model import load_weights, save_model
+from rollgraph.reference import keep_reference, restore_reference
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rollouts import collect, evaluate, sample
 from rollgraph.saving import maybe_save, saved_on_error, tell_problems
@@ -31,7 +34,12 @@ def train(config: Config, world: World | None = None) -> Run | None:
     """A whole run, from the last checkpoint if there is one; None if it is finished already."""
     world = world or World.current()
     shown = "none" if world.rank else config.log.progress
-    with make_view(shown, config.steps) as view, _sigterm() as asked_to_stop, claim_folder(config.output, world):
+    with (
+        make_view(shown, config.steps) as view,
+        _sigterm() as asked_to_stop,
+        Interrupts(partial(asked_to_stop.append, signal.SIGINT), world) as ctrl_c,
+        claim_folder(config.output, world),
+    ):
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
         inputs = check_inputs(config, world, resumes=True)
@@ -49,22 +57,24 @@ def train(config: Config, world: World | None = None) -> Run | None:
             captured = run.policy.pool.report().captures
             if world.rank == 0:
                 (Path(config.output) / REPORT).unlink(missing_ok=True)  # of the same run, with fewer steps
+            run.uninterrupted = ctrl_c.begin()
             with Logbook(run, view, first_step) as logbook, saved_on_error(run, view):
                 for step in range(first_step, config.steps):
                     rollouts = collect(run, step, view)
                     parts = min(config.algorithm.minibatches, len(rollouts))  # few, where few groups were kept
                     batch = run.algorithm.make_batch(rollouts, minibatches=parts, seed=step)
-                    with run.timed("train"):
-                        learned = run.policy.train(
-                            batch,
-                            POLICY_LOSS,
-                            epochs=config.algorithm.epochs,
-                            score_old=scores_old(config, run.algorithm),
-                        )
-                    refuse_dead(run, step, batch, learned)
-                    if step == first_step:
-                        check_report(run)
-                    run.end = StepEnd(step, run.policy.optimizer.steps, run.data.state(), run.surplus)
+                    with run.uninterrupted():  # the updates, and which step they are the end of
+                        with run.timed("train"):
+                            learned = run.policy.train(
+                                batch,
+                                POLICY_LOSS,
+                                epochs=config.algorithm.epochs,
+                                score_old=scores_old(config, run.algorithm),
+                            )
+                        refuse_dead(run, step, batch, learned)
+                        if step == first_step:
+                            check_report(run)
+                        run.end = StepEnd(step, run.policy.optimizer.steps, run.data.state(), run.surplus)
                     found = validate(run, step)
                     logbook.write(step, rollouts, batch, {**learned, **found})
                     stopping = run.on_any_rank(bool(asked_to_stop))
@@ -147,27 +157,19 @@ def resume(run: Run, view: View, asked_to_stop: Sequence[int] = ()) -> int | Non
         raise none_whole(folder / "checkpoints", run.checkpoints.broken.values())
     if saved is None and config.resume == "must":
         raise CheckpointError(f"resume: must, but {folder / 'checkpoints'} has no whole checkpoint")
-    reference = folder / "reference"
     if saved is None:
         if config.warm_start is not None and not warm_start(run, view, asked_to_stop):
             return None
-        if run.algorithm.needs_reference:
-            run.policy.weights.save("reference")
-        if config.model.path is None or config.warm_start is not None:  # or the model's own folder is the reference
-            with run.policy.phases.enter("save"):
-                if run.world.rank == 0:
-                    save_model(run.policy.model, reference)
+        keep_reference(run)
         run.data.load_state({**run.data.state(), "cursor": 0})  # a warm start has looked at some prompts
         if run.validation:
             found = evaluate(run, "before")
             view.note("before the first step: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
             run.pending = {f"before/{name}": value for name, value in found.items()}
         return 0
-    if run.algorithm.needs_reference:
-        if config.model.path is None or config.warm_start is not None:
-            load_weights(run.policy.model, reference)
-        run.policy.weights.save("reference")
+    restore_reference(run, saved, view.note)
     state = run.checkpoints.load(saved)
+    run.checkpoints.clear_surplus(saved)
     run.data.load_state(state["data"])
     run.surplus = [[Rollout.from_dict(entry) for entry in group] for group in state["surplus"]]
     tell_problems(run, view)
@@ -196,7 +198,7 @@ def finish(run: Run, view: View, captured: int) -> None:
     report = run.policy.pool.report()
     later = report.captures - captured
     if run.world.rank == 0:
-        (Path(run.config.output) / REPORT).write_text(report.to_json())
+        write_atomically(Path(run.config.output) / REPORT, report.to_json())
     view.note(f"graphs: {report.replays} replays, {report.eager_runs} eager runs, {later} captures after warm-up")
     tell_failures(run, view)
     if failed := count_failures(run):

@@ -11,6 +11,7 @@ import pytest
 
 from rollgraph.config import Log
 from rollgraph.dashboard.sinks import SampleWriter, SinkError, check_sinks, close_sinks, make_sinks, truncate_jsonl
+from rollgraph.files import FileError
 from rollgraph.types import Prompt, Rollout
 
 # The part of each package's interface that a sink uses, writing down what it was told: the packages are optional.
@@ -211,6 +212,89 @@ def test_a_torn_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     assert path.read_bytes() == b'{"step": 0, "text": "\xe2\x82\xac"}\n{"step": 1}\n'
     assert truncate_jsonl(path, 1) == 0
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_damaged_lines_are_told_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bit of the second line was flipped, and a crash cut off the last one."""
+    path = tmp_path / "metrics.jsonl"
+    whole = b"".join(b'{"step": %d, "reward": 0.5}\n' % step for step in range(5))
+    second = whole.splitlines(keepends=True)[1]
+    damaged = second.replace(b'"reward"', b'"rewa\xf2d\x02')
+    path.write_bytes(whole.replace(second, damaged) + b'{"step": 5, "rew')
+    notes: list[str] = []
+    (sink,) = make_sinks(Log(sinks=("jsonl",)), tmp_path, resume_at=4, note=notes.append)
+    sink.write(4, {"reward": 0.25})
+    close_sinks([sink])
+    assert [row["step"] for row in lines(path)] == [0, 2, 3, 4]
+    assert notes == [
+        f"{path}:2: this line is damaged, and was taken out: " + repr('{"step": 1, "rewa\\xf2d\x02: 0.5}'),
+        f"{path}:6: the last line was cut off, and was taken out: " + repr('{"step": 5, "rew'),
+    ]
+    (tmp_path / "samples.jsonl").write_bytes(b'{"step": 0}\n' + b"\0" * 5000)
+    SampleWriter(tmp_path, every=1, resume_at=1)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "samples.jsonl:2: the last line was cut off" in told
+    assert len(told) < 800
+
+
+def test_of_many_damaged_lines_the_first_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+    path, notes = tmp_path / "metrics.jsonl", list[str]()
+    odd = ['{"step": Infinity}', "[" * 100_000, '{"step": null}', "{}", "[1]", '{"step": "x"}', '"step"', "\0"]
+    path.write_text("".join(f"{line}\n" for line in odd) + '{"step": 0}\n')
+    assert truncate_jsonl(path, 3, notes.append) == len(odd)
+    assert [note.split(": ")[0] for note in notes] == [*(f"{path}:{number}" for number in range(1, 6)), str(path)]
+    assert notes[-1] == f"{path}: 3 more lines were damaged, and were taken out"
+    assert path.read_text() == '{"step": 0}\n'
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("there", [True, False])
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, there: bool) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine.jsonl"
+    run.mkdir()
+    (run / name).symlink_to(mine)
+    if there:
+        mine.write_text("years of work")
+
+    def write(resume_at: int | None) -> None:
+        if name == "metrics.jsonl":
+            make_sinks(Log(sinks=("jsonl",)), run, resume_at=resume_at)
+        else:
+            SampleWriter(run, every=1, resume_at=resume_at).write(0, [make_rollout(1.0)], [1.0])
+
+    for resume_at in (None, 0, 5):
+        with pytest.raises(FileError, match=rf"{name}: is a link, and is not written through"):
+            write(resume_at)
+    assert mine.exists() == there
+    if there:
+        assert mine.read_text() == "years of work"
+
+
+def test_a_resume_does_not_write_through_a_link_of_its_temporary_file(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("years of work")
+    (tmp_path / ".metrics.jsonl.tmp").symlink_to(tmp_path / "mine")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    assert truncate_jsonl(tmp_path / "metrics.jsonl", 0) == 1
+    assert (tmp_path / "mine").read_text() == "years of work"
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert not (tmp_path / "metrics.jsonl").is_symlink()
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_damaged_name_of_the_run_elsewhere_begins_no_other_run(tmp_path: Path, name: str) -> None:
+    path, mine = tmp_path / "run" / f"{name}_run.txt", tmp_path / "mine"
+    log = Log(sinks=(name,))
+    path.parent.mkdir()
+    path.with_name(f"{path.name}.sha256").symlink_to(mine)
+    close_sinks(make_sinks(log, path.parent))
+    assert not mine.exists()
+    whole = path.read_text()
+    path.write_text(("f" if whole[0] != "f" else "e") + whole[1:])
+    with pytest.raises(SinkError, match=rf"{path.name} is not what was written: its checksum differs"):
+        make_sinks(log, path.parent)
+    path.write_text(whole)
+    close_sinks(make_sinks(log, path.parent))
 
 
 def test_there_may_be_nothing_to_truncate(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ def add_to(commands: Any) -> None:
         "train",
         help="post-train a model",
         description="A whole run from a YAML file, resumed from its last checkpoint. With several processes: "
-        "torchrun --nproc-per-node N -m rollgraph train FILE. SIGTERM saves and ends with exit code 0.",
+        "torchrun --nproc-per-node N -m rollgraph train FILE. SIGTERM ends it after the step, saved, with exit code 0; "
+        "so does Ctrl-C, with exit code 130; pressed again, it ends at once.",
     )
     evaluate = commands.add_parser(
         "eval",
@@ -35,7 +36,9 @@ def add_to(commands: Any) -> None:
         "right if its reward, the weighted sum of all reward functions, is 1 or more.",
     )
     export = commands.add_parser(
-        "export", help="write a checkpoint as a model folder", description="A folder that other tools can load."
+        "export",
+        help="write a checkpoint as a model folder",
+        description="A folder that other tools can load. The folder of the run is only read.",
     )
     for parser, run in ((train, run_train), (evaluate, run_eval), (export, run_export)):
         add_words(parser, "optimizer.lr=1e-6")
@@ -150,7 +153,7 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
     def look(world: World) -> None:
         if not (Path(config.output) / "checkpoints").is_dir():
             raise ValueError(f"{config.output} has no checkpoint")
-        run = make_run(config, world)
+        run = make_run(config, world, writes=False)
         try:
             checkpoints = run.checkpoints
             saved = checkpoints.best() if options.which == "best" else checkpoints.latest()

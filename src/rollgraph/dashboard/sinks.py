@@ -7,6 +7,7 @@ resume. Other packages are imported when a sink of theirs is made. Only the firs
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -18,11 +19,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollgraph.metrics import JsonlSink, Sink, Values
+from rollgraph.files import write_atomically, write_new
+from rollgraph.metrics import JsonlSink, Sink, Values, open_to_append
 
 if TYPE_CHECKING:
     from rollgraph.config import Log, SinkName
     from rollgraph.types import Rollout
+
+Note = Callable[[str], None]
 
 DEFAULT_SINKS: tuple[SinkName, ...] = ("jsonl", "tensorboard")
 PACKAGES = {  # any one of them will do
@@ -30,15 +34,18 @@ PACKAGES = {  # any one of them will do
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
 }
+TOLD = 5  # damaged lines of a file that are shown; of more, the number is
 
 
 class SinkError(RuntimeError):
     """A sink that was asked for cannot be made."""
 
 
-def check_sinks(
-    log: Log, note: Callable[[str], None] = lambda text: print(text, file=sys.stderr)
-) -> tuple[SinkName, ...]:
+def tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def check_sinks(log: Log, note: Note = tell) -> tuple[SinkName, ...]:
     """The sinks there will be. One that was asked for and cannot be imported raises, as does an option it has not."""
     names = log.sinks if log.sinks is not None else DEFAULT_SINKS
     missing = [name for name in names if name in PACKAGES and not any(map(_installed, PACKAGES[name]))]
@@ -65,18 +72,19 @@ def make_sinks(
     *,
     resume_at: int | None = None,
     run_config: Mapping[str, Any] | None = None,
-    note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+    note: Note = tell,
 ) -> list[Sink]:
     """The sinks of `log.sinks`; close them by `close_sinks`.
 
-    `resume_at` is the first step that will be written: what is there of it and of later steps goes away.
+    `resume_at` is the first step that will be written: what is there of it and of later steps goes away, and so does,
+    with a note, what is damaged.
     `run_config` is shown beside the metrics by W&B and MLflow.
     """
     names = check_sinks(log, note)
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(run_config or {})
     makers: dict[str, Callable[[], Sink]] = {
-        "jsonl": lambda: _continue_jsonl(folder / "metrics.jsonl", resume_at),
+        "jsonl": lambda: _continue_jsonl(folder / "metrics.jsonl", resume_at, note),
         "tensorboard": lambda: TensorBoardSink(folder / "tensorboard", resume_at),
         "wandb": lambda: WandbSink(folder, log.wandb, config),
         "mlflow": lambda: MlflowSink(folder, log.mlflow, config),
@@ -145,11 +153,13 @@ class MlflowSink:
 class SampleWriter:
     """Some rollouts of every so many steps, one JSON object each, in `samples.jsonl`."""
 
-    def __init__(self, folder: Path, every: int, most: int = 64, resume_at: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, every: int, most: int = 64, resume_at: int | None = None, note: Note = tell
+    ) -> None:
         self._path, self._every, self._most = folder / "samples.jsonl", every, most
         folder.mkdir(parents=True, exist_ok=True)
         if resume_at is not None:
-            truncate_jsonl(self._path, resume_at - 1)
+            truncate_jsonl(self._path, resume_at - 1, note)
 
     def write(self, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> bool:
         """Whether it was such a step. `advantages` has one number for each rollout."""
@@ -157,7 +167,7 @@ class SampleWriter:
             raise ValueError(f"{len(rollouts)} rollouts with {len(advantages)} advantages")
         if self._every == 0 or step % self._every:
             return False
-        with self._path.open("a", encoding="utf-8") as file:
+        with open_to_append(self._path) as file:
             for rollout, advantage in list(zip(rollouts, advantages, strict=True))[: self._most]:
                 row = {
                     "step": step,
@@ -174,38 +184,56 @@ class SampleWriter:
         return True
 
 
-def truncate_jsonl(path: Path, step: int) -> int:
-    """Take away the lines of steps after `step`, and one that a crash tore; the number of them.
+def truncate_jsonl(path: Path, step: int, note: Note = tell) -> int:
+    """Take away the lines of steps after `step`, and those that are damaged; the number of both.
 
-    The file is replaced in one go: after a crash in here it is the old one or the new one.
+    Damaged ones are told, by their numbers: the last one where a crash tore it, others where the disk failed. The file
+    is replaced in one go: after a crash in here it is the old one or the new one.
     """
     if not path.exists():
         return 0
-    dropped = 0
+    open_to_append(path).close()  # or it is none of ours
+    dropped, damaged = 0, list[str]()
     temporary = path.with_name(f".{path.name}.tmp")
+    write_new(temporary)
     # Bytes, because a torn line may end inside a character.
-    with path.open("rb") as old, temporary.open("wb") as new:
-        for line in old:
-            if _is_kept(line, step):
+    with path.open("rb") as old, temporary.open("r+b") as new:
+        for number, line in enumerate(old, start=1):
+            found = _step_of(line)
+            if found is not None and found <= step:
                 new.write(line)
-            else:
-                dropped += 1
+                continue
+            dropped += 1
+            if found is None:
+                damaged.append(f"{path}:{number}: {_described(line)}")
         new.flush()
         os.fsync(new.fileno())
     os.replace(temporary, path)
+    for text in damaged[:TOLD]:
+        note(text)
+    if len(damaged) > TOLD:
+        note(f"{path}: {len(damaged) - TOLD} more lines were damaged, and were taken out")
     return dropped
 
 
-def _is_kept(line: bytes, step: int) -> bool:
+def _step_of(line: bytes) -> int | None:
+    """None of a line that is no record of a step."""
     try:
-        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
-    except (ValueError, KeyError, TypeError):
-        return False
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
 
 
-def _continue_jsonl(path: Path, resume_at: int | None) -> JsonlSink:
+def _described(line: bytes) -> str:
+    """What is wrong with a line that was taken out, and what there was of it."""
+    what = "this line is damaged" if line.endswith(b"\n") else "the last line was cut off"
+    text = line.decode("utf-8", "backslashreplace").strip()
+    return f"{what}, and was taken out: {text[:100]!r}{' and so on' * (len(text) > 100)}"
+
+
+def _continue_jsonl(path: Path, resume_at: int | None, note: Note) -> JsonlSink:
     if resume_at is not None:
-        truncate_jsonl(path, resume_at - 1)
+        truncate_jsonl(path, resume_at - 1, note)
     return JsonlSink(path)
 
 
@@ -221,9 +249,25 @@ def _installed(package: str) -> bool:
 
 
 def _remembered(path: Path) -> str | None:
-    return path.read_text().strip() if path.exists() else None
+    """The name that a run has elsewhere. One that is damaged would begin another run there."""
+    if not path.exists():
+        return None
+    text, sum_file = path.read_bytes(), _sum_file(path)
+    if sum_file.exists() and sum_file.read_bytes() != _checksum(text):
+        raise SinkError(f"{path} is not what was written: its checksum differs. Mend it, or remove it to begin anew")
+    return text.decode().strip()
 
 
 def _remember(path: Path, text: str) -> str:
-    path.write_text(text + "\n")
+    content = f"{text}\n".encode()
+    write_atomically(_sum_file(path), _checksum(content))
+    write_atomically(path, content)
     return text
+
+
+def _sum_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode() + b"\n"

@@ -3,7 +3,7 @@
 from rollgraph.model.architecture import Architecture, ArchitectureError, Rope
 from rollgraph.model.attention import Keys
 from rollgraph.model.decoder import Decoder
-from rollgraph.model.hf_weights import WeightsError, load_model, load_weights, save_model
+from rollgraph.model.hf_weights import WeightsError, load_model, load_weights, save_model, weight_files
 from rollgraph.model.logprobs import token_logprobs
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "load_weights",
     "save_model",
     "token_logprobs",
+    "weight_files",
 ]

@@ -146,6 +146,13 @@ def tensor_places(architecture: Architecture) -> dict[str, tuple[str, slice]]:
     return places if a.tied else {**places, "lm_head.weight": ("head.weight", every)}
 
 
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """The files that hold the weights of a folder, with the index that names them where there is one."""
+    source = Path(folder)
+    files = _weight_files(source)
+    return files if files == [source / WEIGHTS] else [source / INDEX, *files]
+
+
 def _views(model: Decoder) -> dict[str, Tensor]:
     """The parameters as Hugging Face's tensors, in the same memory."""
     places = tensor_places(model.architecture)

@@ -37,6 +37,7 @@ _STATE = "state.json"  # what each rank saved beside tensors
 _POLL = 0.02  # seconds between two looks for what another rank writes
 
 Manifest = dict[str, Any]
+Sealed = dict[str, Any]  # {"file": name, "bytes": size, "sha256": checksum}
 
 
 class CheckpointError(RuntimeError):
@@ -213,7 +214,7 @@ def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
     try:
         manifest = read_manifest(source)
         _check(manifest, model)
-        _check_files(source, _files(manifest)[world.rank :: world.size])
+        check_files(source, _files(manifest)[world.rank :: world.size])
         found = _read(source, manifest, model, optimizer)
         verdict = f"sound {manifest['sha256']}"
     except (CheckpointError, OSError, SafetensorError) as error:
@@ -264,7 +265,7 @@ def read_manifest(source: Path) -> Manifest:
 
 def verify(source: Path) -> None:
     """Raise unless every byte is what was written."""
-    _check_files(source, _files(read_manifest(source)))
+    check_files(source, _files(read_manifest(source)))
 
 
 def read_states(source: Path) -> list[Any]:
@@ -272,7 +273,7 @@ def read_states(source: Path) -> list[Any]:
     manifest = read_manifest(source)
     if "state" not in manifest:
         return []
-    _check_files(source, [manifest["state"]])
+    check_files(source, [manifest["state"]])
     states: list[Any] = read_json(source / _STATE)
     return states
 
@@ -349,24 +350,30 @@ def _shape(tensor: Tensor) -> str:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def _files(manifest: Manifest) -> list[dict[str, Any]]:
+def _files(manifest: Manifest) -> list[Sealed]:
     """What the manifest says of each file."""
     return [*manifest["shards"], manifest["rest"], *([manifest["state"]] if "state" in manifest else [])]
 
 
-def _check_files(source: Path, entries: list[dict[str, Any]]) -> None:
+def seal_files(source: Path, paths: list[Path]) -> list[Sealed]:
+    """What `check_files` will compare them with."""
+    digests = _digests(source, paths)
+    return [
+        {"file": path.relative_to(source).as_posix(), "bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, digests, strict=True)
+    ]
+
+
+def check_files(source: Path, entries: list[Sealed]) -> None:
+    """Raise unless every byte is what was written."""
     paths = [source / entry["file"] for entry in entries]
-    try:
-        with ThreadPoolExecutor() as pool:  # hashing lets other threads run
-            digests = list(pool.map(_digest, paths))
-    except OSError as error:
-        raise CheckpointError(f"{source} cannot be read: {error}") from error
+    digests = _digests(source, paths)
     for path, entry, digest in zip(paths, entries, digests, strict=True):
         if digest != entry["sha256"]:
             raise CheckpointError(f"{path} is not what was written: its checksum differs")
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> Sealed:
     path.touch()
     mode = path.stat().st_mode
     save_file(tensors, path)
@@ -374,12 +381,12 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return _sealed(path)
 
 
-def _write_json(path: Path, value: Any) -> dict[str, Any]:
+def _write_json(path: Path, value: Any) -> Sealed:
     path.write_text(json.dumps(value, indent=1))
     return _sealed(path)
 
 
-def _sealed(path: Path) -> dict[str, Any]:
+def _sealed(path: Path) -> Sealed:
     sync(path)
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": _digest(path)}
 
@@ -391,6 +398,14 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _digests(source: Path, paths: list[Path]) -> list[str]:
+    try:
+        with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+            return list(pool.map(_digest, paths))
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
 
 
 def _digest(path: Path) -> str:
