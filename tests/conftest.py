@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,15 +48,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_census() -> Iterator[None]:
-    """A capture looks through everything alive; leave out what was alive before a module's tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
