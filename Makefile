@@ -3,10 +3,11 @@
 PYTHON ?= python3
 PY     ?= .venv/bin/python
 ARGS   ?=
+PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 2 --dist worksteal
 ENV    := $(if $(filter .venv/bin/python,$(PY)),.venv/.installed)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format test-gpu bench clean
+.PHONY: help demo test test-all sweep check format test-gpu bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{ printf "  make %-9s %s\n", $$1, $$2 }'
@@ -17,7 +18,13 @@ demo: $(ENV) ## a tiny model learns addition: a warm start, then GRPO, in a few 
 	$(PY) -m rollgraph train examples/quickstart.yaml $(ARGS)
 
 test: $(ENV) ## run the tests, apart from the slow ones (ARGS="-k hooks" goes to pytest)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(ENV) ## run all tests, the slow ones too
+	HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-ci} $(PYTEST) $(ARGS)
+
+sweep: $(ENV) ## run the tests as other machines would: instruction sets, threads, load (ARGS="--quick")
+	$(PY) tools/sweep.py $(ARGS)
 
 check: $(ENV) ## lint, formatting and types
 	$(PY) -m ruff check .

@@ -1,8 +1,14 @@
-"""What every test runs under: two threads at most, seed 0, one hypothesis profile, `gpu` only with a GPU."""
+"""What every test runs under: two threads unless OMP_NUM_THREADS is set, seed 0, a hypothesis profile, this checkout.
+
+Tests marked `gpu` run only with a GPU. `--shuffle SEED` runs all in random order.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +18,45 @@ try:
 except ImportError:  # the tests marked gpu need no more than pytest and torch
     pass
 else:
+    # Fewer examples in `make test`; `make test-all` takes "ci".
     hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=200)
-    hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
+    hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=40)
     hypothesis.settings.register_profile("thorough", deadline=None, max_examples=5000)
-    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+# Processes that a test starts import this checkout, wherever another one is installed.
+_PATHS = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
+
+# Ranks are forked from a process that has imported what takes long.
+multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "rollgraph.train"])
 
 # Results are compared bit for bit, and the order of a CPU reduction depends on the number of threads.
-torch.set_num_threads(min(2, torch.get_num_threads()))
+if "OMP_NUM_THREADS" not in os.environ:
+    os.environ["OMP_NUM_THREADS"] = str(min(2, torch.get_num_threads()))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != "test_train.py")  # the longest first, so that nobody waits for it
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="run the tests in an order that is random, from this seed")
+
+
+def shuffled(items: list[pytest.Item], order: random.Random) -> list[pytest.Item]:
+    """The files in any order, and the tests of each: what the tests of a file share is made once still."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    paths = list(files)
+    order.shuffle(paths)
+    for path in paths:
+        order.shuffle(files[path])
+    return [item for path in paths for item in files[path]]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        items[:] = shuffled(items, random.Random(seed))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")

@@ -737,7 +737,7 @@ MOMENTS = [  # what is on the disk when the process is killed
 @pytest.mark.multi
 def test_killed_at_any_moment_the_last_whole_one_loads(tmp_path: Path) -> None:
     """Every life goes on from what the one before it left, and reaches the same weights at the same step."""
-    context, chance = multiprocessing.get_context("spawn"), random.Random(0)
+    context, chance = multiprocessing.get_context("forkserver"), random.Random(0)
     here, there = context.Pipe()
     process = context.Process(target=nursery, args=(there, tmp_path), daemon=True)
     process.start()

@@ -129,7 +129,7 @@ def refused(rank: int, folder: str, out: Any) -> None:
 @pytest.mark.parametrize("taken", [True, False])
 def test_all_ranks_learn_that_a_folder_is_taken(tmp_path: Path, taken: bool) -> None:
     """Only rank 0 looks at the lock; the others would wait for it for ever."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
     out = context.SimpleQueue()
     with claim_folder(tmp_path / "run", ONE) if taken else nullcontext():
         ranks = [context.Process(target=refused, args=(rank, str(tmp_path), out)) for rank in range(2)]

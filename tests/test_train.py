@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollgraph.checkpoint import CheckpointError, Checkpoints
+from rollgraph.cli import main
 from rollgraph.config import Config, parse_config, to_yaml
 from rollgraph.logbook import Logbook
 from rollgraph.policy import PolicyWorker
@@ -28,6 +29,13 @@ from rollgraph.setup import make_run
 from rollgraph.sharding import ShardedAdamW, shard_files
 from rollgraph.train import check_report, train
 from rollgraph.world import World
+from tests.sharding.worlds import run_world
+
+
+def slow(value: str) -> Any:
+    """A parameter of a test that is for `make test-all`."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
 
 TIMES = ("seconds", "tokens/s", "memory")  # what differs between two runs that are the same
 
@@ -50,13 +58,12 @@ graph: {warmup: 1}
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def write_inputs(path: Path) -> Path:
     """Prompts of digits, and a reward for even bytes."""
     rows = [{"prompt": f"{i:02}?", "answer": "4"} for i in range(40)]
     for name, part in (("train", rows[:30]), ("held_out", rows[30:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    (tmp_path / "rewards.py").write_text(
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (path / "rewards.py").write_text(
         "import os, signal\n"
         "calls = []\n"
         "def even(prompts, completions, **columns):\n"
@@ -65,7 +72,12 @@ def folder(tmp_path: Path) -> Path:
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    return [sum(b % 2 == 0 for b in c.encode()) / max(1, len(c.encode())) for c in completions]\n"
     )
-    return tmp_path
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_inputs(tmp_path)
 
 
 def config_of(folder: Path, *overrides: str, text: str = SMALL) -> Config:
@@ -86,6 +98,10 @@ def weights_of(folder: Path, step: int, rank: int = 0) -> dict[str, torch.Tensor
 
 def assert_same_run(one: Path, other: Path, step: int) -> None:
     assert metrics_of(one) == metrics_of(other)
+    assert_same_weights(one, other, step)
+
+
+def assert_same_weights(one: Path, other: Path, step: int) -> None:
     ours, theirs = weights_of(one, step), weights_of(other, step)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -143,7 +159,7 @@ def test_a_run_killed_before_its_export_is_not_finished(folder: Path, monkeypatc
     assert model.read_bytes() != of_two
 
 
-@pytest.mark.parametrize("sampling", ["rollout.top_k=5", "rollout.top_p=0.6", "rollout.min_p=0.2"])
+@pytest.mark.parametrize("sampling", ["rollout.top_p=0.6", slow("rollout.top_k=5"), slow("rollout.min_p=0.2")])
 def test_filtered_rollouts_are_trained_with_the_policys_own_log_probabilities(folder: Path, sampling: str) -> None:
     """Theirs are of the tokens that the filter left, so that a ratio would be far from 1 before any update."""
     train(config_of(folder, sampling, "steps=2", "optimizer.lr=0"), ONE)
@@ -283,7 +299,7 @@ def test_validation_counts_what_is_right_whatever_the_weights_and_shows_each_fun
     assert (values["validation/accuracy"], values["validation/pass@2"]) == (0.5, 0.5)
 
 
-@pytest.mark.parametrize("name", ["dapo", "gspo", "rloo"])
+@pytest.mark.parametrize("name", ["dapo", slow("gspo"), slow("rloo")])
 def test_a_run_in_two_halves_is_the_same_run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is ended by SIGTERM in the middle of its second step."""
     options = [f"algorithm.name={name}", "algorithm.options={kl_coef: 0.05}", "validation.every=100"]
@@ -313,27 +329,29 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("file", ["rank0.safetensors", "manifest.json"])
-@pytest.mark.parametrize("resume", ["auto", "must", "never"])
-def test_where_all_checkpoints_are_broken_nothing_begins_over_them(folder: Path, file: str, resume: str) -> None:
+def test_where_all_checkpoints_are_broken_nothing_begins_over_them(folder: Path) -> None:
     options = ["checkpoint.every=1", "data.validation=null"]
     train(config_of(folder, *options, "steps=2"), ONE)
     places = sorted((folder / "run" / "checkpoints").glob("step_*"))
-    for place in places:
-        flip(place / file)
-    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError) as found:
-        train(config_of(folder, *options, f"resume={resume}"), ONE)
-    if resume == "never":
-        assert "has checkpoints: choose another output" in str(found.value)
-    else:
-        assert "has no whole checkpoint, and nothing was changed there: give another output" in str(found.value)
-        assert len(places) == 2
-        assert all(f"{place / file} is not" in str(found.value) for place in places)
-    assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
+    assert len(places) == 2
+    for file in ("rank0.safetensors", "manifest.json"):
+        for place in places:
+            flip(place / file)
+        before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+        for resume in ("auto", "must", "never"):
+            with pytest.raises(CheckpointError) as found:
+                train(config_of(folder, *options, f"resume={resume}"), ONE)
+            if resume == "never":
+                assert "has checkpoints: choose another output" in str(found.value)
+            else:
+                assert "has no whole checkpoint, and nothing was changed there: give another" in str(found.value)
+                assert all(f"{place / file} is not" in str(found.value) for place in places)
+            assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
+        for place in places:
+            flip(place / file)
 
 
-@pytest.mark.parametrize("file", ["rank0.safetensors", "manifest.json"])
+@pytest.mark.parametrize("file", ["rank0.safetensors", slow("manifest.json")])
 def test_going_back_to_an_older_checkpoint_is_told(folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["checkpoint.every=1", "data.validation=null", "log.progress=plain"]
     train(config_of(folder, *options, "steps=2"), ONE)
@@ -427,31 +445,43 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_an_exception_in_a_step_costs_nothing_that_was_learned(
-    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Resumed without the cause, it is the run that had none: also where the step had sampled more than it used."""
+def sparse_config(folder: Path, *overrides: str) -> Config:
+    """Six steps in which a third of all groups is left out, so that steps have a surplus."""
     options = ["steps=6", "checkpoint.every=100", "data.validation=null", "algorithm.minibatches=1"]
     options += ["algorithm.options={kl_coef: 0.05, dynamic_sampling: true}", "log.progress=plain"]
-    with (folder / "rewards.py").open("a") as file:  # a third of all groups is left out, so steps have a surplus
+    with (folder / "rewards.py").open("a") as file:
         file.write("def some(prompts, completions, **columns):\n")
         file.write("    return [r * (int(p[:2]) % 3 > 0) for p, r in zip(prompts, even(prompts, completions))]\n")
     options.append(f"reward.functions=[{{name: '{folder / 'rewards.py'}:some'}}]")
-    train(config_of(folder, *options, f"output={folder / 'whole'}"), ONE)
+    return config_of(folder, *options, *overrides)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("undisturbed"))
+    train(sparse_config(folder), ONE)
+    return folder / "run"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_in_a_step_costs_nothing_that_was_learned(
+    folder: Path, undisturbed: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Resumed without the cause, it is the run that had none: also where the step had sampled more than it used."""
     with monkeypatch.context() as broken:
         fail_at(broken, *PLACES[place])
         with pytest.raises(ZeroDivisionError):
-            train(config_of(folder, *options), ONE)
+            train(sparse_config(folder), ONE)
     (saved,) = (folder / "run" / "checkpoints").glob("step_*")
     taken = int(saved.name.removeprefix("step_")) + 1
     assert 1 < taken < 6
     assert f"saved after {taken} of 6 steps" in capsys.readouterr().out
-    train(config_of(folder, *options, "resume=must"), ONE)
+    train(sparse_config(folder, "resume=must"), ONE)
+    expected = metrics_of(undisturbed)
     if place == "the metrics":  # of the step itself there are none
-        lines = (folder / "whole" / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (folder / "whole" / "metrics.jsonl").write_text("".join(lines[: taken - 1] + lines[taken:]))
-    assert_same_run(folder / "whole", folder / "run", step=5)
+        del expected[taken - 1]
+    assert metrics_of(folder / "run") == expected
+    assert_same_weights(undisturbed, folder / "run", step=5)
 
 
 def test_ctrl_c_saves_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,6 +639,7 @@ def test_sigterm_ends_a_warm_start_at_once(
     assert [entry["step"] for entry in metrics_of(folder / "run")] == [0]
 
 
+TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
 COMMAND = [sys.executable, "-m", "rollgraph", "train"]
 
 
@@ -619,7 +650,7 @@ def start(
 
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder, *overrides)))
-    environment = {**os.environ, "PYTHONPATH": "src", "OMP_NUM_THREADS": "1", **(environment or {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     command = [*prefix, *COMMAND[1:]] if prefix else COMMAND
     return subprocess.Popen(
         [*command, str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -648,7 +679,7 @@ def test_sigterm_saves_and_ends_well(folder: Path) -> None:
 @pytest.mark.multi
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
     """kill -9 at moments of every kind, among them while a checkpoint is written."""
-    options = ["steps=40", "checkpoint.every=1", "validation.every=100"]
+    options = ["steps=12", "checkpoint.every=1", "validation.every=100"]
     train(config_of(folder, *options), ONE)
     killed = [*options, f"output={folder / 'killed'}"]
     place = folder / "killed" / "checkpoints"
@@ -661,14 +692,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
     def steps(count: int) -> Any:
         return lambda: (place / f"step_{count:08}").exists()
 
-    for condition in (lambda: True, steps(1), saving, steps(12), saving, saving):
+    for condition in (lambda: True, saving, steps(6)):
         process = start(folder, *killed)
         wait_for(condition, process)
         process.send_signal(signal.SIGKILL)
         process.communicate()
     process = start(folder, *killed)
     assert process.wait(timeout=120) == 0, process.communicate()[0]
-    assert_same_run(folder / "run", folder / "killed", step=39)
+    assert_same_run(folder / "run", folder / "killed", step=11)
 
 
 @pytest.mark.slow
@@ -697,9 +728,8 @@ def test_twenty_kills_at_random_moments_change_nothing(folder: Path) -> None:
 
 @pytest.mark.multi
 def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
-    prefix = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    process = start(folder, "steps=3", "validation.max_prompts=7", prefix=prefix)
-    output = process.communicate(timeout=200)[0]
+    process = start(folder, "steps=3", "validation.max_prompts=7", prefix=(sys.executable, *TWO_RANKS))
+    output = process.communicate()[0]
     assert process.returncode == 0, output
     values = metrics_of(folder / "run")
     assert [entry["step"] for entry in values] == [0, 1, 2]
@@ -713,19 +743,26 @@ def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
 
 
 @pytest.mark.multi
-def test_two_processes_evaluate_what_one_has_trained(folder: Path) -> None:
+def test_two_processes_evaluate_what_one_has_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(config_of(folder, "steps=2"), ONE)
     (folder / "run.yaml").write_text(to_yaml(config_of(folder, "steps=2", "validation.max_prompts=7")))
-    alone, together = (
-        subprocess.run([sys.executable, *prefix, "-m", "rollgraph", "eval", folder / "run.yaml"], capture_output=True)
-        for prefix in ((), ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"))
-    )
+    assert main(["eval", str(folder / "run.yaml")]) == 0
+    alone = capsys.readouterr().out
+    command = [sys.executable, *TWO_RANKS, "-m", "rollgraph", "eval", folder / "run.yaml"]
+    together = subprocess.run(command, capture_output=True)
     assert together.returncode == 0, together.stderr
-    assert json.loads(together.stdout) == pytest.approx(json.loads(alone.stdout))
+    assert json.loads(together.stdout) == pytest.approx(json.loads(alone))
+
+
+def train_on_a_rank(world: World, config: Config) -> None:
+    os.environ["RANK"] = str(world.rank)
+    train(config, world)
 
 
 @pytest.mark.multi
-def test_rewards_that_fail_on_another_rank_are_told_and_counted(folder: Path) -> None:
+def test_rewards_that_fail_on_another_rank_are_told_and_counted(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (folder / "rewards.py").write_text(
         "import os\n"
         "def even(prompts, completions, **columns):\n"
@@ -733,16 +770,16 @@ def test_rewards_that_fail_on_another_rank_are_told_and_counted(folder: Path) ->
         "        raise RuntimeError('no idea')\n"
         "    return [len(c) / 4 for c in completions]\n"
     )
-    prefix = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    process = start(folder, "steps=2", "data.validation=null", "log.progress=plain", prefix=prefix)
-    output = process.communicate(timeout=200)[0]
-    assert process.returncode == 0, output
+    config = config_of(folder, "steps=2", "data.validation=null", "log.progress=plain")
+    assert run_world(2, folder, train_on_a_rank, config) == [None, None]
+    output = capfd.readouterr().out
     assert output.count("a reward failed and counts as 0: even: RuntimeError: no idea") == 1
     assert "rewards failed for 16 rollouts: 16 raised" in output
     for entry in metrics_of(folder / "run"):
         assert (entry["reward_failures/raised"], entry["unrewarded"]) == (8, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_graphs_overlap_swaps_and_a_resume_change_nothing(folder: Path, ranks: int) -> None:

@@ -16,9 +16,19 @@ from rollgraph.cli import main
 from rollgraph.config import to_yaml
 from rollgraph.model import load_model
 from tests.test_checkpoint import untouched
-from tests.test_train import config_of, flip, folder, metrics_of, weights_of
+from tests.test_train import config_of, flip, folder, metrics_of, weights_of, write_inputs
 
 __all__ = ["folder"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a run of one step, for tests that do not change it."""
+    folder = write_inputs(tmp_path_factory.mktemp("trained"))
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder, "steps=1")))
+    assert main(["train", str(path), "data.validation=null"]) == 0
+    return path
 
 
 def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,13 +52,11 @@ def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture
     assert torch.equal(exported.norm.detach(), saved["master/norm"])
 
 
-def test_other_tools_end_the_text_of_a_tiny_model_where_we_do(folder: Path) -> None:
+def test_other_tools_end_the_text_of_a_tiny_model_where_we_do(trained: Path, tmp_path: Path) -> None:
     """Once eos comes out, whatever the weights are, nothing follows it."""
     transformers = pytest.importorskip("transformers")
-    path, target = folder / "config.yaml", folder / "exported"
-    path.write_text(to_yaml(config_of(folder, "steps=1", "data.validation=null")))
-    assert main(["train", str(path)]) == 0
-    assert main(["export", str(path), "--to", str(target)]) == 0
+    target = tmp_path / "exported"
+    assert main(["export", str(trained), "--to", str(target)]) == 0
     config = json.loads((target / "config.json").read_text())
     assert {name: config[f"{name}_token_id"] for name in ("bos", "eos", "pad")} == {"bos": 256, "eos": 257, "pad": 258}
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
@@ -102,25 +110,25 @@ def test_eval_and_export_change_nothing_in_the_folder_of_the_run(
     assert untouched(run, now=False) == before
 
 
-def test_export_does_not_write_over_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, target = folder / "config.yaml", folder / "exported"
-    path.write_text(to_yaml(config_of(folder, "steps=1", "data.validation=null")))
-    assert main(["train", str(path)]) == 0
+def test_export_does_not_write_over_what_is_there(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "exported"
     target.mkdir()
     (target / "config.json").write_text("mine")
     capsys.readouterr()
-    assert main(["export", str(path), "--to", str(target)]) == 2
+    assert main(["export", str(trained), "--to", str(target)]) == 2
     assert capsys.readouterr().err == (
         f"rollgraph export: --to {target}: is not empty; name another folder, or write over it with --force\n"
     )
     assert [(file.name, file.read_text()) for file in target.iterdir()] == [("config.json", "mine")]
-    assert main(["export", str(path), "--to", str(path)]) == 2
-    assert capsys.readouterr().err == f"rollgraph export: --to {path}: Not a directory\n"
-    assert main(["export", str(path), "--to", str(target), "--force"]) == 0
+    assert main(["export", str(trained), "--to", str(trained)]) == 2
+    assert capsys.readouterr().err == f"rollgraph export: --to {trained}: Not a directory\n"
+    assert main(["export", str(trained), "--to", str(target), "--force"]) == 0
     assert load_model(target).architecture.layers == 1
-    (folder / "empty").mkdir()
-    assert main(["export", str(path), "--to", str(folder / "empty")]) == 0
-    assert (folder / "empty" / "config.json").read_text() == (target / "config.json").read_text()
+    (tmp_path / "empty").mkdir()
+    assert main(["export", str(trained), "--to", str(tmp_path / "empty")]) == 0
+    assert (tmp_path / "empty" / "config.json").read_text() == (target / "config.json").read_text()
 
 
 def test_what_is_wrong_is_said_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,13 +165,13 @@ def test_overrides_may_stand_anywhere(folder: Path, capsys: pytest.CaptureFixtur
     assert "steps=1: cannot be read" in capsys.readouterr().err
 
 
-def test_eval_says_what_pass_at_k_is_and_what_failed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "config.yaml"
-    path.write_text(to_yaml(config_of(folder, "steps=1")))
-    assert main(["train", str(path)]) == 0
-    (folder / "broken.py").write_text("def f(completions, **columns):\n    raise RuntimeError('no idea')\n")
+def test_eval_says_what_pass_at_k_is_and_what_failed(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(completions, **columns):\n    raise RuntimeError('no idea')\n")
     capsys.readouterr()
-    assert main(["eval", str(path), f"reward.functions=[{{name: '{folder / 'broken.py'}:f'}}]"]) == 0
+    assert main(["eval", str(trained), f"reward.functions=[{{name: '{broken}:f'}}]"]) == 0
     found = capsys.readouterr()
     assert json.loads(found.out)["validation/pass@1"] == 0
     assert "no idea" in found.err
@@ -251,6 +259,8 @@ def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeyp
 def test_help_does_not_import_pytorch() -> None:
     program = "import sys; from rollgraph.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     program += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
-    found = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": "src"}, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": os.environ["PYTHONPATH"]}, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stderr
     assert "train" in found.stdout

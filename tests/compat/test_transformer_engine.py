@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import pickle
 import re
@@ -20,15 +19,6 @@ from rollgraph.compat.transformer_engine import make_graphed_callables
 from rollgraph.graph import CaptureError, GraphPool, HookError, MemoryInUse, OrderError, ReplayMismatch, StaleGraph
 
 INTERLEAVED = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_census() -> Iterator[None]:
-    """A capture looks through everything alive; leave out what was alive before these tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

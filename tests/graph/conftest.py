@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch._dynamo
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_census() -> Iterator[None]:
-    """A capture looks through everything alive; leave out what was alive before a module's tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(params=["tape", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -58,6 +58,32 @@ def parameters(worker: PolicyWorker) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in worker.model.parameters()])
 
 
+def gradient_pieces(worker: PolicyWorker) -> dict[tuple[str, int], Tensor]:
+    """What the first step after a fresh start saw of each piece, by name and place, from the first moment it left."""
+    pieces = worker.optimizer.pieces
+    return {(piece.parameter.name, piece.start): piece.state["exp_avg"].flatten() / 0.1 for piece in pieces}
+
+
+def join(*pieces: dict[tuple[str, int], Tensor]) -> Tensor:
+    """One gradient from the pieces that each rank has."""
+    together = {place: piece for own in pieces for place, piece in own.items()}
+    return torch.cat([together[place] for place in sorted(together)])
+
+
+def gradient(worker: PolicyWorker) -> Tensor:
+    return join(gradient_pieces(worker))
+
+
+def equal_but_for_rounding(one: Tensor, other: Tensor) -> None:
+    """Gradients of norm 1 in fp32, summed in other orders: 1e-6 is many times what that can do to them.
+
+    Compare gradients, not weights: Adam divides a gradient by its own size, and rounding by rounding where there is
+    nothing else, so that weights may part by any part of the learning rate.
+    """
+    assert one.abs().max() > 0.01
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
 def make_samples(count: int, seed: int = 0, lengths: Sequence[int] | None = None) -> list[Sample]:
     """Random tokens; a loss over them weighs all tokens alike."""
     generator = torch.Generator().manual_seed(seed)

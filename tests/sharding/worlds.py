@@ -31,13 +31,13 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
 
 def run_world(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(world, *arguments)` gave on each rank; its traceback, as text, if it failed."""
-    mp.spawn(_process, (size, folder, function, arguments), nprocs=size)
+    mp.start_processes(_process, (size, folder, function, arguments), nprocs=size, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def run_world_with_a_loss(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
     """The same, of the ranks that end by themselves; the others are killed."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     processes = [
         context.Process(target=_process, args=(rank, size, folder, function, arguments), daemon=True)
         for rank in range(size)

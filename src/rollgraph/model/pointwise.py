@@ -17,9 +17,14 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from rollgraph.model.pointwise_kernels import Norm
 
         return Norm.apply(x, weight, eps)
-    wide = x.float()
+    wide = _widen(x)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
+
+
+def _widen(x: Tensor) -> Tensor:
+    """In fp32 at least: what is in fp64 stays there."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def add_norm(stream: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -55,6 +60,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         from rollgraph.model.pointwise_kernels import Rotate
 
         return Rotate.apply(x, cos, sin)
-    first, second = x.float().chunk(2, -1)
+    first, second = _widen(x).chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
