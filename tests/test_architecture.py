@@ -34,7 +34,7 @@ class Layer:
 # fmt: off
 LAYERS = (
     Layer("values", (
-        "config_schema.py", "config_reader.py", "config.py", "types.py", "world.py", "metrics.py",
+        "config_schema.py", "config_reader.py", "config.py", "types.py", "roll_call.py", "world.py", "metrics.py",
     ), packages=frozenset()),
     Layer("graph", (
         "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/lending.py", "graph/report.py", "graph/pool.py",

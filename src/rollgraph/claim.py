@@ -16,6 +16,7 @@ from typing import IO
 
 import torch
 
+from rollgraph.sharding import Collectives
 from rollgraph.world import World
 
 LOCK = "run.lock"
@@ -35,9 +36,7 @@ def claim_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]
         except (FolderError, OSError) as error:
             problem = str(error) if isinstance(error, FolderError) else f"output: {path} cannot be used: {error}"
     if world.size > 1 and torch.distributed.is_initialized():  # if not, that will be said later on
-        said = [problem]
-        torch.distributed.broadcast_object_list(said, src=0, group=world.group)
-        problem = said[0]
+        problem = Collectives(world).agree(problem)[0]
     if problem:
         raise FolderError(problem)
     try:
