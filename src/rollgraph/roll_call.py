@@ -136,7 +136,7 @@ class RollCall:
         they talk to, and raises if one of them is lost on the way."""
         if error is None and self.rank == 0:
             self._wait_for_others()
-        if error is not None and not isinstance(error, RankLost) and self.loss is None:
+        if error is not None and self.loss is None:
             self._tell_of(error)
         self.close()
         self._drain()
@@ -153,11 +153,11 @@ class RollCall:
             time.sleep(0.01)
 
     def _tell_of(self, error: BaseException) -> None:
+        if isinstance(error, RankLost):  # and nobody is known to be: it is no fault of this rank
+            self._tell_all({"failed": str(error)}) if self.rank else self._found(None, str(error))
+            return
         reason = f"{type(error).__name__}: {error}".strip(": ")
-        if self.rank == 0:
-            self._found(0, f"rank 0 ended with an error, {reason}")
-        else:
-            self._tell_all({"bye": reason})
+        self._tell_all({"bye": reason}) if self.rank else self._found(0, f"rank 0 ended with an error, {reason}")
 
     def close(self) -> None:
         """Stop listening, without waiting for anybody."""
@@ -173,7 +173,7 @@ class RollCall:
             while not self._left or self._unsent():
                 ready = self._select()
                 now = time.monotonic()
-                if now - before > self._tick + _AWAY:
+                if now - before > self._tick + min(_AWAY, self.timeout / 4):
                     self._away += now - before
                 before = now
                 for source in ready:
@@ -259,6 +259,8 @@ class RollCall:
             self._settle(Loss(rank, text), left)
         elif kind == "late":
             self._find_behind(*content)
+        elif kind == "failed":
+            self._found(None, content)
         elif kind == "bye":
             seen.left = True
             if content:
