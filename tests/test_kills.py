@@ -30,7 +30,7 @@ from tests.test_train import assert_same_run, config_of, folder, metrics_of, wei
 
 __all__ = ["folder"]
 
-RANKS, STEPS = 3, 20
+RANKS, STEPS = 3, 12
 TIMEOUT = 20.0  # of the ranks; who is stopped, or killed before it has come, costs as much
 GRACE = 90.0  # seconds of a machine that has other things to do
 KILLS = int(os.environ.get("ROLLGRAPH_KILLS", "25"))
@@ -193,6 +193,18 @@ def lose(attempt: Attempt, moment: Callable[[], bool], victim: int, how: signal.
     return True
 
 
+def stop(attempt: Attempt, moment: Callable[[], bool]) -> None:
+    """As Slurm does, with `torchrun` handing on its own: each rank gets the signal twice."""
+    while not moment():
+        assert attempt.running(), attempt.told(0)
+        time.sleep(0.002)
+    for process in 2 * attempt.processes:
+        os.kill(process.pid, signal.SIGTERM)
+    finish(attempt)
+    saved = max((attempt.output / "checkpoints").glob("step_*")).name.removeprefix("step_")
+    assert f"asked to stop: saved after {int(saved) + 1} of {STEPS} steps" in attempt.told(0)
+
+
 def check_survivor(attempt: Attempt, rank: int, victim: int) -> None:
     code, said = attempt.processes[rank].exitcode, attempt.told(rank)
     assert code is not None, f"rank {victim} was lost, and rank {rank} still runs: {said}"
@@ -223,6 +235,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(folder: Path, undist
     output = folder / "killed"
     assert lose(begin(folder, output), a_save(output, 0), victim=1, how=signal.SIGKILL)
     assert lose(begin(folder, output), a_step(output, 1, 0), victim=0, how=signal.SIGKILL)
+    stop(begin(folder, output), a_step(output, 1, 0))
     finish(begin(folder, output))
     assert_same(undisturbed, output)
 

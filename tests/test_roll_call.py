@@ -123,6 +123,7 @@ def test_a_rank_that_lives_and_does_not_come_is_named() -> None:
     with called(timeout=20.0) as ranks:
         for rank in ranks:
             rank.note("the first gather")
+        wait_until(lambda: all(seen.count == 1 for seen in ranks[0]._ranks.values()))
         for rank in (ranks[0], ranks[2]):
             rank.note("the second gather")
         said = ranks[2].late("the second gather")

@@ -25,7 +25,8 @@ from typing import Any
 _TICK = 1.0  # seconds between two signs of life, at most
 _AWAY = 1.0  # seconds that this process was not running, after which it does not hold the silence against others
 _MOMENT = 5.0  # seconds that a process has to end by itself, where its time-out is over already
-_AT_ONCE = 16  # ranks, up to which each new collective is told when it begins; else with the next sign of life
+_PAUSE = 0.02  # seconds between two looks at the connections: the work comes first
+_APART = 0.005  # seconds for each rank that are between two reports of progress
 _KEPT = 100  # messages of `post`
 _STORE_KEY = "rollgraph/roll_call"
 
@@ -84,7 +85,7 @@ class RollCall:
             self._ranks[0].heard = self.clock()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
-        self._beat_at = 0.0
+        self._beat_after = self._beat_before = 0.0
         os.register_at_fork(after_in_child=_let_go(weakref.ref(self)))
         self._thread = threading.Thread(target=self._run, name="roll call", daemon=True)
         self._thread.start()
@@ -98,8 +99,8 @@ class RollCall:
     def note(self, what: str) -> None:
         """This rank begins something that all ranks do."""
         self._progress = (self._progress[0] + 1, what)
-        if self.size <= _AT_ONCE:
-            self._tell_all({"beat": self._progress})
+        if time.monotonic() > self._beat_after:  # else with the next sign of life
+            self._beat()
 
     def check(self) -> None:
         """Raise if a rank is lost."""
@@ -178,8 +179,10 @@ class RollCall:
                 before = now
                 for source in ready:
                     self._read(source)
-                self._beat()
+                if now > self._beat_before:
+                    self._beat()
                 self._judge()
+                time.sleep(_PAUSE)
         self._hang_up()
 
     def _select(self) -> list[Any]:
@@ -267,18 +270,16 @@ class RollCall:
                 self._found(other, f"rank {other} ended with an error, {content}")
 
     def _beat(self) -> None:
+        """A sign of life, with how far this rank got."""
         now = time.monotonic()
-        if now < self._beat_at:
-            return
-        self._beat_at = now + self._tick
+        self._beat_after, self._beat_before = now + min(_APART * self.size, self._tick), now + self._tick
         self._tell_all({"beat": self._progress})
 
     def _judge(self) -> None:
         now = self.clock()
         for other, seen in self._ranks.items():
             if not seen.left and now - seen.heard > self.timeout:
-                silent = f"{_further(other, seen)}, and has given no sign of life for {self.timeout:g} s"
-                self._found(other, silent, since=seen.heard)
+                self._found_silent(other)
         if self.loss is not None and self._end is not None and not self._left and now > self._deadline:
             self._end(self.loss.text)
 
@@ -286,16 +287,27 @@ class RollCall:
 
     def _find_behind(self, count: int, what: str) -> None:
         """Rank 0 is asked who did not come to the collective with this number."""
-        everyone = {0: _Seen(self.clock(), None, *self._progress), **self._ranks}
+        now = self.clock()
+        quiet = [other for other, seen in self._ranks.items() if now - seen.heard > self.timeout / 2 and not seen.left]
+        if quiet:
+            self._found_silent(quiet[0])
+            return
+        everyone = {0: _Seen(now, None, *self._progress), **self._ranks}
         least = min(seen.count for seen in everyone.values())
         behind = [other for other, seen in everyone.items() if seen.count == least < count]
-        since = self.clock() - self.timeout
+        since = now - self.timeout
         if not behind:
             text = f"{what} did not end within {self.timeout:g} s, though all ranks have begun it: is the network down?"
             self._found(None, text, since)
             return
         said = "; ".join(_further(other, everyone[other]) for other in behind)
         self._found(behind[0], f"{said}, and did not come to {what} within {self.timeout:g} s", since)
+
+    def _found_silent(self, other: int) -> None:
+        seen = self._ranks[other]
+        seconds = min(self.timeout, self.clock() - seen.heard)
+        text = f"{_further(other, seen)}, and has given no sign of life for {seconds:.3g} s"
+        self._found(other, text, since=seen.heard)
 
     def _found(self, rank: int | None, text: str, since: float | None = None) -> None:
         """The first one to be found is the cause; what comes after it may be its effect."""

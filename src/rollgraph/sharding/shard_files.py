@@ -130,7 +130,9 @@ def write(
                 discard(temporary, temporary.with_suffix(".deleted"))
             elif elsewhere:
                 shutil.rmtree(temporary)  # rank 0 may have thrown it away before this rank made it
-        if _is_of_the_disk(error) or isinstance(error, (CheckpointError, RankLost)):
+        if roll_call is not None and roll_call.loss is not None:
+            raise RankLost(failed) from error
+        if _is_of_the_disk(error) or isinstance(error, CheckpointError):
             raise CheckpointError(failed) from error
         raise
 
