@@ -34,8 +34,8 @@ class Layer:
 # fmt: off
 LAYERS = (
     Layer("values", (
-        "files.py", "sizes.py", "config_schema.py", "config_reader.py", "config.py", "types.py", "world.py",
-        "metrics.py",
+        "files.py", "sizes.py", "config_schema.py", "config_reader.py", "config.py", "types.py", "roll_call.py",
+        "world.py", "metrics.py",
     ), packages=frozenset()),
     Layer("graph", (
         "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/lending.py", "graph/report.py", "graph/pool.py",

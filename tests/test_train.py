@@ -639,6 +639,76 @@ def test_sigterm_ends_a_warm_start_at_once(
     assert [entry["step"] for entry in metrics_of(folder / "run")] == [0]
 
 
+def test_a_second_sigterm_asks_for_the_same(folder: Path) -> None:
+    """As where a signal goes to a whole job, and `torchrun` hands on its own."""
+    (folder / "rewards.py").write_text(
+        "import os, signal\n"
+        "def even(prompts, completions, **columns):\n"
+        "    for _ in range(3):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return [len(c) / 4 for c in completions]\n"
+    )
+    train(config_of(folder, "steps=100", "checkpoint.every=100", "data.validation=null"), ONE)
+    assert [entry["step"] for entry in metrics_of(folder / "run")] == [0]
+    assert weights_of(folder / "run", 0)
+
+
+def test_that_a_stop_was_saved_is_said_when_it_is_on_the_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = Checkpoints._write
+
+    def slow_disk(self: Checkpoints, *arguments: Any) -> None:
+        time.sleep(0.3)  # long enough for who does not wait
+        write(self, *arguments)
+        print("it is on the disk", flush=True)
+
+    monkeypatch.setattr(Checkpoints, "_write", slow_disk)
+    monkeypatch.setenv("STOP_AT", "2")
+    train(config_of(folder, "steps=100", "checkpoint.every=100", "data.validation=null", "log.progress=plain"), ONE)
+    lines = capsys.readouterr().out.splitlines()
+    said = next(index for index, line in enumerate(lines) if line.startswith("asked to stop: saved after 2 of 100"))
+    assert "it is on the disk" in lines[:said]
+
+
+def test_a_stop_that_could_not_be_saved_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full_disk(self: Checkpoints, *arguments: Any) -> None:
+        raise CheckpointError("no space left")
+
+    monkeypatch.setattr(Checkpoints, "_write", full_disk)
+    monkeypatch.setenv("STOP_AT", "2")
+    with pytest.raises(CheckpointError, match="no space left"):
+        train(config_of(folder, "steps=100", "checkpoint.every=100", "data.validation=null", "log.progress=plain"), ONE)
+    assert "asked to stop: saved" not in capsys.readouterr().out
+
+
+def test_a_step_that_lost_its_rewards_to_the_stop_is_not_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker dies of what stops the run, in a way that it cannot hold off."""
+    monkeypatch.setenv("TRAINER", str(os.getpid()))
+    (folder / "rewards.py").write_text(
+        "import os, pathlib, signal\n"
+        "def even(prompts, completions, **columns):\n"
+        "    calls = pathlib.Path(__file__).with_name('calls')\n"
+        "    with calls.open('a') as file:\n"
+        "        file.write('x')\n"
+        "    if calls.stat().st_size == 3:\n"
+        "        os.kill(int(os.environ['TRAINER']), signal.SIGTERM)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return [sum(b % 2 == 0 for b in c.encode()) / 8 for c in completions]\n"
+    )
+    workers = ["reward.workers=1", "reward.timeout=60", "data.validation=null", "checkpoint.every=100"]
+    train(config_of(folder, *workers, "log.progress=plain"), ONE)
+    assert "asked to stop: saved after 2 of 4 steps" in capsys.readouterr().out
+    assert [entry["step"] for entry in metrics_of(folder / "run")] == [0, 1]
+    train(config_of(folder, *workers, "resume=must"), ONE)
+    train(config_of(folder, *workers, f"output={folder / 'undisturbed'}"), ONE)
+    assert_same_run(folder / "undisturbed", folder / "run", step=3)
+
+
 TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
 COMMAND = [sys.executable, "-m", "rollgraph", "train"]
 

@@ -87,8 +87,9 @@ class Checkpoints:
     """The checkpoints of a run, in `folder`, which all ranks see.
 
     All ranks make it, save and load together. `problems` says what was passed over or not written, and why; it is for
-    people, who have not seen those of `unread()` yet. Without `writes` there is no `save`, and the folder, which has
-    to be there, may be read-only.
+    people, who have not seen those of `unread()` yet. Ranks wait for each other for `timeout` seconds, by default those
+    of the model's collectives. Without `writes` there is no `save`, and the folder, which has to be there, may be
+    read-only.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Checkpoints:
         keep_last: int = 2,
         keep_best: int = 1,
         asynchronous: bool = True,
-        timeout: float = 1800.0,
+        timeout: float | None = None,
         writes: bool = True,
     ) -> None:
         if keep_last < 1 or keep_best < 0:
@@ -109,7 +110,8 @@ class Checkpoints:
         self.problems: list[str] = []
         self._told = 0  # of the problems
         self._model, self._optimizer, self._world = model, optimizer, model.world
-        self._keep, self._timeout = (keep_last, keep_best), timeout
+        self._keep = (keep_last, keep_best)
+        self._timeout = model.collectives.timeout if timeout is None else timeout
         self.broken: dict[Path, str] = {}  # those that were passed over, and why
         self._saves = 0
         self._memory: shard_files.Snapshot | None = None
@@ -183,7 +185,15 @@ class Checkpoints:
         if first and target.is_dir():  # a broken one, or save() had refused
             self._delete(target)
         temporary = self._beside(target, "incomplete")
-        shard_files.write(snapshot, temporary, target, state=state, about=about, timeout=self._timeout)
+        shard_files.write(
+            snapshot,
+            temporary,
+            target,
+            state=state,
+            about=about,
+            timeout=self._timeout,
+            roll_call=self._model.collectives.roll_call,
+        )
         self.broken.pop(target, None)
         self._prune(target)
 
@@ -215,6 +225,11 @@ class Checkpoints:
     def complete(self) -> list[Saved]:
         """Those that have all their files, by step. What is in the files is not read."""
         return find_complete(self.folder, self.broken, self._distrust)
+
+    def has(self, step: int) -> bool:
+        """Whether the end of this step is saved, or being saved."""
+        being = self._being_saved
+        return (being is not None and being.step == step) or any(saved.step == step for saved in self.complete())
 
     def latest(self) -> Saved | None:
         """The newest of which every byte is as it was written. Newer ones that are not are in `problems`."""

@@ -18,6 +18,7 @@ from typing import IO
 import torch
 
 from rollgraph.files import FileError, open_own
+from rollgraph.sharding import Collectives
 from rollgraph.world import World
 
 LOCK = "run.lock"
@@ -40,9 +41,7 @@ def claim_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]
         except (FileError, OSError) as error:
             problem = f"output: {path} cannot be used: {error}"
     if world.size > 1 and torch.distributed.is_initialized():  # if not, that will be said later on
-        said = [problem]
-        torch.distributed.broadcast_object_list(said, src=0, group=world.group)
-        problem = said[0]
+        problem = Collectives(world).agree(problem)[0]
     if problem:
         raise FolderError(problem)
     try:

@@ -202,6 +202,13 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ranks:
+    timeout: Annotated[
+        Positive, "seconds that ranks wait for one another, wherever they do; then the run ends and names who is lost"
+    ] = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Memory:
     cache_gib: Annotated[
         Positive | None, "of the key/value cache; null: what all rows can use, at most half of the free memory"
@@ -250,6 +257,7 @@ class Config:
     graph: Annotated[Graph, "capture and replay"] = field(default_factory=Graph)
     validation: Annotated[Validation, "on data.validation"] = field(default_factory=Validation)
     checkpoint: Annotated[Checkpoint, "durable state"] = field(default_factory=Checkpoint)
+    ranks: Annotated[Ranks, "several processes"] = field(default_factory=Ranks)
     memory: Annotated[Memory, "of the device"] = field(default_factory=Memory)
     log: Annotated[Log, "what people see"] = field(default_factory=Log)
 

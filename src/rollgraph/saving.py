@@ -49,6 +49,19 @@ def _save(run: Run, state: dict[str, Any], score: float | None, due: bool) -> No
         raise
 
 
+def save_end(run: Run, view: View) -> None:
+    """Where a run was asked to stop: the end of its last step is on the disk, and then that is said."""
+    if run.end is None:
+        view.note("asked to stop: before the end of the first step, so there is nothing new to save")
+        return
+    has = run.world.rank == 0 and run.checkpoints.has(run.end.step)  # what rank 0 says: all ranks save together
+    if not run.on_any_rank(has):
+        save(run)
+    run.checkpoints.wait()
+    tell_problems(run, view)
+    view.note(f"asked to stop: saved after {run.end.step + 1} of {run.config.steps} steps")
+
+
 @contextmanager
 def saved_on_error(run: Run, view: View) -> Iterator[None]:
     """Whatever ends the loop, what was learned is saved: the end of its last step, if the weights are still those.

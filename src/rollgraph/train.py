@@ -18,11 +18,11 @@ from rollgraph.dashboard import View, check_sinks, make_view
 from rollgraph.files import write_atomically
 from rollgraph.inputs import check_inputs, find_saved, scores_old
 from rollgraph.interrupts import Interrupts
-from rollgraph.logbook import UNREWARDED, Logbook, count_failures, tell_failures
+from rollgraph.logbook import REWARD_FAILURES, UNREWARDED, Logbook, count_failures, tell_failures
 from rollgraph.reference import keep_reference, restore_reference
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rollouts import collect, evaluate, sample
-from rollgraph.saving import maybe_save, saved_on_error, tell_problems
+from rollgraph.saving import maybe_save, save_end, saved_on_error, tell_problems
 from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, StepEnd, make_run
 from rollgraph.types import Batch, Prompt, Rollout
 from rollgraph.world import World
@@ -61,6 +61,9 @@ def train(config: Config, world: World | None = None) -> Run | None:
             with Logbook(run, view, first_step) as logbook, saved_on_error(run, view):
                 for step in range(first_step, config.steps):
                     rollouts = collect(run, step, view)
+                    if lost_rewards(run, asked_to_stop):
+                        save_end(run, view)
+                        break
                     parts = min(config.algorithm.minibatches, len(rollouts))  # few, where few groups were kept
                     batch = run.algorithm.make_batch(rollouts, minibatches=parts, seed=step)
                     with run.uninterrupted():  # the updates, and which step they are the end of
@@ -81,12 +84,17 @@ def train(config: Config, world: World | None = None) -> Run | None:
                     maybe_save(run, step, found.get("validation/reward"), stopping)
                     tell_problems(run, view)
                     if stopping:
-                        view.note(f"asked to stop: saved after {step + 1} of {config.steps} steps")
+                        save_end(run, view)
                         break
             finish(run, view, captured)
         finally:
             run.close()
     return run
+
+
+def lost_rewards(run: Run, asked_to_stop: Sequence[int]) -> bool:
+    """Whether reward workers died in this step, on any rank, of what asked the run to stop: its rewards are none."""
+    return run.pending.get(f"{REWARD_FAILURES}died", 0) > 0 and run.on_any_rank(bool(asked_to_stop))
 
 
 def finished_steps(config: Config) -> int:
@@ -206,7 +214,10 @@ def finish(run: Run, view: View, captured: int) -> None:
 
 
 class _sigterm:
-    """Inside, SIGTERM is remembered instead of ending the process: the loop saves and leaves."""
+    """Inside, SIGTERM is remembered instead of ending the process: the loop saves and leaves.
+
+    More of them ask for the same: where all processes of a job get one, `torchrun` hands on its own as well.
+    """
 
     def __init__(self) -> None:
         self._asked: list[int] = []
@@ -225,6 +236,3 @@ class _sigterm:
 
     def _ask(self, number: int, frame: Any) -> None:
         self._asked.append(number)
-        if len(self._asked) > 1:  # asked twice: the step does not end
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)

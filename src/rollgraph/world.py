@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollgraph.roll_call import RollCall
+
 
 @dataclass(frozen=True)
 class World:
     """One process among `size`, with its device, e.g. World(rank=1, size=4, device="cuda:1").
 
-    `group` is the process group it talks in; None is the default group of torch.distributed.
+    `group` is the process group it talks in; None is the default group of torch.distributed. `roll_call` knows which
+    of the others are there; None leaves it to who talks to them to make one.
     """
 
     rank: int
     size: int
     device: str
     group: Any = None
+    roll_call: RollCall | None = None
 
     @classmethod
     def current(cls, environ: Mapping[str, str] = os.environ) -> World:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, load, save
-from rollgraph.sharding.shard_files import take_snapshot
+from rollgraph.roll_call import RankLost, RollCall
+from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, load, save, shard_files
+from rollgraph.sharding.shard_files import Snapshot, take_snapshot
 from rollgraph.world import World
 from tests.sharding.test_sharded_model import ALONE, Net, build, loss, microbatch
 from tests.sharding.worlds import run_world
+from tests.test_roll_call import FOREVER, called, vanish, wait_until
 
 
 class WithBuffer(nn.Module):
@@ -154,3 +158,78 @@ def test_files_can_be_read_by_whom_the_system_lets(checkpoint: Path) -> None:
 
 def test_there_is_no_pickle(checkpoint: Path) -> None:
     assert sorted(path.suffix for path in checkpoint.iterdir()) == [".json", ".safetensors", ".safetensors"]
+
+
+# -- ranks that do not come, or cannot write -------------------------------------------------------
+
+
+class Writers:
+    """Three ranks of one process, each of which writes its part of a checkpoint when it is told to."""
+
+    def __init__(self, folder: Path, ranks: list[RollCall], threads: ThreadPoolExecutor) -> None:
+        self.temporary, self.target = folder / "step.incomplete", folder / "step"
+        self._ranks, self._threads = ranks, threads
+
+    def write(self, rank: int) -> Future[None]:
+        snapshot = Snapshot(rank, 3, {"master/w": torch.ones(4)}, [("w", 4 * rank, 4)], {}, {"format": 1})
+        return self._threads.submit(
+            shard_files.write,
+            snapshot,
+            self.temporary,
+            self.target,
+            timeout=FOREVER,
+            roll_call=self._ranks[rank],
+        )
+
+
+def error_of(writing: Future[None], kind: type[Exception] = CheckpointError) -> str:
+    error = writing.exception(60)
+    assert isinstance(error, kind)
+    return str(error)
+
+
+@pytest.fixture
+def writers(tmp_path: Path) -> Iterator[Writers]:
+    with called() as ranks, ThreadPoolExecutor(3) as threads:
+        yield Writers(tmp_path, ranks, threads)
+        for rank in ranks:  # or a thread that waits would be waited for
+            vanish(rank)
+
+
+@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_if_a_rank_cannot_write_all_raise_however_late_they_come(
+    writers: Writers, failing: int, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if late == failing:
+        late = 0
+    write = shard_files._write_tensors
+
+    def full(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        if path.name == f"rank{failing}.safetensors":
+            raise OSError(28, "No space left on device")
+        return write(path, tensors)
+
+    monkeypatch.setattr(shard_files, "_write_tensors", full)
+    on_time = [writers.write(rank) for rank in range(3) if rank != late]
+    said = {error_of(writing) for writing in on_time}  # they have given it up by now
+    said.add(error_of(writers.write(late)))
+    assert said == {f"{writers.target} was not written: rank{failing}: [Errno 28] No space left on device"}
+    assert not list(writers.target.parent.iterdir())
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_rank_that_is_lost_in_a_save_is_named_at_once(writers: Writers, lost: int) -> None:
+    writing = [writers.write(rank) for rank in range(3) if rank != lost]
+    wait_until(lambda: len(list(writers.temporary.glob("rank*.json"))) == 2)
+    vanish(writers._ranks[lost])
+    for one in writing:
+        assert f"rank {lost} got no further than its start, and is gone without a word" in error_of(one, RankLost)
+    assert not writers.target.exists()
+
+
+def test_three_writers_make_one_checkpoint(writers: Writers) -> None:
+    for writing in [writers.write(rank) for rank in range(3)]:
+        writing.result(60)
+    assert len(list(writers.target.glob("rank*.safetensors"))) == 3
+    assert not writers.temporary.exists()

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ def add_to(commands: Any) -> None:
         help="post-train a model",
         description="A whole run from a YAML file, resumed from its last checkpoint. With several processes: "
         "torchrun --nproc-per-node N -m rollgraph train FILE. SIGTERM ends it after the step, saved, with exit code 0; "
-        "so does Ctrl-C, with exit code 130; pressed again, it ends at once.",
+        "so does Ctrl-C, with exit code 130; pressed again, it ends at once. Exit code 75: another rank was lost, and "
+        "is named; started again, the run goes on from its last checkpoint.",
     )
     evaluate = commands.add_parser(
         "eval",
@@ -68,7 +70,7 @@ def run_train(options: argparse.Namespace) -> int:
     from rollgraph.world import World
 
     def run() -> None:
-        with joined(World.current()) as world:
+        with joined(World.current(), config.ranks.timeout) as world:
             train(config, world)
 
     return _told(options, run)
@@ -76,16 +78,20 @@ def run_train(options: argparse.Namespace) -> int:
 
 def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
     """Run, and say what went wrong in one line."""
+    from rollgraph.launch import LOST, end_process
+    from rollgraph.roll_call import RankLost
+
     try:
         run()
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("ROLLGRAPH_TRACEBACK"):
-            raise
-        print(f"rollgraph {options.command}: {error}\n(ROLLGRAPH_TRACEBACK=1 shows where)", file=sys.stderr)
-        return FAILED
+            traceback.print_exc()
+        else:
+            print(f"rollgraph {options.command}: {error}\n(ROLLGRAPH_TRACEBACK=1 shows where)", file=sys.stderr)
+        return end_process(LOST if isinstance(error, RankLost) else FAILED)
     except KeyboardInterrupt:
         print(f"rollgraph {options.command}: interrupted; what was saved is whole", file=sys.stderr)
-        return 130
+        return end_process(130)
     return DONE
 
 
@@ -147,7 +153,7 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
     from rollgraph.world import World
 
     def run() -> None:
-        with joined(World.current()) as world:
+        with joined(World.current(), config.ranks.timeout) as world:
             look(world)
 
     def look(world: World) -> None:

@@ -3,13 +3,14 @@
 from rollgraph.sharding.flat_buffer import BucketPlan, FlatBuckets, execution_order, plan_buckets, specs_of
 from rollgraph.sharding.hook_set import HookSet, State
 from rollgraph.sharding.optimizer import ShardedAdamW, constant, cosine, linear, warm_up
-from rollgraph.sharding.overlap import CommunicationError, StaleWeights
+from rollgraph.sharding.overlap import Collectives, CommunicationError, StaleWeights
 from rollgraph.sharding.shard_files import CheckpointError, load, save
 from rollgraph.sharding.sharded_model import MemoryPlan, ShardedModel
 
 __all__ = [
     "BucketPlan",
     "CheckpointError",
+    "Collectives",
     "CommunicationError",
     "FlatBuckets",
     "HookSet",

@@ -6,6 +6,7 @@ Owns the collectives and the versions. Knows buckets, not modules or hooks: who 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollgraph.roll_call import RankLost, RollCall
 from rollgraph.sharding.flat_buffer import Bucket
 from rollgraph.world import World
 
@@ -26,8 +28,11 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class CommunicationError(RuntimeError):
-    """A collective failed or timed out; says which bucket."""
+_LOOK = timedelta(seconds=0.25)  # of a wait, after which it looks whether a rank is lost
+
+
+class CommunicationError(RankLost):
+    """A collective failed or timed out; says which bucket, and which rank is lost."""
 
 
 class StaleWeights(RuntimeError):
@@ -55,7 +60,8 @@ class Collectives:
     """Gathers and reductions of one process group.
 
     `library` sums as the backend does; `ordered` sums in the order of ranks, so that the bits do not depend on it.
-    A rank that is gone, or does not come within `timeout` seconds, is an error on all others.
+    A rank that is gone, or does not come within `timeout` seconds, is an error on all others. Where the world has a
+    roll call, its time-out is the one that counts.
     """
 
     def __init__(self, world: World, reduction: Reduction = "library", timeout: float = 600.0) -> None:
@@ -63,8 +69,12 @@ class Collectives:
             raise ValueError(f"reduction={reduction!r}: expected 'library' or 'ordered'")
         if world.size > 1 and not dist.is_initialized():
             raise CommunicationError(f"{world.size} ranks, but torch.distributed is not initialised")
-        self._world, self._reduction, self._timeout = world, reduction, timedelta(seconds=timeout)
-        self._log = ProgressLog(world) if world.size > 1 else None
+        self._world, self._reduction = world, reduction
+        self.roll_call = world.roll_call
+        if world.size > 1 and self.roll_call is None:
+            self.roll_call = _call_the_roll(world, timeout)
+            weakref.finalize(self, self.roll_call.close)
+        self.timeout = timeout if self.roll_call is None else self.roll_call.timeout
 
     def gather(self, full: Tensor, shard: Tensor, what: str) -> Flight:
         """Fill `full` with the shards of all ranks."""
@@ -103,59 +113,73 @@ class Collectives:
         """What each rank says."""
         if self._world.size == 1:
             return [text]
-        said: list[Any] = [None] * self._world.size
-        with self._explained("a comparison"):
-            dist.all_gather_object(said, text, group=self._world.group)
-        return said
+        device = self._world.device
+        content = text.encode(errors="surrogatepass")
+        mine = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8).to(device)[:-1]  # never of nothing
+        lengths = self._gather_all(torch.tensor([len(mine)], device=device)).tolist()
+        padded = mine.new_zeros(max(lengths))
+        padded[: len(mine)] = mine
+        rows = self._gather_all(padded).view(self._world.size, -1).cpu()
+        contents = [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+        return [content.decode(errors="surrogatepass") for content in contents]
+
+    def _gather_all(self, mine: Tensor) -> Tensor:
+        """What each rank gives, one after the other."""
+        found = mine.new_empty(self._world.size * len(mine))
+        if len(found):
+            self._start("a comparison", lambda: _all_gather(found, mine, group=self._world.group, async_op=True))()
+        return found
 
     def _start(self, what: str, call: Callable[[], Any]) -> Callable[[], None]:
         """Begin a collective; what is given back waits for it."""
-        assert self._log is not None
-        self._log.note(what)
+        assert self.roll_call is not None
         with self._explained(what):
+            self.roll_call.check()
+            self.roll_call.note(what)
             work = call()
 
         def wait() -> None:
             with self._explained(what):
-                work.wait(self._timeout)
+                self._land(work, what)
 
         return wait
+
+    def _land(self, work: Any, what: str) -> None:
+        """Wait, as long as all ranks are there, for the time-out at most."""
+        assert self.roll_call is not None
+        if not self._world.device.startswith("cpu"):
+            work.wait(timedelta(seconds=self.timeout))  # NCCL ends a collective whose wait has ended: once is all
+            return
+        deadline = self.roll_call.clock() + self.timeout
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            self.roll_call.check()
+            if self.roll_call.clock() > deadline:
+                raise RankLost(self.roll_call.late(what))
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
+        except RankLost as error:
+            raise CommunicationError(f"rank {self._world.rank}: {what} failed: {error}") from error
         except RuntimeError as error:
-            behind = "" if self._log is None else self._log.who_is_behind()
+            assert self.roll_call is not None
             reason = str(error).strip().splitlines()[-1]
-            raise CommunicationError(f"rank {self._world.rank}: {what} failed{behind}: {reason}") from error
+            lost = self.roll_call.explain() or "no rank is gone"
+            raise CommunicationError(f"rank {self._world.rank}: {what} failed: {lost} ({reason})") from error
 
 
-class ProgressLog:
-    """What each rank began last, in the store of the process group, so that the others can say who is missing."""
-
-    def __init__(self, world: World) -> None:
-        self._rank, self._size, self._count = world.rank, world.size, 0
-        self._store: Any = dist.distributed_c10d._get_default_store()
-
-    def note(self, what: str) -> None:
-        self._count += 1
-        self._store.set(f"rollgraph/{self._rank}", f"{self._count}|{what}")
-
-    def who_is_behind(self) -> str:
-        counts: dict[int, tuple[int, str]] = {}
-        for rank in range(self._size):
-            try:
-                if self._store.check([f"rollgraph/{rank}"]):
-                    count, _, what = self._store.get(f"rollgraph/{rank}").decode().partition("|")
-                    counts[rank] = (int(count), what)
-                else:
-                    counts[rank] = (0, "nothing")
-            except RuntimeError:
-                return ", and the store does not answer (is rank 0 gone?)"
-        least = min(count for count, _ in counts.values())
-        late = [f"rank {r} got no further than {what}" for r, (c, what) in counts.items() if c == least < self._count]
-        return f", {'; '.join(late)}" if late else ""
+def _call_the_roll(world: World, timeout: float) -> RollCall:
+    """For a world that has none: by the store of its process group."""
+    group: Any = world.group or dist.group.WORLD
+    store = dist.distributed_c10d._get_process_group_store(group)
+    return RollCall(world.rank, world.size, store, timeout)
 
 
 def _replace(shard: Tensor, total: Tensor) -> None:

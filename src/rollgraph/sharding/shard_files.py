@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollgraph.files import FileError, MissingFile, read_json
+from rollgraph.roll_call import RankLost, RollCall
 from rollgraph.sharding.flat_buffer import ParameterSpec, specs_of
 from rollgraph.sharding.optimizer import Piece, ShardedAdamW
 from rollgraph.sharding.sharded_model import ShardedModel
@@ -35,6 +36,7 @@ MANIFEST = "manifest.json"
 _REST = "rest.safetensors"  # frozen parameters and buffers, whole
 _STATE = "state.json"  # what each rank saved beside tensors
 _POLL = 0.02  # seconds between two looks for what another rank writes
+_WRITTEN = ""  # what rank 0 says of a save that is on the disk
 
 Manifest = dict[str, Any]
 Sealed = dict[str, Any]  # {"file": name, "bytes": size, "sha256": checksum}
@@ -65,7 +67,14 @@ def save(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
     if target.exists():
         raise CheckpointError(f"{target} exists already")
     token = model.collectives.agree(uuid.uuid4().hex[:8])[0]
-    write(take_snapshot(model, optimizer), target.with_name(f"{target.name}.{token}.incomplete"), target)
+    temporary = target.with_name(f"{target.name}.{token}.incomplete")
+    write(
+        take_snapshot(model, optimizer),
+        temporary,
+        target,
+        timeout=model.collectives.timeout,
+        roll_call=model.collectives.roll_call,
+    )
 
 
 def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: Snapshot | None = None) -> Snapshot:
@@ -93,28 +102,83 @@ def write(
     *,
     state: Any = None,
     about: Mapping[str, Any] | None = None,
-    timeout: float = 1800.0,
+    timeout: float = 600.0,
+    roll_call: RollCall | None = None,
 ) -> None:
-    """Write this rank's part; returns when the checkpoint of all ranks has its name, on all of them, or raises.
+    """Write this rank's part; returns when the checkpoint of all ranks has its name, or raises on all of them.
 
     All ranks name the same `temporary`, which nobody used before. Each leaves a shard and a note of it there. Rank 0
-    waits for all notes, writes the rest and renames the folder; if it cannot, the folder goes, and the others see that.
+    waits for all notes, writes the rest and renames the folder. Whoever cannot do its part tells the others, by the
+    roll call that several ranks need, and the folder goes. They wait for each other for `timeout` seconds at most.
     `about` are fields for the manifest, `state` is JSON, of each rank its own.
     """
+    others = _Others(roll_call, temporary.name, timeout)
     try:
+        others.check()
         temporary.mkdir(parents=True, exist_ok=True)
         _hand_over(snapshot, temporary, state)
         if snapshot.rank == 0:
-            _publish(snapshot, temporary, target, about or {}, timeout)
+            _publish(snapshot, temporary, target, about or {}, others)
+            others.tell(_WRITTEN)
         else:
-            _await(temporary, target, timeout)
+            others.wait_for_rank_0()
     except BaseException as error:
-        if snapshot.rank == 0:
-            with suppress(OSError):  # the first error is the one to tell
+        elsewhere = others.said()
+        mine = f"rank{snapshot.rank}: {error}" if _is_of_the_disk(error) and roll_call is not None else f"{error}"
+        failed = elsewhere or f"{target} was not written: {mine}"
+        others.tell(failed)  # before the folder goes: whoever is late must not make it again
+        with suppress(OSError):  # the first error is the one to tell
+            if snapshot.rank == 0:
                 discard(temporary, temporary.with_suffix(".deleted"))
-        if isinstance(error, (OSError, SafetensorError)):
-            raise CheckpointError(f"{target} was not written: {error}") from error
+            elif elsewhere:
+                shutil.rmtree(temporary)  # rank 0 may have thrown it away before this rank made it
+        if roll_call is not None and roll_call.loss is not None:
+            raise RankLost(failed) from error
+        if _is_of_the_disk(error) or isinstance(error, CheckpointError):
+            raise CheckpointError(failed) from error
         raise
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    return isinstance(error, (OSError, SafetensorError))
+
+
+@dataclass(frozen=True)
+class _Others:
+    """What ranks tell each other of one save: not by the disk, which may be what failed. Alone, nothing."""
+
+    roll_call: RollCall | None
+    key: str
+    timeout: float
+
+    def said(self) -> str | None:
+        """How the save ended, if somebody has said so."""
+        return self.roll_call.posted(self.key) if self.roll_call is not None else None
+
+    def tell(self, end: str) -> None:
+        if self.roll_call is not None:
+            self.roll_call.post(self.key, end)
+
+    def check(self) -> None:
+        """Raise if it has failed elsewhere, or if a rank is lost."""
+        if self.roll_call is not None:
+            if failed := self.said():
+                raise CheckpointError(failed)
+            self.roll_call.check()
+
+    def wait_while(self, unfinished: Callable[[], str]) -> None:
+        """Until nothing is left that this names."""
+        deadline = time.monotonic() + self.timeout
+        while missing := unfinished():
+            self.check()
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"nothing from {missing} within {self.timeout:g} s")
+            time.sleep(_POLL)
+
+    def wait_for_rank_0(self) -> None:
+        self.wait_while(lambda: "rank0" if self.said() is None else "")
+        if failed := self.said():
+            raise CheckpointError(failed)
 
 
 def discard(folder: Path, away: Path) -> None:
@@ -126,27 +190,15 @@ def discard(folder: Path, away: Path) -> None:
 
 def _hand_over(snapshot: Snapshot, temporary: Path, state: Any) -> None:
     path, note = temporary / f"rank{snapshot.rank}.safetensors", temporary / f"rank{snapshot.rank}.json"
-    said: dict[str, Any] = {"error": f"{path} was not written"}
-    try:
-        said = {"shard": {**_write_tensors(path, snapshot.shard), "parts": snapshot.parts}, "state": state}
-    except (OSError, SafetensorError) as error:
-        said = {"error": f"{path}: {error}"}
-        raise
-    finally:  # the note appears whole, and after the file that it is of
-        _write_json(note.with_suffix(".part"), said)
-        os.replace(note.with_suffix(".part"), note)
+    said = {"shard": {**_write_tensors(path, snapshot.shard), "parts": snapshot.parts}, "state": state}
+    _write_json(note.with_suffix(".part"), said)
+    os.replace(note.with_suffix(".part"), note)  # the note appears whole, and after the file that it is of
 
 
-def _publish(snapshot: Snapshot, temporary: Path, target: Path, about: Mapping[str, Any], timeout: float) -> None:
+def _publish(snapshot: Snapshot, temporary: Path, target: Path, about: Mapping[str, Any], others: _Others) -> None:
     notes = [temporary / f"rank{rank}.json" for rank in range(snapshot.ranks)]
-    deadline = time.monotonic() + timeout
-    while missing := [note.stem for note in notes if not note.exists()]:
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"{target} was not written: nothing from {', '.join(missing)} within {timeout:g} s")
-        time.sleep(_POLL)
+    others.wait_while(lambda: ", ".join(note.stem for note in notes if not note.exists()))
     said = [json.loads(note.read_text()) for note in notes]
-    if errors := [f"rank{rank}: {entry['error']}" for rank, entry in enumerate(said) if "error" in entry]:
-        raise CheckpointError(f"{target} was not written: {'; '.join(errors)}")
     manifest = {**snapshot.header, **about, "shards": [entry["shard"] for entry in said]}
     manifest["rest"] = _write_tensors(temporary / _REST, snapshot.rest)
     if any(entry["state"] is not None for entry in said):
@@ -157,16 +209,6 @@ def _publish(snapshot: Snapshot, temporary: Path, target: Path, about: Mapping[s
     sync(temporary)
     os.replace(temporary, target)
     sync(target.parent)
-
-
-def _await(temporary: Path, target: Path, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while temporary.exists():
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"{target} was not written: rank 0 did not finish within {timeout:g} s")
-        time.sleep(_POLL)
-    if not target.exists():
-        raise CheckpointError(f"{target} was not written: rank 0 gave it up")
 
 
 def _to_host(tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,264 @@
+"""Three ranks, one of which is killed or stopped at some moment: the others end in time and name it, and the run that
+is started again is, bit for bit, the one to which nothing happened.
+
+ROLLGRAPH_KILLS sets how many of the random ones there are.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rollgraph.config import to_yaml
+from rollgraph.launch import LOST
+from tests.test_train import assert_same_run, config_of, folder, metrics_of, weights_of
+
+__all__ = ["folder"]
+
+RANKS, STEPS = 3, 12
+TIMEOUT = 20.0  # of the ranks; who is stopped, or killed before it has come, costs as much
+GRACE = 90.0  # seconds of a machine that has other things to do
+KILLS = int(os.environ.get("ROLLGRAPH_KILLS", "25"))
+NAMED = re.compile(r"rank (\d+) (?:got no further|did not come|did not answer|ended with)")
+CONFIG = f"""
+steps: {STEPS}
+cpu_threads: 1
+model:
+  tiny: {{layers: 1, width: 8, heads: 1, kv_heads: 1, mlp: 8, max_length: 12}}
+data: {{prompts_per_step: 3, max_prompt_tokens: 6}}
+rollout: {{samples_per_prompt: 2, max_tokens: 3, rows: 2}}
+reward:
+  functions: [{{name: "REWARD"}}]
+algorithm: {{options: {{kl_coef: 0.05}}}}
+optimizer: {{lr: 1e-2, schedule: linear}}
+train: {{token_buckets: [48]}}
+checkpoint: {{every: 1, export_at_end: false}}
+memory: {{cache_gib: 0.001}}
+log: {{progress: plain, sinks: [jsonl]}}
+graph: {{warmup: 1}}
+ranks: {{timeout: {TIMEOUT}}}
+"""
+
+
+def rank_main(rank: int, config: str, log: str, environment: dict[str, str]) -> None:
+    """The command of one rank, as `torchrun` starts it."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    from rollgraph.cli import main
+
+    sys.exit(main(["train", config]))
+
+
+@dataclass
+class Attempt:
+    """Three processes of a run that are alive, or were."""
+
+    output: Path
+    processes: list[Any]
+    logs: list[Path]
+    store: Any  # it lives as long as this
+
+    def running(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()  # a stopped one, too
+            process.join()
+
+    def told(self, rank: int) -> str:
+        return f"rank {rank}, exit code {self.processes[rank].exitcode}: {self.logs[rank].read_text()}"
+
+
+def begin(folder: Path, output: Path, store_at_rank_0: bool = False) -> Attempt:
+    """Ranks are forked from a server that has imported everything: they are at work in a moment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rollgraph.train", "rollgraph.cli", "tests.test_kills"])
+    path = folder / f"{output.name}.yaml"
+    config = config_of(folder, f"output={output}", "data.validation=null", text=CONFIG)
+    path.write_text(to_yaml(config))
+    environment = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    store = None
+    if store_at_rank_0:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            environment["MASTER_PORT"] = str(free.getsockname()[1])
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environment["MASTER_PORT"] = str(store.port)
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    logs = [folder / f"{output.name}.rank{rank}.log" for rank in range(RANKS)]
+    processes = []
+    for rank, log in enumerate(logs):
+        log.unlink(missing_ok=True)
+        process: Any = context.Process(target=rank_main, args=(rank, str(path), str(log), environment), daemon=True)
+        process.start()
+        processes.append(process)
+    return Attempt(output, processes, logs, store)
+
+
+def finish(attempt: Attempt) -> None:
+    """Of a run that nobody disturbs."""
+    for rank, process in enumerate(attempt.processes):
+        process.join(GRACE)
+        assert process.exitcode == 0, attempt.told(rank)
+
+
+# -- moments ---------------------------------------------------------------------------------------
+
+
+def steps_taken(output: Path) -> int:
+    try:
+        return len((output / "metrics.jsonl").read_text().splitlines())
+    except OSError:
+        return 0
+
+
+def being_written(output: Path) -> set[str]:
+    try:
+        return {path.name for path in (output / "checkpoints").iterdir() if path.name.endswith(".incomplete")}
+    except OSError:
+        return set()
+
+
+def a_save(output: Path, delay: float) -> Callable[[], bool]:
+    before = being_written(output)
+    return after(lambda: bool(being_written(output) - before), delay)
+
+
+def a_step(output: Path, count: int, delay: float) -> Callable[[], bool]:
+    before = steps_taken(output)
+    return after(lambda: steps_taken(output) >= before + count, delay)
+
+
+def after(condition: Callable[[], bool], delay: float) -> Callable[[], bool]:
+    """So many seconds after it first held."""
+    held: list[float] = []
+
+    def reached() -> bool:
+        if not held and condition():
+            held.append(time.monotonic())
+        return bool(held) and time.monotonic() >= held[0] + delay
+
+    return reached
+
+
+def any_moment(chance: random.Random, output: Path) -> Callable[[], bool]:
+    kind = chance.choice(["start", "step", "save", "save"])
+    if kind == "start":
+        return after(lambda: True, chance.uniform(0, 2))
+    if kind == "step":
+        return a_step(output, chance.randint(1, 3), chance.uniform(0, 0.2))
+    return a_save(output, chance.choice([0, chance.uniform(0, 0.03)]))
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def lose(attempt: Attempt, moment: Callable[[], bool], victim: int, how: signal.Signals) -> bool:
+    """Whether there was such a moment before the run was over. Whoever is left ends in time and names the victim."""
+    try:
+        while not moment():
+            if not attempt.running():
+                finish(attempt)
+                return False
+            time.sleep(0.002)
+        os.kill(attempt.processes[victim].pid, how)
+        deadline = time.monotonic() + TIMEOUT + GRACE
+        for rank, process in enumerate(attempt.processes):
+            if rank != victim:
+                process.join(max(0.0, deadline - time.monotonic()))
+                check_survivor(attempt, rank, victim)
+    finally:
+        attempt.end()
+    return True
+
+
+def stop(attempt: Attempt, moment: Callable[[], bool]) -> None:
+    """As Slurm does, with `torchrun` handing on its own: each rank gets the signal twice."""
+    while not moment():
+        assert attempt.running(), attempt.told(0)
+        time.sleep(0.002)
+    for process in 2 * attempt.processes:
+        os.kill(process.pid, signal.SIGTERM)
+    finish(attempt)
+    saved = max((attempt.output / "checkpoints").glob("step_*")).name.removeprefix("step_")
+    assert f"asked to stop: saved after {int(saved) + 1} of {STEPS} steps" in attempt.told(0)
+
+
+def check_survivor(attempt: Attempt, rank: int, victim: int) -> None:
+    code, said = attempt.processes[rank].exitcode, attempt.told(rank)
+    assert code is not None, f"rank {victim} was lost, and rank {rank} still runs: {said}"
+    if code == 0:  # it was over already
+        assert (attempt.output / "checkpoints" / f"step_{STEPS - 1:08}").exists(), said
+        return
+    assert code == LOST, f"rank {victim} was lost: {said}"
+    assert set(NAMED.findall(said)) == {str(victim)}, f"rank {victim} was lost: {said}"
+
+
+def assert_same(one: Path, other: Path) -> None:
+    assert_same_run(one, other, STEPS - 1)
+    for rank in range(RANKS):
+        ours, theirs = weights_of(one, STEPS - 1, rank), weights_of(other, STEPS - 1, rank)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [entry["step"] for entry in metrics_of(other)] == list(range(STEPS))
+
+
+@pytest.fixture
+def undisturbed(folder: Path) -> Path:
+    output = folder / "undisturbed"
+    finish(begin(folder, output))
+    return output
+
+
+@pytest.mark.multi
+def test_a_rank_that_is_killed_is_named_and_the_run_goes_on(folder: Path, undisturbed: Path) -> None:
+    output = folder / "killed"
+    assert lose(begin(folder, output), a_save(output, 0), victim=1, how=signal.SIGKILL)
+    assert lose(begin(folder, output), a_step(output, 1, 0), victim=0, how=signal.SIGKILL)
+    stop(begin(folder, output), a_step(output, 1, 0))
+    finish(begin(folder, output))
+    assert_same(undisturbed, output)
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.timeout(200 + 60 * KILLS)
+def test_kills_at_random_moments(folder: Path, undisturbed: Path) -> None:
+    """Ranks are lost until they were so often enough; a run that comes to its end on the way is compared."""
+    chance = random.Random(int(os.environ.get("ROLLGRAPH_KILLS_SEED", "0")))
+    kills, runs, kinds = 0, 0, []
+    while kills < KILLS:
+        output = folder / f"killed {runs}"
+        moment, victim = any_moment(chance, output), chance.randrange(RANKS)
+        how = signal.SIGSTOP if chance.random() < 0.2 else signal.SIGKILL
+        began = time.monotonic()
+        if lose(begin(folder, output, store_at_rank_0=chance.random() < 0.25), moment, victim, how):
+            kills += 1
+            kinds.append({"victim": victim, "how": how.name, "steps": steps_taken(output)})
+            print(json.dumps({**kinds[-1], "seconds": round(time.monotonic() - began, 1)}), flush=True)
+        else:
+            assert_same(undisturbed, output)
+            runs += 1
+    output = folder / f"killed {runs}"
+    finish(begin(folder, output))
+    assert_same(undisturbed, output)
