@@ -1,0 +1,83 @@
+"""Rounds: the gradients of one optimizer step after another, and which rank gave one up.
+
+A rank that gives a round up says so in the store, beside all collectives, and begins no collective of the next round
+before every rank has given up the same one: collectives of different steps never meet. Owns those notes; what has to be
+done about them is `sharded_model.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+from rollgraph.sharding.overlap import CommunicationError
+from rollgraph.world import World
+
+
+class StepGivenUp(RuntimeError):
+    """Another rank gave this step up, so that its gradients are dropped on all ranks."""
+
+
+class Rounds:
+    """The rounds of one model. `name` tells models in one store apart; all ranks use the same."""
+
+    def __init__(self, world: World, store: Any, name: str, timeout: float) -> None:
+        self._world, self._store, self._name = world, store, name
+        self._timeout = timeout
+        self._number = 0
+        self.given_up = False  # by this rank, and not settled yet
+
+    def give_up(self, finished: bool) -> None:
+        """Say that this rank gives up the round, and why, if an exception is being handled.
+
+        Once it has finished its gradients, ranks that are about to finish theirs are not told: it depends on who is
+        faster whether they would hear of it.
+        """
+        if self.given_up:
+            return
+        self.given_up = True
+        error = sys.exception()
+        try:
+            self._store.set(self._key(self._world.rank), "given up")
+            if not finished and not isinstance(error, StepGivenUp):  # whoever was first is the one to name
+                self._store.set(self._key("who"), f"rank {self._world.rank} gave up the step{_reason(error)}")
+        except RuntimeError:
+            pass  # the store is gone: the next collective says so, and the exception at hand is the one to tell
+
+    def refuse_given_up(self) -> None:
+        """Raise if another rank gave up this round."""
+        key = self._key("who")
+        if self._store.check([key]):
+            said = self._store.get(key).decode()
+            raise StepGivenUp(f"{said}: its gradients are dropped on all ranks")
+
+    def wait_for_all(self) -> None:
+        """Until every rank has given up this round."""
+        keys = {rank: self._key(rank) for rank in range(self._world.size)}
+        try:
+            self._store.wait(list(keys.values()), timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise CommunicationError(self._who_did_not(keys)) from error
+
+    def end(self) -> None:
+        """The next round begins."""
+        self._number += 1
+        self.given_up = False
+
+    def _who_did_not(self, keys: dict[int, str]) -> str:
+        here = f"rank {self._world.rank} gave up a step by drop_gradients(), and"
+        try:
+            missing = [f"rank {rank}" for rank, key in keys.items() if not self._store.check([key])]
+        except RuntimeError:
+            return f"{here} the store does not answer (is rank 0 gone?)"
+        return f"{here} {', '.join(missing)} did not within {self._timeout:g} s: all ranks must give up the same step"
+
+    def _key(self, what: object) -> str:
+        return f"rollgraph/{self._name}/{self._number}/{what}"
+
+
+def _reason(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    return f" ({type(error).__name__}: {error})".replace("\n", " ")
