@@ -318,7 +318,7 @@ class Script:
     def draw_enter(self) -> Transition | None:
         if len(self.open) > 5:
             return None
-        kind = self.random.choice(["no_sync", "paused", "hooks_paused", "use", "phase", "phase"])
+        kind = self.random.choice(["no_sync", "paused", "hooks_paused", "use", "use", "phase", "phase"])
         argument: Any = None
         if kind == "paused":
             argument = self.random.random() < 0.5
@@ -898,19 +898,20 @@ def run_machine(transitions: int, seed: int, folder: Path) -> Counter[str]:
     return done
 
 
+DEFAULT = 2_500
+SEED = int(os.environ.get("ROLLGRAPH_SEED", 0))
+
+
 def wanted(default: int) -> int:
     return int(os.environ.get("ROLLGRAPH_TRANSITIONS", default))
 
 
-SEED = int(os.environ.get("ROLLGRAPH_SEED", 0))
-
-
 def test_any_order_of_transitions_gives_the_bits_of_a_plain_model(tmp_path: Path) -> None:
-    done = run_machine(wanted(2_500), SEED, tmp_path)
-    drawn = {name.removeprefix("do_") for name in dir(Rank) if name.startswith("do_")}
-    assert not drawn - set(done), f"never drawn: {drawn - set(done)}"
-    assert done["a collective that failed"]
-    assert done["a gradient that came late"]
+    done = run_machine(wanted(DEFAULT), SEED, tmp_path)
+    if done["transitions"] >= DEFAULT:
+        kinds = {name.removeprefix("do_") for name in dir(Rank) if name.startswith("do_")}
+        kinds |= {"a collective that failed", "a gradient that came late"}
+        assert not kinds - set(done), f"never drawn: {kinds - set(done)}"
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ class RoomCollectives(Collectives):
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self._rank, self._number = room, rank, 0
         self.before_starting: Callable[[], None] = lambda: None
+        self.before_meeting: Callable[[], None] = lambda: None
         self._failure: tuple[Literal["start", "wait"], int] | None = None
 
     @property
@@ -117,6 +118,7 @@ class RoomCollectives(Collectives):
         return Flight(land, finish)
 
     def sum(self, value: Tensor) -> Tensor:
+        self.before_meeting()
         parts = self._begin("the sum of a scalar", value.clone())()
         total = parts[0].clone()
         for part in parts[1:]:
@@ -124,6 +126,7 @@ class RoomCollectives(Collectives):
         return total
 
     def agree(self, text: str) -> list[str]:
+        self.before_meeting()
         return self._begin("a comparison", text)()
 
 

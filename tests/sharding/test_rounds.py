@@ -117,6 +117,26 @@ def test_a_rank_that_drops_a_step_alone_meets_no_collective_of_the_next() -> Non
     assert said.startswith("rank 1 gave up a step by drop_gradients(), and rank 0, rank 2 did not within 0.3 s"), said
 
 
+def test_a_rank_that_fails_where_the_others_compare_notes_meets_nothing_else() -> None:
+    """Rank 1 fails before a comparison that the others wait in: it must not bring a reduction to that."""
+
+    def work(rank: int, room: Room) -> str:
+        sharded = simulated(rank, room, timeout=0.3)
+        train(sharded, ShardedAdamW(sharded, 0.1), 0)
+        if rank != 1:
+            with pytest.raises(AssertionError, match="another rank failed"):  # or, in earnest, the time-out
+                sharded.collectives.agree("how many microbatches are there?")
+            return ""
+        sharded.drop_gradients()
+        with pytest.raises(CommunicationError) as caught:
+            sharded.model(batch(0, rank))
+        room.fail(caught.value)
+        return str(caught.value)
+
+    said = run_ranks(RANKS, work)[1]
+    assert "rank 0, rank 2 came neither to its reductions nor to drop_gradients() within 0.3 s" in said, said
+
+
 def test_a_reduction_that_failed_cannot_be_passed_over() -> None:
     def work(rank: int, room: Room) -> Tensor:
         sharded = simulated(rank, room)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 Kind = Literal["forward_pre", "forward", "backward_pre", "backward", "gradient"]
@@ -173,6 +173,32 @@ class InertWhenCopied:
 
 def _nothing(*arguments: Any) -> None:
     pass
+
+
+class TreeView:
+    """What a module tree is made of, so that two looks at it can be compared. Holds what it saw: places stay unique."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: list[object] = []
+        self.key: list[int] = []
+        open_modules = [model]
+        while open_modules:
+            module = open_modules.pop()
+            self._seen.append(module)
+            self.key.append(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._seen.append(parameter)
+                    self.key += (_place(parameter), parameter.requires_grad)
+            open_modules += [child for child in module._modules.values() if child is not None]
+
+
+def _place(parameter: Tensor) -> int:
+    """Its memory: a capture may put another tensor over the same memory into a parameter's place."""
+    try:
+        return parameter.data_ptr()
+    except RuntimeError:  # it has none, under torch.func
+        return id(parameter)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

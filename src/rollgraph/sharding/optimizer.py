@@ -94,6 +94,7 @@ class ShardedAdamW:
         if self.schedule is not None:
             self.rate.fill_(self.base * self.schedule(self.steps))
         self.check_finite(loss)
+        self._model.land_gathers()
         self.steps += 1  # before anything changes: as long as it is the same, so are weights and moments
         self.update()
         self._model.flat.zero_gradients()

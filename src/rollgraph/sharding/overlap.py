@@ -66,6 +66,7 @@ class Collectives:
         self._world, self._reduction, self._timeout = world, reduction, timedelta(seconds=timeout)
         self._log = ProgressLog(world) if world.size > 1 else None
         self.before_starting: Callable[[], None] = _nothing  # before each collective
+        self.before_meeting: Callable[[], None] = _nothing  # before those that wait for all ranks at once
 
     @property
     def store(self) -> Any:
@@ -97,6 +98,7 @@ class Collectives:
         """The sum of a scalar over ranks, in their order."""
         if self._world.size == 1:
             return value
+        self.before_meeting()
         found = value.new_empty(self._world.size)
         group = self._world.group
         self._start("the sum of a scalar", lambda: _all_gather(found, value.view(1), group=group, async_op=True))()
@@ -109,7 +111,7 @@ class Collectives:
         """What each rank says."""
         if self._world.size == 1:
             return [text]
-        self.before_starting()
+        self.before_meeting()
         said: list[Any] = [None] * self._world.size
         with self._explained("a comparison"):
             dist.all_gather_object(said, text, group=self._world.group)

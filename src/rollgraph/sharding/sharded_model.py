@@ -5,8 +5,9 @@ the first module that reads it. `overlap.py` has the collectives and the version
 given up, `hook_set.py` the hooks.
 
 Between two optimizer steps every rank begins the same collectives in the same order, whatever it runs: the gathers of
-all stale buckets, then the reductions of all trained ones. So a rank that fails in between knows what the others wait
-for. Nothing writes a parameter or a gradient while a collective that reads or writes it is in flight.
+all stale buckets, then the reductions of all trained ones; ranks meet for sums and comparisons before, between or after
+these, not amid them. So a rank that fails knows what the others wait for. Nothing writes a parameter or a gradient
+while a collective that reads or writes it is in flight.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from rollgraph.graph.hooks import GraphHooks, Moment
 from rollgraph.sharding.flat_buffer import FlatBuckets, ParameterSpec, plan_buckets, specs_of
-from rollgraph.sharding.hook_set import HookSet, InertWhenCopied, State
+from rollgraph.sharding.hook_set import HookSet, InertWhenCopied, State, TreeView
 from rollgraph.sharding.overlap import BucketTraffic, Collectives, Reduction, StaleWeights
 from rollgraph.sharding.rounds import Rounds, StepGivenUp
 from rollgraph.world import World
@@ -80,6 +81,7 @@ class ShardedModel:
         self._rounds = Rounds(world, self.collectives.store, name, timeout) if world.size > 1 else None
         self._settling = False
         self.collectives.before_starting = self._settle
+        self.collectives.before_meeting = self._before_meeting
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype)
         self.flat.before_reading = lambda: self.full_parameters("raise")
         self.flat.before_writing = self.land_gathers
@@ -106,7 +108,7 @@ class ShardedModel:
             model.register_load_state_dict_pre_hook(land),
             model.register_forward_pre_hook(InertWhenCopied(lambda module, args: self._follow_tree()), prepend=True),
         ]
-        self._tree: _Tree | None = None
+        self._tree: TreeView | None = None
         self.hooks.enable()
         self._follow_tree()
 
@@ -220,7 +222,7 @@ class ShardedModel:
         self._take_what_hooks_missed()
         self._start_gathers()
         for bucket in self._trained:
-            bucket.start_reduce()
+            self._start_reduce(bucket)
         self._land_reductions()
         self._refuse_given_up()
         if average:
@@ -292,6 +294,7 @@ class ShardedModel:
         self._settling = True
         try:
             self._start_gathers()
+            self._rounds.wait_for_reductions()
             for bucket in self._trained:
                 bucket.start_reduce()
             self._rounds.wait_for_all()
@@ -299,6 +302,11 @@ class ShardedModel:
             self._rounds.end()
         finally:
             self._settling = False
+
+    def _before_meeting(self) -> None:
+        """All ranks are about to wait for each other."""
+        self._settle()
+        self._start_gathers()
 
     def _forget_gradients(self) -> None:
         for bucket in self._trained:
@@ -369,7 +377,12 @@ class ShardedModel:
                 if not self._members[bucket.index] <= self._arrived:
                     return
                 self._start_gathers()  # of buckets that this rank did not read
-                bucket.start_reduce()
+                self._start_reduce(bucket)
+
+    def _start_reduce(self, bucket: BucketTraffic) -> None:
+        if self._rounds is not None:
+            self._rounds.begin_to_reduce()
+        bucket.start_reduce()
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -378,7 +391,7 @@ class ShardedModel:
 
         The model's own forward looks, and so does every pause.
         """
-        tree = _Tree(self.model)
+        tree = TreeView(self.model)
         if self._tree is None or tree.key != self._tree.key:
             self._tree = tree
             self._guards.enable()
@@ -459,32 +472,6 @@ class ShardedModel:
         self._guards.disable()
         for handle in self._own_handles:
             handle.remove()
-
-
-class _Tree:
-    """What a module tree is made of, so that two looks at it can be compared. Holds what it saw: places stay unique."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._seen: list[object] = []
-        self.key: list[int] = []
-        open_modules = [model]
-        while open_modules:
-            module = open_modules.pop()
-            self._seen.append(module)
-            self.key.append(id(module))
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self._seen.append(parameter)
-                    self.key += (_place(parameter), parameter.requires_grad)
-            open_modules += [child for child in module._modules.values() if child is not None]
-
-
-def _place(parameter: Tensor) -> int:
-    """Its memory: a capture may put another tensor over the same memory into a parameter's place."""
-    try:
-        return parameter.data_ptr()
-    except RuntimeError:  # it has none, under torch.func
-        return id(parameter)
 
 
 def _pairs(mine: list[str], theirs: list[str]) -> Iterator[tuple[str, str]]:
