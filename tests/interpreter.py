@@ -13,4 +13,4 @@ def run_interpreted(compare: Callable[[str], None]) -> None:
     imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": "src:."}
     program = f"from {compare.__module__} import {compare.__name__}; {compare.__name__}('cpu')"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=900)

@@ -136,6 +136,6 @@ def test_all_ranks_learn_that_a_folder_is_taken(tmp_path: Path, taken: bool) -> 
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(120)
+            process.join(600)
     found = dict(out.get() for _ in ranks)
     assert ["is in use by another run" in found[rank] for rank in range(2)] == [taken, taken]

@@ -720,14 +720,14 @@ def start(
 
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder, *overrides)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    environment = {**os.environ, **(environment or {})}
     command = [*prefix, *COMMAND[1:]] if prefix else COMMAND
     return subprocess.Popen(
         [*command, str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 600) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, process.communicate()[0]
@@ -740,7 +740,7 @@ def test_sigterm_saves_and_ends_well(folder: Path) -> None:
     metrics = folder / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, process)
     process.terminate()
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     saved = max((folder / "run" / "checkpoints").glob("step_*"))
     assert int(saved.name.removeprefix("step_")) == metrics_of(folder / "run")[-1]["step"]
@@ -768,7 +768,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.communicate()
     process = start(folder, *killed)
-    assert process.wait(timeout=120) == 0, process.communicate()[0]
+    assert process.wait(timeout=600) == 0, process.communicate()[0]
     assert_same_run(folder / "run", folder / "killed", step=11)
 
 
@@ -792,7 +792,7 @@ def test_twenty_kills_at_random_moments_change_nothing(folder: Path) -> None:
         during_a_save += any(path.name.endswith(".incomplete") for path in place.iterdir())
     assert during_a_save  # or the moments were no test of it
     process = start(folder, *killed)
-    assert process.wait(timeout=300) == 0, process.communicate()[0]
+    assert process.wait(timeout=900) == 0, process.communicate()[0]
     assert_same_run(folder / "run", folder / "killed", step=399)
 
 
@@ -859,7 +859,7 @@ def test_graphs_overlap_swaps_and_a_resume_change_nothing(folder: Path, ranks: i
 
     def run(*overrides: str, stop_at: str = "") -> None:
         process = start(folder, *options, *overrides, prefix=together, environment={"STOP_AT": stop_at})
-        output = process.communicate(timeout=280)[0]
+        output = process.communicate(timeout=900)[0]
         assert process.returncode == 0, output
 
     run("graph.impl=none", f"output={folder / 'eager'}")

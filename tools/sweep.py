@@ -150,7 +150,7 @@ def run_suite(run: Run, python: str, prefix: list[str], arguments: str, folder: 
         raise SystemExit(f"the copy in {tree} would be tested with {found.strip()}")
     if run.seed is not None:
         arguments = f"{arguments} --shuffle {run.seed}"
-    command = [*prefix, "make", "test", f"PY={shlex.quote(python)}", f"ARGS={arguments}"]
+    command = ["make", "test", f"PY={shlex.join([*prefix, python])}", f"ARGS={arguments}"]
     with busy(BUSY_PROCESSES if run.load else 0), (folder / "output").open("w") as output:
         done = subprocess.run(command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT)
     lines = [line for line in (folder / "output").read_text().splitlines() if " in " in line and "=" * 4 in line]

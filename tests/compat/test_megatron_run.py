@@ -31,7 +31,7 @@ def start(folder: Path, *arguments: str, path: str = "") -> subprocess.Completed
 def python(folder: Path, *arguments: str, paths: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 @pytest.fixture
@@ -72,6 +72,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # four processes that import Megatron
 def test_processes_that_a_script_starts_are_repaired_too(folder: Path) -> None:
     pytest.importorskip("megatron.core", reason=REASON)
     (folder / "scripts" / "train.py").write_text(PARENT)
@@ -182,7 +183,7 @@ def test_what_runs_cannot_tell_the_difference(tmp_path: Path, target: list[str],
     seen = [
         subprocess.run(
             [sys.executable, *options, *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths},
-            capture_output=True, text=True, timeout=100,
+            capture_output=True, text=True, timeout=900,
         )
         for words in (target, ["-c", code, *target])
     ]  # fmt: skip
@@ -207,7 +208,7 @@ def test_a_wrong_call_says_what_is_wrong(tmp_path: Path, arguments: list[str], m
     assert done.stderr.startswith(message)
 
 
-@pytest.mark.parametrize("name", ["absent", "absent.part"])
+@pytest.mark.parametrize("name", ["absent", pytest.param("absent.part", marks=pytest.mark.slow)])
 def test_a_module_that_is_not_there_is_one_line(tmp_path: Path, name: str) -> None:
     done = start(tmp_path, "run", "-m", name)
     assert done.returncode == 1

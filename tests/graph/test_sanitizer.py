@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from rollgraph.graph import Findings, GraphPool, ReplayMismatch, capture, make_graphed_callables, sanitize
 from rollgraph.graph.tape import TapeRecording
 from rollgraph.graph.watch import watching
+from tests.forked import run_command
 from tests.parity.models import BATCH, MODELS, TIME, WIDTH
 
 ROOT = Path(__file__).parents[2]
@@ -755,7 +756,7 @@ def offsets():
 def command(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=240
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment, timeout=900
     )
 
 
@@ -801,10 +802,10 @@ def odd_targets(targets: Path) -> Path:
         ("targets", 2, "expected package.module:function"),
     ],
 )
-def test_check(targets: Path, odd_targets: Path, target: str, code: int, says: str) -> None:
+def test_check(targets: Path, odd_targets: Path, tmp_path: Path, target: str, code: int, says: str) -> None:
     if target.startswith(("random", "package")):
         target = f"{odd_targets}/{target}"
-    done = command(targets, "-m", "rollgraph", "check", target)
+    done = run_command(targets, tmp_path, "check", target)
     assert done.returncode == code, done.stderr
     assert says in (done.stdout if code < 2 else done.stderr)
     assert "Traceback" not in done.stderr

@@ -200,7 +200,7 @@ def interpreted() -> dict[str, str]:
     paths = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     results: dict[str, str] = json.loads(done.stdout)

@@ -405,7 +405,7 @@ rewards = RewardFunctions([sys.argv[2]], workers=1, timeout=1000)
 rewards.score([Rollout(Prompt(0, (), ""), [], [], [], "hang")])
 """
     parent = subprocess.Popen([sys.executable, "-c", program, repr(sys.path), f"{functions}:risky"])
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 300
     while not pids.read_text() and time.monotonic() < limit:
         time.sleep(0.02)
     parent.kill()

@@ -23,7 +23,8 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
         result = function(World(rank, size, "cpu"), *arguments)
     except Exception:
         result = traceback.format_exc()
-    torch.save(result, folder / f"rank{rank}.pt")
+    torch.save(result, folder / f"rank{rank}.new")
+    (folder / f"rank{rank}.new").rename(folder / f"rank{rank}.pt")  # whole as soon as it is there
     while size > len(list(folder.glob("rank*.pt"))):  # nobody leaves while another may still talk to it
         time.sleep(0.02)
     dist.destroy_process_group()
@@ -44,10 +45,9 @@ def run_world_with_a_loss(size: int, folder: Path, function: Callable[..., Any],
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and sum((folder / f"rank{r}.pt").exists() for r in range(size)) < size - 1:
         time.sleep(0.1)
-    time.sleep(0.5)
     for process in processes:
         process.kill()
         process.join()
