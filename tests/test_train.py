@@ -714,7 +714,11 @@ COMMAND = [sys.executable, "-m", "rollgraph", "train"]
 
 
 def start(
-    folder: Path, *overrides: str, prefix: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    folder: Path,
+    *overrides: str,
+    prefix: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    own_group: bool = False,
 ) -> subprocess.Popen[str]:
     from rollgraph.config import to_yaml
 
@@ -723,7 +727,12 @@ def start(
     environment = {**os.environ, **(environment or {})}
     command = [*prefix, *COMMAND[1:]] if prefix else COMMAND
     return subprocess.Popen(
-        [*command, str(path)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, str(path)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=own_group,
     )
 
 
@@ -744,6 +753,24 @@ def test_sigterm_saves_and_ends_well(folder: Path) -> None:
     assert process.returncode == 0, output
     saved = max((folder / "run" / "checkpoints").glob("step_*"))
     assert int(saved.name.removeprefix("step_")) == metrics_of(folder / "run")[-1]["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_sigterm_to_a_whole_job_is_saved(folder: Path) -> None:
+    """To `torchrun`, its ranks and their reward workers, as Slurm and systemd send it."""
+    options = ["steps=1000", "checkpoint.every=1000", "reward.workers=1", "reward.timeout=60", "log.progress=plain"]
+    prefix = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    process = start(folder, *options, prefix=prefix, own_group=True)
+    metrics = folder / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=200)[0]
+    saved = max((folder / "run" / "checkpoints").glob("step_*"))
+    taken = metrics_of(folder / "run")[-1]["step"] + 1
+    assert int(saved.name.removeprefix("step_")) == taken - 1, output
+    assert f"asked to stop: saved after {taken} of 1000 steps" in output
+    assert not any("reward_failures/died" in entry for entry in metrics_of(folder / "run"))
 
 
 @pytest.mark.multi
