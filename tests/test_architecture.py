@@ -39,10 +39,10 @@ LAYERS = (
     ), packages=frozenset()),
     Layer("graph", (
         "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/lending.py", "graph/report.py", "graph/pool.py",
-        "graph/census.py", "graph/journal.py", "graph/slots.py", "graph/binding.py", "graph/backend.py",
-        "graph/watch.py", "graph/tape.py", "graph/leaves.py", "graph/capture.py", "graph/schedule.py",
-        "graph/versions.py", "graph/segment.py", "graph/callables.py",
-        "graph/findings.py", "graph/holders.py", "graph/names.py", "graph/probe.py", "graph/lent_outputs.py",
+        "graph/census.py", "graph/journal.py", "graph/names.py", "graph/slots.py", "graph/binding.py",
+        "graph/backend.py", "graph/watch.py", "graph/tape.py", "graph/leaves.py", "graph/capture.py",
+        "graph/schedule.py", "graph/versions.py", "graph/segment.py", "graph/callables.py",
+        "graph/findings.py", "graph/holders.py", "graph/probe.py", "graph/lent_outputs.py",
         "graph/snapshot.py", "graph/watched.py", "graph/sanitizer.py",
     ), packages=BASE),
     Layer("parts", (

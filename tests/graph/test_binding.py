@@ -414,6 +414,55 @@ def test_layers_graphed_one_by_one_do_not_mind_another(backend: str, device: tor
     assert torch.equal(layers[1](x), eager[1](x))
 
 
+# -- the names by which a function reaches what it runs --------------------------------------------
+
+
+class Trainer:
+    """No module: it has a model, of which it runs parts, and a tensor."""
+
+    def __init__(self) -> None:
+        self.model = nn.ModuleDict({"encoder": nn.Linear(4, 4), "heads": nn.ModuleList([nn.Linear(4, 4), nn.Tanh()])})
+        self.scale = torch.full((4,), 2.0)
+        self.parts = {"bias": torch.ones(4)}
+        self.last = torch.zeros(4)
+
+    def run(self, x: Tensor) -> Tensor:
+        self.last = self.scale  # assigned here: nobody else's business
+        x = self.model.encoder(x) * self.scale + self.parts["bias"]
+        for head in self.model.heads:
+            x = head(x)
+        return x + GLOBAL["tensor"]
+
+
+GLOBAL: dict[str, Any] = {}
+
+RENAMED: dict[str, Callable[[Trainer], object]] = {
+    "the model": lambda t: setattr(t, "model", copy.deepcopy(t.model)),
+    "a part": lambda t: setattr(t.model, "encoder", nn.Linear(4, 4)),
+    "a list": lambda t: setattr(t.model, "heads", nn.ModuleList([nn.Tanh()])),
+    "an entry": lambda t: t.model.heads.__setitem__(0, nn.Linear(4, 4)),
+    "a tensor": lambda t: setattr(t, "scale", torch.ones(4)),
+    "a tensor in a dictionary": lambda t: t.parts.update(bias=torch.zeros(4)),
+    "a global tensor": lambda t: GLOBAL.update(tensor=torch.full((4,), 7.0)),
+}
+
+
+@pytest.mark.parametrize("how", ["callable", "capture", "function"])
+@pytest.mark.parametrize("change", RENAMED)
+def test_a_name_that_a_function_reads_is_followed(backend: str, device: torch.device, how: str, change: str) -> None:
+    trainer, x = Trainer(), torch.randn(3, 4)
+    GLOBAL["tensor"] = torch.ones(4)
+    target = (lambda x: trainer.run(x)) if how == "function" else trainer.run
+    graphed = (make_graphed_callables if how == "callable" else capture)(target, (x,), backend=backend)
+    trainer.last = torch.ones(4)
+    trainer.steps = 5
+    trainer.parts["other"] = torch.zeros(4)
+    assert torch.equal(graphed(x), trainer.run(x))
+    RENAMED[change](trainer)
+    with pytest.raises(StaleGraph):
+        graphed(x)
+
+
 # -- plain attributes ------------------------------------------------------------------------------
 
 
@@ -482,7 +531,7 @@ def test_a_tensor_in_a_plain_attribute_is_found(backend: str, device: torch.devi
     eager.scale.mul_(3)
     assert torch.equal(graphed(x), eager(x))
     kept, model.scale = model.scale, torch.full((4,), 5.0)
-    with pytest.raises(StaleGraph, match=r"Scaled\.scale was replaced"):
+    with pytest.raises(StaleGraph, match=r"(Scaled|self)\.scale.* was replaced"):
         graphed(x)
     model.scale = kept
     assert torch.equal(graphed(x), eager(x))

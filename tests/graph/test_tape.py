@@ -105,6 +105,9 @@ READS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "new_tensor of tensors": ("new_tensor", lambda x: x.new_tensor([x.sum(), 1.0])),
     "tensor_split": ("tensor_split", lambda x: torch.tensor_split(x, x.sum(0).abs().long().clamp(1, 3).cpu())),
     "from_dlpack": ("dlpack", lambda x: torch.from_numpy(np.from_dlpack(x.detach().cpu()) * 2)),
+    "apply_": ("apply_", lambda x: x.detach().cpu().clone().apply_(lambda v: v * 2)),
+    "map_": ("map_", lambda x: x.detach().cpu().clone().map_(x.detach().cpu(), lambda a, b: a + b)),
+    "map2_": ("map2_", lambda x: (lambda y: y.clone().map2_(y, y, lambda a, b, c: a + b + c))(x.detach().cpu())),
     "pack_padded": (
         "pack_padded",
         lambda x: nn.utils.rnn.pack_padded_sequence(x[None], x.sum(0).long().clamp(1, 3)[:1].cpu(), True).data,
@@ -142,7 +145,25 @@ def test_print_is_refused(backend: str, device: torch.device, capsys: pytest.Cap
     assert line_of("print") in str(caught.value)
 
 
-BACKWARD_READS = {name: READS[name] for name in ("item", "bool", "tolist", "numpy", "asarray", "repr", "f-string")}
+@pytest.mark.parametrize("name", ["apply_", "map_", "map2_"])
+def test_a_refused_host_write_changes_nothing(name: str) -> None:
+    """Warm-up ran it for real, and the dispatcher saw nothing of it."""
+    outside = torch.ones(4)
+    others = (outside.clone(),) * {"apply_": 0, "map_": 1, "map2_": 2}[name]
+
+    def step(x: Tensor) -> Tensor:
+        return x + getattr(outside, name)(*others, lambda value, *_: value + 1)  # here: write
+
+    with pytest.raises(HostReadError, match=name) as caught:
+        capture(step, (torch.ones(4),), backend="tape")
+    assert line_of("write") in str(caught.value)
+    assert torch.equal(outside, torch.ones(4))
+    assert name not in vars(Tensor)
+
+
+BACKWARD_READS = {
+    name: READS[name] for name in ("item", "bool", "tolist", "numpy", "asarray", "repr", "f-string", "map_")
+}
 
 
 @pytest.mark.parametrize("name", BACKWARD_READS)
@@ -290,6 +311,17 @@ def test_replay_equals_eager(backend: str, device: torch.device, name: str) -> N
             given = make()
             assert equal(graphed(given), function(make()))
             assert torch.equal(given, make()), "the caller's own input is never written"
+
+
+def test_zeros_without_memory_get_some() -> None:
+    """Derivatives of autograd make them. A replay has nowhere to write their value to."""
+
+    def function(x: Tensor) -> Any:
+        zeros = torch._efficientzerotensor(4, 4)
+        return zeros, zeros[1:], zeros + x
+
+    graphed = capture(function, (example(),), backend="tape")
+    assert equal(graphed(other()), function(other()))
 
 
 @pytest.mark.parametrize("name", ["resize_", "set_", "sparse", "external t_", "external resize_"])

@@ -111,7 +111,7 @@ _READING_METHODS = {
     getattr(Tensor, name): name
     for name in (
         "item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__",
-        "__repr__", "__format__", "__contains__", "__dlpack__",
+        "__repr__", "__format__", "__contains__", "__dlpack__", "apply_", "map_", "map2_",
     )
 }  # fmt: skip
 
@@ -120,7 +120,7 @@ _CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor
 
 
 class HostReads(TorchFunctionMode):
-    """Refuses the reads that never reach the dispatcher: `.tolist()`, `.numpy()`, `bool()`, printing."""
+    """Refuses the reads that never reach the dispatcher: `.tolist()`, `.numpy()`, `bool()`, printing, `apply_`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -133,7 +133,7 @@ class HostReads(TorchFunctionMode):
 
 def reads_on_host(func: Any, args: tuple[Any, ...]) -> str | None:
     """The name of a function that reads values without a word to the dispatcher, else None."""
-    name = _READING_METHODS.get(func)
+    name = _READING_METHODS.get(getattr(func, "__wrapped__", func))  # the journal wraps some of them
     if name is not None:
         return f"Tensor.{name}"
     if func in _CONSTRUCTORS and any(map(_lists_tensors, args)):

@@ -152,9 +152,8 @@ class Binding:
                 raise StaleGraph(
                     f"{name} was {held!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it"
                 )
-            raise StaleGraph(
-                f"{name} was replaced by another object since capture (load_state_dict?): copy into it instead"
-            )
+            remedy = "capture again" if isinstance(held, torch.nn.Module) else "copy into it instead"
+            raise StaleGraph(f"{name} was replaced by another object since capture (load_state_dict?): {remedy}")
         for container, keys, name in self._growing:
             added = [f"{key} ({type(container[key]).__name__})" for key in container if key not in keys]
             if added:

@@ -376,8 +376,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         tensors = [t for t in (*recording.external, *gradients.leaves) if id(t) not in given]
         modules = bound_modules(self.target, self._called, tensors, census)
         optimizers = stepped_optimizers(census, transaction.journal)
-        owner = getattr(self.target, "__self__", None)
-        slots = slots_of(modules, self._called, tensors, owners=[owner, *optimizers])
+        slots = slots_of(self.target, modules, self._called, tensors, optimizers)
         return Binding(
             tensors,
             slots + optimizer_slots(optimizers, transaction.journal),

@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rollgraph.graph.census import Census, PythonState
 from rollgraph.graph.errors import CaptureError, GeneratorError, Location, StateError, here
@@ -27,6 +28,7 @@ from rollgraph.graph.surface import Span, spanned
 
 # Operations that write arguments their schema does not mark as written: argument positions.
 _UNMARKED_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
+_HOST_WRITES = ("apply_", "map_", "map2_")  # they run Python for each element
 _UNINITIALISED = ("aten::empty", "aten::new_empty")  # prefixes: the first write is the initial value
 _FACTORIES = tuple(
     f"aten::{prefix}{name}" for prefix in ("", "new_") for name in ("zeros", "ones", "full", "empty", "arange", "lift")
@@ -97,7 +99,7 @@ class Journal(TorchDispatchMode):
         self._made_here = set()
         self._writes, self._writes_at_read = [], {}
         self._cuda_rng = {id(g): g.get_state() for g in self._cuda_generators()}
-        with own_autocast_cache(), self:
+        with own_autocast_cache(), self._saving_host_writes(), self:
             yield
         if again:
             self._made_again |= self._made_here
@@ -197,6 +199,33 @@ class Journal(TorchDispatchMode):
         if storage is None:
             return []
         return self._writes if returned else self._writes[: self._writes_at_read.get(storage._cdata, 0)]
+
+    @contextmanager
+    def _saving_host_writes(self) -> Iterator[None]:
+        """The methods that write without a word to the dispatcher save what they write too."""
+
+        def saving(name: str) -> Any:
+            write = getattr(torch._C.TensorBase, name)
+
+            @wraps(write)
+            def method(tensor: Tensor, *args: Any) -> Any:
+                with _disable_current_modes():  # a recorder must not see the copy
+                    self._save(tensor, f"Tensor.{name}")
+                return write(tensor, *args)
+
+            return method
+
+        before = {name: vars(Tensor).get(name) for name in _HOST_WRITES}
+        for name in _HOST_WRITES:
+            setattr(Tensor, name, saving(name))
+        try:
+            yield
+        finally:
+            for name, method in before.items():
+                if method is None:
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, method)
 
     def _save(self, tensor: Tensor, func: Any) -> None:
         storage = storage_of(tensor)

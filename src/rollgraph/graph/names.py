@@ -10,7 +10,7 @@ import dis
 import enum
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -97,6 +97,50 @@ class Names:
         if named or _is_plain(value):
             read.value = value
             self._reads.setdefault((id(read.root), read.steps), read)
+
+
+class Paths(Names):
+    """The dictionaries through which a function reaches the things that are `wanted`.
+
+    `found` has (dictionary, key, value, name) for each step of each way to one of them. What the function assigns
+    itself is left out.
+    """
+
+    def __init__(self, target: Any, wanted: Callable[[Any], bool]) -> None:
+        self._wanted = wanted
+        self._steps: list[tuple[dict[Any, Any], Any, Any, str]] = []
+        super().__init__(target, ())
+        assigned = {name for code, _ in self._seen for name in _assigned(code)}
+        self.found = [step for step in self._steps if step[1] not in assigned]
+
+    def _note(self, read: Read, depth: int) -> None:
+        value, way = read.root, list[tuple[dict[Any, Any], Any, Any, str]]()
+        for kind, key in read.steps:
+            container, value = _dictionary(value, kind, key), _step(value, kind, key)
+            if value is _ABSENT:
+                break
+            if container is not None:
+                way.append((container, key, value, f"{read.name} (read at {read.where})"))
+            if self._wanted(value):
+                self._steps += way
+                way = []
+        super()._note(read, depth)
+
+
+def _dictionary(value: Any, kind: str, key: Any) -> dict[Any, Any] | None:
+    """The dictionary that a step looks into, or None if it is none."""
+    if kind == "item":
+        return value if isinstance(value, dict) else None
+    slots = (value._parameters, value._buffers, value._modules) if isinstance(value, nn.Module) else ()
+    holders = [held for held in (*slots, getattr(value, "__dict__", None)) if isinstance(held, dict) and key in held]
+    return holders[0] if holders and kind == "attribute" else None
+
+
+def _assigned(code: CodeType) -> Iterator[str]:
+    for inner in _codes(code):
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", "DELETE_GLOBAL"):
+                yield instruction.argval
 
 
 def _functions(target: Any) -> Iterator[tuple[Any, Any]]:

@@ -314,7 +314,7 @@ class Segment:
         buffered = [p for p in self.parameters if p in buffers]
         self.binding = Binding(
             [*tensors, *buffers.values()],
-            slots_of(modules, self._called, tensors, owners=[getattr(self.spec.target, "__self__", None)]),
+            slots_of(self.spec.target, modules, self._called, tensors),
             modules,
             trained=buffered,
             growing=growing(modules, self._called),

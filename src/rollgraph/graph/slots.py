@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rollgraph.graph.census import Census
 from rollgraph.graph.journal import Journal
+from rollgraph.graph.names import Paths
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, tuple})
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -62,14 +63,19 @@ class HookPlace(NamedTuple):
 
 
 def slots_of(
-    modules: Sequence[nn.Module], called: Mapping[int, nn.Module], read: Sequence[Tensor], owners: Iterable[Any] = ()
+    target: Any,
+    modules: Sequence[nn.Module],
+    called: Mapping[int, nn.Module],
+    read: Sequence[Tensor],
+    optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> list[Slot]:
-    """All slots but those of optimizers. `owners` are other objects that may keep a tensor that was read."""
+    """All slots but those that only optimizers have; `read` are the tensors that the recording read."""
     return [
         *module_slots(modules),
         *entry_slots(called),
         *constant_slots(called.values()),
-        *tensor_slots([*modules, *owners], read),
+        *tensor_slots([*modules, *optimizers], read),
+        *path_slots(target, called, read),
     ]
 
 
@@ -110,12 +116,24 @@ def tensor_slots(owners: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[S
     """Plain attributes that hold one of the tensors, unless the owner's `forward` assigns them."""
     ids = set(map(id, tensors))
     for owner in owners:
-        attributes = {} if isinstance(owner, ModuleType) else getattr(owner, "__dict__", {})
+        attributes = vars(owner)
         for name, value in attributes.items():
             if not isinstance(value, Tensor) or id(value) not in ids:
                 continue
             if name not in _assigned(getattr(owner, "forward", None)):
                 yield Slot(attributes, name, value, f"{type(owner).__name__}.{name}", apart=True)
+
+
+def path_slots(target: Any, called: Mapping[int, nn.Module], tensors: Iterable[Tensor]) -> list[Slot]:
+    """The names by which a function reaches the modules it called and the tensors it read: attributes and globals."""
+    if isinstance(target, nn.Module):
+        return []
+    ids = set(map(id, tensors))
+
+    def wanted(value: Any) -> bool:
+        return id(value) in ids or (isinstance(value, nn.Module) and _gone_through(value, called))
+
+    return [Slot(*step, apart=True) for step in Paths(target, wanted).found]
 
 
 # -- lists of modules ------------------------------------------------------------------------------

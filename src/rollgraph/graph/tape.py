@@ -120,6 +120,8 @@ class Recorder(TorchDispatchMode):
         refuse_host_read(func, args, kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             return self._lift(func, args[0])
+        if func is torch.ops.aten._efficientzerotensor.default:
+            func = torch.ops.aten.zeros.default  # zeros without memory, which a replay could not write to
         written = written_arguments(func, args, kwargs)
         recorded_args, recorded_kwargs = self._encode(args), self._encode(kwargs)
         if torch.Tag.inplace_view in func.tags:
