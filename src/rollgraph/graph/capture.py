@@ -6,7 +6,9 @@ that does not fit. A captured function is opaque to autograd; `callables.py` has
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
@@ -34,6 +36,7 @@ R = TypeVar("R")
 OnMismatch = Literal["raise", "eager", "recapture"]
 BackendName = Literal["auto", "cuda", "tape", "eager"]
 Writes = list[list[tuple[int, Span]]]  # for each input: storages and places
+_thread = threading.get_ident
 MAX_VARIANTS = 16  # captures that one function or callable keeps under on_mismatch="recapture"
 
 
@@ -390,18 +393,15 @@ class GraphedFunction(Captured, Generic[P, R]):
         return variant
 
     def _replay(self, variant: Variant, inputs: Sequence[Tensor]) -> R:
-        def replay() -> list[Tensor]:
+        records, arena = self._backend.records, variant.arena
+        with torch.no_grad() if records else nullcontext(), arena.lock if records else nullcontext():
+            arena.admit(variant.capture, self.name)
             variant.gradients.enter()
-            tensors = variant.recording.replay(inputs)
+            if arena.borrower == _thread() or not records:
+                tensors = [t.detach() for t in variant.recording.replay(inputs) if t is not None]
+            else:
+                tensors = arena.lend(variant.recording.replay, inputs)
             variant.gradients.leave()
-            return [tensor for tensor in tensors if tensor is not None]
-
-        if self._backend.records:
-            with torch.no_grad(), variant.arena.lock:
-                variant.arena.admit(variant.capture, self.name)
-                tensors = variant.arena.lend(replay)
-        else:
-            tensors = [tensor.detach() for tensor in replay()]
         self._count_run()
         assert variant.outputs is not None
         if variant.outputs.differentiable:

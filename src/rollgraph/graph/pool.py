@@ -97,20 +97,21 @@ class Arena:
             self.borrower = me
         return held
 
-    def lend(self, replay: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    def lend(self, replay: Callable[[Sequence[Tensor]], list[Tensor | None]], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run a replay and hand out its outputs: aliases, or copies if another thread must not lose what it holds."""
         held = self.held_elsewhere()
-        if not held:
-            return [tensor.detach() for tensor in replay()]
         values = [lender.values() for lender in held]
-        outputs = copies(replay())
+        outputs = [tensor for tensor in replay(inputs) if tensor is not None]
+        if not held:
+            return [tensor.detach() for tensor in outputs]
+        outputs = copies(outputs)
         for lender, value in zip(held, values, strict=True):
             lender.restore(value)
         return outputs
 
     def claim(self, graph: str) -> None:
         """The same for a forward whose backward needs its outputs as they are: no other thread may hold any."""
-        if self.borrower != _thread() and self.held_elsewhere():
+        if self.held_elsewhere():
             raise MemoryInUse(
                 f"graph {graph!r} was called in another thread before, where an output is still held: training would "
                 "overwrite it. Keep a clone of it there, or capture a graph for each thread"

@@ -410,7 +410,8 @@ class Segment:
                 check()
                 return replay(inputs)
 
-            return call
+            grad_off = not self.surface.modes[0]
+            return self._call_without_gradients(bind) if grad_off and self._returns_tensor() else call
         boundary = self._boundary
 
         def call_boundary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -420,21 +421,39 @@ class Segment:
 
         return call_boundary
 
-    def _replay_forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        def replay() -> list[Tensor]:
-            self.arena.admit(self.forward_number, self.spec.name)
-            return [tensor for tensor in self.forward.replay(inputs) if tensor is not None]
+    def _returns_tensor(self) -> bool:
+        return self.outputs is not None and self.outputs.is_tensor
 
-        if not self.spec.backend.records:
-            return [tensor.detach() for tensor in replay()]
+    def _call_without_gradients(
+        self, bind: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Tensor]]
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """Inference that returns one tensor: the call whose cost is nearly all host time."""
+        arena, lock, number, replay = self.arena, self._lock, self.forward_number, self.forward.replay
+        check, with_care = self.binding.check, self._replay_forward
+
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            inputs = bind(args, kwargs)
+            check()
+            with lock:
+                if arena.low < number < arena.high and arena.borrower == _thread():
+                    return replay(inputs)[0].detach()  # type: ignore[union-attr]
+            return with_care(inputs)[0]
+
+        return call
+
+    def _replay_forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        arena = self.arena
         with self._lock:
-            return self.arena.lend(replay)
+            arena.admit(self.forward_number, self.spec.name)
+            if arena.borrower == _thread() or not self.spec.backend.records:
+                return [tensor.detach() for tensor in self.forward.replay(inputs) if tensor is not None]
+            return arena.lend(self.forward.replay, inputs)
 
     def _make_boundary(self) -> Callable[..., Any]:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
         segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
         replay, forward, last = self.forward.replay, self.forward_number, self._needed_until()
-        note, lock = self._saved.note, self._lock
+        note, lock = (self._saved.note if self._saved else None), self._lock
         assert self.outputs is not None
         bare = self.outputs.is_tensor
 
@@ -447,7 +466,8 @@ class Segment:
                     if not arena.low < forward < arena.high:
                         arena.admit(forward, name)
                     outputs = replay(tensors[:inputs])
-                    note()
+                    if note is not None:
+                        note()
                     arena.open(name, forward, last, ctx)
                 ctx.set_materialize_grads(False)
                 if bare:
@@ -517,7 +537,8 @@ class Segment:
             raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
         if not self.arena.is_open(self.forward_number, ctx):
             raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
-        self._saved.check(self.spec.name)
+        if self._saved:
+            self._saved.check(self.spec.name)
         unexpected = [] if self._all_differentiable else self._newly_required(ctx.needs_input_grad)
         if unexpected:
             raise ReplayMismatch(_NO_GRADIENT.format(", ".join(unexpected), self.spec.name))
