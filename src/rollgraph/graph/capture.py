@@ -86,14 +86,15 @@ class Captured:
 class OutputTree:
     """The structure of a function's output, with a fast way back from its tensors."""
 
-    def __init__(self, output: Any, where: str) -> None:
+    def __init__(self, output: Any, where: str | None) -> None:
+        """`where` the output comes from, if it is refused that a replay could not make; None before a recording."""
         self._leaves, self._tree = pytree.tree_flatten(output)
         self.tensors: list[Tensor] = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self._leaves]
         self.is_tensor = isinstance(output, Tensor)
         self.differentiable = [i for i, tensor in enumerate(self.tensors) if tensor.requires_grad]
         self._is_tuple = type(output) is tuple and all(isinstance(leaf, Tensor) for leaf in output)
-        for leaf in self._leaves:
+        for leaf in self._leaves if where is not None else ():
             if leaf is not None and not isinstance(leaf[0], (type(None), bool, int, float, str)):
                 raise CaptureError(
                     f"{where} returns a {type(leaf[0]).__name__}, which a replay would return unchanged for ever: "
@@ -292,7 +293,7 @@ class GraphedFunction(Captured, Generic[P, R]):
                 with transaction.journal.run(again=run > 0), noting_calls(self._called):
                     output = self._function(*args, **kwargs)
                 self._hooks.run("post_forward", "warmup", self.target, args, kwargs, output)
-                tree = OutputTree(output, self.name)
+                tree = OutputTree(output, None)
                 _refuse_lost_gradients(surface, statics.tensors, tree.tensors)
                 writes = overtaking_writes(transaction.journal, statics, tree.tensors)
                 tree.without_tensors()
@@ -396,11 +397,10 @@ class GraphedFunction(Captured, Generic[P, R]):
         records, arena = self._backend.records, variant.arena
         with torch.no_grad() if records else nullcontext(), arena.lock if records else nullcontext():
             arena.admit(variant.capture, self.name)
+            if arena.borrower != _thread():
+                arena.claim(self.name)
             variant.gradients.enter()
-            if arena.borrower == _thread() or not records:
-                tensors = [t.detach() for t in variant.recording.replay(inputs) if t is not None]
-            else:
-                tensors = arena.lend(variant.recording.replay, inputs)
+            tensors = [t.detach() for t in variant.recording.replay(inputs) if t is not None]
             variant.gradients.leave()
         self._count_run()
         assert variant.outputs is not None

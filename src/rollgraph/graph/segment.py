@@ -445,9 +445,9 @@ class Segment:
         arena = self.arena
         with self._lock:
             arena.admit(self.forward_number, self.spec.name)
-            if arena.borrower == _thread() or not self.spec.backend.records:
-                return [tensor.detach() for tensor in self.forward.replay(inputs) if tensor is not None]
-            return arena.lend(self.forward.replay, inputs)
+            if arena.borrower != _thread():
+                arena.claim(self.spec.name)
+            return [tensor.detach() for tensor in self.forward.replay(inputs) if tensor is not None]
 
     def _make_boundary(self) -> Callable[..., Any]:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
