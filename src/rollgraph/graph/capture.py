@@ -6,10 +6,10 @@ that does not fit. A captured function is opaque to autograd; `callables.py` has
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from threading import get_ident as _thread
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -45,6 +45,7 @@ R = TypeVar("R")
 OnMismatch = Literal["raise", "eager", "recapture"]
 BackendName = Literal["auto", "cuda", "tape", "eager"]
 Writes = list[list[tuple[int, Span]]]  # for each input: storages and places
+_thread = threading.get_ident
 MAX_VARIANTS = 16  # captures that one function or callable keeps under on_mismatch="recapture"
 
 
@@ -94,14 +95,15 @@ class Captured:
 class OutputTree:
     """The structure of a function's output, with a fast way back from its tensors."""
 
-    def __init__(self, output: Any, where: str) -> None:
+    def __init__(self, output: Any, where: str | None) -> None:
+        """`where` the output comes from, if it is refused that a replay could not make; None before a recording."""
         self._leaves, self._tree = pytree.tree_flatten(output)
         self.tensors: list[Tensor] = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in self._leaves]
         self.is_tensor = isinstance(output, Tensor)
         self.differentiable = [i for i, tensor in enumerate(self.tensors) if tensor.requires_grad]
         self._is_tuple = type(output) is tuple and all(isinstance(leaf, Tensor) for leaf in output)
-        for leaf in self._leaves:
+        for leaf in self._leaves if where is not None else ():
             if leaf is not None and not isinstance(leaf[0], (type(None), bool, int, float, str)):
                 raise CaptureError(
                     f"{where} returns a {type(leaf[0]).__name__}, which a replay would return unchanged for ever: "
@@ -149,12 +151,6 @@ class Variant:
     differentiable: list[bool] = field(default_factory=list)  # inputs that may require grad: none leaves through them
     overtaken: Overtaken = field(default_factory=lambda: Overtaken((), ()))
     lender: LentTensors | None = None
-
-    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        self.gradients.enter()
-        tensors = self.recording.replay(inputs)
-        self.gradients.leave()
-        return tensors
 
     def release(self) -> None:
         self.recording.release()
@@ -306,7 +302,7 @@ class GraphedFunction(Captured, Generic[P, R]):
                 with transaction.journal.run(again=run > 0), noting_calls(self._called):
                     output = self._function(*args, **kwargs)
                 self._hooks.run("post_forward", "warmup", self.target, args, kwargs, output)
-                tree = OutputTree(output, self.name)
+                tree = OutputTree(output, None)
                 _refuse_lost_gradients(surface, statics.tensors, tree.tensors)
                 writes = overtaking_writes(transaction.journal, statics, tree.tensors)
                 tree.without_tensors()
@@ -415,16 +411,14 @@ class GraphedFunction(Captured, Generic[P, R]):
         return variant
 
     def _replay(self, variant: Variant, inputs: Sequence[Tensor]) -> R:
-        arena = variant.arena
-        if not self._backend.records:
-            tensors = [tensor.detach() for tensor in variant.replay(inputs) if tensor is not None]
-        else:
-            with torch.no_grad(), arena.lock:
-                arena.admit(variant.capture, self.name)
-                if arena.borrower != _thread() and arena.held_elsewhere():
-                    tensors = arena.replay_beside(partial(variant.replay, inputs))
-                else:
-                    tensors = [tensor.detach() for tensor in variant.replay(inputs) if tensor is not None]
+        records, arena = self._backend.records, variant.arena
+        with torch.no_grad() if records else nullcontext(), arena.lock if records else nullcontext():
+            arena.admit(variant.capture, self.name)
+            if arena.borrower != _thread():
+                arena.claim(self.name)
+            variant.gradients.enter()
+            tensors = [t.detach() for t in variant.recording.replay(inputs) if t is not None]
+            variant.gradients.leave()
         self._count_run()
         assert variant.outputs is not None
         if variant.outputs.differentiable:

@@ -6,7 +6,7 @@ hooks of leaves inside a recorded backward. Knows nothing of segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,18 +16,20 @@ _LARGE = 2**20  # bytes of a gradient: below, one launch for all of them is chea
 
 
 @contextmanager
-def aliased_parameters(module: nn.Module | None, aliases: dict[Tensor, Tensor]) -> Iterator[None]:
+def aliased_parameters(
+    module: nn.Module | None, aliases: dict[Tensor, Tensor], shared: Container[Tensor] = ()
+) -> Iterator[None]:
     """Put leaves over the same memory in the places of a module's trainable parameters.
 
     A parameter that an autograd graph of the user's holds is tied to the stream of that graph, which a capture in
-    another stream cannot touch. These leaves are new. A parameter that the module also reaches by another way (a
-    list, a closure) is then a leaf beside its alias, and has the rest of the gradient.
+    another stream cannot touch. These leaves are new. A parameter that is `shared`, because the module also reaches
+    it by another way (a list, a closure), stays what it is.
     """
     places = [
         (child._parameters, name, parameter)
         for child in (module.modules() if module is not None else ())
         for name, parameter in child._parameters.items()
-        if parameter is not None and parameter.requires_grad
+        if parameter is not None and parameter.requires_grad and parameter not in shared
     ]
     # An LSTM keeps a second list of its parameters, which it makes anew when they change.
     lists = [

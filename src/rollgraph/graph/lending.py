@@ -49,14 +49,6 @@ class LentTensors:
         held = [i for i, (now, alone) in enumerate(zip(self._holders(), self._alone, strict=True)) if now > alone]
         self._kept = dict(zip(held, copies([self._tensors[i] for i in held]), strict=True))
 
-    def values(self) -> list[Tensor]:
-        """Copies of all of them."""
-        return copies(self._tensors)
-
-    def restore(self, values: Sequence[Tensor]) -> None:
-        for tensor, value in zip(self._tensors, values, strict=True):
-            tensor.copy_(value)
-
     def lend(self) -> list[Tensor | None]:
         """The results of the replay that just ran."""
         lent: list[Tensor | None] = [t.detach() for t in self._tensors]

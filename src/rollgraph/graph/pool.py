@@ -12,16 +12,15 @@ import copy
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
-from torch import Tensor
 
 from rollgraph.graph.errors import CaptureError, MemoryInUse
-from rollgraph.graph.lending import LentTensors, copies
+from rollgraph.graph.lending import LentTensors
 from rollgraph.graph.report import GraphRecord, Report
 
 PoolHandle = tuple[int, int]  # what torch.cuda.graph_pool_handle() returns
@@ -84,34 +83,23 @@ class Arena:
 
     # -- threads ---------------------------------------------------------------------------------
 
-    def held_elsewhere(self) -> list[LentTensors]:
-        """Outputs that another thread still holds. If there are none, the caller is from now on who they are lent to.
+    def claim(self, graph: str) -> None:
+        """Make the calling thread the one that outputs are lent to; refuse while another one holds an output.
 
-        A backward that runs in a thread of autograd's is part of the thread that waits for it.
+        That thread may be reading it at this very moment. A backward in a thread of autograd's own belongs to the
+        thread that waits for it.
         """
-        me = _thread()
-        if me == self.borrower or _graph_task() != -1:
-            return []
-        held = [lender for lender in self.lenders if lender.held()]
-        if not held:
-            self.borrower = me
-        return held
-
-    def replay_beside(self, replay: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:
-        """Run a replay whose outputs leave as copies, so that another thread does not lose what it holds."""
-        held = self.held_elsewhere()
-        values = [lender.values() for lender in held]
-        outputs = copies([tensor for tensor in replay() if tensor is not None])
-        for lender, value in zip(held, values, strict=True):
-            lender.restore(value)
-        return outputs
-
-    def refuse_thread(self, graph: str) -> NoReturn:
-        """A forward whose backward needs its outputs as they are has nobody to share them with."""
-        raise MemoryInUse(
-            f"graph {graph!r} was called in another thread before, where an output is still held: training would "
-            "overwrite it. Keep a clone of it there, or capture a graph for each thread"
-        )
+        if self.borrower == _thread() or _graph_task() != -1:
+            return
+        if any(lender.held() for lender in self.lenders):
+            gc.collect()  # it may wait in a reference cycle
+            if any(lender.held() for lender in self.lenders):
+                raise MemoryInUse(
+                    f"graph {graph!r} is used by two threads, and an output that the other one got from its pool is "
+                    "still held there: a replay would overwrite it. Keep a clone and drop the output before another "
+                    "thread's turn, or capture a graph in a pool of its own for each thread"
+                )
+        self.borrower = _thread()
 
     # -- open intervals --------------------------------------------------------------------------
 

@@ -104,7 +104,8 @@ class Segment:
         self._gradients: list[Tensor | None] | None = None  # where the recorded backward leaves them
         self._lent: LentTensors | None = None  # the backward's results, where they are static
         self._aliases: dict[Tensor, Tensor] = {}  # parameter -> the leaf that stands for it
-        self._split: list[Tensor] = []  # parameters that are leaves beside their alias: reached past the module
+        self._shared: set[Tensor] = set()  # parameters that are also reached past the module: they have no alias
+        self.capturing = False  # else whoever runs the callable, a sanitizer or the eager backend, gets it untouched
         self._saved = SavedVersions()
         self._writes: Writes = [[] for _ in surface.tensors]
         self.overtaken = Overtaken((), ())
@@ -119,7 +120,10 @@ class Segment:
         self._inputs = inputs
         args, kwargs = self.surface.arguments(inputs)
         self._aliases = {}
-        with torch.set_grad_enabled(self.surface.modes[0]), aliased_parameters(self.spec.module, self._aliases):
+        stand_ins = nullcontext()
+        if self.capturing:
+            stand_ins = aliased_parameters(self.spec.module, self._aliases, self._shared)
+        with torch.set_grad_enabled(self.surface.modes[0]), stand_ins:
             output = self.spec.original(*args, **kwargs)
         self.outputs = OutputTree(output, self.spec.name)
         self._results = self.outputs.tensors
@@ -132,7 +136,6 @@ class Segment:
     def _run_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         inputs = [t for t, d in zip(self._inputs, self._differentiable, strict=True) if d]
         targets = [*inputs, *(self._aliases.get(p, p) for p in self.parameters)]
-        split = self._split
         results = [result for result in self._results if result.requires_grad]
         buffers = self.spec.grad_buffers
         leaving = [t for t, p in zip(targets, (*inputs, *self.parameters), strict=True) if p not in buffers]
@@ -141,10 +144,8 @@ class Segment:
             moving_out(leaving, self._gradients or (), self.parameters),
         ):
             found: Sequence[Tensor | None] = torch.autograd.grad(
-                results, [*targets, *split], gradients, allow_unused=True, retain_graph=self.spec.retain_graph
+                results, targets, gradients, allow_unused=True, retain_graph=self.spec.retain_graph
             )
-        if split:
-            found = self._with_rest(found[: len(targets)], found[len(targets) :])
         kept: list[Tensor | None] = list(found[: len(inputs)])
         for parameter, gradient in zip(self.parameters, found[len(inputs) :], strict=True):
             buffer = buffers.get(parameter)
@@ -154,19 +155,6 @@ class Segment:
                 buffer.add_(gradient)
         self._unused = [i for i, gradient in enumerate(found) if gradient is None]
         return kept if self._gradients is None else self._moved_out(kept, self._gradients)
-
-    def _with_rest(self, found: Sequence[Tensor | None], rest: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients, with those of parameters that were also reached without their alias added."""
-        whole, first = list(found), len(found) - len(self.parameters)
-        places = {id(parameter): first + i for i, parameter in enumerate(self.parameters)}
-        for parameter, gradient in zip(self._split, rest, strict=True):
-            place = places[id(parameter)]
-            part = whole[place]
-            if part is None:
-                whole[place] = gradient
-            elif gradient is not None:
-                whole[place] = part + gradient
-        return whole
 
     def _moved_out(self, made: list[Tensor | None], buffers: list[Tensor | None]) -> list[Tensor | None]:
         """The results in memory that no other graph writes: that of the pool is reused by all of them."""
@@ -187,10 +175,9 @@ class Segment:
         found: dict[int, Tensor] = {
             id(p): p for p in (module.parameters() if module is not None else ()) if p.requires_grad
         }
-        self._split = []
         for leaf in leaves_behind(self._results):
-            if leaf in self._aliases:
-                self._split.append(leaf)
+            if leaf in self._aliases:  # from the next run on, it is one leaf again, with one gradient
+                self._shared.add(leaf)
             leaf = original.get(id(leaf), leaf)
             found.setdefault(id(leaf), leaf)
         self.parameters = [leaf for key, leaf in found.items() if key not in given]
@@ -211,9 +198,11 @@ class Segment:
     def warm_up(self, transaction: Transaction, iterations: int) -> None:
         spec, hooks = self.spec, self.spec.hooks
         args, kwargs = self.surface.arguments(self.statics.tensors)
-        for iteration in range(iterations):
+        iteration, shared = 0, -1
+        while iteration < iterations or shared != len(self._shared):  # the last run had the leaves of the recording
+            iteration, shared = iteration + 1, len(self._shared)
             hooks.run("pre_forward", "warmup", spec.target, args, kwargs)
-            with transaction.journal.run(again=iteration > 0), noting_calls(self._called):
+            with transaction.journal.run(again=iteration > 1), noting_calls(self._called):
                 self._run_forward(self.statics.tensors)
             self._writes = overtaking_writes(transaction.journal, self.statics, self._results)
             hooks.run("post_forward", "warmup", spec.target, args, kwargs, self.raw_output)
@@ -235,7 +224,7 @@ class Segment:
             self.warm_up(transaction, 1)
         self._like, self._trains = self._like or warmed._like, warmed._trains
         self.parameters, self.passed, self._no_gradients = warmed.parameters, warmed.passed, warmed._no_gradients
-        self._called, self._writes = warmed._called, warmed._writes
+        self._called, self._writes, self._shared = warmed._called, warmed._writes, warmed._shared
 
     def record_forward(self, transaction: Transaction) -> None:
         spec = self.spec
@@ -418,7 +407,8 @@ class Segment:
                 check()
                 return replay(inputs)
 
-            return call
+            grad_off = not self.surface.modes[0]
+            return self._call_without_gradients(bind) if grad_off and self._returns_tensor() else call
         boundary = self._boundary
 
         def call_boundary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -428,20 +418,39 @@ class Segment:
 
         return call_boundary
 
+    def _returns_tensor(self) -> bool:
+        return self.outputs is not None and self.outputs.is_tensor
+
+    def _call_without_gradients(
+        self, bind: Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Tensor]]
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """Inference that returns one tensor: the call whose cost is nearly all host time."""
+        arena, lock, number, replay = self.arena, self._lock, self.forward_number, self.forward.replay
+        check, with_care = self.binding.check, self._replay_forward
+
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            inputs = bind(args, kwargs)
+            check()
+            with lock:
+                if arena.low < number < arena.high and arena.borrower == _thread():
+                    return replay(inputs)[0].detach()  # type: ignore[union-attr]
+            return with_care(inputs)[0]
+
+        return call
+
     def _replay_forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        arena, forward = self.arena, self.forward_number
+        arena = self.arena
         with self._lock:
-            if not arena.low < forward < arena.high:
-                arena.admit(forward, self.spec.name)
-            if arena.borrower != _thread() and arena.held_elsewhere():
-                return arena.replay_beside(partial(self.forward.replay, inputs))
+            arena.admit(self.forward_number, self.spec.name)
+            if arena.borrower != _thread():
+                arena.claim(self.spec.name)
             return [tensor.detach() for tensor in self.forward.replay(inputs) if tensor is not None]
 
     def _make_boundary(self) -> Callable[..., Any]:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
         segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
         replay, forward, last = self.forward.replay, self.forward_number, self._needed_until()
-        note, lock = self._saved.note, self._lock
+        note, lock = (self._saved.note if self._saved else None), self._lock
         assert self.outputs is not None
         bare = self.outputs.is_tensor
 
@@ -449,12 +458,13 @@ class Segment:
             @staticmethod
             def forward(ctx: Any, *tensors: Tensor) -> Any:
                 with lock:
-                    if arena.borrower != _thread() and arena.held_elsewhere():
-                        arena.refuse_thread(name)
+                    if arena.borrower != _thread():
+                        arena.claim(name)
                     if not arena.low < forward < arena.high:
                         arena.admit(forward, name)
                     outputs = replay(tensors[:inputs])
-                    note()
+                    if note is not None:
+                        note()
                     arena.open(name, forward, last, ctx)
                 ctx.set_materialize_grads(False)
                 if bare:
@@ -524,7 +534,8 @@ class Segment:
             raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
         if not self.arena.is_open(self.forward_number, ctx):
             raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
-        self._saved.check(self.spec.name)
+        if self._saved:
+            self._saved.check(self.spec.name)
         unexpected = [] if self._all_differentiable else self._newly_required(ctx.needs_input_grad)
         if unexpected:
             raise ReplayMismatch(_NO_GRADIENT.format(", ".join(unexpected), self.spec.name))
@@ -570,6 +581,8 @@ def capture_segments(
     """Warm up each callable, then record every pass in the order in which it will be replayed."""
     backend = segments[0].spec.backend
     targets = [segment.spec.target for segment in segments]
+    for segment in segments:
+        segment.capturing = backend.records
     try:
         with Transaction(*targets) as transaction:
             for first, *others in _microbatches(segments, schedule):
@@ -591,6 +604,9 @@ def capture_segments(
         for segment in segments:
             segment.release()
         raise
+    finally:
+        for segment in segments:
+            segment.capturing = False
 
 
 def _give_buffers(segments: Sequence[Segment]) -> None:

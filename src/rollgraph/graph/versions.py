@@ -44,6 +44,9 @@ class SavedVersions:
                 found[name] = tensor
         return cls(found)
 
+    def __bool__(self) -> bool:
+        return bool(self._tensors)
+
     def note(self) -> None:
         """After a forward."""
         self._noted = list(map(_version, self._tensors))
