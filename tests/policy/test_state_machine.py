@@ -600,7 +600,6 @@ class Rank:
             bucket_bytes=choose.choice([64, 1600, 10**6]),
             overlap_gather=choose.random() < 0.8,
             overlap_reduce=choose.random() < 0.8,
-            timeout=20.0,
             collectives=self.collectives,
         )
         self.optimizer = ShardedAdamW(self.sharded, RATE, weight_decay=DECAY)
@@ -608,6 +607,7 @@ class Rank:
         self.phases = Phases(self.sharded)
         self.contexts: list[AbstractContextManager[None]] = []
         self.kept: Any = None
+        self.uneven = False  # ranks have landed different gathers
         self.done: Counter[str] = Counter()
         self.at = 0
 
@@ -633,8 +633,11 @@ class Rank:
         return INPUTS[(number + self.rank) % len(INPUTS)]
 
     def break_collective(self, failure: tuple[Any, int]) -> None:
-        """Make one fail, the same on all ranks: so none of them may be behind with a step it gave up."""
+        """Make one fail, the same on all ranks: so none of them may be behind the others, or before them."""
         self.sharded._settle()
+        if self.uneven:
+            self.sharded.gather()
+            self.uneven = False
         self.collectives.fail_at(*failure)
 
     def insist(self, call: Callable[[], Any], failure: tuple[Any, int] | None) -> Any:
@@ -748,6 +751,7 @@ class Rank:
         self.sharded.drop_gradients()
 
     def do_failing_rank(self, where: str, rank: int, number: int) -> None:
+        self.uneven = True
         if rank != self.rank:
             loss_of(self.model(self.input(number))).backward()
             with pytest.raises(StepGivenUp, match=rf"rank {rank} gave up the step \(Injected"):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollgraph.roll_call import RollCall
 from rollgraph.sharding.overlap import Collectives, CommunicationError, Flight, _sum_in_order
 
 PATIENCE = 120.0  # seconds until a rank that does not come is an error
@@ -55,36 +55,28 @@ class Room:
             self._changed.notify_all()
 
 
-class RoomCall:
-    """A roll call at which all are there; what one rank posts, all read at once."""
+class RoomRollCall(RollCall):
+    """A roll call in which nobody is ever missing: a board in the room."""
 
-    loss = None
+    def __init__(self, room: Room) -> None:
+        self.loss, self._board = None, room.board
 
-    def __init__(self, board: dict[str, str]) -> None:
-        self._board = board
-
-    def check(self) -> None: ...
+    def check(self) -> None:
+        pass
 
     def post(self, key: str, text: str) -> None:
         self._board.setdefault(key, text)
-
-    def posted(self, key: str) -> str | None:
-        return self._board.get(key)
 
 
 class RoomCollectives(Collectives):
     """The collectives of one rank."""
 
-    def __init__(self, room: Room, rank: int, timeout: float = 600.0) -> None:
+    def __init__(self, room: Room, rank: int, timeout: float = 60.0) -> None:
+        self.timeout, self.roll_call = timeout, RoomRollCall(room)
         self._room, self._rank, self._number = room, rank, 0
         self.before_starting: Callable[[], None] = lambda: None
         self.before_meeting: Callable[[], None] = lambda: None
         self._failure: tuple[Literal["start", "wait"], int] | None = None
-        self.timeout = timeout
-        self.roll_call: Any = RoomCall(room.board)
-
-    def explained(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext()
 
     @property
     def store(self) -> Any:

@@ -61,7 +61,7 @@ def steps_with_a_failure(sharded: ShardedModel, fails_at: int | None, failing: i
     return [p.detach().clone() for p in sharded.model.parameters()], said
 
 
-def simulated(rank: int, room: Room, timeout: float = 600.0) -> ShardedModel:
+def simulated(rank: int, room: Room, timeout: float = 60.0) -> ShardedModel:
     collectives = RoomCollectives(room, rank, timeout)
     return ShardedModel(Stack(), World(rank, RANKS, "cpu"), bucket_bytes=1, collectives=collectives)
 

@@ -120,7 +120,7 @@ class Segment:
         self._inputs = inputs
         args, kwargs = self.surface.arguments(inputs)
         self._aliases = {}
-        stand_ins = nullcontext()
+        stand_ins: AbstractContextManager[None] = nullcontext()
         if self.capturing:
             stand_ins = aliased_parameters(self.spec.module, self._aliases, self._shared)
         with torch.set_grad_enabled(self.surface.modes[0]), stand_ins:

@@ -81,7 +81,7 @@ class Collectives:
     @property
     def store(self) -> Any:
         """Where ranks leave notes for each other beside all collectives."""
-        return dist.distributed_c10d._get_default_store()
+        return _store_of(self._world)
 
     def gather(self, full: Tensor, shard: Tensor, what: str) -> Flight:
         """Fill `full` with the shards of all ranks."""
@@ -143,13 +143,13 @@ class Collectives:
         """Begin a collective; what is given back waits for it."""
         assert self.roll_call is not None
         self.before_starting()
-        with self.explained(what):
+        with self._explained(what):
             self.roll_call.check()
             self.roll_call.note(what)
             work = call()
 
         def wait() -> None:
-            with self.explained(what):
+            with self._explained(what):
                 self._land(work, what)
 
         return wait
@@ -173,8 +173,7 @@ class Collectives:
                 raise RankLost(self.roll_call.late(what))
 
     @contextmanager
-    def explained(self, what: str) -> Iterator[None]:
-        """An error inside is about another rank: it is raised with who is lost, and what that one did last."""
+    def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
         except RankLost as error:
@@ -188,9 +187,12 @@ class Collectives:
 
 def _call_the_roll(world: World, timeout: float) -> RollCall:
     """For a world that has none: by the store of its process group."""
+    return RollCall(world.rank, world.size, _store_of(world), timeout)
+
+
+def _store_of(world: World) -> Any:
     group: Any = world.group or dist.group.WORLD
-    store = dist.distributed_c10d._get_process_group_store(group)
-    return RollCall(world.rank, world.size, store, timeout)
+    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def _replace(shard: Tensor, total: Tensor) -> None:

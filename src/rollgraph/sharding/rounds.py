@@ -9,10 +9,15 @@ to be done about them is `sharded_model.py`.
 from __future__ import annotations
 
 import sys
+import time
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from rollgraph.sharding.overlap import Collectives, CommunicationError
 from rollgraph.world import World
+
+_LOOK = 0.25  # seconds of a wait, after which it looks whether a rank is lost
 
 
 class StepGivenUp(RuntimeError):
@@ -23,8 +28,9 @@ class Rounds:
     """The rounds of one model. `name` tells models in one store apart; all ranks use the same."""
 
     def __init__(self, world: World, collectives: Collectives, name: str) -> None:
-        self._world, self._store, self._name = world, collectives.store, name
-        self._explained, self._timeout = collectives.explained, collectives.timeout
+        self._world, self._name = world, name
+        self._store: Any = collectives.store
+        self._timeout, self._roll_call = collectives.timeout, collectives.roll_call
         self._number = 0
         self.given_up = False  # by this rank, and not settled yet
         self._reduces = False  # and has said so
@@ -33,7 +39,7 @@ class Rounds:
         """Before the first reduction of a round: what comes until the last one is the same on all ranks."""
         if not self._reduces:
             self._reduces = True
-            with self._explained("a note to the other ranks"):
+            with suppress(RuntimeError):  # the store is gone with rank 0, and the reduction says so
                 self._store.set(self._key("came", self._world.rank), "to reduce")
 
     def give_up(self, finished: bool) -> None:
@@ -46,18 +52,17 @@ class Rounds:
             return
         self.given_up = True
         error = sys.exception()
-        try:
+        with suppress(RuntimeError):  # the next collective says so, and the exception at hand is the one to tell
             self._store.set(self._key("came", self._world.rank), "to give up")
             self._store.set(self._key("gave up", self._world.rank), "given up")
             if not finished and not isinstance(error, StepGivenUp):  # whoever was first is the one to name
                 self._store.set(self._key("who"), f"rank {self._world.rank} gave up the step{_reason(error)}")
-        except RuntimeError:
-            pass  # the store is gone: the next collective says so, and the exception at hand is the one to tell
+            self._store.check([self._key("came", self._world.rank)])  # answered only when all of it is there
 
     def refuse_given_up(self) -> None:
         """Raise if another rank gave up this round."""
-        key = self._key("who")
-        with self._explained("a look at what the other ranks said"):
+        key, said = self._key("who"), ""
+        with suppress(RuntimeError):  # the store is gone with rank 0, and the next collective says so
             said = self._store.get(key).decode() if self._store.check([key]) else ""
         if said:
             raise StepGivenUp(f"{said}: its gradients are dropped on all ranks")
@@ -77,15 +82,24 @@ class Rounds:
 
     def _wait(self, for_what: str, otherwise: str) -> None:
         keys = {rank: self._key(for_what, rank) for rank in range(self._world.size)}
-        try:
-            self._store.wait(list(keys.values()), timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            here = f"rank {self._world.rank} gave up a step by drop_gradients()"
-            raise CommunicationError(f"{here}, and {self._who_is_missing(keys)} {otherwise}{self._advice}") from error
+        here = f"rank {self._world.rank} gave up a step by drop_gradients()"
+        deadline = time.monotonic() + self._timeout
+        while not self._are_there(list(keys.values()), deadline):
+            if self._roll_call is not None and self._roll_call.loss is not None:
+                raise CommunicationError(f"{here}, and {self._roll_call.loss.text}")
+            if time.monotonic() > deadline:
+                limit = f"within {self._timeout:g} s: all ranks must give up the same step"
+                raise CommunicationError(f"{here}, and {self._who_is_missing(keys)} {otherwise} {limit}")
 
-    @property
-    def _advice(self) -> str:
-        return f" within {self._timeout:g} s: all ranks must give up the same step"
+    def _are_there(self, keys: list[str], deadline: float) -> bool:
+        """Wait for a moment."""
+        try:
+            left = max(0.01, deadline - time.monotonic())
+            self._store.wait(keys, timedelta(seconds=min(left, _LOOK)))
+            return True
+        except RuntimeError:  # not yet; or the store is gone, with rank 0
+            time.sleep(0.01)
+            return False
 
     def _who_is_missing(self, keys: dict[int, str]) -> str:
         try:
