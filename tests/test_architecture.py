@@ -46,8 +46,8 @@ LAYERS = (
         "graph/snapshot.py", "graph/watched.py", "graph/sanitizer.py",
     ), packages=BASE),
     Layer("parts", (
-        "sharding/flat_buffer.py", "sharding/hook_set.py", "sharding/overlap.py", "sharding/sharded_model.py",
-        "sharding/optimizer.py", "sharding/shard_files.py",
+        "sharding/flat_buffer.py", "sharding/hook_set.py", "sharding/overlap.py", "sharding/rounds.py",
+        "sharding/sharded_model.py", "sharding/optimizer.py", "sharding/shard_files.py",
         "model/architecture.py", "model/pointwise_kernels.py", "model/pointwise.py",
         "model/paged_kernels.py", "model/shared_keys_kernels.py", "model/attention.py",
         "model/logprob_kernels.py", "model/logprobs.py",

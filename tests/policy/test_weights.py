@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from rollgraph.model import Decoder
 from rollgraph.policy import WeightsError, WeightSlots
 from rollgraph.policy.weights import Place
-from rollgraph.sharding import ShardedModel
+from rollgraph.sharding import ShardedAdamW, ShardedModel, load, save
 from rollgraph.world import World
 from tests.policy.small_worker import make_model
 
@@ -259,3 +260,34 @@ def test_a_checksum_sees_that_values_changed_places(sharded: ShardedModel) -> No
             before = slots.checksum()
             flat[place], flat[place + distance] = 2.0, 1.0
             assert slots.checksum() != before
+
+
+def test_nothing_is_trained_or_saved_while_other_weights_are_in_the_model(
+    sharded: ShardedModel, slots: WeightSlots, tmp_path: Path
+) -> None:
+    optimizer = ShardedAdamW(sharded, 0.1)
+    calls = (
+        optimizer.step,
+        optimizer.read_shards,
+        lambda: save(tmp_path / "checkpoint", sharded, optimizer),
+        lambda: load(tmp_path / "checkpoint", sharded, optimizer),
+    )
+    policy, masters = bits(sharded), [master.detach().clone() for master in optimizer.masters]
+    with slots.use("reference"):
+        for call in calls:
+            with pytest.raises(RuntimeError, match="the weights in the model are 'reference'"):
+                call()
+    assert same(bits(sharded), policy)
+    assert same(optimizer.masters, masters)
+    optimizer.step()
+
+
+def test_a_parameter_that_left_its_memory_cannot_be_exchanged(sharded: ShardedModel, slots: WeightSlots) -> None:
+    parameter = sharded.model.embed.weight
+    place, reference = parameter.data, bits(sharded)
+    parameter.data = place.clone()
+    for call in (lambda: slots.save("other"), lambda: slots.use("reference").__enter__()):
+        with pytest.raises(RuntimeError, match=r"embed.weight left its flat buffer"):
+            call()
+    parameter.data = place
+    assert same(bits(sharded), reference)

@@ -236,3 +236,33 @@ def test_a_pickle_carries_no_hook() -> None:
     assert not calls
     tree(torch.ones(2))
     assert len(calls) == 2
+
+
+def test_a_shared_parameter_keeps_its_hook_as_long_as_one_module_has_it() -> None:
+    tree, calls = Tree(3), list[Tensor]()
+    first, second, third = leaves(tree)
+    second.weight = first.weight
+
+    def choose(name: str, module: nn.Module) -> dict[Any, Any]:
+        return {"gradient": calls.append} if isinstance(module, Leaf) else {}
+
+    hooks = HookSet(tree, choose)
+    hooks.enable()
+    tree(torch.ones(2)).sum().backward()
+    assert sorted(map(id, calls)) == sorted((id(first.weight), id(third.weight)))
+    calls.clear()
+    del tree.leaves["leaf0"]
+    hooks.enable()
+    tree(torch.ones(2)).sum().backward()
+    assert sorted(map(id, calls)) == sorted((id(first.weight), id(third.weight)))
+    third.weight.requires_grad_(False)
+    with hooks.paused():
+        pass
+    third.weight.requires_grad_(True)
+    hooks.enable()
+    assert len(third.weight._post_accumulate_grad_hooks) == 1
+    del tree.leaves["leaf1"]
+    hooks.enable()
+    assert not first.weight._post_accumulate_grad_hooks
+    hooks.disable()
+    assert not third.weight._post_accumulate_grad_hooks

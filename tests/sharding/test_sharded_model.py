@@ -25,6 +25,7 @@ from rollgraph.sharding import (
     warm_up,
 )
 from rollgraph.world import World
+from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
 from tests.sharding.worlds import run_world, run_world_with_a_loss
 
 STEPS, RATE, DECAY = 3, 0.05, 0.1
@@ -527,3 +528,257 @@ def test_a_model_is_sharded_once() -> None:
     ShardedModel(copy.deepcopy(model), ALONE).close()
     sharded.close()
     ShardedModel(model, ALONE).close()
+
+
+# -- what is in flight while somebody writes, and trees that change ---------------------------------
+
+
+def simulated(rank: int, room: Room, bucket_bytes: int = 400) -> tuple[Net, ShardedModel, ShardedAdamW]:
+    """One of three ranks in this process; see `lockstep.py`."""
+    model = Net()
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape) / (index + 1))
+    collectives = RoomCollectives(room, rank)
+    sharded = ShardedModel(model, World(rank, 3, "cpu"), bucket_bytes=bucket_bytes, collectives=collectives)
+    return model, sharded, ShardedAdamW(sharded, RATE, weight_decay=DECAY)
+
+
+def one_step(model: Net, sharded: ShardedModel, optimizer: ShardedAdamW, number: int) -> None:
+    loss(model, microbatch(number, sharded.world.rank, 0)).backward()
+    sharded.finish_gradients()
+    optimizer.step()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_an_update_comes_after_the_gathers_that_are_in_flight() -> None:
+    """Two updates with nothing read in between, but for one bucket: the others are still on their way."""
+
+    def work(rank: int, room: Room, reads: bool) -> dict[str, Tensor]:
+        model, sharded, optimizer = simulated(rank, room)
+        one_step(model, sharded, optimizer, 0)
+        for _ in range(3):
+            if reads:
+                sharded.gather()
+            else:
+                sharded.before_reading([model.embedding.weight])
+            optimizer.step()  # on zero gradients: moments and decay
+        sharded.gather()
+        return values(model)
+
+    found = [run_ranks(3, lambda rank, room, reads=reads: work(rank, room, reads)) for reads in (False, True)]
+    for unread, read in zip(*found, strict=True):
+        assert same(unread, read)
+        assert same(unread, found[0][0])
+
+
+@pytest.mark.parametrize("how", ["load", "restore", "load_state_dict"])
+def test_weights_that_come_after_a_step_stay(how: str) -> None:
+    def work(rank: int, room: Room) -> bool:
+        model, sharded, optimizer = simulated(rank, room)
+        kept, first = sharded.flat.snapshot(), values(model)
+        one_step(model, sharded, optimizer, 0)  # gathers are in flight
+        if how == "load":
+            sharded.flat.load(first)
+        elif how == "restore":
+            sharded.flat.restore(kept)
+        else:
+            model.load_state_dict(first, strict=False)
+        sharded.gather()
+        return same(values(model), first)
+
+    assert all(run_ranks(3, work))
+
+
+def test_a_snapshot_of_stale_weights_is_refused() -> None:
+    def work(rank: int, room: Room) -> bool:
+        model, sharded, optimizer = simulated(rank, room)
+        one_step(model, sharded, optimizer, 0)
+        with pytest.raises(StaleWeights, match=r"step 0, the model is at step 1: gather\(\) first"):
+            sharded.flat.snapshot()
+        sharded.gather()
+        kept = sharded.flat.snapshot()
+        return all(torch.equal(a, b.parameters) for a, b in zip(kept, sharded.flat.buckets, strict=True))
+
+    assert all(run_ranks(3, work))
+
+
+def test_a_parameter_written_by_hand_while_it_is_gathered_is_named() -> None:
+    def work(rank: int, room: Room) -> None:
+        model, sharded, optimizer = simulated(rank, room)
+        one_step(model, sharded, optimizer, 0)
+        with torch.no_grad():
+            model.embedding.weight.fill_(1)
+        with pytest.raises(RuntimeError, match=r"embedding.weight\) was written while it was gathered"):
+            sharded.gather()
+        with torch.no_grad():
+            model.embedding.weight.fill_(1)
+        sharded.gather()
+        assert (model.embedding.weight == 1).all()
+
+    run_ranks(3, work)
+
+
+def test_gradients_are_zeroed_after_the_reductions_that_read_them() -> None:
+    def work(rank: int, room: Room) -> Tensor:
+        model, sharded, _ = simulated(rank, room)
+        loss(model, microbatch(0, rank, 0)).backward()
+        sharded.flat.zero_gradients()
+        sharded.finish_gradients()
+        return sharded.gradient_norm()
+
+    assert run_ranks(3, work) == [0, 0, 0]
+
+
+def test_a_step_needs_finished_gradients_and_takes_them_once() -> None:
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    optimizer, before = ShardedAdamW(sharded, RATE), values(model)
+    with sharded.no_sync():
+        loss(model, microbatch(0, 0, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"finish_gradients\(\) first"):
+        optimizer.step()
+    sharded.finish_gradients()
+    with pytest.raises(RuntimeError, match="are finished"):
+        sharded.finish_gradients()
+    assert same(values(model), before)
+    optimizer.step()
+    assert not same(values(model), before)
+    with sharded.hooks.paused():
+        loss(model, microbatch(1, 0, 0)).backward()  # in param.grad, where no hook has found it
+    with pytest.raises(RuntimeError, match=r"finish_gradients\(\) first"):
+        optimizer.step()
+
+
+def test_a_backward_over_an_update_raises_as_it_does_without_sharding() -> None:
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    optimizer = ShardedAdamW(sharded, RATE)
+    value = loss(model, microbatch(0, 0, 0))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def plain_gradient(change: Any) -> dict[str, Tensor]:
+    """Of a plain model whose tree was changed the same way."""
+    model = build()
+    change(model)
+    loss(model, microbatch(0, 0, 0)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def untie(model: Net) -> None:
+    """The embedding leaves the tree; its weight stays with the head."""
+    weight = model.embedding.weight
+    model.embedding = nn.Embedding.from_pretrained(torch.ones(13, 8))
+    assert model.head.weight is weight
+
+
+def freeze_and_unfreeze(model: Net) -> None:
+    model.layers.requires_grad_(False)
+    model.layers.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [untie, freeze_and_unfreeze])
+@pytest.mark.parametrize("covers", ["enable", "pause", "forward"])
+def test_a_parameter_is_trained_whoever_has_it_now(change: Any, covers: str) -> None:
+    model = build()
+    sharded = ShardedModel(model, ALONE)
+    if change is freeze_and_unfreeze:
+        model.layers.requires_grad_(False)
+        with sharded.paused(gather=True):
+            pass  # when it ends, hooks are put on what is trained
+        model.layers.requires_grad_(True)
+    else:
+        change(model)
+    if covers == "enable":
+        sharded.hooks.enable()
+    elif covers == "pause":
+        with sharded.paused(gather=True):
+            pass
+    loss(model, microbatch(0, 0, 0)).backward()
+    sharded.finish_gradients()
+    expected = plain_gradient(change)
+    assert "head.weight" in expected or "embedding.weight" in expected
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            assert torch.equal(sharded.flat.grad_buffers[parameter], expected[name]), name
+            assert parameter.grad is None
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_the_guard_follows_a_module_that_was_replaced(gather: bool) -> None:
+    def work(rank: int, room: Room) -> None:
+        model, sharded, optimizer = simulated(rank, room)
+        with sharded.paused(gather=False):
+            pass
+        old = model.head
+        model.head = nn.Linear(8, 13, bias=False)
+        model.head.weight = old.weight
+        one_step(model, sharded, optimizer, 0)
+        ids = microbatch(0, 0, 0)
+        with sharded.paused(gather=gather), torch.no_grad():
+            if gather:
+                model(ids)
+                return
+            for read in (lambda: model.head(torch.ones(8)), lambda: model(ids)):
+                with pytest.raises(StaleWeights):
+                    read()
+
+    run_ranks(3, work)
+
+
+def test_a_replaced_module_gathers_before_it_reads() -> None:
+    def work(rank: int, room: Room) -> Tensor:
+        model, sharded, optimizer = simulated(rank, room)
+        one_step(model, sharded, optimizer, 0)
+        old = model.layers[1][0]
+        model.layers[1][0] = nn.Linear(8, 8)
+        model.layers[1][0].weight, model.layers[1][0].bias = old.weight, old.bias
+        with torch.no_grad():
+            found = model(microbatch(0, 0, 0))
+        sharded.gather()
+        with torch.no_grad():
+            assert torch.equal(found, model(microbatch(0, 0, 0)))
+        return found
+
+    first, *others = run_ranks(3, work)
+    assert all(torch.equal(first, other) for other in others)
+
+
+MOVES: dict[str, Any] = {
+    "data": lambda model: setattr(model.layers[0][0].weight, "data", torch.zeros(8, 8)),
+    "to": lambda model: model.layers[0].to(torch.float64),
+    "shape": lambda model: setattr(model.layers[0][0].weight, "data", model.layers[0][0].weight.data[:4]),
+}
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_parameters_that_left_their_memory_are_named_before_anything_is_done(how: str) -> None:
+    model, other = build(), build()
+    sharded = ShardedModel(model, ALONE)
+    optimizer = ShardedAdamW(sharded, RATE)
+    kept = sharded.flat.snapshot()
+    before = [bucket.parameters.clone() for bucket in sharded.flat.buckets]
+    MOVES[how](model)
+    calls = (
+        sharded.finish_gradients,
+        optimizer.step,
+        optimizer.read_shards,
+        sharded.flat.snapshot,
+        lambda: sharded.flat.restore(kept),
+        lambda: sharded.flat.load(other.state_dict()),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"layers.0.0.(weight|bias) left its flat buffer .* neither trained"):
+            call()
+    assert all(torch.equal(a, b.parameters) for a, b in zip(before, sharded.flat.buckets, strict=True))
+    assert optimizer.steps == 0

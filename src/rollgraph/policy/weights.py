@@ -43,6 +43,7 @@ class WeightSlots:
             raise WeightsError(f"{POLICY!r} is the model itself: keep it under another name")
         if self.current != POLICY:
             raise WeightsError(f"cannot keep the policy as {name!r} while {self.current!r} is in the model")
+        self._model.flat.check_memory()
         self._model.full_parameters("gather")
         buckets = [bucket.parameters for bucket in self._model.flat.buckets]
         if name not in self._slots:
@@ -81,6 +82,7 @@ class WeightSlots:
             raise WeightsError(
                 f"there is no slot {name!r}: save() it first (there are: {', '.join(self._slots) or 'none'})"
             )
+        self._model.flat.check_memory()
         self._model.full_parameters("gather")
         before = self.checksum() if self._verify else None
         done = 0
@@ -89,13 +91,13 @@ class WeightSlots:
                 for index in range(len(self._slots[name])):
                     self._exchange(name, index)
                     done = index + 1
-            self.current = name
+            self.current = self._model.lent_to = name
             yield
         finally:
             with self._copies(name):
                 for index in range(done):
                     self._exchange(name, index)
-            self.current = POLICY
+            self.current, self._model.lent_to = POLICY, None
             if before is not None and self.checksum() != before:
                 raise WeightsError(f"the policy is not what it was before {name!r} was used")
 

@@ -4,6 +4,7 @@ from rollgraph.sharding.flat_buffer import BucketPlan, FlatBuckets, execution_or
 from rollgraph.sharding.hook_set import HookSet, State
 from rollgraph.sharding.optimizer import ShardedAdamW, constant, cosine, linear, warm_up
 from rollgraph.sharding.overlap import Collectives, CommunicationError, StaleWeights
+from rollgraph.sharding.rounds import StepGivenUp
 from rollgraph.sharding.shard_files import CheckpointError, load, save
 from rollgraph.sharding.sharded_model import MemoryPlan, ShardedModel
 
@@ -19,6 +20,7 @@ __all__ = [
     "ShardedModel",
     "StaleWeights",
     "State",
+    "StepGivenUp",
     "constant",
     "cosine",
     "execution_order",

@@ -6,7 +6,7 @@ restore are copies into the same place. Knows nothing of ranks that talk to each
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +173,10 @@ class FlatBuckets:
             )
             for bucket in plan
         ]
+        # Somebody who moves the buffers' contents in the background stops here, before they are read or written.
+        self.before_reading: Callable[[], None] = _nothing
+        self.before_writing: Callable[[], None] = _nothing
+        self.before_zeroing: Callable[[], None] = _nothing
         self._views: dict[str, tuple[Tensor, Tensor]] = {}  # first name -> parameter and its view of the buffer
         self.grad_buffers: dict[Tensor, Tensor] = {}  # parameter -> its view of the gradients, for the graphs
         for bucket, slot in self._slots():
@@ -195,14 +199,23 @@ class FlatBuckets:
         """Raise if a parameter was given other memory, or another parameter took its place."""
         by_name = dict(self._model.named_parameters(remove_duplicate=False))
         for _, slot in self._slots():
-            parameter, view = self._views[slot.parameter.name]
+            parameter, _ = self._views[slot.parameter.name]
             for name in slot.parameter.names:
                 if by_name.get(name) is not parameter:
                     raise RuntimeError(f"{name} is not the parameter it was: copy into it instead of replacing it")
-            if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
-                raise RuntimeError(f"{slot.parameter.name} left its flat buffer (`.data =`, `.to()`?): copy into it")
+        self.check_memory()
+
+    def check_memory(self) -> None:
+        """Raise if a parameter was given other memory: what is done to the buffers would not reach it."""
+        for name, (parameter, view) in self._views.items():
+            if parameter.data_ptr() != view.data_ptr() or not _same_layout(parameter, view):
+                raise RuntimeError(
+                    f"{name} left its flat buffer (`.data =`, `.to()`?), so that it is neither trained nor exchanged: "
+                    "copy into the parameter, and move or convert the model before it is sharded"
+                )
 
     def zero_gradients(self) -> None:
+        self.before_zeroing()
         for bucket in self.buckets:
             if bucket.gradients is not None:
                 bucket.gradients.zero_()
@@ -226,6 +239,8 @@ class FlatBuckets:
         ]
         if problems:
             raise ValueError("weights do not fit: " + "; ".join(problems))
+        self.check_memory()
+        self.before_writing()
         with torch.no_grad():
             for _, slot in self._slots():
                 name = next(n for n in slot.parameter.names if n in weights)
@@ -233,6 +248,8 @@ class FlatBuckets:
 
     def snapshot(self) -> Snapshot:
         """A copy of all parameters."""
+        self.check_memory()
+        self.before_reading()
         return tuple(bucket.parameters.clone() for bucket in self.buckets)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -242,8 +259,18 @@ class FlatBuckets:
         ]
         if not fits:
             raise ValueError("the snapshot is of another model or plan")
+        self.check_memory()
+        self.before_writing()
         for bucket, saved in zip(self.buckets, snapshot, strict=True):
             bucket.parameters.copy_(saved)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _same_layout(left: Tensor, right: Tensor) -> bool:
+    return (left.shape, left.stride(), left.dtype) == (right.shape, right.stride(), right.dtype)
 
 
 def _view(flat: Tensor, slot: Slot) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 Kind = Literal["forward_pre", "forward", "backward_pre", "backward", "gradient"]
@@ -28,7 +28,7 @@ _REGISTER: dict[Kind, str] = {
 
 
 # "gradient" is asked for by module and runs for each of its own trained parameters, after the gradient has been
-# accumulated; for one that several modules share, once.
+# accumulated; for one that several modules share, once, as long as one of them is in the tree.
 
 
 class State(enum.Enum):
@@ -72,7 +72,8 @@ class HookSet:
         self._model = model
         self._choose = choose
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        self._gradients_of: dict[nn.Parameter, nn.Module] = {}  # whose registration a shared parameter has
+        self._gradient_hooks: dict[nn.Module, Callable[..., Any]] = {}  # what a module asked for its parameters
+        self._gradient_handles: dict[nn.Parameter, tuple[Callable[..., Any], RemovableHandle]] = {}
         self.state = State.OFF
 
     def enable(self) -> None:
@@ -98,37 +99,59 @@ class HookSet:
         """The modules that carry a hook of this set now."""
         return frozenset(self._handles)
 
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether a module carries a hook of this set now."""
+        return module in self._handles
+
     def _enter(self, state: State) -> None:
         """Make the hooks those of a state; if a registration fails, none is left and the set is off."""
         self.state = state
         tree = dict(_named(self._model)) if state is State.ON else {}
-        for module in [m for m in self._handles if m not in tree]:
-            self._remove(module)
         try:
-            for module, name in tree.items():
-                if module not in self._handles:
-                    self._register(name, module)
+            self._cover_modules(tree)
+            self._cover_parameters()
         except BaseException:
             self.state = State.OFF
-            for module in list(self._handles):
-                self._remove(module)
+            self._cover_modules({})
+            self._cover_parameters()
             raise
+
+    def _cover_modules(self, tree: Mapping[nn.Module, str]) -> None:
+        for module in [m for m in self._handles if m not in tree]:
+            self._remove(module)
+        for module, name in tree.items():
+            if module not in self._handles:
+                self._register(name, module)
 
     def _register(self, name: str, module: nn.Module) -> None:
         handles: list[RemovableHandle] = []
         for kind, function in self._choose(name, module).items():
             self._handles[module] = handles  # before the first registration, so that a failure finds it
-            if kind != "gradient":
+            if kind == "gradient":
+                self._gradient_hooks[module] = function
+            else:
                 handles.append(getattr(module, _REGISTER[kind])(InertWhenCopied(function), prepend=True))
-                continue
-            for parameter in module.parameters(recurse=False):
-                if parameter.requires_grad and self._gradients_of.setdefault(parameter, module) is module:
-                    handles.append(parameter.register_post_accumulate_grad_hook(function))
 
     def _remove(self, module: nn.Module) -> None:
+        self._gradient_hooks.pop(module, None)
         for handle in self._handles.pop(module):
             handle.remove()
-        self._gradients_of = {p: m for p, m in self._gradients_of.items() if m is not module}
+
+    def _cover_parameters(self) -> None:
+        """One hook on each trained parameter that a covered module has now, whichever module had it before."""
+        wanted: dict[nn.Parameter, Callable[..., Any]] = {}
+        for module, function in self._gradient_hooks.items():
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    wanted.setdefault(parameter, function)
+        for parameter, (function, handle) in list(self._gradient_handles.items()):
+            if wanted.get(parameter) != function:
+                handle.remove()
+                del self._gradient_handles[parameter]
+        for parameter, function in wanted.items():
+            if parameter not in self._gradient_handles:
+                handle = parameter.register_post_accumulate_grad_hook(function)
+                self._gradient_handles[parameter] = (function, handle)
 
 
 class InertWhenCopied:
@@ -150,6 +173,32 @@ class InertWhenCopied:
 
 def _nothing(*arguments: Any) -> None:
     pass
+
+
+class TreeView:
+    """What a module tree is made of, so that two looks at it can be compared. Holds what it saw: places stay unique."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: list[object] = []
+        self.key: list[int] = []
+        open_modules = [model]
+        while open_modules:
+            module = open_modules.pop()
+            self._seen.append(module)
+            self.key.append(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._seen.append(parameter)
+                    self.key += (_place(parameter), parameter.requires_grad)
+            open_modules += [child for child in module._modules.values() if child is not None]
+
+
+def _place(parameter: Tensor) -> int:
+    """Its memory: a capture may put another tensor over the same memory into a parameter's place."""
+    try:
+        return parameter.data_ptr()
+    except RuntimeError:  # it has none, under torch.func
+        return id(parameter)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -89,13 +89,16 @@ class ShardedAdamW:
 
         It is skipped, on all ranks, if a gradient or the given loss is not finite on any of them.
         """
+        self._model.refuse_unfinished()
+        self._model.before_update()
         if self.schedule is not None:
             self.rate.fill_(self.base * self.schedule(self.steps))
         self.check_finite(loss)
+        self._model.land_gathers()
         self.steps += 1  # before anything changes: as long as it is the same, so are weights and moments
         self.update()
-        self._model.updated()
         self._model.flat.zero_gradients()
+        self._model.updated()
 
     @torch.no_grad()
     def restart(self, lr: float, schedule: Schedule | None) -> None:
@@ -126,12 +129,14 @@ class ShardedAdamW:
     @torch.no_grad()
     def read_shards(self) -> None:
         """The master weights from the model's parameters, after other weights were loaded into it for good."""
+        self._model.before_update()
         for shard, master in self._shards_and_masters():
             master.copy_(shard)
 
     @torch.no_grad()
     def write_shards(self) -> None:
         """The model's own parameters from the master weights, on this rank's shard."""
+        self._model.before_update()
         for shard, master in self._shards_and_masters():
             shard.copy_(master)
 

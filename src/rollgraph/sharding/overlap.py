@@ -7,7 +7,7 @@ Owns the collectives and the versions. Knows buckets, not modules or hooks: who 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -75,6 +75,13 @@ class Collectives:
             self.roll_call = _call_the_roll(world, timeout)
             weakref.finalize(self, self.roll_call.close)
         self.timeout = timeout if self.roll_call is None else self.roll_call.timeout
+        self.before_starting: Callable[[], None] = _nothing  # before each collective
+        self.before_meeting: Callable[[], None] = _nothing  # before those that wait for all ranks at once
+
+    @property
+    def store(self) -> Any:
+        """Where ranks leave notes for each other beside all collectives."""
+        return _store_of(self._world)
 
     def gather(self, full: Tensor, shard: Tensor, what: str) -> Flight:
         """Fill `full` with the shards of all ranks."""
@@ -101,6 +108,7 @@ class Collectives:
         """The sum of a scalar over ranks, in their order."""
         if self._world.size == 1:
             return value
+        self.before_meeting()
         found = value.new_empty(self._world.size)
         group = self._world.group
         self._start("the sum of a scalar", lambda: _all_gather(found, value.view(1), group=group, async_op=True))()
@@ -113,6 +121,7 @@ class Collectives:
         """What each rank says."""
         if self._world.size == 1:
             return [text]
+        self.before_meeting()
         device = self._world.device
         content = text.encode(errors="surrogatepass")
         mine = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8).to(device)[:-1]  # never of nothing
@@ -133,6 +142,7 @@ class Collectives:
     def _start(self, what: str, call: Callable[[], Any]) -> Callable[[], None]:
         """Begin a collective; what is given back waits for it."""
         assert self.roll_call is not None
+        self.before_starting()
         with self._explained(what):
             self.roll_call.check()
             self.roll_call.note(what)
@@ -177,9 +187,12 @@ class Collectives:
 
 def _call_the_roll(world: World, timeout: float) -> RollCall:
     """For a world that has none: by the store of its process group."""
+    return RollCall(world.rank, world.size, _store_of(world), timeout)
+
+
+def _store_of(world: World) -> Any:
     group: Any = world.group or dist.group.WORLD
-    store = dist.distributed_c10d._get_process_group_store(group)
-    return RollCall(world.rank, world.size, store, timeout)
+    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def _replace(shard: Tensor, total: Tensor) -> None:
@@ -195,18 +208,25 @@ def _sum_in_order(shard: Tensor, parts: Tensor) -> None:
 class BucketTraffic:
     """One bucket between the ranks: gathers, reductions, and the optimizer step its full parameters reflect."""
 
-    def __init__(self, index: int, bucket: Bucket, world: World, collectives: Collectives) -> None:
-        self.index, self.bucket = index, bucket
+    def __init__(
+        self, index: int, bucket: Bucket, parameters: Sequence[Tensor], world: World, collectives: Collectives
+    ) -> None:
+        self.index, self.bucket, self.parameters = index, bucket, parameters
         self._world, self._collectives = world, collectives
         self.version = 0  # of the full parameters
         self.shard_version = 0  # of the part that this rank owns
         self._gather: Flight | None = None
+        self._writes: list[int] = []  # how often each parameter had been written when the gather began
         self._reduce: Flight | None = None
+        self.reduction_began = False  # since forget_reduce()
+        self._reduced = False
 
     @property
     def name(self) -> str:
         first, last = self.bucket.plan.slots[-1].parameter.name, self.bucket.plan.slots[0].parameter.name
         return f"bucket {self.index} ({first} to {last})" if first != last else f"bucket {self.index} ({first})"
+
+    # -- parameters --------------------------------------------------------------------------------
 
     @property
     def stale(self) -> str | None:
@@ -216,8 +236,8 @@ class BucketTraffic:
         return f"{self.name} holds the parameters of step {self.version}, the model is at step {self.shard_version}"
 
     def updated(self) -> None:
-        """The optimizer wrote this rank's shard."""
-        self.land_gather()
+        """The optimizer wrote this rank's shard, after `land_gather()`."""
+        assert self._gather is None, "a gather in flight would overwrite what was written"
         self.shard_version += 1
         if self._world.size == 1:
             self.version = self.shard_version
@@ -225,29 +245,49 @@ class BucketTraffic:
     def start_gather(self) -> None:
         if self.stale is not None and self._gather is None:
             shard = self.bucket.shard(self._world.rank)
+            self._writes = self._count_writes()
             self._gather = self._collectives.gather(self.bucket.parameters, shard, f"the gather of {self.name}")
 
     def land_gather(self) -> None:
+        """Before the full parameters are read, and before anybody writes them."""
         if self._gather is not None:
             flight, self._gather = self._gather, None
             flight.land()
             self.version = self.shard_version
+            if self._count_writes() != self._writes:
+                raise RuntimeError(
+                    f"a parameter of {self.name} was written while it was gathered, and the write is lost: "
+                    "gather() before parameters are written by hand"
+                )
 
-    def gather(self) -> None:
-        self.start_gather()
-        self.land_gather()
+    def _count_writes(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
+
+    # -- gradients ---------------------------------------------------------------------------------
 
     def start_reduce(self) -> None:
         assert self.bucket.gradients is not None
-        if self._reduce is None:
+        if not self.reduction_began:
             shard = self.bucket.gradient_shard(self._world.rank)
             self._reduce = self._collectives.reduce(self.bucket.gradients, shard, f"the reduction of {self.name}")
+            self.reduction_began = True
 
     def land_reduce(self) -> None:
+        """Before the gradients are read, and before anybody writes them."""
         if self._reduce is not None:
             flight, self._reduce = self._reduce, None
             flight.land()
+            self._reduced = True
+        if self.reduction_began and not self._reduced:
+            raise CommunicationError(f"the reduction of {self.name} failed before: drop_gradients() first")
 
-    @property
-    def reducing(self) -> bool:
-        return self._reduce is not None
+    def discard_reduce(self) -> None:
+        """Wait for what is in flight, and leave its result alone."""
+        if self._reduce is not None:
+            flight, self._reduce = self._reduce, None
+            flight.wait()
+
+    def forget_reduce(self) -> None:
+        """What was reduced is used or given up; the next gradients may come."""
+        assert self._reduce is None, "a reduction in flight reads the gradients"
+        self.reduction_began = self._reduced = False

@@ -79,6 +79,7 @@ def save(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
 
 def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: Snapshot | None = None) -> Snapshot:
     """Copy what a checkpoint holds; into the memory of an earlier snapshot, if that is given."""
+    model.refuse_lent()
     world = model.world
     shard = {f"{field}/{piece.parameter.name}": t for piece in optimizer.pieces for field, t in _fields(piece)}
     copied = _to_host(shard, memory.shard if memory else {})
@@ -251,6 +252,7 @@ def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
 
     If any rank finds anything wrong, it is an error on all of them, and nothing has changed.
     """
+    model.before_update()
     source, world = Path(folder), model.world
     found: _Found | None = None
     try:

@@ -1,0 +1,176 @@
+"""Steps that are given up: by all ranks, by one, and by one that the others cannot follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StepGivenUp
+from rollgraph.world import World
+from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
+from tests.sharding.worlds import run_world
+
+RANKS = 3
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape) * (index + 1) / 8)
+
+    def forward(self, x: Tensor, fails_at: int | None = None) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index == fails_at:
+                raise ValueError("a sample that cannot be read")
+            x = layer(x).tanh()
+        return x
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.linspace(-1, 1 + step + rank, 12).view(3, 4)
+
+
+def train(sharded: ShardedModel, optimizer: ShardedAdamW, step: int, fails_at: int | None = None) -> None:
+    """One step, as a program that survives a bad step writes it."""
+    try:
+        sharded.model(batch(step, sharded.world.rank), fails_at=fails_at).square().sum().backward()
+        sharded.finish_gradients()
+        optimizer.step()
+    except BaseException:
+        sharded.drop_gradients()
+        raise
+
+
+def steps_with_a_failure(sharded: ShardedModel, fails_at: int | None, failing: int) -> tuple[list[Tensor], str]:
+    """Step 1 fails on one rank, before the layer `fails_at`, or nowhere."""
+    optimizer, said = ShardedAdamW(sharded, 0.1), ""
+    for step in range(4):
+        fails = step == 1 and fails_at is not None and sharded.world.rank == failing
+        try:
+            if step != 1 or fails_at is not None:
+                train(sharded, optimizer, step, fails_at if fails else None)
+        except (ValueError, StepGivenUp) as error:
+            said = f"{type(error).__name__}: {error}"
+    sharded.gather()
+    return [p.detach().clone() for p in sharded.model.parameters()], said
+
+
+def simulated(rank: int, room: Room, timeout: float = 60.0) -> ShardedModel:
+    collectives = RoomCollectives(room, rank, timeout)
+    return ShardedModel(Stack(), World(rank, RANKS, "cpu"), bucket_bytes=1, collectives=collectives)
+
+
+@pytest.mark.parametrize("fails_at", range(4))
+def test_a_step_that_one_rank_gives_up_is_given_up_by_all_and_the_next_one_is_right(fails_at: int) -> None:
+    found = run_ranks(RANKS, lambda rank, room: steps_with_a_failure(simulated(rank, room), fails_at, failing=1))
+    expected, _ = run_ranks(RANKS, lambda rank, room: steps_with_a_failure(simulated(rank, room), None, failing=1))[0]
+    for rank, (parameters, said) in enumerate(found):
+        assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
+        if rank == 1:
+            assert said == "ValueError: a sample that cannot be read"
+        else:
+            assert said == (
+                "StepGivenUp: rank 1 gave up the step (ValueError: a sample that cannot be read): "
+                "its gradients are dropped on all ranks"
+            )
+
+
+def on_gloo(world: World) -> list[tuple[list[Tensor], str]]:
+    def sharded() -> ShardedModel:
+        return ShardedModel(Stack(), world, bucket_bytes=1, reduction="ordered")
+
+    return [steps_with_a_failure(sharded(), 2, failing=1), steps_with_a_failure(sharded(), None, failing=1)]
+
+
+@pytest.mark.multi
+def test_the_same_between_processes(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_world(2, tmp_path, on_gloo)):
+        assert not isinstance(found, str), found
+        (parameters, said), (expected, _) = found
+        assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
+        assert said.startswith("ValueError" if rank == 1 else "StepGivenUp: rank 1 gave up the step (ValueError")
+
+
+def test_a_rank_that_drops_a_step_alone_meets_no_collective_of_the_next() -> None:
+    """The others have finished their gradients: what they do next has nothing to do with a dropped step."""
+
+    def work(rank: int, room: Room) -> str:
+        sharded = simulated(rank, room, timeout=0.3)
+        sharded.model(batch(0, rank)).sum().backward()
+        sharded.finish_gradients()
+        if rank != 1:
+            return ""
+        sharded.drop_gradients()
+        with pytest.raises(CommunicationError) as caught:
+            sharded.gradient_norm()
+        sharded.close()  # waits for nobody
+        return str(caught.value)
+
+    said = run_ranks(RANKS, work)[1]
+    assert said.startswith("rank 1 gave up a step by drop_gradients(), and rank 0, rank 2 did not within 0.3 s"), said
+
+
+def test_a_rank_that_fails_where_the_others_compare_notes_meets_nothing_else() -> None:
+    """Rank 1 fails before a comparison that the others wait in: it must not bring a reduction to that."""
+
+    def work(rank: int, room: Room) -> str:
+        sharded = simulated(rank, room, timeout=0.3)
+        train(sharded, ShardedAdamW(sharded, 0.1), 0)
+        if rank != 1:
+            with pytest.raises(AssertionError, match="another rank failed"):  # or, in earnest, the time-out
+                sharded.collectives.agree("how many microbatches are there?")
+            return ""
+        sharded.drop_gradients()
+        with pytest.raises(CommunicationError) as caught:
+            sharded.model(batch(0, rank))
+        room.fail(caught.value)
+        return str(caught.value)
+
+    said = run_ranks(RANKS, work)[1]
+    assert "rank 0, rank 2 came neither to its reductions nor to drop_gradients() within 0.3 s" in said, said
+
+
+def test_a_reduction_that_failed_cannot_be_passed_over() -> None:
+    def work(rank: int, room: Room) -> Tensor:
+        sharded = simulated(rank, room)
+        sharded.model(batch(0, rank)).sum().backward()
+        assert isinstance(sharded.collectives, RoomCollectives)
+        sharded.collectives.fail_at("wait", 3)
+        with pytest.raises(CommunicationError, match="made to fail"):
+            sharded.finish_gradients()
+        with pytest.raises(CommunicationError, match=r"failed before: drop_gradients\(\) first"):
+            sharded.finish_gradients()
+        sharded.drop_gradients()
+        sharded.model(batch(0, rank)).sum().backward()
+        sharded.finish_gradients()
+        return sharded.gradient_norm()
+
+    assert all(norm > 0 for norm in run_ranks(RANKS, work))
+
+
+def test_ranks_that_run_different_modules_begin_the_same_collectives() -> None:
+    """Whoever reads fewer buckets still takes part in their gathers, before its first reduction."""
+
+    def work(rank: int, room: Room) -> list[Tensor]:
+        sharded = simulated(rank, room)
+        optimizer = ShardedAdamW(sharded, 0.1)
+        for step in range(3):
+            layers = list(sharded.model.layers)[: 4 - rank]
+            x = batch(step, rank)
+            for layer in layers:
+                x = layer(x).tanh()
+            x.square().sum().backward()
+            sharded.finish_gradients()
+            optimizer.step()
+        sharded.gather()
+        return [p.detach().clone() for p in sharded.model.parameters()]
+
+    first, *others = run_ranks(RANKS, work)
+    for other in others:
+        assert all(torch.equal(p, q) for p, q in zip(first, other, strict=True))
