@@ -463,6 +463,19 @@ def test_a_name_that_a_function_reads_is_followed(backend: str, device: torch.de
         graphed(x)
 
 
+def test_a_name_may_go(backend: str, device: torch.device) -> None:
+    """The graph holds what it read, and the function could not run any more."""
+    trainer, x = Trainer(), torch.randn(3, 4)
+    GLOBAL["tensor"] = torch.ones(4)
+    graphed, expected = capture(trainer.run, (x,), backend=backend), trainer.run(x)
+    del trainer.scale, trainer.parts["bias"], trainer.model
+    GLOBAL.clear()
+    assert torch.equal(graphed(x), expected)
+    trainer.scale = torch.zeros(4)
+    with pytest.raises(StaleGraph, match=r"self\.scale \(read at .*test_binding\.py:\d+\) was replaced"):
+        graphed(x)
+
+
 # -- plain attributes ------------------------------------------------------------------------------
 
 

@@ -142,9 +142,9 @@ class Binding:
         )
 
     def _check_slots(self) -> None:
-        for container, key, held, name, _ in self._slots:
+        for container, key, held, name, _, may_go in self._slots:
             found = container.get(key)
-            if found is held:
+            if found is held or (may_go and key not in container):
                 continue
             if not isinstance(held, _OBJECTS) and not isinstance(found, _OBJECTS):
                 if type(found) is type(held) and found == held:

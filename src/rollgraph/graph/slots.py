@@ -49,6 +49,7 @@ class Slot(NamedTuple):
     held: Any
     name: str
     apart: bool = False  # the container has other entries, which may change
+    may_go: bool = False  # without it the function itself would raise; a graph has borrowed what was there
 
 
 class HookPlace(NamedTuple):
@@ -121,7 +122,7 @@ def tensor_slots(owners: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[S
             if not isinstance(value, Tensor) or id(value) not in ids:
                 continue
             if name not in _assigned(getattr(owner, "forward", None)):
-                yield Slot(attributes, name, value, f"{type(owner).__name__}.{name}", apart=True)
+                yield Slot(attributes, name, value, f"{type(owner).__name__}.{name}", apart=True, may_go=True)
 
 
 def path_slots(target: Any, called: Mapping[int, nn.Module], tensors: Iterable[Tensor]) -> list[Slot]:
@@ -133,7 +134,7 @@ def path_slots(target: Any, called: Mapping[int, nn.Module], tensors: Iterable[T
     def wanted(value: Any) -> bool:
         return id(value) in ids or (isinstance(value, nn.Module) and _gone_through(value, called))
 
-    return [Slot(*step, apart=True) for step in Paths(target, wanted).found]
+    return [Slot(*step, apart=True, may_go=True) for step in Paths(target, wanted).found]
 
 
 # -- lists of modules ------------------------------------------------------------------------------
