@@ -92,7 +92,7 @@ class Attempt:
 def begin(folder: Path, output: Path, store_at_rank_0: bool = False, timeout: float = PATIENT) -> Attempt:
     """Ranks are forked from a server that has imported everything: they are at work in a moment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rollgraph.train", "rollgraph.cli", "tests.test_kills"])
+    context.set_forkserver_preload(["torch._dynamo", "yaml", "rollgraph.train", "rollgraph.cli", "tests.test_kills"])
     path = folder / f"{output.name}.yaml"
     given = [f"output={output}", "data.validation=null", f"ranks.timeout={timeout}"]
     config = config_of(folder, *given, text=CONFIG)
