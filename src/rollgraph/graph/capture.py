@@ -46,6 +46,7 @@ OnMismatch = Literal["raise", "eager", "recapture"]
 BackendName = Literal["auto", "cuda", "tape", "eager"]
 Writes = list[list[tuple[int, Span]]]  # for each input: storages and places
 _thread = threading.get_ident
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 MAX_VARIANTS = 16  # captures that one function or callable keeps under on_mismatch="recapture"
 
 
@@ -206,6 +207,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         super().__init__(function, GraphRecord(name, backend.name), backend, on_mismatch)
         self._function = function
         self._hooks = hooks
+        self._hooked = hooks.at_replay
         self._guards = list(guards)
         self._warmup = warmup
         self._called: dict[int, torch.nn.Module] = {}
@@ -216,16 +218,19 @@ class GraphedFunction(Captured, Generic[P, R]):
         if not self.enabled or not self._variants:
             self.record.eager_runs["disabled" if self._variants else "reset"] += 1
             return self._function(*args, **kwargs)
-        refuse_nesting(self.name)
+        if _dispatch_modes():
+            refuse_nesting(self.name)
         try:
             variant, inputs = self._find(args, kwargs)
         except GraphError as error:
             if self._act_on(error) == "eager":
                 return self._function(*args, **kwargs)
             variant, inputs = self._recapture(args, kwargs), Surface(args, kwargs).tensors
-        check_guards(self._guards, self.name)
-        variant.arena.admit(variant.capture, self.name)  # before a hook has changed anything
-        self._hooks.run("pre_forward", "replay", self.target, args, kwargs)
+        if self._guards:
+            check_guards(self._guards, self.name)
+        if self._hooked:
+            variant.arena.admit(variant.capture, self.name)  # before a hook has changed anything
+            self._hooks.run("pre_forward", "replay", self.target, args, kwargs)
         try:
             variant.binding.check()
             variant.gradients.check()
@@ -238,7 +243,8 @@ class GraphedFunction(Captured, Generic[P, R]):
                 output = self._replay(self._recapture(args, kwargs), inputs)
         else:
             output = self._replay(variant, inputs)
-        self._hooks.run("post_forward", "replay", self.target, args, kwargs, output)
+        if self._hooked:
+            self._hooks.run("post_forward", "replay", self.target, args, kwargs, output)
         return output
 
     def reset(self) -> None:
@@ -411,20 +417,29 @@ class GraphedFunction(Captured, Generic[P, R]):
         return variant
 
     def _replay(self, variant: Variant, inputs: Sequence[Tensor]) -> R:
-        records, arena = self._backend.records, variant.arena
-        with torch.no_grad() if records else nullcontext(), arena.lock if records else nullcontext():
-            arena.admit(variant.capture, self.name)
-            if arena.borrower != _thread():
-                arena.claim(self.name)
-            variant.gradients.enter()
-            tensors = [t.detach() for t in variant.recording.replay(inputs) if t is not None]
-            variant.gradients.leave()
+        if self._backend.records and torch.is_grad_enabled():
+            with torch.no_grad():
+                tensors = self._run_recording(variant, inputs)
+        else:
+            tensors = self._run_recording(variant, inputs)
         self._count_run()
         assert variant.outputs is not None
         if variant.outputs.differentiable:
             self._make_opaque(tensors, variant.outputs.differentiable)
         output: R = variant.outputs.build(tensors)
         return output
+
+    def _run_recording(self, variant: Variant, inputs: Sequence[Tensor]) -> list[Tensor]:
+        arena, number = variant.arena, variant.capture
+        with arena.lock if self._backend.records else nullcontext():
+            if not arena.low < number < arena.high:
+                arena.admit(number, self.name)
+            if arena.borrower != _thread():
+                arena.claim(self.name)
+            variant.gradients.enter()
+            tensors = [t.detach() for t in variant.recording.replay(inputs) if t is not None]
+            variant.gradients.leave()
+        return tensors
 
     def _make_opaque(self, tensors: list[Tensor], places: list[int]) -> None:
         """Outputs that require grad in eager do so here, but only to raise where a gradient would be lost."""

@@ -41,6 +41,7 @@ from rollgraph.graph.schedule import Schedule
 from rollgraph.graph.slots import growing, hook_places, slots_of
 from rollgraph.graph.surface import Overtaken, StaticTensors, Surface, TensorSpec
 from rollgraph.graph.versions import SavedVersions
+from rollgraph.graph.versions import version as _version
 
 _requires_grad = attrgetter("requires_grad")
 _is_none = partial(is_, None)
@@ -398,7 +399,7 @@ class Segment:
 
     def short_way(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """Bind, check and replay in one function, for a segment that nothing else has to be done for."""
-        bind = self.bind if self.overtaken else self.surface.bind
+        bind = self.bind if self.overtaken else self.surface.quick_bind()
         check, replay, passed = self.binding.check, self.replay, self.passed
         if self.backward is None or self.outputs is None or not self.outputs.is_tensor:
 
@@ -450,7 +451,8 @@ class Segment:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
         segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
         replay, forward, last = self.forward.replay, self.forward_number, self._needed_until()
-        note, lock = (self._saved.note if self._saved else None), self._lock
+        saved, lock = self._saved, self._lock
+        read = saved.tensors
         assert self.outputs is not None
         bare = self.outputs.is_tensor
 
@@ -463,10 +465,10 @@ class Segment:
                     if not arena.low < forward < arena.high:
                         arena.admit(forward, name)
                     outputs = replay(tensors[:inputs])
-                    if note is not None:
-                        note()
+                    if read:
+                        saved.noted = list(map(_version, read))
                     arena.open(name, forward, last, ctx)
-                ctx.set_materialize_grads(False)
+                ctx.materialize_grads = False
                 if bare:
                     return outputs[0].detach()  # type: ignore[union-attr]
                 results = tuple([output.detach() for output in outputs if output is not None])
@@ -505,13 +507,18 @@ class Segment:
         if self._lent is not None and self._lent.held():
             self._lent.make_way({*leaves_under(ctx), *self.passed})
         assert self.backward is not None
-        made = self.backward.replay([self._incoming(i, gradients[i]) for i in self._differentiable_outputs])
+        absent = any(map(_is_none, gradients))
+        if absent:
+            incoming = [self._incoming(i, gradients[i]) for i in self._differentiable_outputs]
+        else:
+            incoming = [gradients[i] for i in self._differentiable_outputs]  # type: ignore[misc]
+        made = self.backward.replay(incoming)
         spec.record.backward_replays += spec.backend.records
         if spec.hooked:
             spec.hooks.run("post_backward", "replay", spec.target)
         if self._lent is not None:
             made = self._lent.lend()
-        if any(map(_is_none, gradients)):
+        if absent:
             made = self._without_unreached(made, gradients)
         if self._all_differentiable:
             return (*made, *self._no_gradients)
@@ -534,8 +541,9 @@ class Segment:
             raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
         if not self.arena.is_open(self.forward_number, ctx):
             raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
-        if self._saved:
-            self._saved.check(self.spec.name)
+        saved = self._saved
+        if saved.tensors and list(map(_version, saved.tensors)) != saved.noted:
+            saved.refuse_change(self.spec.name)
         unexpected = [] if self._all_differentiable else self._newly_required(ctx.needs_input_grad)
         if unexpected:
             raise ReplayMismatch(_NO_GRADIENT.format(", ".join(unexpected), self.spec.name))

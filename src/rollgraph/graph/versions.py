@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from rollgraph.graph.journal import storage_of
 from rollgraph.graph.leaves import nodes_behind
 from rollgraph.graph.surface import spanned
 
-_version = attrgetter("_version")
+version = attrgetter("_version")
 
 
 class SavedVersions:
@@ -28,8 +28,8 @@ class SavedVersions:
     def __init__(self, named: Mapping[str, Tensor] | None = None) -> None:
         self._names = list(named or ())
         # As plain tensors, which share the counter and are read faster than parameters.
-        self._tensors = [tensor.detach() for tensor in (named or {}).values()]
-        self._noted: list[int] = []
+        self.tensors = [tensor.detach() for tensor in (named or {}).values()]
+        self.noted: list[int] = []  # after a forward
 
     @classmethod
     def of(cls, results: Sequence[Tensor], named: Mapping[str, Tensor]) -> SavedVersions:
@@ -44,19 +44,10 @@ class SavedVersions:
                 found[name] = tensor
         return cls(found)
 
-    def __bool__(self) -> bool:
-        return bool(self._tensors)
-
-    def note(self) -> None:
-        """After a forward."""
-        self._noted = list(map(_version, self._tensors))
-
-    def check(self, graph: str) -> None:
-        """Before its backward."""
-        now = list(map(_version, self._tensors))
-        if now == self._noted:
-            return
-        changed = [n for n, old, new in zip(self._names, self._noted, now, strict=True) if old != new]
+    def refuse_change(self, graph: str) -> NoReturn:
+        """Before a backward that reads another version than its forward left."""
+        pairs = zip(self._names, self.noted, self.tensors, strict=True)
+        changed = [name for name, noted, tensor in pairs if tensor._version != noted]
         raise StaleGraph(
             f"{', '.join(changed[:3])} of graph {graph!r} was modified in place between its forward and its backward, "
             "which needs the value that the forward saw: run the backward first, or change a clone"
