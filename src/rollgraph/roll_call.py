@@ -118,6 +118,7 @@ class RollCall:
         if self.rank == 0:
             self._find_behind(count, what)
         else:
+            self._beat()  # or this rank itself might seem to be behind
             self._tell_all({"late": [count, what]})
         return self.explain() or f"{what} did not end within {self.timeout:g} s, and rank 0 does not say why"
 

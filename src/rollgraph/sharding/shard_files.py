@@ -287,7 +287,8 @@ def read_manifest(source: Path) -> Manifest:
     except MissingFile:
         raise CheckpointError(f"{source} is no checkpoint: it has no {MANIFEST}") from None
     except FileError as error:
-        raise CheckpointError(str(error)) from None
+        why = f": {error.why}" if error.why else ""
+        raise CheckpointError(f"{path} {error.what}{why}") from None
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version != FORMAT:
         raise CheckpointError(f"{source} has format {version}, expected {FORMAT}")
