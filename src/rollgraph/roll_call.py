@@ -118,16 +118,20 @@ class RollCall:
         if self.rank == 0:
             self._find_behind(count, what)
         else:
+            self._beat()  # or this rank itself might seem to be behind
             self._tell_all({"late": [count, what]})
         return self.explain() or f"{what} did not end within {self.timeout:g} s, and rank 0 does not say why"
 
-    def post(self, key: str, text: str) -> None:
-        """Tell all ranks. The first word on a key stands."""
+    def post(self, key: str, text: str) -> str:
+        """Tell all ranks. The first word on a key stands, and is what is given back: that of rank 0's board."""
         if self.rank == 0:
             self._put_up(key, text)
         else:
-            self._board.setdefault(key, text)
             self._tell_all({"post": [key, text]})
+            end = time.monotonic() + _MOMENT
+            while key not in self._board and self.loss is None and time.monotonic() < end:
+                time.sleep(0.005)
+        return self._board.setdefault(key, text)
 
     def posted(self, key: str) -> str | None:
         return self._board.get(key)
@@ -256,7 +260,10 @@ class RollCall:
         if kind == "beat":
             seen.count, seen.what = content
         elif kind == "post":
-            self._put_up(*content)
+            key, text = content
+            self._put_up(key, text)
+            if self.rank == 0 and seen.line is not None:
+                seen.line.send({"post": [key, self._board[key]]})
         elif kind == "lost":
             rank, text, left = content
             self._settle(Loss(rank, text), left)

@@ -124,14 +124,13 @@ def write(
         else:
             others.wait_for_rank_0()
     except BaseException as error:
-        elsewhere = others.said()
         mine = f"rank{snapshot.rank}: {error}" if _is_of_the_disk(error) and roll_call is not None else f"{error}"
-        failed = elsewhere or f"{target} was not written: {mine}"
-        others.tell(failed)  # before the folder goes: whoever is late must not make it again
+        mine = f"{target} was not written: {mine}"
+        failed = others.said() or others.tell(mine)  # before the folder goes: whoever is late must not make it again
         with suppress(OSError):  # the first error is the one to tell
             if snapshot.rank == 0:
                 discard(temporary, temporary.with_suffix(".deleted"))
-            elif elsewhere:
+            elif failed != mine:
                 shutil.rmtree(temporary)  # rank 0 may have thrown it away before this rank made it
         if roll_call is not None and roll_call.loss is not None:
             raise RankLost(failed) from error
@@ -156,9 +155,9 @@ class _Others:
         """How the save ended, if somebody has said so."""
         return self.roll_call.posted(self.key) if self.roll_call is not None else None
 
-    def tell(self, end: str) -> None:
-        if self.roll_call is not None:
-            self.roll_call.post(self.key, end)
+    def tell(self, end: str) -> str:
+        """Gives back what stands: somebody may have been faster, and this be what comes of it."""
+        return end if self.roll_call is None else self.roll_call.post(self.key, end)
 
     def check(self) -> None:
         """Raise if it has failed elsewhere, or if a rank is lost."""
@@ -287,7 +286,8 @@ def read_manifest(source: Path) -> Manifest:
     except MissingFile:
         raise CheckpointError(f"{source} is no checkpoint: it has no {MANIFEST}") from None
     except FileError as error:
-        raise CheckpointError(str(error)) from None
+        why = f": {error.why}" if error.why else ""
+        raise CheckpointError(f"{path} {error.what}{why}") from None
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version != FORMAT:
         raise CheckpointError(f"{source} has format {version}, expected {FORMAT}")
