@@ -5,9 +5,11 @@ Tests marked `gpu` run only with a GPU. `--shuffle SEED` runs all in random orde
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_census() -> Iterator[None]:
+    """A capture looks through everything alive; leave out what was alive before a module's tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

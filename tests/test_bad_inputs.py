@@ -395,7 +395,7 @@ def test_a_manifest(tmp_path: Path, content: bytes) -> None:
 
 def test_a_pipe_as_a_manifest(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
-    with pytest.raises(CheckpointError, match=r"manifest\.json: is a named pipe, not a regular file"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is a named pipe, not a regular file"):
         read_manifest(tmp_path)
 
 

@@ -42,6 +42,7 @@ def holds(things: list[Any], wanted: Any) -> bool:
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="this collector has no generations")
 def test_many_captures_walk_over_every_object_once(full_walks: list[Any]) -> None:
+    gc.unfreeze()  # with the objects of PyTorch alone, there are many
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     with torch.no_grad():
         graphs = [capture(lambda x: model(x), (x,)) for _ in range(30)]
@@ -86,6 +87,15 @@ def test_what_was_frozen_and_thawed_is_found() -> None:
     leaf = torch.zeros(3, requires_grad=True)
     gc.freeze()
     Census()
+    gc.unfreeze()
+    assert holds(Census().leaves, leaf)
+
+
+def test_what_was_frozen_and_thawed_between_two_captures_is_found() -> None:
+    gc.unfreeze()
+    Census()
+    leaf = torch.zeros(3, requires_grad=True)
+    gc.freeze()
     gc.unfreeze()
     assert holds(Census().leaves, leaf)
 

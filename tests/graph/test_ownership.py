@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +22,6 @@ from torch import Tensor, nn
 
 from rollgraph.graph import GraphPool, StaleGraph, capture, make_graphed_callables
 from rollgraph.graph.errors import MemoryInUse
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_heap() -> Iterator[None]:
-    """A replay that is refused collects garbage first: leave out what was alive before these tests."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def block() -> nn.Module:

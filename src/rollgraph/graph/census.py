@@ -21,7 +21,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KINDS = (Tensor, nn.Module, torch.optim.Optimizer)
 _IDLE = 200  # collections without a capture, after which live objects are followed no longer; an import has dozens
+_MANY = 50_000  # objects: with fewer, to look at all of them is as cheap
 _FOLLOWS = sys.version_info < (3, 14)  # later collectors have no generations to tell new objects by
+
+
+class _Witness:
+    """An object to look for."""
 
 
 class LiveObjects:
@@ -34,17 +39,25 @@ class LiveObjects:
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Any]] = {}
         self._following = False
-        self._expected = (0, 0)  # what the collector counts, if this callback has seen every collection
+        self._expected = 0  # what the collector counts, if this callback has seen every collection
         self._idle = 0
+        self._witness = (
+            _Witness()
+        )  # made with each look: whatever hides it, as gc.freeze() does, hides other new objects
+        self._saw_witness = False
 
     def find(self) -> list[Any]:
         self._idle = 0
-        if self._is_complete():
+        if self._is_following():
             self._note(_young_objects())
-        else:
+        if not self._is_following() or not self._saw_witness:
             self._known.clear()
             self._follow()  # first, so that nothing grows old unseen during the walk
-            self._note(gc.get_objects())
+            objects = gc.get_objects()
+            self._note(objects)
+            if len(objects) < _MANY or gc.get_freeze_count():  # what is thawed later would come in unseen
+                self._leave()
+        self._witness, self._saw_witness = _Witness(), False
         self._forget_dead()
         return [thing for ref in list(self._known.values()) if (thing := ref()) is not None]
 
@@ -54,14 +67,19 @@ class LiveObjects:
             if self._known[key]() is None:  # a collection in between may have given the key to a new object
                 del self._known[key]
 
-    def _is_complete(self) -> bool:
-        return self._following and self._on_collection in gc.callbacks and _collector_counts() == self._expected
+    def _is_following(self) -> bool:
+        return self._following and self._on_collection in gc.callbacks and _collections() == self._expected
 
     def _follow(self) -> None:
         if self._on_collection not in gc.callbacks and _FOLLOWS:
             gc.callbacks.append(self._on_collection)
         self._following = _FOLLOWS
-        self._expected = _collector_counts()
+        self._expected = _collections()
+
+    def _leave(self) -> None:
+        if self._on_collection in gc.callbacks:
+            gc.callbacks.remove(self._on_collection)
+        self._following = False
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] == 0:
@@ -69,30 +87,31 @@ class LiveObjects:
         if phase == "start":
             self._note(_young_objects())
             return
-        collections, frozen = self._expected
-        self._expected = (collections + 1, frozen)
+        self._expected += 1
         self._idle += 1
         if self._idle > _IDLE:
-            gc.callbacks.remove(self._on_collection)
-            self._following = False
+            self._leave()
             self._known.clear()
 
     def _note(self, objects: Sequence[Any]) -> None:
-        kinds = _subclasses(_KINDS)
+        kinds = _subclasses(_KINDS) | {_Witness}
         # By type, never isinstance: a lazy proxy's __class__ may run code.
         wanted = map(kinds.__contains__, map(type, objects))
         for thing in compress(objects, wanted):
-            self._known[id(thing)] = weakref.ref(thing)
+            if thing is self._witness:
+                self._saw_witness = True
+            elif type(thing) is not _Witness:
+                self._known[id(thing)] = weakref.ref(thing)
 
 
 def _young_objects() -> list[Any]:
     return gc.get_objects(generation=0) + gc.get_objects(generation=1)
 
 
-def _collector_counts() -> tuple[int, int]:
-    """Collections after which objects have grown old, and objects hidden by gc.freeze()."""
+def _collections() -> int:
+    """Those after which objects have grown old."""
     _, middle, old = gc.get_stats()
-    return middle["collections"] + old["collections"], gc.get_freeze_count()
+    return int(middle["collections"] + old["collections"])
 
 
 def _subclasses(kinds: Sequence[type]) -> set[type]:
