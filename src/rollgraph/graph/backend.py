@@ -326,9 +326,11 @@ class CudaBackend:
         stream = arena.stream(self.device)
         caller = torch.cuda.current_stream(self.device)
         stream.wait_stream(caller)
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            yield
-        caller.wait_stream(stream)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                yield
+        finally:
+            caller.wait_stream(stream)  # after a failure too: the rollback must not overtake what still runs there
 
     def record(
         self,
