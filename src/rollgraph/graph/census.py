@@ -89,9 +89,9 @@ class LiveObjects:
             return
         self._expected += 1
         self._idle += 1
-        if self._idle > _IDLE:
+        if self._idle > _IDLE or not self._saw_witness:
             self._leave()
-            self._known.clear()
+        self._witness, self._saw_witness = _Witness(), False
 
     def _note(self, objects: Sequence[Any]) -> None:
         kinds = _subclasses(_KINDS) | {_Witness}
