@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -851,15 +852,14 @@ def test_two_processes_evaluate_what_one_has_trained(folder: Path, capsys: pytes
     assert json.loads(together.stdout) == pytest.approx(json.loads(alone))
 
 
-def train_on_a_rank(world: World, config: Config) -> None:
+def train_on_a_rank(world: World, config: Config, output: Path) -> None:
     os.environ["RANK"] = str(world.rank)
-    train(config, world)
+    with output.open("a") as file, redirect_stdout(file):
+        train(config, world)
 
 
 @pytest.mark.multi
-def test_rewards_that_fail_on_another_rank_are_told_and_counted(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rewards_that_fail_on_another_rank_are_told_and_counted(folder: Path) -> None:
     (folder / "rewards.py").write_text(
         "import os\n"
         "def even(prompts, completions, **columns):\n"
@@ -868,8 +868,8 @@ def test_rewards_that_fail_on_another_rank_are_told_and_counted(
         "    return [len(c) / 4 for c in completions]\n"
     )
     config = config_of(folder, "steps=2", "data.validation=null", "log.progress=plain")
-    assert run_world(2, folder, train_on_a_rank, config) == [None, None]
-    output = capfd.readouterr().out
+    assert run_world(2, folder, train_on_a_rank, config, folder / "output") == [None, None]
+    output = (folder / "output").read_text()
     assert output.count("a reward failed and counts as 0: even: RuntimeError: no idea") == 1
     assert "rewards failed for 16 rollouts: 16 raised" in output
     for entry in metrics_of(folder / "run"):

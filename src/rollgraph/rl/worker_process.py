@@ -243,7 +243,11 @@ def serve(descriptor: int, path: list[str]) -> NoReturn:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)  # programs that a call starts do not have it
     signalled = _outlive_stop_signals()
-    os.register_at_fork(after_in_child=lambda: _be_forked(connection))  # nor do processes that it forks
+    os.register_at_fork(  # nor do processes that it forks, to which a signal may come before they are ready for it
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS),
+        after_in_child=lambda: _be_forked(connection),
+    )
     with suppress(AttributeError):  # there is none if the pool's process has none
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     messages = _receive(connection)
@@ -316,3 +320,4 @@ def _be_forked(connection: socket.socket) -> None:
     connection.close()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
