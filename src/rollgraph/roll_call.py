@@ -107,9 +107,9 @@ class RollCall:
         if self.loss is not None:
             raise RankLost(self.loss.text)
 
-    def explain(self) -> str:
+    def explain(self, patience: float = 30.0) -> str:
         """After something failed: who is lost, if that turns out soon; else nothing."""
-        self._known.wait(min(self.timeout, 30.0))
+        self._known.wait(min(self.timeout, patience))
         return self.loss.text if self.loss is not None else ""
 
     def late(self, what: str) -> str:

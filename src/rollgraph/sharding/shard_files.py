@@ -36,6 +36,7 @@ MANIFEST = "manifest.json"
 _REST = "rest.safetensors"  # frozen parameters and buffers, whole
 _STATE = "state.json"  # what each rank saved beside tensors
 _POLL = 0.02  # seconds between two looks for what another rank writes
+_PATIENCE = 4.0  # seconds, after a time-out, for the roll call to find who is lost
 _WRITTEN = ""  # what rank 0 says of a save that is on the disk
 
 Manifest = dict[str, Any]
@@ -172,8 +173,16 @@ class _Others:
         while missing := unfinished():
             self.check()
             if time.monotonic() > deadline:
+                self._ask_who_is_lost()
                 raise CheckpointError(f"nothing from {missing} within {self.timeout:g} s")
             time.sleep(_POLL)
+
+    def _ask_who_is_lost(self) -> None:
+        """A rank that is stopped becomes known at this same moment. Rank 0 waits for it less long than others wait for
+        rank 0, so that nobody takes rank 0 for the one that is lost."""
+        if self.roll_call is not None:
+            self.roll_call.explain(_PATIENCE if self.roll_call.rank == 0 else 2 * _PATIENCE)
+            self.check()
 
     def wait_for_rank_0(self) -> None:
         self.wait_while(lambda: "rank0" if self.said() is None else "")
