@@ -34,7 +34,7 @@ RANKS, STEPS = 3, 12
 TIMEOUT = 20.0  # of the ranks; who is stopped, or killed before it has come, costs as much
 PATIENT = 200.0  # where nobody is: whoever is killed at work is missed at once
 GRACE = 250.0  # seconds of a machine that has other things to do
-KILLS = int(os.environ.get("ROLLGRAPH_KILLS", "25"))
+KILLS = int(os.environ.get("ROLLGRAPH_KILLS", "12"))
 NAMED = re.compile(r"rank (\d+) (?:got no further|did not come|did not answer|ended with)")
 CONFIG = f"""
 steps: {STEPS}

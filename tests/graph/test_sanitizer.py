@@ -639,6 +639,26 @@ def test_findings_end_with_the_block() -> None:
     assert not len(findings)
 
 
+class TellsApart(nn.Module):
+    """Does something else while it is captured, because new leaves stand for its parameters then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.held = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1 if self.held[0] is self.weight else 2
+        return x * self.weight * factor
+
+
+def test_replays_are_compared_with_the_untouched_module() -> None:
+    with sanitize() as findings:
+        model = make_graphed_callables(TellsApart(), (torch.ones(4),))
+        model(torch.ones(4)).sum().backward()
+    assert findings.items[0].kind == "differs"
+
+
 LINES = {
     "an argument that is written": """
 def f(x):
