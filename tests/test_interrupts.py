@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,14 @@ __all__ = ["folder"]
 
 LOOP = sys.modules[train.__module__]
 QUICK = ["checkpoint.every=100", "data.validation=null", "graph.impl=none", "log.progress=plain"]
+
+
+@pytest.fixture(autouse=True)
+def _listening() -> Iterator[None]:
+    """A shell starts what it runs in the background deaf to Ctrl-C, and the tests with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def press(times: int = 1) -> None:
