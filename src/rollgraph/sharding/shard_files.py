@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollgraph.files import FileError, MissingFile, read_json
+from rollgraph.files import FileError, MissingFile, read_json, sync
 from rollgraph.roll_call import RankLost, RollCall
 from rollgraph.sharding.flat_buffer import ParameterSpec, specs_of
 from rollgraph.sharding.optimizer import Piece, ShardedAdamW
@@ -442,15 +442,6 @@ def _write_json(path: Path, value: Any) -> Sealed:
 def _sealed(path: Path) -> Sealed:
     sync(path)
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": _digest(path)}
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digests(source: Path, paths: list[Path]) -> list[str]:
