@@ -183,7 +183,11 @@ def lose(attempt: Attempt, moment: Callable[[], bool], victim: int, how: signal.
                 finish(attempt)
                 return False
             time.sleep(0.002)
-        os.kill(attempt.processes[victim].pid, how)
+        try:
+            os.kill(attempt.processes[victim].pid, how)
+        except ProcessLookupError:  # the moment came when its work was done
+            finish(attempt)
+            return False
         deadline = time.monotonic() + TIMEOUT + GRACE
         for rank, process in enumerate(attempt.processes):
             if rank != victim:
