@@ -35,8 +35,11 @@ class Recording(Protocol):
     external: Sequence[Tensor]  # tensors it reads or writes that it did not make and was not given
     outputs: list[Tensor | None]
 
-    def seal(self) -> None:
-        """All passes of its callable are recorded; none will refer to this one any more."""
+    def seal(self, versions: bool = True) -> None:
+        """All passes of its callable are recorded; none will refer to this one any more.
+
+        With `versions`, each replay raises those of its outputs: autograd sees that they were written.
+        """
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]: ...
 
@@ -76,7 +79,7 @@ class EagerRecording:
         self.outputs: list[Tensor | None] = []
         self._thunk = thunk
 
-    def seal(self) -> None:
+    def seal(self, versions: bool = True) -> None:
         pass
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -295,14 +298,15 @@ class CudaRecording:
         self._released = False
         self._written = [o for o in outputs if o is not None and not o.is_inference()]
 
-    def seal(self) -> None:
-        pass
+    def seal(self, versions: bool = True) -> None:
+        if not versions:
+            self._written = []
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         self._fill(inputs)
         self._launch()
-        # Whoever saved an output of the previous replay for a backward now gets autograd's error.
-        _increment_version(self._written)
+        if self._written:  # whoever saved an output of the previous replay for a backward now gets autograd's error
+            _increment_version(self._written)
         return self.outputs
 
     def release(self) -> None:

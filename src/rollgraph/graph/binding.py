@@ -32,8 +32,8 @@ class Binding:
     """Addresses and slots as they were at capture; `check` says what moved.
 
     Autograd itself leaves out the gradient of a parameter that was frozen since. `trained` are those whose
-    gradient it does not see. `growing` are lists of modules: what is added to one would run. `hooks` are the places
-    where a new hook would run in the function, but not in a replay.
+    gradient it does not see, and `sums` the memory it is added to. `growing` are lists of modules: what is added to
+    one would run. `hooks` are the places where a new hook would run in the function, but not in a replay.
     """
 
     def __init__(
@@ -42,14 +42,16 @@ class Binding:
         slots: Sequence[Slot] = (),
         modules: Iterable[torch.nn.Module] = (),
         trained: Iterable[Tensor] = (),
+        sums: Iterable[Tensor] = (),
         growing: Iterable[torch.nn.Module] = (),
         hooks: Sequence[HookPlace] = (),
     ) -> None:
         self._names = {id(slot.held): slot.name for slot in slots}
-        self.tensors = self._tensors = list({id(t): t for t in tensors}.values())
+        self.tensors = list({id(t): t for t in tensors}.values())
+        self._tensors = [*self.tensors, *sums]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         # Same address, other view: autograd finds another shape of what it trains, but not other strides.
-        self._sized = [t for t in self._tensors if not t.requires_grad]
+        self._sized = [t for t in self.tensors if not t.requires_grad]
         self._sizes = list(map(Tensor.size, self._sized))
         ambiguous = [t for t in self._tensors if not t.requires_grad or len(set(t.shape)) < t.dim()]
         self._contiguous = [t for t in ambiguous if t.is_contiguous()]  # this and its shape fix the strides

@@ -9,11 +9,13 @@ else keeps its value where it is, and the new result is handed out as a copy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+_alias = attrgetter("data")  # cheaper than detach(), and with a version of its own: what is held is never written
 _ALIGNMENT = 256  # bytes, as PyTorch's allocator gives
 
 
@@ -51,7 +53,7 @@ class LentTensors:
 
     def lend(self) -> list[Tensor | None]:
         """The results of the replay that just ran."""
-        lent: list[Tensor | None] = [t.detach() for t in self._tensors]
+        lent: list[Tensor | None] = list(map(_alias, self._tensors))
         if self._kept:
             results = copies([self._tensors[i] for i in self._kept])
             for (place, value), result in zip(self._kept.items(), results, strict=True):

@@ -139,11 +139,12 @@ class Arena:
         return interval is not None and interval[4]() is node
 
     def close(self, forward: int) -> None:
-        last = next(reversed(self._open)) == forward
-        _, _, low, high, _ = self._open.pop(forward)
-        if last:  # the usual order: what was opened last is closed first
-            self.low, self.high = low, high
+        last, interval = self._open.popitem()
+        if last == forward:  # the usual order: what was opened last is closed first
+            _, _, self.low, self.high, _ = interval
             return
+        self._open[last] = interval
+        del self._open[forward]
         remaining = list(self._open.items())
         self._open.clear()
         self.low, self.high = -1, FOREVER

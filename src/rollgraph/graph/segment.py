@@ -111,7 +111,7 @@ class Segment:
         self._writes: Writes = [[] for _ in surface.tensors]
         self.overtaken = Overtaken((), ())
         self._lender: LentTensors | None = None  # the forward's outputs
-        self._lock: AbstractContextManager[Any] = arena.lock if spec.backend.records else nullcontext()
+        self._lock = arena.lock if spec.backend.records else threading.RLock()
 
     # -- the Python that is recorded -------------------------------------------------------------
 
@@ -303,10 +303,11 @@ class Segment:
             tensors += [*self.spec.module.parameters(), *self.spec.module.buffers()]
         buffered = [p for p in self.parameters if p in buffers]
         self.binding = Binding(
-            [*tensors, *buffers.values()],
+            tensors,
             slots_of(self.spec.target, modules, self._called, tensors),
             modules,
             trained=buffered,
+            sums=[buffers[p] for p in buffered],
             growing=growing(modules, self._called),
             hooks=hook_places(self._called.values()),
         )
@@ -357,7 +358,7 @@ class Segment:
             self._lender = lent_outputs(self.forward)
             self.arena.lenders.append(self._lender)
         if self.backward is not None:
-            self.backward.seal()
+            self.backward.seal(versions=False)  # LentTensors hands out aliases that have their own
             if self.spec.backend.records:
                 self._lent = LentTensors(self.backward.outputs)
                 self._gradients = None
@@ -451,7 +452,7 @@ class Segment:
         """The one autograd node of the segment: `(*inputs, *passed)` to the output tensor, or a tuple of them."""
         segment, arena, name, inputs = self, self.arena, self.spec.name, len(self._differentiable)
         replay, forward, last = self.forward.replay, self.forward_number, self._needed_until()
-        saved, lock = self._saved, self._lock
+        saved, acquire, release = self._saved, self._lock.acquire, self._lock.release
         read = saved.tensors
         assert self.outputs is not None
         bare = self.outputs.is_tensor
@@ -459,7 +460,8 @@ class Segment:
         class Boundary(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *tensors: Tensor) -> Any:
-                with lock:
+                acquire()
+                try:
                     if arena.borrower != _thread():
                         arena.claim(name)
                     if not arena.low < forward < arena.high:
@@ -468,6 +470,8 @@ class Segment:
                     if read:
                         saved.noted = list(map(_version, read))
                     arena.open(name, forward, last, ctx)
+                finally:
+                    release()
                 ctx.materialize_grads = False
                 if bare:
                     return outputs[0].detach()  # type: ignore[union-attr]
@@ -478,8 +482,11 @@ class Segment:
 
             @staticmethod
             def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-                with lock:
+                acquire()
+                try:
                     return segment.replay_backward(ctx, gradients)
+                finally:
+                    release()
 
         # Function.apply without its scan of the arguments for functorch wrappers, which no graph can take.
         apply: Callable[..., Any] = super(torch.autograd.Function, Boundary).apply
@@ -491,21 +498,17 @@ class Segment:
 
     def replay_backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Gradients for `(inputs, passed)`."""
-        spec = self.spec
+        spec, arena, lent = self.spec, self.arena, self._lent
         self._check_backward(ctx)
         again = spec.retain_graph and _keeps_graph()
         if not again:
-            self.arena.close(self.forward_number)
-        try:
-            self.arena.admit(self.backward_number, spec.record.name)
-        except MemoryInUse:
-            if not again:
-                self.arena.open(spec.record.name, self.forward_number, self._needed_until(), ctx)
-            raise
+            arena.close(self.forward_number)
+        if not arena.low < self.backward_number < arena.high:
+            self._admit_backward(ctx, again)
         if spec.hooked:
             spec.hooks.run("pre_backward", "replay", spec.target)
-        if self._lent is not None and self._lent.held():
-            self._lent.make_way({*leaves_under(ctx), *self.passed})
+        if lent is not None and lent.held():
+            lent.make_way({*leaves_under(ctx), *self.passed})
         assert self.backward is not None
         absent = any(map(_is_none, gradients))
         if absent:
@@ -516,8 +519,8 @@ class Segment:
         spec.record.backward_replays += spec.backend.records
         if spec.hooked:
             spec.hooks.run("post_backward", "replay", spec.target)
-        if self._lent is not None:
-            made = self._lent.lend()
+        if lent is not None:
+            made = lent.lend()
         if absent:
             made = self._without_unreached(made, gradients)
         if self._all_differentiable:
@@ -525,6 +528,14 @@ class Segment:
         supply = iter(made)
         of_inputs = [next(supply) if d else None for d in self._differentiable]
         return (*of_inputs, *supply, *self._no_gradients)
+
+    def _admit_backward(self, ctx: Any, again: bool) -> None:
+        try:
+            self.arena.admit(self.backward_number, self.spec.name)
+        except MemoryInUse:
+            if not again:
+                self.arena.open(self.spec.name, self.forward_number, self._needed_until(), ctx)
+            raise
 
     def _without_unreached(self, made: list[Tensor | None], incoming: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Where no output with a gradient depends on a leaf, eager gives it None, not zeros."""

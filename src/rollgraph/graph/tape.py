@@ -424,12 +424,14 @@ class TapeRecording:
                     alive[key] = storage
         return alive
 
-    def seal(self) -> None:
+    def seal(self, versions: bool = True) -> None:
         """Write the program. Not before: a backward recorded later may need this pass to save a random state."""
         assert self._recorder is not None
         self.program = TapeProgram(self._recorder, self._static)
         self.operations = self.program.operations
         self._recorder = None
+        if not versions:
+            self._written = []
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         with torch.inference_mode(self._inference), torch.no_grad(), torch._C._DisableAutocast():

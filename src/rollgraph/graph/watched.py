@@ -124,8 +124,8 @@ class WatchedRecording:
             set()
         )  # code of hooks that keep what they make, as weight_norm does, and make it anew
 
-    def seal(self) -> None:
-        self._inner.seal()
+    def seal(self, versions: bool = True) -> None:
+        self._inner.seal(versions)
         self.operations = self._inner.operations
 
     def release(self) -> None:
