@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -82,6 +83,20 @@ def test_eager_backend_says_so(device: torch.device) -> None:
     assert (record.captures, record.replays, record.backward_replays) == (0, 0, 0)
     assert dict(record.eager_runs) == {"backend is eager": 1}
     assert pool.report().pool_bytes == 0
+
+
+def test_eager_backend_keeps_no_autograd_graph(device: torch.device) -> None:
+    """It would tie the parameters to the stream of that call, and no CUDA capture could follow."""
+    layer, losses = nn.Linear(4, 4), []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = layer(x).sum()
+        losses.append(weakref.ref(loss))
+        return loss
+
+    captured = capture(step, (sample().detach(),), backend="eager")
+    captured(sample().detach())
+    assert [loss() for loss in losses] == [None]
 
 
 def test_table(backend: str, device: torch.device) -> None:

@@ -289,8 +289,10 @@ class GraphedFunction(Captured, Generic[P, R]):
     def _eager_variant(self, surface: Surface, arena: Arena) -> Variant:
         def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:
             args, kwargs = surface.arguments(inputs)
-            variant.outputs = OutputTree(self._function(*args, **kwargs), self.name)
-            return [tensor.detach() for tensor in variant.outputs.tensors]
+            variant.outputs = tree = OutputTree(self._function(*args, **kwargs), self.name)
+            tensors = [tensor.detach() for tensor in tree.tensors]
+            tree.without_tensors()  # their autograd graph would tie the parameters to this stream
+            return tensors
 
         recording = self._backend.record(thunk, StaticTensors([]), arena, (), {})
         variant = Variant(surface, recording, None, Binding(()), BoundGradients(()), arena, arena.next_capture())
