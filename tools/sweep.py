@@ -55,12 +55,12 @@ class Run:
 FOLDED = [
     Run("default", 1),
     Run("default", 2, seed=1, unprivileged=True),
-    Run("default", 4, load=True),
+    Run("default", 4),
     Run("avx2", 1, seed=2, load=True),
     Run("avx2", 2),
     Run("avx2", 4, seed=1, unprivileged=True),
     Run("avx512", 1, unprivileged=True),
-    Run("avx512", 2, seed=2, load=True),
+    Run("avx512", 2, seed=2),
     Run("avx512", 4),
 ]
 QUICK = [Run("default", 4, seed=1, unprivileged=True), Run("avx2", 1, seed=2), Run("avx512", 2, load=True)]

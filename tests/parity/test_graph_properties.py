@@ -22,7 +22,6 @@ from tests.parity.test_graph_equals_eager import assert_same, copies, state
 
 WIDTH = 4
 few = settings(
-    max_examples=60,
     phases=[Phase.explicit, Phase.generate],  # each example captures: shrinking would take minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
