@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, synchronize, table
 
+from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.environment import SingleTurn
 from rollgraph.types import Prompt
-from rollgraph.world import World
 
 TINY = Architecture("llama", vocabulary=300, hidden=32, mlp=64, layers=2, heads=2, kv_heads=1, head_dim=16)
 PHASES = ("generate", "score", "train")

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from rollgraph.distributed.world import World
 from rollgraph.sharding import ShardedAdamW, ShardedModel
 from rollgraph.sharding.overlap import Flight
-from rollgraph.world import World
 
 
 def slowed(start: Callable[..., Flight], seconds_per_byte: float, link: dict[str, float]) -> Callable[..., Flight]:

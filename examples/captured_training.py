@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool, capture
-from rollgraph.metrics import JsonlSink, LineSink, Metrics
-from rollgraph.world import World
+from rollgraph.telemetry.metrics import JsonlSink, LineSink, Metrics
 
 DIGITS, LENGTH, WIDTH, HEADS = 10, 8, 64, 4
 SEPARATOR = DIGITS  # the token between a string and its reverse

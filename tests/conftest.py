@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _small_census() -> Iterator[None]:
+def _few_live_objects() -> Iterator[None]:
     """A capture looks through everything alive; leave out what was alive before a module's tests."""
     gc.collect()
     gc.freeze()

@@ -34,16 +34,19 @@ class Layer:
 # fmt: off
 LAYERS = (
     Layer("values", (
-        "files.py", "sizes.py", "config_schema.py", "config_reader.py", "config.py", "types.py", "roll_call.py",
-        "world.py", "metrics.py",
+        "files.py", "types.py",
+        "config/limits.py", "config/schema.py", "config/reader.py", "config/keys.py",
+        "distributed/liveness.py", "distributed/world.py",
+        "telemetry/metrics.py", "telemetry/sinks.py", "telemetry/terminal.py",
     ), packages=frozenset()),
     Layer("graph", (
-        "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/lending.py", "graph/report.py", "graph/pool.py",
-        "graph/census.py", "graph/journal.py", "graph/names.py", "graph/slots.py", "graph/binding.py",
-        "graph/backend.py", "graph/watch.py", "graph/tape.py", "graph/leaves.py", "graph/capture.py",
-        "graph/schedule.py", "graph/versions.py", "graph/segment.py", "graph/callables.py",
-        "graph/findings.py", "graph/holders.py", "graph/probe.py", "graph/lent_outputs.py",
-        "graph/snapshot.py", "graph/watched.py", "graph/sanitizer.py",
+        "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/static_outputs.py", "graph/report.py",
+        "graph/pool.py", "graph/live_objects.py", "graph/undo_log.py", "graph/names.py", "graph/slots.py",
+        "graph/binding.py", "graph/backend.py", "graph/observer.py", "graph/tape.py", "graph/autograd_leaves.py",
+        "graph/capture.py", "graph/schedule.py", "graph/saved_versions.py", "graph/segment.py", "graph/callables.py",
+        "graph/sanitizer/findings.py", "graph/sanitizer/referrers.py", "graph/sanitizer/trace.py",
+        "graph/sanitizer/stale_outputs.py", "graph/sanitizer/snapshot.py", "graph/sanitizer/comparing_backend.py",
+        "graph/sanitizer/session.py",
     ), packages=BASE),
     Layer("parts", (
         "sharding/flat_buffer.py", "sharding/hook_set.py", "sharding/overlap.py", "sharding/rounds.py",
@@ -64,11 +67,13 @@ LAYERS = (
     ), packages=BASE, independent=True),
     Layer("policy", (
         "policy/weights.py", "policy/phases.py", "policy/packing.py", "policy/step_graphs.py", "policy/worker.py",
-        "checkpoint.py",
     ), packages=None),
     Layer("run", (
-        "claim.py", "built_in_names.py", "key_errors.py", "lengths.py", "inputs.py", "setup.py", "plan.py",
-        "launch.py", "dashboard/", "logbook.py", "rollouts.py", "reference.py", "saving.py", "interrupts.py",
+        "run/checkpoints.py", "run/folder_lock.py", "run/built_in_names.py", "run/key_errors.py", "run/shapes.py",
+        "run/inputs.py", "run/setup.py", "run/memory_plan.py", "distributed/launch.py", "run/step_log.py",
+        "run/rollouts.py", "run/reference.py", "run/saving.py", "run/interrupts.py",
+    ), packages=None),
+    Layer("people", (
         "train.py", "compat/", "commands/", "cli.py",
     ), packages=None),
 )
@@ -77,7 +82,13 @@ LAYERS = (
 # Additions to a layer's `packages`, by part: kernels and chat templates.
 EXTRA = {part: frozenset({"triton", "jinja2"}) for part in ("model", "inference", "tokenizer")}
 # Additions by file that hold inside functions and under TYPE_CHECKING only: importing the file stays instant.
-LAZY = {file: frozenset({"torch"}) for file in ("world.py", "metrics.py")} | {"config_reader.py": frozenset({"yaml"})}
+LAZY = {
+    "config/reader.py": frozenset({"yaml"}),
+    "distributed/world.py": frozenset({"torch"}),
+    "telemetry/metrics.py": frozenset({"torch"}),
+    "telemetry/sinks.py": frozenset({"torch", "pyarrow", "wandb", "mlflow"}),
+    "telemetry/terminal.py": frozenset({"rich"}),
+}
 
 
 @dataclass(frozen=True, order=True)
@@ -232,7 +243,7 @@ def check_tree(root: Path, sources: dict[str, str]) -> list[str]:
     return find_violations(root)
 
 
-NEIGHBOURS = {"dashboard/page.py": "", "rl/algorithms/grpo.py": "", "graph/__init__.py": ""}
+NEIGHBOURS = {"commands/page.py": "", "rl/algorithms/grpo.py": "", "graph/__init__.py": ""}
 
 ALLOWED = [
     # earlier layers and files, however they are spelled
@@ -240,9 +251,9 @@ ALLOWED = [
     ("graph/hooks.py", "from rollgraph.graph.errors import GraphError"),
     ("graph/hooks.py", "from .errors import GraphError"),
     ("graph/hooks.py", "from . import errors"),
-    ("graph/hooks.py", "from .. import config; from ..types import Batch"),
+    ("graph/hooks.py", "from ..config import keys; from ..types import Batch"),
     ("graph/hooks.py", "import rollgraph.graph.errors as e"),
-    ("world.py", "from rollgraph import config; from . import types"),
+    ("distributed/world.py", "from rollgraph.config import keys; from .. import types"),
     ("rl/algorithms/rloo.py", "from ..losses import clip; from ...types import T"),
     # packages
     ("inference/engine.py", "from rollgraph.graph import capture_it"),
@@ -254,16 +265,16 @@ ALLOWED = [
     # parts
     ("sharding/overlap.py", "from rollgraph.graph import errors, hooks"),
     ("model/decoder.py", "from rollgraph.graph.hooks import GraphHooks"),
-    ("checkpoint.py", "from rollgraph.policy.weights import Slots"),
-    ("cli.py", "from rollgraph import train; import rollgraph.dashboard.page"),
+    ("run/checkpoints.py", "from rollgraph.policy.weights import Slots"),
+    ("cli.py", "from rollgraph import train; import rollgraph.commands.page"),
     # other packages
-    ("config.py", "from __future__ import annotations; import json, os.path"),
-    ("world.py", "def f():\n    import torch.distributed as dist"),
-    ("metrics.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
+    ("files.py", "from __future__ import annotations; import json, os.path"),
+    ("distributed/world.py", "def f():\n    import torch.distributed as dist"),
+    ("telemetry/metrics.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
     ("graph/tape.py", "import torch.nn, numpy as np; from safetensors.torch import load"),
     ("model/attention.py", "import triton.language as tl"),
     ("tokenizer/tokenizer.py", "import jinja2, tokenizers"),
-    ("launch.py", "import ray"),
+    ("distributed/launch.py", "import ray"),
 ]
 
 FORBIDDEN = [
@@ -281,19 +292,19 @@ FORBIDDEN = [
     ("graph/hooks.py", "from . import errors, tape", "graph/tape.py, which does not come before"),
     ("graph/hooks.py", "def f():\n    from . import tape", ":2: imports graph/tape.py"),
     ("graph/hooks.py", "if TYPE_CHECKING:\n    from .tape import T", ":2: imports graph/tape.py"),
-    ("config.py", "class C:\n  async def f(self):\n    from . import types", ":3: imports types.py"),
-    ("config.py", "try:\n    from .types import T\nexcept ImportError:\n    pass", ":2: imports types.py"),
-    ("config.py", "from rollgraph.metrics import M", "metrics.py, which does not come before"),
-    ("config.py", "import rollgraph.config", "config.py, which does not come before"),
+    ("files.py", "class C:\n  async def f(self):\n    from . import types", ":3: imports types.py"),
+    ("files.py", "try:\n    from .types import T\nexcept ImportError:\n    pass", ":2: imports types.py"),
+    ("files.py", "from rollgraph.telemetry.metrics import M", "telemetry/metrics.py, which does not come before"),
+    ("files.py", "import rollgraph.files", "files.py, which does not come before"),
     ("rl/losses.py", "from .algorithms import grpo", "rl/algorithms/grpo.py, which does not come before"),
-    ("policy/worker.py", "from .. import checkpoint", "checkpoint.py, which does not come before"),
+    ("policy/worker.py", "from ..run import checkpoints", "run/checkpoints.py of the later layer 'run'"),
     # packages
     ("graph/tape.py", "from rollgraph.graph import capture_it", "graph/__init__.py, which does not come"),
     ("graph/tape.py", "from . import capture_it", "graph/__init__.py, which does not come"),
     ("graph/tape.py", "from . import *", "graph/__init__.py, which does not come"),
     ("rl/algorithms/rloo.py", "from . import pick", "rl/algorithms/__init__.py, which does not come"),
     ("rl/algorithms/__init__.py", "from .. import pick", "rl/__init__.py, which does not come"),
-    ("graph/tape.py", "from rollgraph import __version__", "__init__.py of the later layer 'run'"),
+    ("graph/tape.py", "from rollgraph import __version__", "__init__.py of the later layer 'people'"),
     ("__init__.py", "from rollgraph.graph import x", "all that imports any part"),
     ("__init__.py", "import torch", "__init__.py:1: imports torch"),
     # parts
@@ -306,13 +317,17 @@ FORBIDDEN = [
     ("inference/engine.py", "from rollgraph.rl import data", "inference and rl do not know each other"),
     ("rl/algorithms/grpo.py", "import rollgraph.inference", "rl and inference do not know each other"),
     # other packages
-    ("config.py", "import torch", "imports torch, which layer 'values' may not"),
-    ("config.py", "def f():\n    import torch", "imports torch, which layer 'values' may not"),
+    ("files.py", "import torch", "imports torch, which layer 'values' may not"),
+    ("files.py", "def f():\n    import torch", "imports torch, which layer 'values' may not"),
     ("types.py", "if TYPE_CHECKING:\n    import torch", "imports torch, which layer 'values' may not"),
-    ("metrics.py", "import numpy", "imports numpy, which layer 'values' may not"),
-    ("world.py", "import torch.distributed", "imports torch outside a function"),
-    ("world.py", "class W:\n    from torch import device", "imports torch outside a function"),
-    ("world.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "imports torch outside a function"),
+    ("telemetry/metrics.py", "import numpy", "imports numpy, which layer 'values' may not"),
+    ("distributed/world.py", "import torch.distributed", "imports torch outside a function"),
+    ("distributed/world.py", "class W:\n    from torch import device", "imports torch outside a function"),
+    (
+        "distributed/world.py",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import torch",
+        "imports torch outside a function",
+    ),
     ("graph/tape.py", "import transformers.utils", "imports transformers, which layer 'graph' may not"),
     ("graph/tape.py", "import triton", "imports triton, which layer 'graph' may not"),
     ("rl/data.py", "def f():\n    import datasets", "imports datasets, which layer 'uses' may not"),
@@ -333,14 +348,14 @@ def test_forbids(tmp_path: Path, file: str, source: str, message: str) -> None:
 
 def test_reports_every_violation_of_every_file(tmp_path: Path) -> None:
     sources = {
-        "config.py": "import torch\nimport json\nimport numpy",
+        "files.py": "import torch\nimport json\nimport numpy",
         "graph/hooks.py": "from . import errors, tape, pool",
         "graph/errors.py": "import torch",
         "stray.py": "import torch",
     }
     assert [violation.split(" ")[0] for violation in check_tree(tmp_path, sources)] == [
-        "config.py:1:",
-        "config.py:3:",
+        "files.py:1:",
+        "files.py:3:",
         "graph/hooks.py:1:",
         "graph/hooks.py:1:",
         "stray.py:",

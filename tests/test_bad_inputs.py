@@ -18,7 +18,7 @@ import torch
 
 from rollgraph.cli import main
 from rollgraph.files import DEEPEST
-from rollgraph.model import Architecture, Decoder, WeightsError, load_model, save_model
+from rollgraph.model import Architecture, Decoder, ModelFileError, load_model, save_model
 from rollgraph.sharding import CheckpointError
 from rollgraph.sharding.shard_files import read_manifest
 from rollgraph.tokenizer import ByteTokenizer
@@ -351,7 +351,7 @@ def test_an_index_names_files_beside_it(model: Path, name: str) -> None:
     given = str(outside) if name == "ABSOLUTE" else name
     places = {key: given if file == moved else file for key, file in index["weight_map"].items()}
     path.write_text(json.dumps(index | {"weight_map": places}))
-    with pytest.raises(WeightsError, match="weight_map may only name files that lie beside it, not"):
+    with pytest.raises(ModelFileError, match="weight_map may only name files that lie beside it, not"):
         load_model(model)
 
 

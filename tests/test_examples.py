@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rollgraph.config import list_keys, load_config
-from rollgraph.inputs import make_environment
-from rollgraph.lengths import completion_tokens
+from rollgraph.run.inputs import make_environment
+from rollgraph.run.shapes import completion_tokens
 from rollgraph.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rollgraph.config import to_yaml
-from rollgraph.launch import LOST
+from rollgraph.distributed.launch import LOST
 from tests.test_train import assert_same_run, config_of, folder, metrics_of, weights_of
 
 __all__ = ["folder"]

@@ -17,19 +17,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollgraph.checkpoint import CheckpointError, Checkpoints
 from rollgraph.cli import main
 from rollgraph.config import Config, parse_config, to_yaml
-from rollgraph.logbook import Logbook
+from rollgraph.distributed.world import World
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.step_graphs import StepGraphs
 from rollgraph.policy.weights import WeightSlots
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.data import DataError
-from rollgraph.setup import make_run
+from rollgraph.run.checkpoints import CheckpointError, Checkpoints
+from rollgraph.run.setup import make_run
+from rollgraph.run.step_log import Logbook
 from rollgraph.sharding import ShardedAdamW, shard_files
 from rollgraph.train import check_report, train
-from rollgraph.world import World
 from tests.sharding.worlds import run_world
 
 
@@ -135,7 +135,7 @@ def test_a_finished_run_is_left_as_it_is(
     train(config_of(folder, "checkpoint.export_at_end=true", "steps=2"), ONE)
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
     with monkeypatch.context() as without:
-        without.setattr("rollgraph.setup.make_model", lambda *arguments: pytest.fail("a model was made"))
+        without.setattr("rollgraph.run.setup.make_model", lambda *arguments: pytest.fail("a model was made"))
         train(config_of(folder, "checkpoint.export_at_end=true", "steps=2", "log.progress=plain"), ONE)
         with pytest.raises(DataError, match="seed"):
             train(config_of(folder, "checkpoint.export_at_end=true", "steps=2", "seed=5"), ONE)
@@ -241,7 +241,7 @@ def test_threads_are_those_of_the_run_inside_and_what_they_were_afterwards(
         assert torch.get_num_threads() == 1
         run.close()
         assert torch.get_num_threads() == 2
-        monkeypatch.setattr("rollgraph.setup.make_policy", lambda *_: 1 / 0)
+        monkeypatch.setattr("rollgraph.run.setup.make_policy", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_run(config_of(folder, "cpu_threads=1"), ONE)
         assert torch.get_num_threads() == 2
@@ -401,7 +401,7 @@ def test_a_checkpoint_without_checksums_of_its_reference_is_told(
     """As one from before there were any."""
     options = ["data.validation=null", "graph.impl=none", "log.progress=plain", "checkpoint.every=1"]
     with monkeypatch.context() as before:
-        before.setattr("rollgraph.reference._record", lambda run: [])
+        before.setattr("rollgraph.run.reference._record", lambda run: [])
         train(config_of(folder, *options, "steps=1"), ONE)
     for steps, told in ((2, True), (3, False)):
         capsys.readouterr()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollgraph.distributed.world import World
 from rollgraph.train import train
-from rollgraph.world import World
 from tests.test_train import config_of, folder, metrics_of, weights_of
 
 __all__ = ["folder"]  # the fixture

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from rollgraph.commands import check, config, doctor, generate, plan, train
-from rollgraph.commands.words import sort_words
+from rollgraph.commands.config_arguments import sort_words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from rollgraph.checkpoint import CheckpointError, none_whole
-from rollgraph.claim import claim_folder
 from rollgraph.config import Config
-from rollgraph.dashboard import View, check_sinks, make_view
+from rollgraph.distributed.world import World
 from rollgraph.files import write_atomically
-from rollgraph.inputs import check_inputs, find_saved, scores_old
-from rollgraph.interrupts import Interrupts
-from rollgraph.logbook import REWARD_FAILURES, UNREWARDED, Logbook, count_failures, tell_failures
-from rollgraph.reference import keep_reference, restore_reference
 from rollgraph.rl.algorithms import load_algorithm
-from rollgraph.rollouts import collect, evaluate, sample
-from rollgraph.saving import maybe_save, save_end, saved_on_error, tell_problems
-from rollgraph.setup import POLICY_LOSS, SUPERVISED, Run, StepEnd, make_run
+from rollgraph.run.checkpoints import CheckpointError, none_whole
+from rollgraph.run.folder_lock import lock_folder
+from rollgraph.run.inputs import check_inputs, find_saved, scores_old
+from rollgraph.run.interrupts import Interrupts
+from rollgraph.run.reference import keep_reference, restore_reference
+from rollgraph.run.rollouts import collect, evaluate, sample
+from rollgraph.run.saving import maybe_save, save_end, saved_on_error, tell_problems
+from rollgraph.run.setup import POLICY_LOSS, SUPERVISED, Run, StepEnd, make_run
+from rollgraph.run.step_log import REWARD_FAILURES, UNREWARDED, Logbook, count_failures, tell_failures
+from rollgraph.telemetry import View, check_sinks, make_view
 from rollgraph.types import Batch, Prompt, Rollout
-from rollgraph.world import World
 
 REPORT = "graphs.json"  # in the folder of a run: the last thing it writes
 
@@ -38,7 +38,7 @@ def train(config: Config, world: World | None = None) -> Run | None:
         make_view(shown, config.steps) as view,
         _sigterm() as asked_to_stop,
         Interrupts(partial(asked_to_stop.append, signal.SIGINT), world) as ctrl_c,
-        claim_folder(config.output, world),
+        lock_folder(config.output, world),
     ):
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)

@@ -13,15 +13,15 @@ import pytest
 from rollgraph.commands import doctor as command
 from rollgraph.compat import examination
 from rollgraph.compat.examination import examine, find_installed
-from rollgraph.compat.finding import Finding, State
+from rollgraph.compat.finding import Diagnosis, RepairState
 from rollgraph.compat.megatron.patch import Patch
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(examination.__file__).parents[2])}
 LONG = "AssertionError: handles is not empty " + "and so on " * 20
 
 
-def finding(state: State, name: str = "forward-pre-hooks") -> Finding:
-    return Finding(name, state, symptom=LONG, reason="hooks are looked up", repair="repair()")
+def finding(state: RepairState, name: str = "forward-pre-hooks") -> Diagnosis:
+    return Diagnosis(name, state, symptom=LONG, reason="hooks are looked up", repair="repair()")
 
 
 def call(*arguments: str) -> int:
@@ -36,7 +36,7 @@ def call(*arguments: str) -> int:
 def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the installation have megatron-core and these findings; the second list is with repairs."""
 
-    def set_findings(plain: list[Finding], repaired: list[Finding] | None = None) -> None:
+    def set_findings(plain: list[Diagnosis], repaired: list[Diagnosis] | None = None) -> None:
         installed = {**find_installed(), "megatron-core": "0.16.1"}
         monkeypatch.setattr(examination, "find_installed", lambda: installed)
         monkeypatch.setattr(examination, "_megatron_core", lambda: plain)
@@ -48,20 +48,20 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("states", "exit_code"),
     [
-        ((State.CLEAR,), 0),
-        ((State.CLEAR, State.REPAIRED, State.UNKNOWN), 0),
-        ((State.UNKNOWN, State.UNKNOWN), 3),
-        ((State.CLEAR, State.AFFECTED, State.REPAIRED), 1),
+        ((RepairState.CLEAR,), 0),
+        ((RepairState.CLEAR, RepairState.REPAIRED, RepairState.UNKNOWN), 0),
+        ((RepairState.UNKNOWN, RepairState.UNKNOWN), 3),
+        ((RepairState.CLEAR, RepairState.AFFECTED, RepairState.REPAIRED), 1),
     ],
 )
-def test_exit_code(found: Callable[..., None], states: tuple[State, ...], exit_code: int) -> None:
+def test_exit_code(found: Callable[..., None], states: tuple[RepairState, ...], exit_code: int) -> None:
     found([finding(state) for state in states])
     assert call() == exit_code
     assert call("--json") == exit_code
 
 
 def test_prints_every_part_on_whole_lines(found: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    found([finding(State.AFFECTED)])
+    found([finding(RepairState.AFFECTED)])
     call()
     lines = capsys.readouterr().out.splitlines()
     assert "AFFECTED  forward-pre-hooks" in lines
@@ -81,7 +81,7 @@ def test_a_terminal_shows_the_same(found: Callable[..., None], monkeypatch: pyte
 
     made: list[rich.console.Console] = []
     monkeypatch.setattr(rich.console, "Console", Terminal)
-    found([finding(State.AFFECTED)])
+    found([finding(RepairState.AFFECTED)])
     call()
     text = made[0].export_text()
     assert max(map(len, text.splitlines())) <= 60
@@ -91,7 +91,7 @@ def test_a_terminal_shows_the_same(found: Callable[..., None], monkeypatch: pyte
 def test_json(found: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "their.yaml"
     path.write_text("cuda_graph_scope: attn\n")
-    found([finding(State.CLEAR)])
+    found([finding(RepairState.CLEAR)])
     assert call("--json", "--config", str(path)) == 1  # what is wrong with the config counts
     report = json.loads(capsys.readouterr().out)
     assert report["affected"] is True
@@ -107,7 +107,7 @@ def test_a_config_that_is_merely_old_is_no_failure(
 ) -> None:
     path = tmp_path / "their.yaml"
     path.write_text("enable_cuda_graph: true\n")
-    found([finding(State.CLEAR)])
+    found([finding(RepairState.CLEAR)])
     assert call("--config", str(path)) == 0
     out = capsys.readouterr().out
     assert f"{path}:1: enable_cuda_graph: deprecated" in out
@@ -128,7 +128,7 @@ def test_a_config_in_which_nothing_is_known(
 ) -> None:
     path = tmp_path / "ours.yaml"
     path.write_text(text)
-    found([finding(State.AFFECTED)])
+    found([finding(RepairState.AFFECTED)])
     assert call("--config", str(path)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -142,7 +142,7 @@ def test_a_config_without_mistakes(
 ) -> None:
     path = tmp_path / "their.yaml"
     path.write_text(text)
-    found([finding(State.CLEAR)])
+    found([finding(RepairState.CLEAR)])
     assert call("--config", str(path)) == 0
     assert "config: no remarks" in capsys.readouterr().out
 
@@ -199,18 +199,18 @@ def test_an_installation_that_is_broken(tmp_path: Path, file: str) -> None:
 
 
 def test_a_probe_that_raises_ends_nothing() -> None:
-    def broken_probe() -> list[Finding]:
+    def broken_probe() -> list[Diagnosis]:
         raise RuntimeError("no such attribute")
 
-    report = examine(probes=(broken_probe, lambda: [finding(State.CLEAR)]))
-    assert [item.state for item in report.findings] == [State.UNKNOWN, State.CLEAR]
+    report = examine(probes=(broken_probe, lambda: [finding(RepairState.CLEAR)]))
+    assert [item.state for item in report.findings] == [RepairState.UNKNOWN, RepairState.CLEAR]
     assert report.findings[0].name == "broken-probe"
     assert "RuntimeError: no such attribute" in report.findings[0].reason
     assert not report.affected
 
 
 def test_repaired_shows_the_other_findings(found: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    found([finding(State.AFFECTED)], [finding(State.REPAIRED)])
+    found([finding(RepairState.AFFECTED)], [finding(RepairState.REPAIRED)])
     assert call("--repaired") == 0
     out = capsys.readouterr().out
     assert "REPAIRED  forward-pre-hooks" in out
@@ -230,11 +230,11 @@ def test_what_cannot_be_repaired_says_why(monkeypatch: pytest.MonkeyPatch, capsy
         moved.setattr(TOKENIZER, "plan", plan)
         assert call("--repaired") == 1
     assert "  repair   cannot repair: the module has no such name" in capsys.readouterr().out.splitlines()
-    assert all(item.state is not State.REPAIRED for item in findings())
+    assert all(item.state is not RepairState.REPAIRED for item in findings())
     repair()
     try:
         assert call("--repaired") == 0
-        assert any(item.state is State.REPAIRED for item in findings())  # it was in force before
+        assert any(item.state is RepairState.REPAIRED for item in findings())  # it was in force before
     finally:
         undo()
 

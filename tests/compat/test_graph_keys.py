@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollgraph.compat.graph_keys import contradictions, implementation, scopes
-from rollgraph.compat.graph_lint import Kind, Remark, lint_file
+from rollgraph.compat.graph_lint import LintKind, Remark, lint_file
 
 
 def lint(tmp_path: Path, text: str, known: tuple[str, ...] | None = None) -> list[Remark]:
@@ -18,7 +18,7 @@ def lint(tmp_path: Path, text: str, known: tuple[str, ...] | None = None) -> lis
     return lint_file(path, known)
 
 
-def of(remarks: list[Remark], kind: Kind) -> list[tuple[str, str]]:
+def of(remarks: list[Remark], kind: LintKind) -> list[tuple[str, str]]:
     return [(remark.place.rpartition("/")[2], remark.key) for remark in remarks if remark.kind is kind]
 
 
@@ -114,7 +114,7 @@ def test_deprecated_keys_have_their_line(tmp_path: Path) -> None:
         cuda_graph_scope: full
     """
     remarks = lint(tmp_path, text)
-    assert of(remarks, Kind.DEPRECATED) == [
+    assert of(remarks, LintKind.DEPRECATED) == [
         ("their.yaml:1", "enable_cuda_graph"),
         ("their.yaml:2", "external_cuda_graph"),
         ("their.yaml:3", "cuda_graph_scope"),  # the name
@@ -127,18 +127,18 @@ def test_deprecated_keys_have_their_line(tmp_path: Path) -> None:
 def test_which_spelling_is_right_depends_on_what_is_installed(tmp_path: Path) -> None:
     text = "cuda_graph_impl: local\n{}: [mamba, attn]\n"
     old, new = ("cuda_graph_impl", "cuda_graph_scope"), ("cuda_graph_impl", "cuda_graph_modules")
-    assert of(lint(tmp_path, text.format("cuda_graph_scope"), old), Kind.DEPRECATED) == []
-    assert of(lint(tmp_path, text.format("cuda_graph_scope"), new), Kind.DEPRECATED) == [
+    assert of(lint(tmp_path, text.format("cuda_graph_scope"), old), LintKind.DEPRECATED) == []
+    assert of(lint(tmp_path, text.format("cuda_graph_scope"), new), LintKind.DEPRECATED) == [
         ("their.yaml:2", "cuda_graph_scope")
     ]
-    assert of(lint(tmp_path, text.format("cuda_graph_modules"), old), Kind.UNKNOWN) == [
+    assert of(lint(tmp_path, text.format("cuda_graph_modules"), old), LintKind.UNKNOWN) == [
         ("their.yaml:2", "cuda_graph_modules")
     ]
 
 
 def test_an_unknown_scope_is_passed_through_with_a_warning(tmp_path: Path) -> None:
     remarks = lint(tmp_path, "cuda_graph_impl: transformer_engine\ncuda_graph_modules: [attn, vision]\n")
-    assert of(remarks, Kind.UNKNOWN) == [("their.yaml:2", "cuda_graph_modules")]
+    assert of(remarks, LintKind.UNKNOWN) == [("their.yaml:2", "cuda_graph_modules")]
     assert "'vision'" in remarks[0].text
     assert "passed through" in remarks[0].advice
     assert not remarks[0].serious
@@ -146,7 +146,7 @@ def test_an_unknown_scope_is_passed_through_with_a_warning(tmp_path: Path) -> No
 
 def test_spaces_between_scopes(tmp_path: Path) -> None:
     remarks = lint(tmp_path, "cuda_graph_impl: transformer_engine\ncuda_graph_scope: attn, mlp\n")
-    assert of(remarks, Kind.UNKNOWN) == [("their.yaml:2", "cuda_graph_scope")]
+    assert of(remarks, LintKind.UNKNOWN) == [("their.yaml:2", "cuda_graph_scope")]
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -173,9 +173,9 @@ def test_trackers_of_a_bridge_config(tmp_path: Path) -> None:
         rng:
           te_rng_tracker: false
     """
-    assert ("their.yaml:3", "model.use_te_rng_tracker") in of(lint(tmp_path, text), Kind.CONTRADICTORY)
+    assert ("their.yaml:3", "model.use_te_rng_tracker") in of(lint(tmp_path, text), LintKind.CONTRADICTORY)
     alone = text.replace("          use_te_rng_tracker: true\n", "")
-    assert of(lint(tmp_path, alone), Kind.CONTRADICTORY) == [("their.yaml:4", "rng.te_rng_tracker")]
+    assert of(lint(tmp_path, alone), LintKind.CONTRADICTORY) == [("their.yaml:4", "rng.te_rng_tracker")]
 
 
 def test_an_implementation_that_does_not_exist(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_sections_inside_lists(tmp_path: Path) -> None:
             rng:
               te_rng_tracker: false
     """
-    assert of(lint(tmp_path, text), Kind.CONTRADICTORY) == [("their.yaml:5", "stages.1.rng.te_rng_tracker")]
+    assert of(lint(tmp_path, text), LintKind.CONTRADICTORY) == [("their.yaml:5", "stages.1.rng.te_rng_tracker")]
 
 
 NEMO = """\
@@ -211,15 +211,17 @@ def test_a_nemo_config_that_is_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "place", "key"),
     [
-        (("enabled: true", "enabled: false"), Kind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
-        (("cuda_graph_impl: local", "enable_cuda_graph: True"), Kind.CAPTURES_NOTHING, 5, "enable_cuda_graph"),
-        (("impl: local", "impl: transformer_engine"), Kind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
-        (("impl: local", "impl: full_iteration"), Kind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
-        (("checkpointing: false", "checkpointing: true"), Kind.CONTRADICTORY, 4, "activation_checkpointing"),
-        (("impl: local", "warmup_steps: 3"), Kind.NO_EFFECT, 5, "cuda_graph_warmup_steps"),
+        (("enabled: true", "enabled: false"), LintKind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
+        (("cuda_graph_impl: local", "enable_cuda_graph: True"), LintKind.CAPTURES_NOTHING, 5, "enable_cuda_graph"),
+        (("impl: local", "impl: transformer_engine"), LintKind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
+        (("impl: local", "impl: full_iteration"), LintKind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
+        (("checkpointing: false", "checkpointing: true"), LintKind.CONTRADICTORY, 4, "activation_checkpointing"),
+        (("impl: local", "warmup_steps: 3"), LintKind.NO_EFFECT, 5, "cuda_graph_warmup_steps"),
     ],
 )
-def test_a_nemo_config_that_is_wrong(tmp_path: Path, change: tuple[str, str], kind: Kind, place: int, key: str) -> None:
+def test_a_nemo_config_that_is_wrong(
+    tmp_path: Path, change: tuple[str, str], kind: LintKind, place: int, key: str
+) -> None:
     found = of(lint(tmp_path, NEMO.replace(*change)), kind)
     assert found == [(f"their.yaml:{place}", f"policy.megatron_cfg.{key}")]
 
@@ -266,7 +268,7 @@ def test_advice_on_a_nemo_config_ends_in_no_remark(
     """NeMo-RL hands `cuda_graph_modules` to Megatron under whichever name that has, and `cuda_graph_scope` never."""
     text = "policy: {megatron_cfg: {enabled: true, cuda_graph_KEYS}}\n"
     remarks = lint(tmp_path, text.replace("KEYS", graph_keys), known)
-    remarks = [remark for remark in remarks if remark.kind not in (Kind.DEPRECATED, Kind.UNKNOWN)]
+    remarks = [remark for remark in remarks if remark.kind not in (LintKind.DEPRECATED, LintKind.UNKNOWN)]
     assert [(remark.kind, remark.advice) for remark in remarks] == [(kinds, advice)]
     assert lint(tmp_path, text.replace("KEYS", obeyed), known) == []
 
@@ -277,19 +279,19 @@ def test_a_scope_that_nemo_loses_is_not_called_eager(tmp_path: Path) -> None:
     assert "and not cuda_graph_scope; without it, an implementation captures whole layers" in remark.text
     checkpointing = NEMO.replace("checkpointing: false", "checkpointing: true")
     remarks = lint(tmp_path, checkpointing + "        cuda_graph_scope: full_iteration\n", CURRENT)
-    assert of(remarks, Kind.CONTRADICTORY) == [("their.yaml:4", "policy.megatron_cfg.activation_checkpointing")]
+    assert of(remarks, LintKind.CONTRADICTORY) == [("their.yaml:4", "policy.megatron_cfg.activation_checkpointing")]
 
 
 @pytest.mark.parametrize("flag", ["enable_cuda_graph", "external_cuda_graph"])
 def test_flags_that_nemo_does_not_hand_over(tmp_path: Path, flag: str) -> None:
     remarks = lint(tmp_path, NEMO.replace("cuda_graph_impl: local", f"{flag}: true"))
-    assert [remark.kind for remark in remarks] == [Kind.DEPRECATED, Kind.CAPTURES_NOTHING]
+    assert [remark.kind for remark in remarks] == [LintKind.DEPRECATED, LintKind.CAPTURES_NOTHING]
     assert {remark.advice for remark in remarks} == {"write cuda_graph_impl: local"}  # not what captures nothing there
 
 
 def test_graph_keys_of_dtensor_workers(tmp_path: Path) -> None:
     remarks = lint(tmp_path, "policy:\n  dtensor_cfg:\n    cuda_graph_impl: local\n")
-    assert of(remarks, Kind.CAPTURES_NOTHING) == [("their.yaml:3", "policy.dtensor_cfg.cuda_graph_impl")]
+    assert of(remarks, LintKind.CAPTURES_NOTHING) == [("their.yaml:3", "policy.dtensor_cfg.cuda_graph_impl")]
 
 
 def test_generation_without_managers(tmp_path: Path) -> None:
@@ -302,12 +304,12 @@ def test_generation_without_managers(tmp_path: Path) -> None:
               cuda_graph_impl: local
     """
     key = "policy.generation.mcore_generation_config.cuda_graph_impl"
-    assert of(lint(tmp_path, text), Kind.CAPTURES_NOTHING) == [("their.yaml:6", key)]
+    assert of(lint(tmp_path, text), LintKind.CAPTURES_NOTHING) == [("their.yaml:6", key)]
     assert lint(tmp_path, text.replace("impl: none", "impl: local")) == []
 
 
 def test_keys_are_found_through_defaults_and_interpolations(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("impl: local\nmodel:\n  cuda_graph_impl: ${impl}\n")
     text = "defaults: base.yaml\nmodel:\n  use_te_rng_tracker: False\n"
-    assert of(lint(tmp_path, text), Kind.CONTRADICTORY) == [("their.yaml:3", "model.use_te_rng_tracker")]
+    assert of(lint(tmp_path, text), LintKind.CONTRADICTORY) == [("their.yaml:3", "model.use_te_rng_tracker")]
     assert lint(tmp_path, text + "impl: none\n") == []

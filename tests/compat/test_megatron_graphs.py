@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollgraph.compat.finding import State
+from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron import findings, repair, undo
 from rollgraph.compat.megatron.graph_switch import GRAPH_SWITCH
 from rollgraph.compat.megatron.input_surface import INPUT_SURFACE
@@ -124,7 +124,7 @@ def test_existing_graphs_are_not_risked_for_a_probe() -> None:
     record_step(ddp)
     graphs().create_cudagraphs()
     found = {finding.name: finding for finding in repair()}
-    assert found["deleted-graphs"].state is State.UNKNOWN
+    assert found["deleted-graphs"].state is RepairState.UNKNOWN
     assert "before the first" in found["deleted-graphs"].reason
     runners = [runner for manager in list_managers(ddp.module) for runner in manager.cudagraph_runners]
     assert all(runner.fwd_graph is not None and runner.cudagraph_created for runner in runners)
@@ -539,7 +539,7 @@ def test_the_memory_of_weights_is_freed_under_a_graph_until_repaired() -> None:
     assert not alive
     with pytest.MonkeyPatch.context() as monkeypatch:
         reset_graphs(monkeypatch)
-        assert INPUT_SURFACE.probe().state is State.AFFECTED
+        assert INPUT_SURFACE.probe().state is RepairState.AFFECTED
         INPUT_SURFACE.apply()
         try:
             alive, model = capture_and_move_weights()
@@ -550,13 +550,13 @@ def test_the_memory_of_weights_is_freed_under_a_graph_until_repaired() -> None:
             assert not held & owned  # what the graph's pool owns may still be reused
         finally:
             INPUT_SURFACE.undo()
-    assert INPUT_SURFACE.probe().state is State.AFFECTED
+    assert INPUT_SURFACE.probe().state is RepairState.AFFECTED
 
 
 @pytest.mark.usefixtures("weak_references")
 @pytest.mark.parametrize("deletes", ["the function", "a switch with a reset"])
 def test_what_deleted_graphs_read_is_not_held(deletes: str) -> None:
-    assert INPUT_SURFACE.name in {finding.name for finding in repair() if finding.state is State.REPAIRED}
+    assert INPUT_SURFACE.name in {finding.name for finding in repair() if finding.state is RepairState.REPAIRED}
     by_function = deletes == "the function"
     alive, model = capture_and_move_weights(
         lambda model: graphs().delete_cuda_graphs() if by_function else toggle(model, "none")
@@ -567,6 +567,6 @@ def test_what_deleted_graphs_read_is_not_held(deletes: str) -> None:
 
 def test_without_transformer_engine_there_is_nothing_to_repair() -> None:
     found = {finding.name: finding for finding in findings()}
-    assert found["input-surfaces"].state is State.CLEAR
+    assert found["input-surfaces"].state is RepairState.CLEAR
     repair()
     assert not INPUT_SURFACE.in_force

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollgraph.compat.megatron import reference_weights, repair, repeatable_train, undo
-from rollgraph.world import World
+from rollgraph.distributed.world import World
 from tests.compat.megatron_world import (
     REASON,
     compute_gradients,

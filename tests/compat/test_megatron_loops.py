@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.compat.megatron import reference_weights, repair, repeatable_train
-from rollgraph.world import World
+from rollgraph.distributed.world import World
 from tests.compat.megatron_world import (
     REASON,
     copy_weights,

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rollgraph.compat import megatron as compat
-from rollgraph.compat.finding import State
+from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron import findings, repair, undo
 from rollgraph.compat.megatron.capture_failure import CAPTURE_FAILURE
 from rollgraph.compat.megatron.patch import ABSENT, CannotRepair, Patch, install, read_raw, uninstall
@@ -41,7 +41,7 @@ BROKEN = {"forward-pre-hooks", "switching-graphs", "deleted-graphs", "capture-fa
 ENABLE = "enable_forward_pre_hook"
 
 
-def states() -> dict[str, State]:
+def states() -> dict[str, RepairState]:
     return {finding.name: finding.state for finding in findings()}
 
 
@@ -64,17 +64,17 @@ def changes(before: dict[tuple[str, str], Any]) -> set[str]:
 
 
 def test_what_is_broken_is_found_repaired_and_broken_again() -> None:
-    assert {name for name, state in states().items() if state is State.AFFECTED} == BROKEN
-    assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
-    assert {name for name, state in states().items() if state is State.REPAIRED} == BROKEN
+    assert {name for name, state in states().items() if state is RepairState.AFFECTED} == BROKEN
+    assert {finding.name for finding in repair() if finding.state is RepairState.REPAIRED} == BROKEN
+    assert {name for name, state in states().items() if state is RepairState.REPAIRED} == BROKEN
     undo()
-    assert {name for name, state in states().items() if state is State.AFFECTED} == BROKEN
+    assert {name for name, state in states().items() if state is RepairState.AFFECTED} == BROKEN
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_same_after_the_user_has_initialised() -> None:
-    assert {name for name, state in states().items() if state is State.AFFECTED} == BROKEN
-    assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
+    assert {name for name, state in states().items() if state is RepairState.AFFECTED} == BROKEN
+    assert {finding.name for finding in repair() if finding.state is RepairState.REPAIRED} == BROKEN
 
 
 def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_no_probe_asks_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     findings()  # imports
     for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: pytest.fail(name))
-    assert {finding.name for finding in repair() if finding.state is State.REPAIRED} == BROKEN
+    assert {finding.name for finding in repair() if finding.state is RepairState.REPAIRED} == BROKEN
 
 
 def test_twice_is_once_and_undo_leaves_nothing() -> None:
@@ -140,7 +140,7 @@ def test_threads_that_repair_at_once_repair_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert {name for name, state in states().items() if state is State.REPAIRED} == BROKEN
+    assert {name for name, state in states().items() if state is RepairState.REPAIRED} == BROKEN
     undo()
     assert changes(before) == set()
 
@@ -154,7 +154,7 @@ def test_what_somebody_patched_over_stays_and_all_else_is_undone(monkeypatch: py
     with monkeypatch.context() as over:
         over.setattr(cuda_graphs._CudaGraphRunner, "create_fwd_graph", print)
         (found,) = (finding for finding in repair() if finding.name == "capture-failure")
-        assert found.state is not State.AFFECTED or "create_fwd_graph was replaced since" in found.repair
+        assert found.state is not RepairState.AFFECTED or "create_fwd_graph was replaced since" in found.repair
         with pytest.raises(RuntimeError, match=r"capture-failure: cannot undo: .*create_fwd_graph was replaced since"):
             undo()
         assert {name.rsplit(".", 1)[1] for name in changes(before)} == {"create_fwd_graph", "create_cudagraphs"}
@@ -171,7 +171,7 @@ def test_a_repair_that_was_patched_over_is_not_made_twice(monkeypatch: pytest.Mo
     with monkeypatch.context() as over:
         over.setattr(DDP, "enable_forward_pre_hook", before[f"{DDP.__module__}.DistributedDataParallel", ENABLE])
         found = repair()[0]
-        assert found.state is State.AFFECTED
+        assert found.state is RepairState.AFFECTED
         assert found.repair == f"cannot repair: {DDP.__module__}.DistributedDataParallel.{ENABLE} was replaced since"
     undo()
     assert changes(before) == set()
@@ -219,12 +219,12 @@ def test_a_version_without_the_failure_is_left_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DDP, "enable_forward_pre_hook", enable)
     monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "create_cudagraphs", classmethod(create))
     only_warm_up = CAPTURE_FAILURE.find()
-    assert only_warm_up.state is State.AFFECTED
+    assert only_warm_up.state is RepairState.AFFECTED
     assert only_warm_up.reason.endswith("Here: is_graph_warmup() stays True.")
     monkeypatch.setattr(cuda_graphs, "_set_warmup_end", lambda: setattr(cuda_graphs, "_IS_GRAPH_WARMUP", False))
     found = {finding.name: finding for finding in repair()}
     for name in ("forward-pre-hooks", "capture-failure"):
-        assert (found[name].state, found[name].repair) == (State.CLEAR, "nothing to do")
+        assert (found[name].state, found[name].repair) == (RepairState.CLEAR, "nothing to do")
     assert DDP.disable_forward_pre_hook is disable
     assert cuda_graphs._CudagraphGlobalRecord.create_cudagraphs.__func__ is create
 
@@ -299,7 +299,7 @@ def test_internals_that_moved_are_refused_by_name(name: str, move: Any, monkeypa
     (one,) = (each for each in REPAIRS if each.name == name)
     before = snapshot()
     found = one.mend()
-    assert found.state is State.AFFECTED
+    assert found.state is RepairState.AFFECTED
     assert found.repair.startswith("cannot repair: ")
     assert message in found.repair
     assert changes(before) == set()
@@ -338,10 +338,10 @@ def test_without_any_of_the_internals_a_repair_works_or_is_refused_whole(
             moved.delattr(owner, name)
             before = {id(other): dict(vars(other)) for other, _ in internals}
             found = one.mend()
-            if found.state is State.REPAIRED:
-                assert one.probe().state is State.CLEAR, name
+            if found.state is RepairState.REPAIRED:
+                assert one.probe().state is RepairState.CLEAR, name
                 one.undo()
-            elif found.state is not State.CLEAR:
+            elif found.state is not RepairState.CLEAR:
                 refused += 1
                 assert found.repair.startswith("cannot repair: "), name
             for other, _ in internals:
@@ -357,7 +357,7 @@ def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pyt
     before = snapshot()
     (one,) = (each for each in REPAIRS if each.name == "forward-pre-hooks")
     found = one.mend()
-    assert found.state is State.UNKNOWN
+    assert found.state is RepairState.UNKNOWN
     assert "AttributeError" in found.reason
     assert found.repair == "cannot repair: what cannot be tried is left alone"
     assert changes(before) == set()
@@ -431,7 +431,7 @@ def test_what_was_replaced_since_is_not_undone_by_halves() -> None:
 
 def test_a_repair_that_does_not_help_is_taken_back() -> None:
     owner = SimpleNamespace(a=1)
-    useless = Repair("x", "", "", lambda: Verdict(State.AFFECTED, "still"), lambda: [Patch(owner, "a", 2)])
+    useless = Repair("x", "", "", lambda: Verdict(RepairState.AFFECTED, "still"), lambda: [Patch(owner, "a", 2)])
     with pytest.raises(CannotRepair, match="still there with the repair: still"):
         useless.apply()
     assert owner.a == 1

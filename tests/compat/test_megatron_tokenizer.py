@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollgraph.compat.finding import State
+from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron import undo
 from rollgraph.compat.megatron.legacy_tokenizer import MegatronLegacyTokenizer as OurLegacyTokenizer
 from rollgraph.compat.megatron.tokenizer import MODULE, TOKENIZER
@@ -55,7 +55,7 @@ def test_a_name_that_is_missing() -> None:
     theirs = importlib.import_module(MODULE).MegatronLegacyTokenizer
     with pytest.raises(ImportError, match="cannot import name 'MegatronTokenizer'"):
         import_both()
-    assert TOKENIZER.mend().state is State.REPAIRED
+    assert TOKENIZER.mend().state is RepairState.REPAIRED
     assert import_both() == (theirs, theirs)
     undo()
     with pytest.raises(ImportError, match="cannot import name 'MegatronTokenizer'"):
@@ -66,7 +66,7 @@ def test_a_name_that_is_missing() -> None:
 def test_a_module_that_was_removed() -> None:
     with pytest.raises(ModuleNotFoundError, match=f"No module named '{MODULE}'"):
         import_both()
-    assert TOKENIZER.mend().state is State.REPAIRED
+    assert TOKENIZER.mend().state is RepairState.REPAIRED
     assert import_both() == (OurLegacyTokenizer, OurLegacyTokenizer)
     assert importlib.import_module("megatron.core.datasets").megatron_tokenizer is sys.modules[MODULE]
     assert importlib.util.find_spec(MODULE) is not None
@@ -79,14 +79,14 @@ def test_both_names_present_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     module: Any = importlib.import_module(MODULE)
     monkeypatch.setattr(module, "MegatronTokenizer", object(), raising=False)
     before = dict(vars(module))
-    assert TOKENIZER.mend().state is State.CLEAR
+    assert TOKENIZER.mend().state is RepairState.CLEAR
     assert vars(module) == before
 
 
 def test_neither_name_cannot_be_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(importlib.import_module(MODULE), "MegatronLegacyTokenizer")
     found = TOKENIZER.mend()
-    assert found.state is State.AFFECTED
+    assert found.state is RepairState.AFFECTED
     assert found.repair.startswith("cannot repair: ")
 
 

@@ -16,10 +16,10 @@ from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.ledger import short
 from rollgraph.compat.nemo.translation import translate_tree
 from rollgraph.config import Config, ConfigError, check_scopes, load_config, parse_config
-from rollgraph.config_reader import Node
-from rollgraph.inputs import make_algorithm
+from rollgraph.config.reader import Node
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.algorithms.advantages import centred, leave_one_out
+from rollgraph.run.inputs import make_algorithm
 
 DATA = Path(__file__).parent / "data"
 SMALL = """\

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rollgraph.graph import schedule as module
 from rollgraph.graph.errors import GraphError, OrderError
-from rollgraph.graph.schedule import Schedule, Step, assign_slots, check_slots, parse_order, sequential
+from rollgraph.graph.schedule import Schedule, SchedulePass, assign_slots, check_slots, parse_order, sequential
 
 Range = tuple[int, int]
 TE_ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]  # what Transformer Engine tests its own with
@@ -55,20 +55,20 @@ def legal_of_length(length: int, chunks: int) -> set[tuple[int, ...]]:
     return {order for c, m in shapes for order in legal_orders(c, m)}
 
 
-def walk(order: Sequence[int], layers: Sequence[int]) -> list[Step]:
+def walk(order: Sequence[int], layers: Sequence[int]) -> list[SchedulePass]:
     """The steps of a legal order, by running it with one queue of pending microbatches per chunk."""
     pending: list[deque[int]] = [deque() for _ in layers]
     started = [0] * len(layers)
-    steps: list[Step] = []
+    steps: list[SchedulePass] = []
     for position, value in enumerate(order):
         c = abs(value) - 1
         if value > 0:
             pending[c].append(started[c])
-            steps += [Step("forward", c, started[c], layer, position) for layer in range(layers[c])]
+            steps += [SchedulePass("forward", c, started[c], layer, position) for layer in range(layers[c])]
             started[c] += 1
         else:
             mb = pending[c].popleft()
-            steps += [Step("backward", c, mb, layer, position) for layer in range(layers[c] - 1, -1, -1)]
+            steps += [SchedulePass("backward", c, mb, layer, position) for layer in range(layers[c] - 1, -1, -1)]
     return steps
 
 

@@ -10,11 +10,11 @@ import torch
 
 from rollgraph.graph import GraphError
 from rollgraph.inference import Completion, Engine, Output, Progress, RequestError, SamplingParams
-from rollgraph.inference.engine import _Sample, _stream
+from rollgraph.inference.engine import _RunningSample, _stream
 from rollgraph.inference.requests import OnToken
 from rollgraph.model import Architecture, Decoder, token_logprobs
 from rollgraph.tokenizer import ByteTokenizer, Detokenizer
-from tests.test_tokenizer import of_kind
+from tests.tokenizer.test_tokenizer import of_kind
 
 TINY = Architecture(
     "qwen3",
@@ -313,7 +313,9 @@ def test_a_stop_string_of_fallback_bytes_ends_a_completion_at_once() -> None:
     tokenizer = of_kind("byte_fallback")
     the, newline = tokenizer.vocab["▁the"], tokenizer.vocab["<0x0A>"]
     params = SamplingParams(stop=("\n\n",))
-    sample = _Sample(Output(None, [], [Completion()]), 0, params, frozenset(), None, Detokenizer(tokenizer), (0, 0))
+    sample = _RunningSample(
+        Output(None, [], [Completion()]), 0, params, frozenset(), None, Detokenizer(tokenizer), (0, 0)
+    )
     assert sample.detokenizer is not None
     ends = [_stream(sample, sample.detokenizer, token, True, False) for token in (the, newline, newline)]
     assert ends == [False, False, True]

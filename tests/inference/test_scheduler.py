@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rollgraph.inference.scheduler import GO, IDLE, NO_ROW, Scheduler, Sequence, State, Step
+from rollgraph.inference.scheduler import GO, IDLE, NO_ROW, EngineStep, RequestState, Scheduler, Sequence
 
 GARBAGE = -7
 
@@ -62,7 +62,7 @@ class Device:
         self.deeper = [[GARBAGE] * block_size for _ in range(blocks)]  # the second layer's
         self.rows: list[Row | None] = [None] * rows
 
-    def run(self, step: Step) -> list[int]:
+    def run(self, step: EngineStep) -> list[int]:
         self.prefill(step)
         assert not {source for source, _ in step.copies} & {target for _, target in step.copies}
         for source, target in step.copies:
@@ -78,7 +78,7 @@ class Device:
             self.rows[source], self.rows[target] = None, self.rows[source]
         return self.decode(step)
 
-    def prefill(self, step: Step) -> None:
+    def prefill(self, step: EngineStep) -> None:
         """All chunks as one batch: layer by layer, every write before any read."""
         written: Counter[tuple[int, int]] = Counter()
         for chunk in step.chunks:
@@ -92,7 +92,7 @@ class Device:
                 self.deeper[block][place] = attended(self.read(self.tokens, chunk.sequence.blocks, position + 1))
         assert all(count == 1 and block > 0 for (block, _), count in written.items())
 
-    def decode(self, step: Step) -> list[int]:
+    def decode(self, step: EngineStep) -> list[int]:
         assert len(step.orders) == len(step.rows) == step.bucket
         sampled = []
         for row, order in zip(self.rows, step.orders, strict=False):
@@ -126,10 +126,10 @@ class Engine:
         self.options = options
         self.scheduler = Scheduler(**options)
         self.device = Device(options["blocks"], options["block_size"], options["max_rows"])
-        self.launched: deque[tuple[Step, list[int]]] = deque()
+        self.launched: deque[tuple[EngineStep, list[int]]] = deque()
         self.sequences: list[Sequence] = []
         self.stopping: set[int] = set()  # requests that stop at a token which is a multiple of 5
-        self.steps: list[Step] = []
+        self.steps: list[EngineStep] = []
         self.preempted: set[Sequence] = set()  # that no step has told of yet
         self._expected: dict[int, list[int]] = {}
 
@@ -139,7 +139,7 @@ class Engine:
         self.sequences.append(sequence)
         return sequence
 
-    def launch(self) -> Step | None:
+    def launch(self) -> EngineStep | None:
         had_row = [sequence for sequence in self.sequences if sequence.row != NO_ROW]
         step = self.scheduler.schedule()
         has_row = [sequence for sequence in self.sequences if sequence.row != NO_ROW]
@@ -164,7 +164,7 @@ class Engine:
             if sequence.id in self.stopping and token % 5 == 0:
                 self.scheduler.finish(sequence, "stop")
 
-    def turn(self) -> Step | None:
+    def turn(self) -> EngineStep | None:
         """As the real engine: launch, then look at the step before; with nothing to launch, look at what there is."""
         step = self.launch()
         while len(self.launched) > (step is not None):
@@ -181,7 +181,7 @@ class Engine:
         while self.launched:
             self.land()
 
-    def check(self, step: Step) -> None:
+    def check(self, step: EngineStep) -> None:
         """What holds of every step, whatever its content."""
         options = self.options
         assert sum(len(chunk.tokens) for chunk in step.chunks) <= options["prefill_tokens"]
@@ -198,7 +198,7 @@ class Engine:
         for row, (sequence, order) in enumerate(zip(step.rows, step.orders, strict=True)):
             assert (sequence is None) == (order == IDLE)
             if sequence is not None:
-                assert (sequence.row, sequence.state) == (row, State.RUNNING)
+                assert (sequence.row, sequence.state) == (row, RequestState.RUNNING)
                 assert len(sequence.generated) + sequence.in_flight <= sequence.max_tokens
                 assert sequence.length + sequence.in_flight <= options["max_length"]
                 assert order == GO or order == sequence.blocks[-1] > 0
@@ -211,9 +211,9 @@ class Engine:
     def check_state(self) -> None:
         """What holds between any two calls."""
         blocks, size = self.scheduler.blocks, self.options["block_size"]
-        alive = [sequence for sequence in self.sequences if sequence.state is not State.FINISHED]
-        waiting = [sequence for sequence in alive if sequence.state is State.WAITING]
-        holding = [sequence for sequence in alive if sequence.state is not State.WAITING]
+        alive = [sequence for sequence in self.sequences if sequence.state is not RequestState.FINISHED]
+        waiting = [sequence for sequence in alive if sequence.state is RequestState.WAITING]
+        holding = [sequence for sequence in alive if sequence.state is not RequestState.WAITING]
         assert (self.scheduler.waiting, self.scheduler.running) == (len(waiting), len(holding))
         assert self.scheduler.has_work == bool(alive)
         assert not any(s.blocks or s.computed for s in self.sequences if s not in holding)
@@ -221,7 +221,7 @@ class Engine:
         assert len({sequence.row for sequence in holding}) == len(holding) <= self.options["max_rows"]
         # First come, first served; only the latest of those that have a row can be partly prefilled.
         assert not waiting or not holding or max(s.id for s in holding) < min(s.id for s in waiting)
-        assert all(s.state is State.RUNNING or s is max(holding, key=lambda s: s.id) for s in holding)
+        assert all(s.state is RequestState.RUNNING or s is max(holding, key=lambda s: s.id) for s in holding)
         # Each block is free or held, by as many tables as its count says, and never the first one.
         owners: dict[int, list[Sequence]] = {}
         for sequence in holding:
@@ -245,7 +245,7 @@ class Engine:
         for sequence in self.sequences:
             assert sequence.generated == self.expected(sequence)[: len(sequence.generated)]
             assert sequence.in_flight == sum(sequence in step.rows for step, _ in self.launched)
-            if sequence.state is State.RUNNING:
+            if sequence.state is RequestState.RUNNING:
                 assert sequence.computed == sequence.length - 1 + sequence.in_flight
 
     def check_end(self) -> None:
@@ -253,7 +253,7 @@ class Engine:
         self.check_state()
         assert self.scheduler.blocks.free == self.options["blocks"] - 1
         for sequence in self.sequences:
-            assert sequence.state is State.FINISHED
+            assert sequence.state is RequestState.FINISHED
             assert sequence.in_flight == 0
             expected = self.expected(sequence)
             if sequence.finish_reason == "length":
@@ -336,7 +336,7 @@ class Program(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.engine.sequences))
         reason = sequence.finish_reason or "abort"
         self.engine.scheduler.finish(sequence, "abort")
-        assert (sequence.state, sequence.finish_reason) == (State.FINISHED, reason)
+        assert (sequence.state, sequence.finish_reason) == (RequestState.FINISHED, reason)
 
     @invariant()
     def state(self) -> None:
@@ -470,7 +470,7 @@ def test_chunks_of_a_step_are_limited_in_number() -> None:
     sequences = [engine.add((i, i, i), max_tokens=2) for i in range(5)]
     for started in (2, 4, 5):
         engine.turn()
-        assert [s.state for s in sequences[started:]] == [State.WAITING] * (5 - started)
+        assert [s.state for s in sequences[started:]] == [RequestState.WAITING] * (5 - started)
     assert [step.starts for step in engine.steps] == [sequences[:2], sequences[2:4], sequences[4:]]
     finish_all(engine)
 
@@ -481,10 +481,10 @@ def test_a_full_cache_sends_the_latest_back_and_it_resumes_with_its_tokens() -> 
     while not (steps := [step for step in engine.steps if step.preempted]):
         assert engine.turn()
     assert steps[0].preempted == [third]
-    assert (third.state, third.row, third.blocks) == (State.WAITING, NO_ROW, [])
+    assert (third.state, third.row, third.blocks) == (RequestState.WAITING, NO_ROW, [])
     kept = third.tokens
     assert len(kept) > 3
-    while third.state is State.WAITING:
+    while third.state is RequestState.WAITING:
         step = engine.turn()
     assert step is not None
     assert [(chunk.sequence, chunk.start) for chunk in step.chunks] == [(third, 0)]
@@ -497,14 +497,14 @@ def test_a_full_cache_sends_the_latest_back_and_it_resumes_with_its_tokens() -> 
 def test_nobody_overtakes_a_sequence_that_gave_way() -> None:
     engine = engine_with(blocks=7, max_rows=3, buckets=(3,), max_length=20)
     first, second = (engine.add((i, i, i), max_tokens=16) for i in range(2))
-    while second.in_flight or not second.generated or second.state is State.RUNNING:
+    while second.in_flight or not second.generated or second.state is RequestState.RUNNING:
         assert engine.turn()
     small = engine.add((7,), max_tokens=1)
     assert engine.scheduler.blocks.free >= 2  # enough for the small one
-    while second.state is State.WAITING:
-        assert small.state is State.WAITING
+    while second.state is RequestState.WAITING:
+        assert small.state is RequestState.WAITING
         engine.turn()
-    assert first.state is State.FINISHED
+    assert first.state is RequestState.FINISHED
     finish_all(engine)
 
 
@@ -513,7 +513,7 @@ def test_a_sequence_that_gave_way_comes_back_after_its_tokens_in_flight() -> Non
     first, second = engine.add((1,), max_tokens=6), engine.add((2,), max_tokens=6)
     for _ in range(3):
         assert engine.launch()
-    assert (second.state, second.in_flight, second.generated) == (State.WAITING, 2, [])
+    assert (second.state, second.in_flight, second.generated) == (RequestState.WAITING, 2, [])
     engine.scheduler.finish(first, "abort")  # now there is room, but its tokens are not known yet
     assert engine.launch() is None
     engine.land()
@@ -532,7 +532,7 @@ def test_a_token_in_flight_can_end_a_sequence_that_gave_way() -> None:
     second = engine.add((2,), max_tokens=2)
     for _ in range(3):
         engine.launch()
-    assert (second.state, second.in_flight) == (State.WAITING, 1)
+    assert (second.state, second.in_flight) == (RequestState.WAITING, 1)
     engine.check_state()
     finish_all(engine)
 
@@ -542,7 +542,11 @@ def test_a_newcomer_leaves_a_block_to_everyone_who_runs() -> None:
     first, second = engine.add((1, 2), max_tokens=2), engine.add((1, 2, 3, 4, 5), max_tokens=2)
     third = engine.add((3,), max_tokens=1)
     engine.turn()
-    assert [s.state for s in (first, second, third)] == [State.RUNNING, State.RUNNING, State.WAITING]
+    assert [s.state for s in (first, second, third)] == [
+        RequestState.RUNNING,
+        RequestState.RUNNING,
+        RequestState.WAITING,
+    ]
     assert engine.scheduler.blocks.free == 1
     finish_all(engine)
     assert not any(step.preempted for step in engine.steps)
@@ -573,12 +577,12 @@ def test_a_row_that_has_not_started_is_moved_without_the_device() -> None:
     engine = engine_with(max_rows=2, buckets=(1, 2), prefill_tokens=4)
     first, second = engine.add((1,), max_tokens=12), engine.add(tuple(range(12)), max_tokens=3)
     engine.turn()
-    assert (second.state, second.row) == (State.PREFILLING, 1)
+    assert (second.state, second.row) == (RequestState.PREFILLING, 1)
     engine.scheduler.finish(first, "abort")
-    while second.state is State.PREFILLING:
+    while second.state is RequestState.PREFILLING:
         step = engine.turn()
         assert step is not None
-        assert (step.moves, step.bucket) == ([], int(second.state is State.RUNNING))
+        assert (step.moves, step.bucket) == ([], int(second.state is RequestState.RUNNING))
     assert second.row == 0
     finish_all(engine)
 
@@ -643,7 +647,7 @@ def test_the_smallest_cache_serves_many_requests_one_after_the_other() -> None:
     while engine.scheduler.has_work:
         assert engine.scheduler.running <= 1
         engine.turn()
-        done += [s for s in sequences if s.state is State.FINISHED and s not in done]
+        done += [s for s in sequences if s.state is RequestState.FINISHED and s not in done]
     assert done == sequences
     finish_all(engine)
 
@@ -658,9 +662,9 @@ def test_no_token_is_sampled_beyond_the_limit(max_tokens: int, max_length: int, 
     assert engine.launch() is None  # nothing is known yet, but enough is under way
     for _ in range(count - 1):
         engine.land()
-    assert sequence.state is State.RUNNING
+    assert sequence.state is RequestState.RUNNING
     engine.land()
-    assert (sequence.state, sequence.finish_reason, len(sequence.generated)) == (State.FINISHED, "length", count)
+    assert (sequence.state, sequence.finish_reason, len(sequence.generated)) == (RequestState.FINISHED, "length", count)
     finish_all(engine)
 
 
@@ -695,11 +699,11 @@ def test_an_abort_in_mid_prefill_leaves_the_blocks_to_those_who_share_them() -> 
     engine = engine_with(prefill_tokens=4)
     prompt = tuple(range(50, 70))
     older = engine.add(prompt[:9], max_tokens=20)
-    while older.state is not State.RUNNING:
+    while older.state is not RequestState.RUNNING:
         engine.turn()
     partly, younger = engine.add(prompt, max_tokens=5), engine.add(prompt, max_tokens=5)
     engine.turn()
-    assert (partly.state, partly.computed) == (State.PREFILLING, 12)
+    assert (partly.state, partly.computed) == (RequestState.PREFILLING, 12)
     assert partly.blocks[:2] == older.blocks[:2]
     left = partly.blocks[:3]
     engine.scheduler.finish(partly, "abort")

@@ -18,8 +18,8 @@ from rollgraph.model import (
     Architecture,
     ArchitectureError,
     Decoder,
+    ModelFileError,
     Rope,
-    WeightsError,
     load_model,
     load_weights,
     save_model,
@@ -160,11 +160,11 @@ def refused(folder: Path, match: str, architecture: Architecture = ARCHITECTURE,
     """Neither a new model nor weights for one that exists, which keeps its own."""
     model = build(architecture)
     before = state(model)
-    with pytest.raises(WeightsError, match=match):
+    with pytest.raises(ModelFileError, match=match):
         load_weights(model, folder)
     assert same(state(model), before)
     if build_too:
-        with pytest.raises(WeightsError, match=match):
+        with pytest.raises(ModelFileError, match=match):
             load_model(folder)
 
 
@@ -220,7 +220,7 @@ def test_another_dtype_is_not_cast_unasked(tmp_path: Path) -> None:
 
 def test_several_dtypes_are_not_guessed_from(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"].half()})
-    with pytest.raises(WeightsError, match="stored in float16, float32: pass the dtype"):
+    with pytest.raises(ModelFileError, match="stored in float16, float32: pass the dtype"):
         load_model(folder)
     assert load_model(folder, dtype=torch.float32).norm.dtype == torch.float32
 
@@ -362,7 +362,7 @@ def test_a_save_that_is_cut_short(sizes: tuple[int, int], tmp_path: Path, monkey
         cut_short(old, new, sizes, folder, monkeypatch, after)
         try:
             model = load_model(folder)
-        except WeightsError:
+        except ModelFileError:
             seen.add("none")
         else:
             expected = old if model.architecture == old.architecture else new
@@ -412,5 +412,5 @@ def test_a_full_disk_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.Mon
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr(files, "save_file", full)
-    with pytest.raises(WeightsError, match="model was not written: No space left on device"):
+    with pytest.raises(ModelFileError, match="model was not written: No space left on device"):
         save_model(build(), tmp_path / "model")

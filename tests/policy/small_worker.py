@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.policy.step_graphs import Loss
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.types import Batch, Prompt, Rollout, Sample
-from rollgraph.world import World
 
 TINY = Architecture("llama", vocabulary=40, hidden=16, mlp=24, layers=2, heads=2, kv_heads=1, head_dim=8)
 LIMITS = Limits(max_length=40, rows=4, token_buckets=(48, 96), cache_bytes=1 << 17, prefill_tokens=32)

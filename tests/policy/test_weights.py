@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollgraph.distributed.world import World
 from rollgraph.model import Decoder
-from rollgraph.policy import WeightsError, WeightSlots
+from rollgraph.policy import SlotError, WeightSlots
 from rollgraph.policy.weights import Place
 from rollgraph.sharding import ShardedAdamW, ShardedModel, load, save
-from rollgraph.world import World
 from tests.policy.small_worker import make_model
 
 
@@ -156,12 +156,12 @@ def test_one_slot_at_a_time(sharded: ShardedModel, slots: WeightSlots) -> None:
     with slots.use("reference"):
         inside = bits(sharded)
         for name in ("previous", "policy", "nothing"):
-            with pytest.raises(WeightsError, match="'reference' is in the model: leave it before"), slots.use(name):
+            with pytest.raises(SlotError, match="'reference' is in the model: leave it before"), slots.use(name):
                 pytest.fail("entered")
         for name in ("previous", "reference", "another"):
-            with pytest.raises(WeightsError, match="while 'reference' is in the model"):
+            with pytest.raises(SlotError, match="while 'reference' is in the model"):
                 slots.save(name)
-        with pytest.raises(WeightsError, match="'reference' is in the model now"):
+        with pytest.raises(SlotError, match="'reference' is in the model now"):
             slots.drop("reference")
         assert same(bits(sharded), inside)
     assert same(bits(sharded), policy)
@@ -181,11 +181,11 @@ def test_a_slot_is_saved_again_into_its_own_memory(sharded: ShardedModel, slots:
 def test_names_that_are_not_there(sharded: ShardedModel, slots: WeightSlots) -> None:
     slots.save("previous", place="host")
     assert slots.nbytes("device") + slots.nbytes("host") == 2 * sum(b.parameters.nbytes for b in sharded.flat.buckets)
-    with pytest.raises(WeightsError, match=r"no slot 'nothing'.*there are: reference, previous"), slots.use("nothing"):
+    with pytest.raises(SlotError, match=r"no slot 'nothing'.*there are: reference, previous"), slots.use("nothing"):
         pytest.fail("entered")
-    with pytest.raises(WeightsError, match="'policy' is the model itself"):
+    with pytest.raises(SlotError, match="'policy' is the model itself"):
         slots.save("policy")
-    with pytest.raises(WeightsError, match="'policy' is in the model now"):
+    with pytest.raises(SlotError, match="'policy' is in the model now"):
         slots.drop("policy")
     assert "policy" in slots
     slots.drop("previous")
@@ -193,7 +193,7 @@ def test_names_that_are_not_there(sharded: ShardedModel, slots: WeightSlots) -> 
     assert "previous" not in slots
     assert slots.nbytes("device") + slots.nbytes("host") == sum(b.parameters.nbytes for b in sharded.flat.buckets)
     slots.drop("reference")
-    with pytest.raises(WeightsError, match="there are: none"), slots.use("reference"):
+    with pytest.raises(SlotError, match="there are: none"), slots.use("reference"):
         pytest.fail("entered")
 
 
@@ -203,7 +203,7 @@ def test_verify_finds_a_policy_that_was_changed_while_it_was_away(sharded: Shard
     change(sharded)
     with slots.use("reference"):
         change(sharded)  # the reference itself: no matter of the policy's
-    changed = pytest.raises(WeightsError, match="the policy is not what it was before 'reference' was used")
+    changed = pytest.raises(SlotError, match="the policy is not what it was before 'reference' was used")
     with changed, slots.use("reference"):
         if slots._lanes is not None:
             slots._lanes.finish()

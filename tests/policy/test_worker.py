@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollgraph.distributed.world import World
 from rollgraph.graph import CaptureError, GraphError
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Decoder
@@ -19,7 +20,6 @@ from rollgraph.policy import PolicyWorker
 from rollgraph.rl.losses import TokenStreams
 from rollgraph.sharding.optimizer import Piece
 from rollgraph.types import Batch, Prompt, Rollout, Sample
-from rollgraph.world import World
 from tests.policy.small_worker import (
     ALGORITHM,
     ALONE,

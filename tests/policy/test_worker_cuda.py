@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.checkpoint import Checkpoints
+from rollgraph.distributed.world import World
 from rollgraph.graph import GraphError
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.rl.algorithms import Algorithm, load_algorithm
+from rollgraph.run.checkpoints import Checkpoints
 from rollgraph.types import Batch, Rollout, Sample
-from rollgraph.world import World
 from tests.policy.small_worker import sample_rollouts
 
 pytestmark = pytest.mark.gpu

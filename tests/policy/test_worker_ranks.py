@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollgraph.distributed.world import World
 from rollgraph.graph import GraphError
 from rollgraph.inference import SamplingParams
 from rollgraph.policy import PolicyWorker
 from rollgraph.types import Batch, Prompt, Rollout, Sample
-from rollgraph.world import World
 from tests.policy.small_worker import (
     ALONE,
     LIMITS,

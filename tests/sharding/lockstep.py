@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollgraph.roll_call import RollCall
+from rollgraph.distributed.liveness import Liveness
 from rollgraph.sharding.overlap import Collectives, CommunicationError, Flight, _sum_in_order
 
 PATIENCE = 120.0  # seconds until a rank that does not come is an error
@@ -55,7 +55,7 @@ class Room:
             self._changed.notify_all()
 
 
-class RoomRollCall(RollCall):
+class RoomRollCall(Liveness):
     """A roll call in which nobody is ever missing: a board in the room."""
 
     def __init__(self, room: Room) -> None:
@@ -72,7 +72,7 @@ class RoomCollectives(Collectives):
     """The collectives of one rank."""
 
     def __init__(self, room: Room, rank: int, timeout: float = 60.0) -> None:
-        self.timeout, self.roll_call = timeout, RoomRollCall(room)
+        self.timeout, self.liveness = timeout, RoomRollCall(room)
         self._room, self._rank, self._number = room, rank, 0
         self.before_starting: Callable[[], None] = lambda: None
         self.before_meeting: Callable[[], None] = lambda: None

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor, nn
 
 from rollgraph.graph import GraphPool, capture, make_graphed_callables
-from rollgraph.sharding.hook_set import TRANSITIONS, HookSet, State
+from rollgraph.sharding.hook_set import TRANSITIONS, HookSet, HookState
 
 
 class Leaf(nn.Module):
@@ -66,12 +66,12 @@ def handles_on(module: nn.Module) -> int:
 
 def test_the_table_is_whole_and_idempotent() -> None:
     for call, row in TRANSITIONS.items():
-        assert set(row) == set(State)
-        assert all(row[row[state]] is row[state] for state in State), call
-    paused = {State.PAUSED_OFF, State.PAUSED_ON}
+        assert set(row) == set(HookState)
+        assert all(row[row[state]] is row[state] for state in HookState), call
+    paused = {HookState.PAUSED_OFF, HookState.PAUSED_ON}
     assert set(TRANSITIONS["pause"].values()) == paused
     for call in ("enable", "disable"):  # neither ends a pause
-        assert all((TRANSITIONS[call][state] in paused) == (state in paused) for state in State)
+        assert all((TRANSITIONS[call][state] in paused) == (state in paused) for state in HookState)
 
 
 class Program(RuleBasedStateMachine):
@@ -224,7 +224,7 @@ def test_a_registration_that_fails_leaves_no_handle() -> None:
     hooks = HookSet(tree, choose)
     with pytest.raises(ValueError, match="no hook"):
         hooks.enable()
-    assert hooks.state is State.OFF
+    assert hooks.state is HookState.OFF
     assert not any(map(handles_on, tree.modules()))
 
 

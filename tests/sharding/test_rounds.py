@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rollgraph.distributed.world import World
 from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StepGivenUp
-from rollgraph.world import World
 from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
 from tests.sharding.worlds import run_world
 

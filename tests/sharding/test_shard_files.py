@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollgraph.roll_call import RankLost, RollCall
+from rollgraph.distributed.liveness import Liveness, RankLost
+from rollgraph.distributed.world import World
 from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, load, save, shard_files
-from rollgraph.sharding.shard_files import Snapshot, take_snapshot
-from rollgraph.world import World
+from rollgraph.sharding.shard_files import ShardSnapshot, take_snapshot
+from tests.distributed.test_liveness import FOREVER, called, vanish, wait_until
 from tests.sharding.test_sharded_model import ALONE, Net, build, loss, microbatch
 from tests.sharding.worlds import run_world
-from tests.test_roll_call import FOREVER, called, vanish, wait_until
 
 
 class WithBuffer(nn.Module):
@@ -166,19 +166,19 @@ def test_there_is_no_pickle(checkpoint: Path) -> None:
 class Writers:
     """Three ranks of one process, each of which writes its part of a checkpoint when it is told to."""
 
-    def __init__(self, folder: Path, ranks: list[RollCall], threads: ThreadPoolExecutor) -> None:
+    def __init__(self, folder: Path, ranks: list[Liveness], threads: ThreadPoolExecutor) -> None:
         self.temporary, self.target = folder / "step.incomplete", folder / "step"
         self._ranks, self._threads = ranks, threads
 
     def write(self, rank: int) -> Future[None]:
-        snapshot = Snapshot(rank, 3, {"master/w": torch.ones(4)}, [("w", 4 * rank, 4)], {}, {"format": 1})
+        snapshot = ShardSnapshot(rank, 3, {"master/w": torch.ones(4)}, [("w", 4 * rank, 4)], {}, {"format": 1})
         return self._threads.submit(
             shard_files.write,
             snapshot,
             self.temporary,
             self.target,
             timeout=FOREVER,
-            roll_call=self._ranks[rank],
+            liveness=self._ranks[rank],
         )
 
 

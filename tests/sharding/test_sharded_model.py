@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool, StaleGraph, capture, make_graphed_callables
 from rollgraph.sharding import (
     CommunicationError,
@@ -24,7 +25,6 @@ from rollgraph.sharding import (
     linear,
     warm_up,
 )
-from rollgraph.world import World
 from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
 from tests.sharding.worlds import run_world, run_world_with_a_loss
 

@@ -10,10 +10,10 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from rollgraph.built_in_names import wrong_names
-from rollgraph.commands.words import add_words
+from rollgraph.commands.config_arguments import add_words
 from rollgraph.config import ConfigError, Key, json_schema, list_keys, load_config, spell, to_yaml
 from rollgraph.files import FileError, check_path
+from rollgraph.run.built_in_names import wrong_names
 
 DONE, BROKEN = 0, 2
 

@@ -7,11 +7,11 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rollgraph.commands.words import add_words
+from rollgraph.commands.config_arguments import add_words
 from rollgraph.config import ConfigError, load_config
 
 if TYPE_CHECKING:
-    from rollgraph.plan import Plan
+    from rollgraph.run.memory_plan import Plan
 
 DONE, TOO_LARGE, WRONG = 0, 1, 2
 GIB = 2**30
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return WRONG
-    from rollgraph.plan import make_plan
+    from rollgraph.run.memory_plan import make_plan
 
     given = {"tflops": options.tflops, "tb_per_second": options.tb_per_second}
     speeds = {name: value for name, value in given.items() if value is not None}
@@ -73,7 +73,7 @@ def _device_bytes(options: argparse.Namespace) -> int | None:
 
 def describe(plan: Plan) -> str:
     """A table of memory, one of time, and what follows from them."""
-    from rollgraph.plan import PHASES, TB_PER_SECOND, TFLOPS
+    from rollgraph.run.memory_plan import PHASES, TB_PER_SECOND, TFLOPS
 
     rows = [("memory of a rank", "where", *PHASES)]
     for line in plan.lines:

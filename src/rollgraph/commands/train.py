@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollgraph.built_in_names import wrong_names
+from rollgraph.commands.config_arguments import add_words
 from rollgraph.commands.streams import printing_to_stderr
-from rollgraph.commands.words import add_words
 from rollgraph.config import Config, ConfigError, load_config
 from rollgraph.files import FileError, check_path
+from rollgraph.run.built_in_names import wrong_names
 
 DONE, FAILED, WRONG = 0, 1, 2
 
@@ -65,9 +65,9 @@ def run_train(options: argparse.Namespace) -> int:
     config = _load(options)
     if config is None:
         return WRONG
-    from rollgraph.launch import joined
+    from rollgraph.distributed.launch import joined
+    from rollgraph.distributed.world import World
     from rollgraph.train import train
-    from rollgraph.world import World
 
     def run() -> None:
         with joined(World.current(), config.ranks.timeout) as world:
@@ -78,8 +78,8 @@ def run_train(options: argparse.Namespace) -> int:
 
 def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
     """Run, and say what went wrong in one line."""
-    from rollgraph.launch import LOST, end_process
-    from rollgraph.roll_call import RankLost
+    from rollgraph.distributed.launch import LOST, end_process
+    from rollgraph.distributed.liveness import RankLost
 
     try:
         run()
@@ -131,8 +131,8 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _evaluated(run: Any) -> dict[str, float]:
-    from rollgraph.logbook import count_failures
-    from rollgraph.rollouts import evaluate
+    from rollgraph.run.rollouts import evaluate
+    from rollgraph.run.step_log import count_failures
 
     if not run.validation:
         raise ValueError("data.validation is not given: there is nothing to evaluate on")
@@ -148,9 +148,9 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
     config = _load(options)
     if config is None:
         return WRONG
-    from rollgraph.launch import joined
-    from rollgraph.setup import make_run
-    from rollgraph.world import World
+    from rollgraph.distributed.launch import joined
+    from rollgraph.distributed.world import World
+    from rollgraph.run.setup import make_run
 
     def run() -> None:
         with joined(World.current(), config.ranks.timeout) as world:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollgraph.config_reader import (
+from rollgraph.config.reader import (
     LARGEST_NUMBER,
     MOST_VALUES,
     Budget,

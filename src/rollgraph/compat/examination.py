@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from typing import Any
 
-from rollgraph.compat.finding import Finding, State
+from rollgraph.compat.finding import Diagnosis, RepairState
 from rollgraph.compat.graph_lint import Remark, lint_file
 
 FAMILY = {  # module: the distributions it may come from
@@ -23,13 +23,13 @@ FAMILY = {  # module: the distributions it may come from
     "megatron.bridge": ("megatron-bridge",),
     "nemo_rl": ("nemo-rl",),
 }
-Probe = Callable[[], Iterable[Finding]]
+Probe = Callable[[], Iterable[Diagnosis]]
 
 
 @dataclass(frozen=True)
 class Examination:
     installed: dict[str, str | None]  # name: version, None where it is not there
-    findings: tuple[Finding, ...]
+    findings: tuple[Diagnosis, ...]
     remarks: tuple[Remark, ...] = ()  # of the config, if one was given
 
     @property
@@ -40,12 +40,12 @@ class Examination:
     @property
     def tried(self) -> bool:
         """Whether one failure at least could be tried here."""
-        return any(finding.state is not State.UNKNOWN for finding in self.findings)
+        return any(finding.state is not RepairState.UNKNOWN for finding in self.findings)
 
     @property
     def affected(self) -> bool | None:
         """None where nothing is known to be wrong because nothing could be tried."""
-        broken = any(finding.state is State.AFFECTED for finding in self.findings)
+        broken = any(finding.state is RepairState.AFFECTED for finding in self.findings)
         if broken or any(remark.serious for remark in self.remarks):
             return True
         return False if self.tried else None
@@ -117,25 +117,25 @@ def _known_fields(installed: dict[str, str | None]) -> frozenset[str] | None:
     return frozenset(field.name for field in fields(TransformerConfig))
 
 
-def _run(probe: Probe) -> list[Finding]:
+def _run(probe: Probe) -> list[Diagnosis]:
     try:
         return list(probe())
     except Exception as error:
         name = getattr(probe, "__name__", "probe").strip("_").replace("_", "-")
         reason = f"the probe itself failed: {type(error).__name__}: {error}"
-        return [Finding(name, State.UNKNOWN, "not known", reason, "please report it, with these versions")]
+        return [Diagnosis(name, RepairState.UNKNOWN, "not known", reason, "please report it, with these versions")]
 
 
-def _megatron_core() -> list[Finding]:
+def _megatron_core() -> list[Diagnosis]:
     from rollgraph.compat import megatron
 
     return list(megatron.findings())
 
 
-def _megatron_core_repaired() -> list[Finding]:
+def _megatron_core_repaired() -> list[Diagnosis]:
     from rollgraph.compat import megatron
 
-    already = any(finding.state is State.REPAIRED for finding in megatron.findings())
+    already = any(finding.state is RepairState.REPAIRED for finding in megatron.findings())
     try:
         return list(megatron.repair())
     finally:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class State(StrEnum):
+class RepairState(StrEnum):
     AFFECTED = "affected"
     CLEAR = "not affected"
     REPAIRED = "repaired"
@@ -14,15 +14,15 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One known failure as it stands here.
 
-    For example `Finding("forward-pre-hooks", State.AFFECTED, symptom="AssertionError: ...", reason="hooks are looked
-    up through the module tree ...", repair="rollgraph.compat.megatron.repair()")`.
+    For example `Diagnosis("forward-pre-hooks", RepairState.AFFECTED, symptom="AssertionError: ...", reason="hooks are
+    looked up through the module tree ...", repair="rollgraph.compat.megatron.repair()")`.
     """
 
     name: str  # kebab-case, stable: what --json prints and docs/megatron.md is searched by
-    state: State
+    state: RepairState
     symptom: str  # what people see, with the exact error text
     reason: str  # why it happens; with UNKNOWN, why it could not be tried
     repair: str  # what to do about it
@@ -30,8 +30,8 @@ class Finding:
     @property
     def summary(self) -> str:
         """One line, after an attempt to repair it."""
-        if self.state is State.AFFECTED:  # and could not be repaired
+        if self.state is RepairState.AFFECTED:  # and could not be repaired
             return f"{self.name}: {self.state}; {self.repair}"
-        if self.state is State.UNKNOWN:
+        if self.state is RepairState.UNKNOWN:
             return f"{self.name}: {self.state}: {self.reason}"
         return f"{self.name}: {self.state}"

@@ -25,7 +25,7 @@ from rollgraph.compat.graph_keys import (
     scopes,
     split_scopes,
 )
-from rollgraph.config_reader import ConfigError, Node
+from rollgraph.config.reader import ConfigError, Node
 
 KNOWN_KEYS = {*GRAPH_KEYS, *TRACKERS, *TRACKERS.values()}
 NEMO_FORWARDS = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps")  # the latter two since late
@@ -39,7 +39,7 @@ ADVICE = {  # on what is contradictory, by its key
 }
 
 
-class Kind(StrEnum):
+class LintKind(StrEnum):
     CONTRADICTORY = "contradictory"
     CAPTURES_NOTHING = "captures nothing"
     DEPRECATED = "deprecated"
@@ -47,14 +47,14 @@ class Kind(StrEnum):
     NO_EFFECT = "no effect"
 
 
-SERIOUS = (Kind.CONTRADICTORY, Kind.CAPTURES_NOTHING)  # the run fails, or is not what the file says
+SERIOUS = (LintKind.CONTRADICTORY, LintKind.CAPTURES_NOTHING)  # the run fails, or is not what the file says
 
 
 @dataclass(frozen=True)
 class Remark:
-    """For example `Remark(Kind.DEPRECATED, "a.yaml:7", "policy.megatron_cfg.enable_cuda_graph", "...", "...")`."""
+    """For example `Remark(LintKind.DEPRECATED, "a.yaml:7", "policy.megatron_cfg.enable_cuda_graph", "...", "...")`."""
 
-    kind: Kind
+    kind: LintKind
     place: str  # file:line
     key: str
     text: str
@@ -124,7 +124,7 @@ class _Section:
             self.lost = self.model.pop(SCOPE_KEYS[0], None)
         self.scopes = scopes(self.model)
 
-    def remark(self, kind: Kind, key: str, text: str, advice: str) -> Remark:
+    def remark(self, kind: LintKind, key: str, text: str, advice: str) -> Remark:
         shown = "activation_checkpointing" if key == "recompute_granularity" and key not in self.node.value else key
         path, node = self.path, self.node
         if shown not in node.value and shown in self.rng:
@@ -139,7 +139,7 @@ class _Section:
             if key in SCOPE_KEYS and self.impl == "none":
                 whole = "remove it; cuda_graph_impl: local captures whole layers"
                 advice = whole if self.in_nemo else "give cuda_graph_impl, or remove it"
-            yield self.remark(Kind.CONTRADICTORY, key, text, advice)
+            yield self.remark(LintKind.CONTRADICTORY, key, text, advice)
         yield from self.deprecated()
         yield from self.unknown()
         yield from self.without_effect()
@@ -150,19 +150,19 @@ class _Section:
         for flag, means in FLAGS.items():
             if flag in self.model:
                 word = ("local" if self.in_nemo else means) if self.model[flag] else "none"
-                yield self.remark(Kind.DEPRECATED, flag, f"{flag} is deprecated", f"write cuda_graph_impl: {word}")
+                yield self.remark(LintKind.DEPRECATED, flag, f"{flag} is deprecated", f"write cuda_graph_impl: {word}")
         old, new = SCOPE_KEYS
         if old in self.model and (self.known is None or new in self.known):
             where = (
                 "in later versions of megatron-core" if self.known is None else "in the megatron-core installed here"
             )
-            yield self.remark(Kind.DEPRECATED, old, f"{old} is called {new} {where}", f"rename it to {new} there")
+            yield self.remark(LintKind.DEPRECATED, old, f"{old} is called {new} {where}", f"rename it to {new} there")
         for key in SCOPE_KEYS:
             if self.model.get(key) in ("full", ["full"]):
-                yield self.remark(Kind.DEPRECATED, key, "the scope full is deprecated", f"write {key}: []")
+                yield self.remark(LintKind.DEPRECATED, key, "the scope full is deprecated", f"write {key}: []")
         if "full_iteration" in self.scopes and not self.in_nemo and (self.known is None or new in self.known):
             yield self.remark(
-                Kind.DEPRECATED,
+                LintKind.DEPRECATED,
                 new if new in self.model else old,
                 "full_iteration is an implementation in versions that have cuda_graph_modules",
                 "write cuda_graph_impl: full_iteration there, and no scope",
@@ -174,16 +174,16 @@ class _Section:
         for name in self.scopes:
             if name not in (*SCOPES, "full"):
                 advice = f"it is passed through; known here: {', '.join(SCOPES)}"
-                yield self.remark(Kind.UNKNOWN, key, f"unknown scope {name!r}", advice)
+                yield self.remark(LintKind.UNKNOWN, key, f"unknown scope {name!r}", advice)
         if isinstance(self.model.get(old), str) and ", " in self.model[old]:
             text = "megatron-core 0.16.1 splits at commas and keeps the spaces: KeyError"
-            yield self.remark(Kind.UNKNOWN, old, text, "write a list, or no spaces")
+            yield self.remark(LintKind.UNKNOWN, old, text, "write a list, or no spaces")
         if self.known is not None:
             set_by_bridge = (new,) if self.in_nemo else ()  # under the name that the installed version has
             for key in (*GRAPH_KEYS, *TRACKERS):
                 if key in self.model and key not in (*self.known, *FLAGS, *set_by_bridge):
                     advice = f"write {old} instead" if key == new else "remove it, or install the version that has it"
-                    yield self.remark(Kind.UNKNOWN, key, f"the megatron-core installed here has no {key}", advice)
+                    yield self.remark(LintKind.UNKNOWN, key, f"the megatron-core installed here has no {key}", advice)
 
     def without_effect(self) -> Iterator[Remark]:
         if self.lost is not None:
@@ -192,24 +192,24 @@ class _Section:
             text = f"{NEMO_HANDS} {SCOPE_KEYS[0]}"
             if SCOPE_KEYS[1] not in self.model:
                 text += "; without it, an implementation captures whole layers"
-            yield self.remark(Kind.NO_EFFECT, SCOPE_KEYS[0], text, advice)
+            yield self.remark(LintKind.NO_EFFECT, SCOPE_KEYS[0], text, advice)
         if self.model.get("cuda_graph_use_single_mempool") is not None:
             text = "megatron-core 0.16.1 has the field and never reads it"
-            yield self.remark(Kind.NO_EFFECT, "cuda_graph_use_single_mempool", text, "remove it")
+            yield self.remark(LintKind.NO_EFFECT, "cuda_graph_use_single_mempool", text, "remove it")
         for key in DETAIL_KEYS[1:]:
             if key in self.model and self.impl == "none":
                 yield self.remark(
-                    Kind.NO_EFFECT, key, "there is no implementation", "give cuda_graph_impl, or remove it"
+                    LintKind.NO_EFFECT, key, "there is no implementation", "give cuda_graph_impl, or remove it"
                 )
         for key in SCOPE_KEYS:
             if self.impl == "local" and key in self.model and DENSE & set(self.scopes):
                 text = "the local implementation captures the whole dense layer, whether attn or mlp is named"
                 advice = "leave the scope out" if self.in_nemo else "leave the scope out, or use transformer_engine"
-                yield self.remark(Kind.NO_EFFECT, key, text, advice)
+                yield self.remark(LintKind.NO_EFFECT, key, text, advice)
 
     def captures_nothing(self) -> Iterator[Remark]:
         def nothing(key: str, text: str, advice: str) -> Remark:
-            return self.remark(Kind.CAPTURES_NOTHING, key, text, advice)
+            return self.remark(LintKind.CAPTURES_NOTHING, key, text, advice)
 
         key = next(key for key in GRAPH_KEYS if self.model.get(key))
         if self.path[-1:] == ("dtensor_cfg",):
@@ -243,7 +243,7 @@ def _generation(tree: Node) -> Iterator[Remark]:
     if generation.get("backend") == "megatron" and together and asked != "none" and built_without:
         path = ("policy", "generation", "mcore_generation_config", "cuda_graph_impl")
         yield Remark(
-            Kind.CAPTURES_NOTHING,
+            LintKind.CAPTURES_NOTHING,
             _at(tree, path).place,
             ".".join(path),
             "toggle_cuda_graphs restores the managers that the model was built with, and without an implementation in "

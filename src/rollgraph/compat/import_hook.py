@@ -58,18 +58,18 @@ def repair_once_loaded(spec: Any) -> None:
 def repair_here() -> None:
     try:
         make_importable()
-        from rollgraph.compat.finding import State
+        from rollgraph.compat.finding import RepairState
         from rollgraph.compat.megatron import repair
 
         found = repair()
     except Exception as error:
         complain(error)
         return
-    repaired = [finding.name for finding in found if finding.state is State.REPAIRED]
+    repaired = [finding.name for finding in found if finding.state is RepairState.REPAIRED]
     if repaired:
         say(f"repaired in process {os.getpid()}: {', '.join(repaired)}")
     for finding in found:
-        if finding.state in (State.AFFECTED, State.UNKNOWN):
+        if finding.state in (RepairState.AFFECTED, RepairState.UNKNOWN):
             say(f"process {os.getpid()}: {finding.summary}")
 
 

@@ -13,11 +13,10 @@ from rollgraph.graph.errors import (
     ReplayMismatch,
     StaleGraph,
 )
-from rollgraph.graph.findings import Finding, Findings
 from rollgraph.graph.hooks import GraphHooks
 from rollgraph.graph.pool import GraphPool
 from rollgraph.graph.report import Report
-from rollgraph.graph.sanitizer import sanitize, sanitize_process_if_asked
+from rollgraph.graph.sanitizer import Finding, Findings, sanitize, sanitize_process_if_asked
 
 __all__ = [
     "CaptureError",

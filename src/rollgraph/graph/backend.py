@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.errors import CaptureError, GraphError, HostReadError, here, raised_at
-from rollgraph.graph.journal import no_gc, storage_of, tensors_in
 from rollgraph.graph.pool import Arena, pool_segments
 from rollgraph.graph.surface import StaticTensors
+from rollgraph.graph.undo_log import no_gc, storage_of, tensors_in
 
 _increment_version = torch._C._increment_version
 Thunk = Callable[[Sequence[Tensor]], list[Tensor | None]]
@@ -136,7 +136,7 @@ class HostReads(TorchFunctionMode):
 
 def reads_on_host(func: Any, args: tuple[Any, ...]) -> str | None:
     """The name of a function that reads values without a word to the dispatcher, else None."""
-    name = _READING_METHODS.get(getattr(func, "__wrapped__", func))  # the journal wraps some of them
+    name = _READING_METHODS.get(getattr(func, "__wrapped__", func))  # the undo log wraps some of them
     if name is not None:
         return f"Tensor.{name}"
     if func in _CONSTRUCTORS and any(map(_lists_tensors, args)):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from rollgraph.graph.errors import CaptureError, StaleGraph
-from rollgraph.graph.slots import HookPlace, Slot, code_of
+from rollgraph.graph.slots import BoundSlot, HookPlace, code_of
 
 _get = dict.get
 _requires_grad = attrgetter("requires_grad")
@@ -39,7 +39,7 @@ class Binding:
     def __init__(
         self,
         tensors: Iterable[Tensor],
-        slots: Sequence[Slot] = (),
+        slots: Sequence[BoundSlot] = (),
         modules: Iterable[torch.nn.Module] = (),
         trained: Iterable[Tensor] = (),
         sums: Iterable[Tensor] = (),
@@ -67,7 +67,7 @@ class Binding:
         self._remember_hooks(hooks)
         self._more = any((self._sized, self._strided, self._frozen, self._trained, self._apart, self._lists))
 
-    def _remember_slots(self, slots: Sequence[Slot]) -> None:
+    def _remember_slots(self, slots: Sequence[BoundSlot]) -> None:
         self._slots = slots
         containers = {id(slot.container): slot.container for slot in slots if not slot.apart}
         containers |= {id(container): container for container, _, _ in self._growing}

@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from rollgraph.graph.autograd_leaves import leaves_behind
 from rollgraph.graph.backend import Backend, CudaBackend, EagerBackend, Recording, Sentry, capture_errors
 from rollgraph.graph.binding import Binding, BoundGradients
-from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard, check_guards
-from rollgraph.graph.journal import Journal, Transaction, storage_of
-from rollgraph.graph.leaves import leaves_behind
-from rollgraph.graph.lending import LentTensors
+from rollgraph.graph.live_objects import ProgramObjects, noting_calls
+from rollgraph.graph.observer import watching
 from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.slots import (
@@ -36,9 +35,10 @@ from rollgraph.graph.slots import (
     slots_of,
     stepped_optimizers,
 )
+from rollgraph.graph.static_outputs import StaticOutputs
 from rollgraph.graph.surface import Overtaken, Span, StaticTensors, Surface, own_copy, same_constant
 from rollgraph.graph.tape import Recorder, TapeBackend
-from rollgraph.graph.watch import watching
+from rollgraph.graph.undo_log import Transaction, UndoLog, storage_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -151,7 +151,7 @@ class Variant:
     capture: int  # its place in the arena's order of captures
     differentiable: list[bool] = field(default_factory=list)  # inputs that may require grad: none leaves through them
     overtaken: Overtaken = field(default_factory=lambda: Overtaken((), ()))
-    lender: LentTensors | None = None
+    lender: StaticOutputs | None = None
 
     def release(self) -> None:
         self.recording.release()
@@ -290,7 +290,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:
             args, kwargs = surface.arguments(inputs)
             variant.outputs = tree = OutputTree(self._function(*args, **kwargs), self.name)
-            tensors = [tensor.detach() for tensor in tree.tensors]
+            tensors: list[Tensor | None] = [tensor.detach() for tensor in tree.tensors]
             tree.without_tensors()  # their autograd graph would tie the parameters to this stream
             return tensors
 
@@ -307,12 +307,12 @@ class GraphedFunction(Captured, Generic[P, R]):
             for run in range(last + 1):
                 gradients.bind()
                 self._hooks.run("pre_forward", "warmup", self.target, args, kwargs)
-                with transaction.journal.run(again=run > 0), noting_calls(self._called):
+                with transaction.undo_log.run(again=run > 0), noting_calls(self._called):
                     output = self._function(*args, **kwargs)
                 self._hooks.run("post_forward", "warmup", self.target, args, kwargs, output)
                 tree = OutputTree(output, None)
                 _refuse_lost_gradients(surface, statics.tensors, tree.tensors)
-                writes = overtaking_writes(transaction.journal, statics, tree.tensors)
+                writes = overtaking_writes(transaction.undo_log, statics, tree.tensors)
                 tree.without_tensors()
                 del output
                 leaves = transaction.changed_gradients()
@@ -324,8 +324,8 @@ class GraphedFunction(Captured, Generic[P, R]):
                 if run == 0:
                     transaction.create_optimizer_state()
             gradients.prepare_recording()
-        transaction.journal.expect(gradients.buffers)
-        refuse_written(transaction.journal, surface, statics)
+        transaction.undo_log.expect(gradients.buffers)
+        refuse_written(transaction.undo_log, surface, statics)
         return Warmed(gradients, tree, writes)
 
     def _record(
@@ -337,7 +337,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         arena: Arena,
     ) -> Variant:
         args, kwargs = surface.arguments(statics.tensors)
-        journal, gradients = transaction.journal, warmed.gradients
+        undo_log, gradients = transaction.undo_log, warmed.gradients
         trees: list[Any] = []
 
         def thunk(inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -352,14 +352,14 @@ class GraphedFunction(Captured, Generic[P, R]):
 
         self._hooks.run("pre_forward", "capture", self.target, args, kwargs)
         number = arena.next_capture()
-        generators = [generator for generator, _ in journal.generators.values()]
+        generators = [generator for generator, _ in undo_log.generators.values()]
         with capture_errors(f"capture of {self.name!r}"), transaction.recording(self._backend.executes):
             recording = self._backend.record(thunk, statics, arena, generators, {})
         try:
             output, tree = trees[0]
             trees[:] = [None]  # nothing of the recording's autograd graph is kept
             tree.refuse_change(warmed.outputs, self.name)
-            journal.check_reads(recording.external)
+            undo_log.check_reads(recording.external)
             if len(transaction.changed_gradients()) > len(gradients.leaves):
                 raise CaptureError(f"a parameter of {self.name!r} first gets a gradient in the recording: raise warmup")
             gradients.observe(recording.external)
@@ -376,14 +376,14 @@ class GraphedFunction(Captured, Generic[P, R]):
     def _bind(
         self, transaction: Transaction, recording: Recording, statics: StaticTensors, gradients: BoundGradients
     ) -> Binding:
-        census, given = transaction.census, set(map(id, statics.tensors))
+        objects, given = transaction.objects, set(map(id, statics.tensors))
         tensors = [t for t in (*recording.external, *gradients.leaves) if id(t) not in given]
-        modules = bound_modules(self.target, self._called, tensors, census)
-        optimizers = stepped_optimizers(census, transaction.journal)
+        modules = bound_modules(self.target, self._called, tensors, objects)
+        optimizers = stepped_optimizers(objects, transaction.undo_log)
         slots = slots_of(self.target, modules, self._called, tensors, optimizers)
         return Binding(
             tensors,
-            slots + optimizer_slots(optimizers, transaction.journal),
+            slots + optimizer_slots(optimizers, transaction.undo_log),
             modules,
             trained=gradients.leaves,
             growing=growing(modules, self._called),
@@ -530,22 +530,22 @@ def callable_name(target: Any) -> str:
 
 def refuse_nesting(name: str) -> None:
     """A graph cannot hold another graph's replay."""
-    if any(isinstance(mode, (Journal, Recorder, Sentry)) for mode in _get_current_dispatch_mode_stack()):
+    if any(isinstance(mode, (UndoLog, Recorder, Sentry)) for mode in _get_current_dispatch_mode_stack()):
         raise CaptureError(
             f"graph {name!r} is used inside another capture: switch it off there, `with pool.disabled(): capture(...)`"
         )
 
 
 def bound_modules(
-    target: Any, called: dict[int, torch.nn.Module], tensors: Iterable[Tensor], census: Census
+    target: Any, called: dict[int, torch.nn.Module], tensors: Iterable[Tensor], objects: ProgramObjects
 ) -> list[torch.nn.Module]:
     """The modules whose state a recording depends on."""
     found = dict(called)
     if isinstance(target, torch.nn.Module):
         found.update((id(module), module) for module in target.modules())
     else:
-        found.update((id(module), module) for module in lists_gone_through(called, census.modules))
-    found.update((id(module), module) for module in holders_of(tensors, census.modules))
+        found.update((id(module), module) for module in lists_gone_through(called, objects.modules))
+    found.update((id(module), module) for module in holders_of(tensors, objects.modules))
     for module in found.values():
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
@@ -555,11 +555,11 @@ def bound_modules(
     return list(found.values())
 
 
-def refuse_written(journal: Journal, surface: Surface, statics: StaticTensors) -> None:
+def refuse_written(undo_log: UndoLog, surface: Surface, statics: StaticTensors) -> None:
     """A function may not write its arguments: a graph would write its own copies of them."""
     for name, static in zip(surface.names, statics.tensors, strict=True):
-        if journal.wrote(static):
-            where = journal.written_at(static)
+        if undo_log.wrote(static):
+            where = undo_log.written_at(static)
             raise CaptureError(
                 f"argument {name} is written in place at {where}, which the caller would not see: let the function "
                 "reach that tensor from outside its arguments, or write to a copy",
@@ -567,12 +567,12 @@ def refuse_written(journal: Journal, surface: Surface, statics: StaticTensors) -
             )
 
 
-def overtaking_writes(journal: Journal, statics: StaticTensors, outputs: Iterable[Tensor]) -> Writes:
+def overtaking_writes(undo_log: UndoLog, statics: StaticTensors, outputs: Iterable[Tensor]) -> Writes:
     """For each input, what the run that just ended wrote outside before it was done with the input."""
     returned = {storage._cdata for t in outputs if (storage := storage_of(t)) is not None}
     storages = map(storage_of, statics.tensors)
     ends = [storage is not None and storage._cdata in returned for storage in storages]
-    return [journal.overtaking(t, at_end) for t, at_end in zip(statics.tensors, ends, strict=True)]
+    return [undo_log.overtaking(t, at_end) for t, at_end in zip(statics.tensors, ends, strict=True)]
 
 
 def overtaken_inputs(surface: Surface, writes: Writes, recording: Recording) -> Overtaken:
@@ -581,11 +581,11 @@ def overtaken_inputs(surface: Surface, writes: Writes, recording: Recording) -> 
     return Overtaken(surface.names, [[span for key, span in found if key in held] for found in writes])
 
 
-def lent_outputs(recording: Recording) -> LentTensors:
+def lent_outputs(recording: Recording) -> StaticOutputs:
     """The outputs that lie in memory of the recording's own, once it is sealed."""
     outside = {storage._cdata for t in recording.external if (storage := storage_of(t)) is not None}
     own = [t for t in recording.outputs if t is not None and t.untyped_storage()._cdata not in outside]
-    return LentTensors(own)
+    return StaticOutputs(own)
 
 
 def _refuse_lost_gradients(surface: Surface, statics: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:

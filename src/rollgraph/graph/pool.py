@@ -20,15 +20,15 @@ from weakref import ref
 import torch
 
 from rollgraph.graph.errors import CaptureError, MemoryInUse
-from rollgraph.graph.lending import LentTensors
 from rollgraph.graph.report import GraphRecord, Report
+from rollgraph.graph.static_outputs import StaticOutputs
 
 PoolHandle = tuple[int, int]  # what torch.cuda.graph_pool_handle() returns
 FOREVER = sys.maxsize  # later than any capture
 _thread, _graph_task = threading.get_ident, torch._C._current_graph_task_id
 
 
-class Graph(Protocol):
+class CapturedGraph(Protocol):
     """What a pool knows of a captured thing."""
 
     record: GraphRecord
@@ -52,7 +52,7 @@ class Arena:
         self._open: dict[int, tuple[str, int, int, int, ref[Any]]] = {}
         self.low, self.high = -1, FOREVER  # captures strictly between may replay
         self.lock = threading.RLock()  # held by whoever replays: memory is shared, so only one at a time can
-        self.lenders: list[LentTensors] = []  # the outputs of its recordings
+        self.lenders: list[StaticOutputs] = []  # the outputs of its recordings
         self.borrower = 0  # the thread that they are lent to
 
     def cuda_handle(self) -> PoolHandle:
@@ -175,7 +175,7 @@ class GraphPool:
 
     def __init__(self, handle: PoolHandle | None = None) -> None:
         self.arena = Arena(handle)
-        self.graphs: list[Graph] = []
+        self.graphs: list[CapturedGraph] = []
         self._names: dict[str, int] = {}
 
     @classmethod
@@ -191,7 +191,7 @@ class GraphPool:
         self._names[name] = count = self._names.get(name, 0) + 1
         return name if count == 1 else f"{name}#{count}"
 
-    def add(self, graph: Graph) -> None:
+    def add(self, graph: CapturedGraph) -> None:
         self.graphs.append(graph)
 
     # -- on and off ------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class GraphPool:
             for graph, enabled in found:
                 graph.enabled = enabled
 
-    def _of(self, model: torch.nn.Module | None) -> Sequence[Graph]:
+    def _of(self, model: torch.nn.Module | None) -> Sequence[CapturedGraph]:
         if model is None:
             return list(self.graphs)
         members = set(model.modules())

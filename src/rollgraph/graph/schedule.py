@@ -34,7 +34,7 @@ from rollgraph.graph.errors import OrderError
 
 
 @dataclass(frozen=True)
-class Step:
+class SchedulePass:
     """One layer's forward or backward for one microbatch. All indexes count from 0."""
 
     kind: Literal["forward", "backward"]
@@ -52,7 +52,7 @@ class Schedule:
     *callable* is one (chunk, layer): what the user wrote, shared by all its microbatches.
     """
 
-    steps: tuple[Step, ...]  # in execution order
+    steps: tuple[SchedulePass, ...]  # in execution order
     layers_per_chunk: tuple[int, ...]
     microbatches: int
 
@@ -65,15 +65,15 @@ class Schedule:
         return self.microbatches * self.callables
 
     @overload
-    def entry(self, step: Step, /) -> int: ...
+    def entry(self, step: SchedulePass, /) -> int: ...
     @overload
     def entry(self, chunk: int, microbatch: int, layer: int) -> int: ...
-    def entry(self, chunk: Step | int, microbatch: int = -1, layer: int = -1) -> int:
+    def entry(self, chunk: SchedulePass | int, microbatch: int = -1, layer: int = -1) -> int:
         """Index in the flat list with one item per entry: by chunk, then microbatch, then layer.
 
         This is the layout of Transformer Engine's `_order`, so lists can be passed to either.
         """
-        if isinstance(chunk, Step):
+        if isinstance(chunk, SchedulePass):
             return self.entry(chunk.chunk, chunk.microbatch, chunk.layer)
         first = self.callable_index(chunk, 0)
         _check_index("microbatch", microbatch, self.microbatches)
@@ -204,7 +204,7 @@ def _deal_layers(chunks: int, callables: int, layers_per_chunk: int | Sequence[i
     return layers
 
 
-def _expand(order: Sequence[int], layers: Sequence[int]) -> Iterator[Step]:
+def _expand(order: Sequence[int], layers: Sequence[int]) -> Iterator[SchedulePass]:
     """The steps of a checked order. First forward, first backward: counting by sign numbers both."""
     seen: Counter[int] = Counter()
     for position, value in enumerate(order):
@@ -212,10 +212,10 @@ def _expand(order: Sequence[int], layers: Sequence[int]) -> Iterator[Step]:
         seen[value] += 1
         if value > 0:
             for layer in range(layers[chunk]):
-                yield Step("forward", chunk, microbatch, layer, position)
+                yield SchedulePass("forward", chunk, microbatch, layer, position)
         else:
             for layer in reversed(range(layers[chunk])):
-                yield Step("backward", chunk, microbatch, layer, position)
+                yield SchedulePass("backward", chunk, microbatch, layer, position)
 
 
 def assign_slots(ranges: Sequence[tuple[int, int]], keys: Sequence[Hashable]) -> list[int]:

@@ -18,6 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollgraph.graph.autograd_leaves import (
+    aliased_parameters,
+    leaves_behind,
+    leaves_under,
+    moving_out,
+    without_tensor_hooks,
+)
 from rollgraph.graph.backend import Backend, EagerRecording, Recording, capture_errors
 from rollgraph.graph.binding import Binding
 from rollgraph.graph.capture import (
@@ -29,19 +36,18 @@ from rollgraph.graph.capture import (
     overtaking_writes,
     refuse_written,
 )
-from rollgraph.graph.census import Census, noting_calls
 from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
-from rollgraph.graph.journal import Transaction
-from rollgraph.graph.leaves import aliased_parameters, leaves_behind, leaves_under, moving_out, without_tensor_hooks
-from rollgraph.graph.lending import LentTensors, side_by_side
+from rollgraph.graph.live_objects import ProgramObjects, noting_calls
 from rollgraph.graph.pool import FOREVER, Arena
 from rollgraph.graph.report import GraphRecord
+from rollgraph.graph.saved_versions import SavedVersions
+from rollgraph.graph.saved_versions import version as _version
 from rollgraph.graph.schedule import Schedule
 from rollgraph.graph.slots import growing, hook_places, slots_of
+from rollgraph.graph.static_outputs import StaticOutputs, side_by_side
 from rollgraph.graph.surface import Overtaken, StaticTensors, Surface, TensorSpec
-from rollgraph.graph.versions import SavedVersions
-from rollgraph.graph.versions import version as _version
+from rollgraph.graph.undo_log import Transaction
 
 _requires_grad = attrgetter("requires_grad")
 _is_none = partial(is_, None)
@@ -103,14 +109,14 @@ class Segment:
         self._called: dict[int, nn.Module] = {}
         self._like: list[tuple[Tensor, torch.device] | None] = []  # what each gradient looks like
         self._gradients: list[Tensor | None] | None = None  # where the recorded backward leaves them
-        self._lent: LentTensors | None = None  # the backward's results, where they are static
+        self._lent: StaticOutputs | None = None  # the backward's results, where they are static
         self._aliases: dict[Tensor, Tensor] = {}  # parameter -> the leaf that stands for it
         self._shared: set[Tensor] = set()  # parameters that are also reached past the module: they have no alias
         self.capturing = False  # else whoever runs the callable, a sanitizer or the eager backend, gets it untouched
         self._saved = SavedVersions()
         self._writes: Writes = [[] for _ in surface.tensors]
         self.overtaken = Overtaken((), ())
-        self._lender: LentTensors | None = None  # the forward's outputs
+        self._lender: StaticOutputs | None = None  # the forward's outputs
         self._lock = arena.lock if spec.backend.records else threading.RLock()
 
     # -- the Python that is recorded -------------------------------------------------------------
@@ -203,21 +209,21 @@ class Segment:
         while iteration < iterations or shared != len(self._shared):  # the last run had the leaves of the recording
             iteration, shared = iteration + 1, len(self._shared)
             hooks.run("pre_forward", "warmup", spec.target, args, kwargs)
-            with transaction.journal.run(again=iteration > 1), noting_calls(self._called):
+            with transaction.undo_log.run(again=iteration > 1), noting_calls(self._called):
                 self._run_forward(self.statics.tensors)
-            self._writes = overtaking_writes(transaction.journal, self.statics, self._results)
+            self._writes = overtaking_writes(transaction.undo_log, self.statics, self._results)
             hooks.run("post_forward", "warmup", spec.target, args, kwargs, self.raw_output)
             self._find_parameters()
             if self._trains:
                 hooks.run("pre_backward", "warmup", spec.target)
                 gradients = [torch.zeros_like(r) for r in self._results if r.requires_grad]
-                with transaction.journal.run(), torch._C._DisableAutocast():
+                with transaction.undo_log.run(), torch._C._DisableAutocast():
                     made = self._run_backward(gradients)
                 self._like = [None if g is None else (torch.empty_like(g, device="meta"), g.device) for g in made]
                 del made
                 hooks.run("post_backward", "warmup", spec.target)
             self._forget_results()
-        refuse_written(transaction.journal, self.surface, self.statics)
+        refuse_written(transaction.undo_log, self.surface, self.statics)
 
     def learn_from(self, warmed: Segment, transaction: Transaction) -> None:
         """Another microbatch of a callable that was warmed up; its own run only if its inputs differ."""
@@ -238,8 +244,8 @@ class Segment:
             self._find_parameters()
             self._refuse_change_since(last)
             self.overtaken = overtaken_inputs(self.surface, self._writes, self.forward)
-        transaction.journal.check_reads(self.forward.external)
-        self._bind(transaction.census)
+        transaction.undo_log.check_reads(self.forward.external)
+        self._bind(transaction.objects)
         if self._trains and spec.backend.records:
             self._saved = SavedVersions.of(self._results, self._nameable())
         spec.hooks.run("post_forward", "capture", spec.target, args, kwargs, self.raw_output)
@@ -257,7 +263,7 @@ class Segment:
         self.backward_number = self.arena.next_capture()
         incoming = StaticTensors(self._scratch())
         if self._gradients is not None:
-            transaction.journal.expect(g for g in self._gradients if g is not None)
+            transaction.undo_log.expect(g for g in self._gradients if g is not None)
         with torch._C._DisableAutocast():
             self.backward = self._record(transaction, self._run_backward, incoming, "backward")
         self._check_unused()
@@ -267,8 +273,8 @@ class Segment:
             self._forget_results()
 
     def _record(self, transaction: Transaction, thunk: Any, statics: StaticTensors, which: str) -> Recording:
-        backend, journal = self.spec.backend, transaction.journal
-        generators = [generator for generator, _ in journal.generators.values()]
+        backend, undo_log = self.spec.backend, transaction.undo_log
+        generators = [generator for generator, _ in undo_log.generators.values()]
         with capture_errors(f"capture of {self.spec.name!r} ({which})"), transaction.recording(backend.executes):
             return backend.record(thunk, statics, self.arena, generators, self._marks)
 
@@ -294,11 +300,11 @@ class Segment:
             "allow_unused_input=True if that is meant"
         )
 
-    def _bind(self, census: Census) -> None:
+    def _bind(self, objects: ProgramObjects) -> None:
         given = {id(t) for t in (*self.statics.tensors, *self._aliases.values())}
         buffers = self.spec.grad_buffers
         tensors = [t for t in (*self.forward.external, *self.parameters) if id(t) not in given and t.is_leaf]
-        modules = bound_modules(self.spec.target, self._called, tensors, census)
+        modules = bound_modules(self.spec.target, self._called, tensors, objects)
         if self.spec.module is not None:
             tensors += [*self.spec.module.parameters(), *self.spec.module.buffers()]
         buffered = [p for p in self.parameters if p in buffers]
@@ -358,9 +364,9 @@ class Segment:
             self._lender = lent_outputs(self.forward)
             self.arena.lenders.append(self._lender)
         if self.backward is not None:
-            self.backward.seal(versions=False)  # LentTensors hands out aliases that have their own
+            self.backward.seal(versions=False)  # StaticOutputs hands out aliases that have their own
             if self.spec.backend.records:
-                self._lent = LentTensors(self.backward.outputs)
+                self._lent = StaticOutputs(self.backward.outputs)
                 self._gradients = None
 
     def release(self) -> None:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollgraph.graph.census import Census
-from rollgraph.graph.journal import Journal
+from rollgraph.graph.live_objects import ProgramObjects
 from rollgraph.graph.names import Paths
+from rollgraph.graph.undo_log import UndoLog
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, tuple})
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -41,7 +41,7 @@ _FOR_TRAINING: tuple[tuple[type[nn.Module], str], ...] = (
 )
 
 
-class Slot(NamedTuple):
+class BoundSlot(NamedTuple):
     """One place, and what it held at capture."""
 
     container: dict[Any, Any]
@@ -69,7 +69,7 @@ def slots_of(
     called: Mapping[int, nn.Module],
     read: Sequence[Tensor],
     optimizers: Iterable[torch.optim.Optimizer] = (),
-) -> list[Slot]:
+) -> list[BoundSlot]:
     """All slots but those that only optimizers have; `read` are the tensors that the recording read."""
     return [
         *module_slots(modules),
@@ -80,10 +80,10 @@ def slots_of(
     ]
 
 
-def module_slots(modules: Iterable[nn.Module]) -> list[Slot]:
+def module_slots(modules: Iterable[nn.Module]) -> list[BoundSlot]:
     """Where the modules keep their parameters, buffers and children, empty places included."""
     return [
-        Slot(container, key, held, f"{type(module).__name__}.{key}")
+        BoundSlot(container, key, held, f"{type(module).__name__}.{key}")
         for module in modules
         for container in (module._parameters, module._buffers, module._modules)
         for key, held in container.items()
@@ -96,7 +96,7 @@ def holders_of(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[
     return [m for m in modules if any(id(t) in ids for d in (m._parameters, m._buffers) for t in d.values())]
 
 
-def constant_slots(called: Iterable[nn.Module]) -> Iterator[Slot]:
+def constant_slots(called: Iterable[nn.Module]) -> Iterator[BoundSlot]:
     """Plain attributes that decide what a module computes: those of built-in ones, and declared `__constants__`.
 
     Other attributes of a class of the program may be counters or caches: whether a result depends on one is not known.
@@ -110,10 +110,10 @@ def constant_slots(called: Iterable[nn.Module]) -> Iterator[Slot]:
         for name in names:
             if name in _DESCRIPTIONS or name in unused or type(attributes.get(name, module)) not in _PLAIN:
                 continue
-            yield Slot(attributes, name, attributes[name], f"{type(module).__name__}.{name}", apart=True)
+            yield BoundSlot(attributes, name, attributes[name], f"{type(module).__name__}.{name}", apart=True)
 
 
-def tensor_slots(owners: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[Slot]:
+def tensor_slots(owners: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[BoundSlot]:
     """Plain attributes that hold one of the tensors, unless the owner's `forward` assigns them."""
     ids = set(map(id, tensors))
     for owner in owners:
@@ -122,10 +122,10 @@ def tensor_slots(owners: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[S
             if not isinstance(value, Tensor) or id(value) not in ids:
                 continue
             if name not in _assigned(getattr(owner, "forward", None)):
-                yield Slot(attributes, name, value, f"{type(owner).__name__}.{name}", apart=True, may_go=True)
+                yield BoundSlot(attributes, name, value, f"{type(owner).__name__}.{name}", apart=True, may_go=True)
 
 
-def path_slots(target: Any, called: Mapping[int, nn.Module], tensors: Iterable[Tensor]) -> list[Slot]:
+def path_slots(target: Any, called: Mapping[int, nn.Module], tensors: Iterable[Tensor]) -> list[BoundSlot]:
     """The names by which a function reaches the modules it called and the tensors it read: attributes and globals."""
     if isinstance(target, nn.Module):
         return []
@@ -134,7 +134,7 @@ def path_slots(target: Any, called: Mapping[int, nn.Module], tensors: Iterable[T
     def wanted(value: Any) -> bool:
         return id(value) in ids or (isinstance(value, nn.Module) and _gone_through(value, called))
 
-    return [Slot(*step, apart=True, may_go=True) for step in Paths(target, wanted).found]
+    return [BoundSlot(*step, apart=True, may_go=True) for step in Paths(target, wanted).found]
 
 
 # -- lists of modules ------------------------------------------------------------------------------
@@ -148,12 +148,12 @@ def lists_gone_through(called: Mapping[int, nn.Module], alive: Iterable[nn.Modul
     return list({id(m): m for m in found}.values())
 
 
-def entry_slots(called: Mapping[int, nn.Module]) -> Iterator[Slot]:
+def entry_slots(called: Mapping[int, nn.Module]) -> Iterator[BoundSlot]:
     """The entries that were called of a list that was not gone through, below a module that was called."""
     for module in _lists_below(called):
         for key, entry in module._modules.items():
             if entry is not None and _gone_through(entry, called):
-                yield Slot(module._modules, key, entry, f"{type(module).__name__}.{key}", apart=True)
+                yield BoundSlot(module._modules, key, entry, f"{type(module).__name__}.{key}", apart=True)
 
 
 def growing(modules: Sequence[nn.Module], called: Mapping[int, nn.Module]) -> list[nn.Module]:
@@ -190,40 +190,42 @@ def _gone_through(module: nn.Module, called: Mapping[int, nn.Module]) -> bool:
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def stepped_optimizers(census: Census, journal: Journal) -> list[torch.optim.Optimizer]:
-    """The optimizers that stepped while the journal watched."""
-    return [o for o in census.optimizers if _with_written_state(o, journal) or _writes_parameters(o, journal)]
+def stepped_optimizers(objects: ProgramObjects, undo_log: UndoLog) -> list[torch.optim.Optimizer]:
+    """The optimizers that stepped while the undo log watched."""
+    return [o for o in objects.optimizers if _with_written_state(o, undo_log) or _writes_parameters(o, undo_log)]
 
 
-def optimizer_slots(optimizers: Iterable[torch.optim.Optimizer], journal: Journal) -> list[Slot]:
+def optimizer_slots(optimizers: Iterable[torch.optim.Optimizer], undo_log: UndoLog) -> list[BoundSlot]:
     """State, hyper-parameters, and the attributes that a class of the program reads in its own code."""
-    slots: list[Slot] = []
+    slots: list[BoundSlot] = []
     for optimizer in optimizers:
         name, attributes = type(optimizer).__name__, vars(optimizer)
-        stepped = _with_written_state(optimizer, journal)
+        stepped = _with_written_state(optimizer, undo_log)
         if stepped:
-            slots.append(Slot(attributes, "state", optimizer.state, f"the state of {name}", apart=True))
+            slots.append(BoundSlot(attributes, "state", optimizer.state, f"the state of {name}", apart=True))
         for parameter in stepped:
             state = optimizer.state[parameter]
-            slots.append(Slot(optimizer.state, parameter, state, f"the state of {name}"))
-            slots += [Slot(state, key, value, f"{name} state {key!r}") for key, value in state.items()]
-        slots.append(Slot(attributes, "param_groups", optimizer.param_groups, f"{name}.param_groups", apart=True))
+            slots.append(BoundSlot(optimizer.state, parameter, state, f"the state of {name}"))
+            slots += [BoundSlot(state, key, value, f"{name} state {key!r}") for key, value in state.items()]
+        slots.append(BoundSlot(attributes, "param_groups", optimizer.param_groups, f"{name}.param_groups", apart=True))
         for index, group in enumerate(optimizer.param_groups):
-            slots += [Slot(group, key, value, f"{name}.param_groups[{index}][{key!r}]") for key, value in group.items()]
+            slots += [
+                BoundSlot(group, key, value, f"{name}.param_groups[{index}][{key!r}]") for key, value in group.items()
+            ]
         slots += [
-            Slot(attributes, key, attributes[key], f"{name}.{key}", apart=True)
+            BoundSlot(attributes, key, attributes[key], f"{name}.{key}", apart=True)
             for key in sorted(_read_by_class(type(optimizer)))
             if type(attributes.get(key, optimizer)) in _PLAIN
         ]
     return slots
 
 
-def _with_written_state(optimizer: torch.optim.Optimizer, journal: Journal) -> list[Any]:
-    return [p for p, state in optimizer.state.items() if any(map(journal.wrote, _tensors(state)))]
+def _with_written_state(optimizer: torch.optim.Optimizer, undo_log: UndoLog) -> list[Any]:
+    return [p for p, state in optimizer.state.items() if any(map(undo_log.wrote, _tensors(state)))]
 
 
-def _writes_parameters(optimizer: torch.optim.Optimizer, journal: Journal) -> bool:
-    return any(journal.wrote(p) for group in optimizer.param_groups for p in group["params"])
+def _writes_parameters(optimizer: torch.optim.Optimizer, undo_log: UndoLog) -> bool:
+    return any(undo_log.wrote(p) for group in optimizer.param_groups for p in group["params"])
 
 
 def _tensors(state: dict[Any, Any]) -> Iterator[Tensor]:

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.backend import Recording, Thunk, refuse_host_read, refusing_host_reads
 from rollgraph.graph.errors import CaptureError, GeneratorError, here
-from rollgraph.graph.journal import storage_of, tensors_in, written_arguments
 from rollgraph.graph.pool import Arena
 from rollgraph.graph.surface import StaticTensors
+from rollgraph.graph.undo_log import storage_of, tensors_in, written_arguments
 
 _LITERALS = (type(None), bool, int)
 _GRAD_SENSITIVE = ("aten::mkldnn_rnn_layer",)  # what they return depends on the grad mode

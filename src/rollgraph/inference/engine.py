@@ -23,15 +23,15 @@ from rollgraph.inference import scheduler
 from rollgraph.inference.decode_graphs import DecodeGraphs, OnCapture
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.inference.requests import Completion, OnToken, Output, Progress, RequestError, SamplingParams
-from rollgraph.inference.scheduler import Scheduler, State, Step
+from rollgraph.inference.scheduler import EngineStep, RequestState, Scheduler
 from rollgraph.model.decoder import Decoder
 from rollgraph.tokenizer import Detokenizer, Tokenizer
 
-_InFlight = tuple[Step, torch.Tensor, torch.cuda.Event | None]
+_InFlight = tuple[EngineStep, torch.Tensor, torch.cuda.Event | None]
 
 
 @dataclass(eq=False)
-class _Sample:
+class _RunningSample:
     """A completion in the making."""
 
     output: Output
@@ -111,7 +111,7 @@ class Engine:
             guards=guards,
             on_capture=on_capture,
         )
-        self._samples: dict[scheduler.Sequence, _Sample] = {}
+        self._samples: dict[scheduler.Sequence, _RunningSample] = {}
         self._in_flight: _InFlight | None = None
         self._stepping = False
         self._pinned = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
@@ -180,7 +180,7 @@ class Engine:
             except ValueError as error:
                 raise RequestError(str(error).partition(": ")[2] or str(error)) from None
             detokenizer = Detokenizer(self.tokenizer) if wants_text and self.tokenizer is not None else None
-            self._samples[sequence] = _Sample(
+            self._samples[sequence] = _RunningSample(
                 output, index, params, stop_ids, on_token, detokenizer, _row_seed(seed, index)
             )
         self._counts["submitted"] += params.n
@@ -244,7 +244,7 @@ class Engine:
             self._stepping = False
         return self._in_flight is not None or self._scheduler.has_work
 
-    def _launch(self, step: Step) -> _InFlight:
+    def _launch(self, step: EngineStep) -> _InFlight:
         graphs = self._graphs
         graphs.upload.begin()
         if step.chunks:
@@ -310,14 +310,14 @@ class Engine:
             completion.policy_logprobs.append(policy_logprobs[row])
             stopped = token in sample.stop_ids
             if sample.detokenizer is not None:
-                ends = stopped or sequence.state is State.FINISHED
+                ends = stopped or sequence.state is RequestState.FINISHED
                 stopped |= _stream(sample, sample.detokenizer, token, token in self._known, ends)
             if stopped:
                 self._finish(sequence, sample, "stop")
-            elif sequence.state is State.FINISHED:
+            elif sequence.state is RequestState.FINISHED:
                 self._finish(sequence, sample, "length")
 
-    def _finish(self, sequence: scheduler.Sequence, sample: _Sample, reason: str) -> None:
+    def _finish(self, sequence: scheduler.Sequence, sample: _RunningSample, reason: str) -> None:
         if self._samples.pop(sequence, None) is None:
             return  # it was aborted by a callback
         self._scheduler.finish(sequence, reason)
@@ -330,7 +330,7 @@ class Engine:
         self._counts["finished"] += 1
 
 
-def _stream(sample: _Sample, detokenizer: Detokenizer, token: int, known: bool, last: bool) -> bool:
+def _stream(sample: _RunningSample, detokenizer: Detokenizer, token: int, known: bool, last: bool) -> bool:
     """Add to the text; True if a stop string is complete."""
     completion, stops = sample.completion, sample.params.stop
     before = len(completion.text)

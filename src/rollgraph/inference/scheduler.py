@@ -30,7 +30,7 @@ IDLE, GO = -2, -1  # what a row is told to do in a step; a block number means: g
 NO_ROW = -1
 
 
-class State(enum.Enum):
+class RequestState(enum.Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"  # has a row, which is idle; between steps only the latest sequence can be here
     RUNNING = "running"
@@ -45,7 +45,7 @@ class Sequence:
     prompt: tuple[int, ...]
     max_tokens: int
     generated: list[int] = field(default_factory=list)
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     in_flight: int = 0  # tokens that launched steps sample for it, still to come by `update`
     blocks: list[int] = field(default_factory=list)
     row: int = NO_ROW
@@ -74,7 +74,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Step:
+class EngineStep:
     """One launch. The device runs the chunks as one batch, then the copies, the starts and moves, and the decode.
 
     No block is source of one copy and target of another, no row source of one move and target of another, and no row
@@ -120,7 +120,7 @@ class Scheduler:
         self._admitted: dict[Sequence, None] = {}  # who has a row, the latest last
         self._free_rows = list(range(max_rows))  # a heap: the lowest first
         self._left: list[list[int]] = []  # tables of who finished, held for those who wait and may share their prompt
-        self._next = Step()  # what `schedule` fills; if it has nothing to launch, this keeps who was preempted
+        self._next = EngineStep()  # what `schedule` fills; if it has nothing to launch, this keeps who was preempted
 
     @property
     def has_work(self) -> bool:
@@ -157,7 +157,7 @@ class Scheduler:
         sequence.end = end
         self._waiting.append(sequence)
 
-    def schedule(self) -> Step | None:
+    def schedule(self) -> EngineStep | None:
         """The next step, counted as launched. None: nothing to do before an `add`, or the `update` of a step."""
         step = self._next
         decoding, appends = self._continue()
@@ -180,16 +180,16 @@ class Scheduler:
             for sequence in appends:
                 orders[sequence.row] = sequence.blocks[-1]
             for sequence in step.starts:
-                sequence.state = State.RUNNING
-        self._next = Step()
+                sequence.state = RequestState.RUNNING
+        self._next = EngineStep()
         return step
 
-    def update(self, step: Step, tokens: list[int]) -> list[tuple[Sequence, int]]:
+    def update(self, step: EngineStep, tokens: list[int]) -> list[tuple[Sequence, int]]:
         """Take in the tokens of a step, one for each row, in the order of launch. Gives what was appended to whom."""
         if len(tokens) != step.bucket:
             raise ValueError(f"{len(tokens)} tokens for a step of {step.bucket} rows")
         appended: list[tuple[Sequence, int]] = []
-        finished = State.FINISHED
+        finished = RequestState.FINISHED
         for sequence, token in zip(step.rows, tokens, strict=True):
             if sequence is None:
                 continue
@@ -204,22 +204,22 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """A sequence ends here, whatever it is doing. The first reason stays."""
-        if sequence.state is State.FINISHED:
+        if sequence.state is RequestState.FINISHED:
             return
-        if sequence.state is State.WAITING:
+        if sequence.state is RequestState.WAITING:
             self._waiting.remove(sequence)
         else:
             self._left.append(self._leave(sequence))
         if not self._waiting:
             self._release_left()
-        sequence.state = State.FINISHED
+        sequence.state = RequestState.FINISHED
         sequence.finish_reason = reason
 
     def _continue(self) -> tuple[list[Sequence], list[Sequence]]:
         """Who runs and goes on, and which of them get a block for it. Where none is free, the latest gives way."""
         decoding: list[Sequence] = []
         appends: list[Sequence] = []
-        running, size = State.RUNNING, self.blocks.block_size
+        running, size = RequestState.RUNNING, self.blocks.block_size
         for sequence in list(self._admitted):  # the oldest first: whoever gives way has not had its turn
             if sequence.state is not running or sequence.computed == sequence.end:
                 continue
@@ -235,10 +235,10 @@ class Scheduler:
             decoding.append(sequence)
         return decoding, appends
 
-    def _prefill(self, step: Step) -> None:
+    def _prefill(self, step: EngineStep) -> None:
         """Go on with the sequence that is partly prefilled, then let others in while there is room."""
         latest = next(reversed(self._admitted), None)
-        sequence = latest if latest and latest.state is State.PREFILLING else None
+        sequence = latest if latest and latest.state is RequestState.PREFILLING else None
         budget = self._prefill_tokens
         while sequence or (sequence := self._admit(budget, step.copies)):
             prefix, start = sequence.tokens[:-1], sequence.computed  # the last token is the first to be decoded
@@ -274,7 +274,7 @@ class Scheduler:
         if not (budget or tail or computed == len(prefix)):
             return None
         self._admitted[self._waiting.popleft()] = None
-        sequence.state = State.PREFILLING
+        sequence.state = RequestState.PREFILLING
         sequence.row = heapq.heappop(self._free_rows)
         self.blocks.share(shared)
         sequence.blocks = shared + self.blocks.allocate(fresh)
@@ -291,7 +291,7 @@ class Scheduler:
         for sequence in self._admitted:
             if sequence.row >= bucket:
                 row = heapq.heappushpop(self._free_rows, sequence.row)
-                if sequence.state is State.RUNNING:  # else the device has not heard of its row yet
+                if sequence.state is RequestState.RUNNING:  # else the device has not heard of its row yet
                     moves.append((sequence.row, row))
                 sequence.row = row
 
@@ -301,7 +301,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the front of the queue. Frees a block at least: the one that it writes to is nobody else's."""
         self.blocks.release(self._leave(sequence))
-        sequence.state = State.WAITING
+        sequence.state = RequestState.WAITING
         self._waiting.appendleft(sequence)
         self._next.preempted.append(sequence)
 

@@ -3,7 +3,7 @@
 from rollgraph.model.architecture import Architecture, ArchitectureError, Rope
 from rollgraph.model.attention import Keys
 from rollgraph.model.decoder import Decoder
-from rollgraph.model.hf_weights import WeightsError, load_model, load_weights, save_model, weight_files
+from rollgraph.model.hf_weights import ModelFileError, load_model, load_weights, save_model, weight_files
 from rollgraph.model.logprobs import token_logprobs
 
 __all__ = [
@@ -11,8 +11,8 @@ __all__ = [
     "ArchitectureError",
     "Decoder",
     "Keys",
+    "ModelFileError",
     "Rope",
-    "WeightsError",
     "load_model",
     "load_weights",
     "save_model",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgraph.sizes import LARGEST
+from rollgraph.config.limits import LARGEST
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -32,7 +32,7 @@ _PICKLES = (
 )
 
 
-class WeightsError(ValueError):
+class ModelFileError(ValueError):
     """Files that are not whole, or not this model's. Nothing was loaded."""
 
 
@@ -56,7 +56,9 @@ def load_model(
     architecture, stored = read_architecture(source), _read_headers(source)
     dtypes = {dtype} if dtype else {stored[name].dtype for name in tensor_places(architecture) if name in stored}
     if len(dtypes) > 1:
-        raise WeightsError(f"{source} is stored in {_listed(sorted(map(_spelled, dtypes)))}: pass the dtype to load in")
+        raise ModelFileError(
+            f"{source} is stored in {_listed(sorted(map(_spelled, dtypes)))}: pass the dtype to load in"
+        )
     with torch.device("meta"):
         model = Decoder(architecture, checkpointing=checkpointing).to(dtype=next(iter(dtypes), None))
     _check(source, stored, _views(model), cast=True)
@@ -76,7 +78,7 @@ def load_weights(model: Decoder, folder: str | os.PathLike[str], *, cast: bool =
     if theirs != ours:
         names = [f.name for f in fields(ours) if f.compare and getattr(theirs, f.name) != getattr(ours, f.name)]
         different = [f"{name} is {getattr(theirs, name)} there and {getattr(ours, name)} here" for name in names]
-        raise WeightsError(f"{source} is of another architecture: {_listed(different)}")
+        raise ModelFileError(f"{source} is of another architecture: {_listed(different)}")
     stored = _read_headers(source)
     _check(source, stored, _views(model), cast)
     _fill(model, stored)
@@ -103,7 +105,7 @@ def save_model(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: i
         try:
             save_file(tensors, target / (name + _INCOMPLETE), {"format": "pt"})
         except SafetensorError as error:  # a full disk, for one
-            raise WeightsError(f"{target} was not written: {error}") from error
+            raise ModelFileError(f"{target} was not written: {error}") from error
         shutil.copymode(written, target / (name + _INCOMPLETE))  # safetensors lets the owner alone read it
     if count > 1:
         size = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
@@ -188,13 +190,13 @@ def _check(source: Path, stored: dict[str, Stored], views: dict[str, Tensor], ca
     }
     if any(problems.values()):
         found = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names)
-        raise WeightsError(f"{source} does not fit the model; {found}")
+        raise ModelFileError(f"{source} does not fit the model; {found}")
 
 
 def read_architecture(source: Path) -> Architecture:
     """Of a folder's config.json."""
     if not source.is_dir():
-        raise WeightsError(f"{source} is not a folder")
+        raise ModelFileError(f"{source} is not a folder")
     config = _read_json(source / CONFIG)
     try:
         return Architecture.from_config(config)
@@ -208,7 +210,7 @@ def read_dtype(source: Path) -> str | None:
     found = config.get("dtype") or config.get("torch_dtype")  # its old name
     known = [_spelled(dtype) for dtype in _DTYPES.values()]
     if found and found not in known:
-        raise WeightsError(f"{source / CONFIG}: dtype={found!r:.80}, not one of {', '.join(known)}")
+        raise ModelFileError(f"{source / CONFIG}: dtype={found!r:.80}, not one of {', '.join(known)}")
     return found or None
 
 
@@ -221,12 +223,12 @@ def _read_headers(source: Path) -> dict[str, Stored]:
                 headers = {name: file.get_slice(name) for name in file.offset_keys()}
                 found = {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
         except (SafetensorError, OSError, OverflowError, FileError) as error:
-            raise WeightsError(f"{path} is not a whole safetensors file: {error}") from error
+            raise ModelFileError(f"{path} is not a whole safetensors file: {error}") from error
         for name, (shape, dtype) in found.items():
             if name in stored:
-                raise WeightsError(f"{source} has {name} twice, in {stored[name].file.name} and in {path.name}")
+                raise ModelFileError(f"{source} has {name} twice, in {stored[name].file.name} and in {path.name}")
             if dtype not in _DTYPES:
-                raise WeightsError(f"{path}: {name} is stored as {dtype}, not as one of {', '.join(_DTYPES)}")
+                raise ModelFileError(f"{path}: {name} is stored as {dtype}, not as one of {', '.join(_DTYPES)}")
             stored[name] = Stored(path, shape, _DTYPES[dtype])
     return stored
 
@@ -234,27 +236,27 @@ def _read_headers(source: Path) -> dict[str, Stored]:
 def _weight_files(source: Path) -> list[Path]:
     whole, index = source / WEIGHTS, source / INDEX
     if whole.exists() and index.exists():
-        raise WeightsError(f"{source} has both {WEIGHTS} and {INDEX}: remove the one that is not meant")
+        raise ModelFileError(f"{source} has both {WEIGHTS} and {INDEX}: remove the one that is not meant")
     if whole.exists():
         return [whole]
     if not index.exists():
         pickles = sorted(path.name for path in source.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-        raise WeightsError(
+        raise ModelFileError(
             f"{source} has neither {WEIGHTS} nor {INDEX}{_PICKLES % _listed(pickles) if pickles else ''}"
         )
     places = _read_json(index).get("weight_map")
     if not isinstance(places, dict):
-        raise WeightsError(f"{index} has no weight_map")
+        raise ModelFileError(f"{index} has no weight_map")
     wrong = [f"{name}={file!r:.80}" for name, file in places.items() if not isinstance(file, str)]
     if wrong:
-        raise WeightsError(f"{index}: files in weight_map that are no strings: {_listed(wrong)}")
+        raise ModelFileError(f"{index}: files in weight_map that are no strings: {_listed(wrong)}")
     files = sorted(set(places.values()))
     outside = [f"{name!r:.80}" for name in files if not _is_plain_name(name)]
     if outside:
-        raise WeightsError(f"{index}: weight_map may only name files that lie beside it, not {_listed(outside)}")
+        raise ModelFileError(f"{index}: weight_map may only name files that lie beside it, not {_listed(outside)}")
     absent = [name for name in files if not (source / name).exists()]
     if absent:
-        raise WeightsError(f"{source} is not whole; missing: {_listed(absent)}")
+        raise ModelFileError(f"{source} is not whole; missing: {_listed(absent)}")
     return [source / name for name in files]
 
 
@@ -277,9 +279,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except MissingFile:
-        raise WeightsError(f"{path.parent} has no {path.name}") from None
+        raise ModelFileError(f"{path.parent} has no {path.name}") from None
     except FileError as error:
-        raise WeightsError(f"{path} {error.what}" + (f": {error.why}" if error.why else "")) from None
+        raise ModelFileError(f"{path} {error.what}" + (f": {error.why}" if error.why else "")) from None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Triton kernels of the paged key/value cache: store, decode attention, prefill attention.
 
-They launch outside of PyTorch's dispatcher: a capture's journal does not see what they write to the cache, and so
+They launch outside of PyTorch's dispatcher: a capture's undo log does not see what they write to the cache, and so
 does not copy the whole of it to roll a warm-up back. Before the first request a cache holds nothing that matters.
 """
 

@@ -2,7 +2,7 @@
 
 from rollgraph.policy.phases import PhaseError, Phases
 from rollgraph.policy.step_graphs import Limits
-from rollgraph.policy.weights import WeightsError, WeightSlots
+from rollgraph.policy.weights import SlotError, WeightSlots
 from rollgraph.policy.worker import PolicyWorker
 
-__all__ = ["Limits", "PhaseError", "Phases", "PolicyWorker", "WeightSlots", "WeightsError"]
+__all__ = ["Limits", "PhaseError", "Phases", "PolicyWorker", "SlotError", "WeightSlots"]

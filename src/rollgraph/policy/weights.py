@@ -21,7 +21,7 @@ POLICY = "policy"
 Place = Literal["device", "host"]
 
 
-class WeightsError(RuntimeError):
+class SlotError(RuntimeError):
     """Weights were asked for that are not there, or are not what they were."""
 
 
@@ -40,9 +40,9 @@ class WeightSlots:
     def save(self, name: str, place: Place = "device") -> None:
         """Keep the policy as it is now under a name, in memory that is allocated once."""
         if name == POLICY:
-            raise WeightsError(f"{POLICY!r} is the model itself: keep it under another name")
+            raise SlotError(f"{POLICY!r} is the model itself: keep it under another name")
         if self.current != POLICY:
-            raise WeightsError(f"cannot keep the policy as {name!r} while {self.current!r} is in the model")
+            raise SlotError(f"cannot keep the policy as {name!r} while {self.current!r} is in the model")
         self._model.flat.check_memory()
         self._model.full_parameters("gather")
         buckets = [bucket.parameters for bucket in self._model.flat.buckets]
@@ -60,7 +60,7 @@ class WeightSlots:
 
     def drop(self, name: str) -> None:
         if name == self.current:
-            raise WeightsError(f"{name!r} is in the model now")
+            raise SlotError(f"{name!r} is in the model now")
         self._slots.pop(name, None)
 
     def nbytes(self, place: Place) -> int:
@@ -77,9 +77,9 @@ class WeightSlots:
             yield
             return
         if self.current != POLICY:
-            raise WeightsError(f"{self.current!r} is in the model: leave it before {name!r}")
+            raise SlotError(f"{self.current!r} is in the model: leave it before {name!r}")
         if name not in self._slots:
-            raise WeightsError(
+            raise SlotError(
                 f"there is no slot {name!r}: save() it first (there are: {', '.join(self._slots) or 'none'})"
             )
         self._model.flat.check_memory()
@@ -99,7 +99,7 @@ class WeightSlots:
                     self._exchange(name, index)
             self.current, self._model.lent_to = POLICY, None
             if before is not None and self.checksum() != before:
-                raise WeightsError(f"the policy is not what it was before {name!r} was used")
+                raise SlotError(f"the policy is not what it was before {name!r} was used")
 
     def _copies(self, name: str) -> AbstractContextManager[None]:
         """Around exchanges: what came before them, and what comes after, keeps its order with the copies."""

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, Progress, SamplingParams
-from rollgraph.metrics import to_host
 from rollgraph.model import Decoder, save_model
 from rollgraph.policy.phases import Phases
 from rollgraph.policy.step_graphs import GraphSettings, Limits, Loss, OnCapture, StepGraphs
@@ -29,9 +29,9 @@ from rollgraph.policy.weights import POLICY, WeightSlots
 from rollgraph.rl.environment import Turn
 from rollgraph.rl.losses import means
 from rollgraph.sharding import ShardedAdamW, ShardedModel
+from rollgraph.telemetry.metrics import to_host
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Batch, Rollout, Sample
-from rollgraph.world import World
 
 # How far the log-probabilities of a rollout and of training are apart: the mean of exp(|difference|), and the largest.
 AGREEMENT = ("token_mult_prob_error", "token_mult_prob_error_max")

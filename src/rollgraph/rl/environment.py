@@ -50,7 +50,7 @@ class Environment(Protocol):
 
 
 @dataclass(eq=False)
-class _Sample:
+class _Episode:
     rollout: Rollout
     key: int
 
@@ -183,7 +183,7 @@ def load_environment(path: str, *, tokenizer: Tokenizer | None = None, **options
     return environment
 
 
-def _make_samples(prompts: Sequence[Prompt], count: int) -> list[_Sample]:
+def _make_samples(prompts: Sequence[Prompt], count: int) -> list[_Episode]:
     seen: Counter[int] = Counter()
     samples = []
     for group, prompt in enumerate(prompts):
@@ -191,11 +191,11 @@ def _make_samples(prompts: Sequence[Prompt], count: int) -> list[_Sample]:
         # in a step twice, where an epoch ends or when there are few.
         first = (seen[prompt.id] << 48) + prompt.id * count
         seen[prompt.id] += 1
-        samples += [_Sample(Rollout(prompt, [], [], [], group=group), first + i) for i in range(count)]
+        samples += [_Episode(Rollout(prompt, [], [], [], group=group), first + i) for i in range(count)]
     return samples
 
 
-def _generate(generate: Generate, samples: Sequence[_Sample]) -> list[tuple[_Sample, Turn]]:
+def _generate(generate: Generate, samples: Sequence[_Episode]) -> list[tuple[_Episode, Turn]]:
     turns = generate([sample.request for sample in samples])
     if len(turns) != len(samples):
         raise ValueError(f"generate gave {len(turns)} turns for {len(samples)} requests")

@@ -1,7 +1,7 @@
 """Sharded data parallel: flat parameters, hooks that can be trusted, and communication beside computation."""
 
 from rollgraph.sharding.flat_buffer import BucketPlan, FlatBuckets, execution_order, plan_buckets, specs_of
-from rollgraph.sharding.hook_set import HookSet, State
+from rollgraph.sharding.hook_set import HookSet, HookState
 from rollgraph.sharding.optimizer import ShardedAdamW, constant, cosine, linear, warm_up
 from rollgraph.sharding.overlap import Collectives, CommunicationError, StaleWeights
 from rollgraph.sharding.rounds import StepGivenUp
@@ -15,11 +15,11 @@ __all__ = [
     "CommunicationError",
     "FlatBuckets",
     "HookSet",
+    "HookState",
     "MemoryPlan",
     "ShardedAdamW",
     "ShardedModel",
     "StaleWeights",
-    "State",
     "StepGivenUp",
     "constant",
     "cosine",

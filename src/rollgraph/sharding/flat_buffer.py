@@ -31,7 +31,7 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlice:
     """A parameter's place in its bucket, in elements."""
 
     parameter: ParameterSpec
@@ -46,7 +46,7 @@ class Slot:
 class BucketPlan:
     """One bucket: slots in the order in which gradients arrive, and a size that every rank gets an equal part of."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlice, ...]
     dtype: torch.dtype
     trainable: bool
     numel: int
@@ -56,7 +56,7 @@ class BucketPlan:
     def shard_numel(self) -> int:
         return self.numel // self.ranks
 
-    def owned(self, rank: int) -> Iterator[tuple[Slot, int, int]]:
+    def owned(self, rank: int) -> Iterator[tuple[ParameterSlice, int, int]]:
         """The parts of parameters in a rank's shard: the slot, and where its part starts and ends in the shard."""
         first = rank * self.shard_numel
         for slot in self.slots:
@@ -104,20 +104,20 @@ def plan_buckets(parameters: Sequence[ParameterSpec], *, ranks: int, bucket_byte
     """
     if ranks < 1 or bucket_bytes < 1:
         raise ValueError(f"ranks={ranks}, bucket_bytes={bucket_bytes}: both must be positive")
-    open_buckets: dict[tuple[torch.dtype, bool], list[Slot]] = {}
+    open_buckets: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
     closed: list[BucketPlan] = []
     for parameter in reversed(parameters):
         key = (parameter.dtype, parameter.trainable)
         slots = open_buckets.setdefault(key, [])
         unit = _aligned_elements(parameter.dtype)
         start = _round_up(slots[-1].start + slots[-1].numel, unit) if slots else 0
-        slots.append(Slot(parameter, start))
+        slots.append(ParameterSlice(parameter, start))
         if (start + parameter.shape.numel()) * parameter.dtype.itemsize >= bucket_bytes:
             closed.append(_close(open_buckets.pop(key), ranks))
     return (*closed, *(_close(slots, ranks) for slots in open_buckets.values()))
 
 
-def _close(slots: list[Slot], ranks: int) -> BucketPlan:
+def _close(slots: list[ParameterSlice], ranks: int) -> BucketPlan:
     last, dtype = slots[-1], slots[-1].parameter.dtype
     numel = _round_up(max(1, last.start + last.numel), ranks * _aligned_elements(dtype))
     return BucketPlan(tuple(slots), dtype, last.parameter.trainable, numel, ranks)
@@ -189,7 +189,7 @@ class FlatBuckets:
             if bucket.gradients is not None:
                 self.grad_buffers[parameter] = _view(bucket.gradients, slot)
 
-    def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
+    def _slots(self) -> Iterator[tuple[Bucket, ParameterSlice]]:
         return ((bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots)
 
     def parameters_of(self, bucket: Bucket) -> list[Tensor]:
@@ -273,7 +273,7 @@ def _same_layout(left: Tensor, right: Tensor) -> bool:
     return (left.shape, left.stride(), left.dtype) == (right.shape, right.stride(), right.dtype)
 
 
-def _view(flat: Tensor, slot: Slot) -> Tensor:
+def _view(flat: Tensor, slot: ParameterSlice) -> Tensor:
     return flat.narrow(0, slot.start, slot.numel).view(slot.parameter.shape)
 
 

@@ -31,7 +31,7 @@ _REGISTER: dict[Kind, str] = {
 # accumulated; for one that several modules share, once, as long as one of them is in the tree.
 
 
-class State(enum.Enum):
+class HookState(enum.Enum):
     OFF = "off"
     ON = "on"
     PAUSED_OFF = "paused, off"  # inside a pause; what `enable` and `disable` said inside it, it forgets at its end
@@ -39,24 +39,24 @@ class State(enum.Enum):
 
 
 # What each call makes of each state. A pause that ends gives back the state it found, so it needs no row.
-TRANSITIONS: dict[str, dict[State, State]] = {
+TRANSITIONS: dict[str, dict[HookState, HookState]] = {
     "enable": {
-        State.OFF: State.ON,
-        State.ON: State.ON,  # covers the modules that are new, lets go of those that left
-        State.PAUSED_OFF: State.PAUSED_ON,
-        State.PAUSED_ON: State.PAUSED_ON,
+        HookState.OFF: HookState.ON,
+        HookState.ON: HookState.ON,  # covers the modules that are new, lets go of those that left
+        HookState.PAUSED_OFF: HookState.PAUSED_ON,
+        HookState.PAUSED_ON: HookState.PAUSED_ON,
     },
     "disable": {
-        State.OFF: State.OFF,
-        State.ON: State.OFF,
-        State.PAUSED_OFF: State.PAUSED_OFF,
-        State.PAUSED_ON: State.PAUSED_OFF,
+        HookState.OFF: HookState.OFF,
+        HookState.ON: HookState.OFF,
+        HookState.PAUSED_OFF: HookState.PAUSED_OFF,
+        HookState.PAUSED_ON: HookState.PAUSED_OFF,
     },
     "pause": {
-        State.OFF: State.PAUSED_OFF,
-        State.ON: State.PAUSED_ON,
-        State.PAUSED_OFF: State.PAUSED_OFF,
-        State.PAUSED_ON: State.PAUSED_ON,
+        HookState.OFF: HookState.PAUSED_OFF,
+        HookState.ON: HookState.PAUSED_ON,
+        HookState.PAUSED_OFF: HookState.PAUSED_OFF,
+        HookState.PAUSED_ON: HookState.PAUSED_ON,
     },
 }
 
@@ -74,7 +74,7 @@ class HookSet:
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
         self._gradient_hooks: dict[nn.Module, Callable[..., Any]] = {}  # what a module asked for its parameters
         self._gradient_handles: dict[nn.Parameter, tuple[Callable[..., Any], RemovableHandle]] = {}
-        self.state = State.OFF
+        self.state = HookState.OFF
 
     def enable(self) -> None:
         """Hooks on, for the tree as it is now."""
@@ -103,15 +103,15 @@ class HookSet:
         """Whether a module carries a hook of this set now."""
         return module in self._handles
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: HookState) -> None:
         """Make the hooks those of a state; if a registration fails, none is left and the set is off."""
         self.state = state
-        tree = dict(_named(self._model)) if state is State.ON else {}
+        tree = dict(_named(self._model)) if state is HookState.ON else {}
         try:
             self._cover_modules(tree)
             self._cover_parameters()
         except BaseException:
-            self.state = State.OFF
+            self.state = HookState.OFF
             self._cover_modules({})
             self._cover_parameters()
             raise

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollgraph.roll_call import RankLost, RollCall
+from rollgraph.distributed.liveness import Liveness, RankLost
+from rollgraph.distributed.world import World
 from rollgraph.sharding.flat_buffer import Bucket
-from rollgraph.world import World
 
 Reduction = Literal["library", "ordered"]
 
@@ -61,7 +61,7 @@ class Collectives:
 
     `library` sums as the backend does; `ordered` sums in the order of ranks, so that the bits do not depend on it.
     A rank that is gone, or does not come within `timeout` seconds, is an error on all others. Where the world has a
-    roll call, its time-out is the one that counts.
+    liveness check, its time-out is the one that counts.
     """
 
     def __init__(self, world: World, reduction: Reduction = "library", timeout: float = 600.0) -> None:
@@ -70,11 +70,11 @@ class Collectives:
         if world.size > 1 and not dist.is_initialized():
             raise CommunicationError(f"{world.size} ranks, but torch.distributed is not initialised")
         self._world, self._reduction = world, reduction
-        self.roll_call = world.roll_call
-        if world.size > 1 and self.roll_call is None:
-            self.roll_call = _call_the_roll(world, timeout)
-            weakref.finalize(self, self.roll_call.close)
-        self.timeout = timeout if self.roll_call is None else self.roll_call.timeout
+        self.liveness = world.liveness
+        if world.size > 1 and self.liveness is None:
+            self.liveness = _call_the_roll(world, timeout)
+            weakref.finalize(self, self.liveness.close)
+        self.timeout = timeout if self.liveness is None else self.liveness.timeout
         self.before_starting: Callable[[], None] = _nothing  # before each collective
         self.before_meeting: Callable[[], None] = _nothing  # before those that wait for all ranks at once
 
@@ -141,11 +141,11 @@ class Collectives:
 
     def _start(self, what: str, call: Callable[[], Any]) -> Callable[[], None]:
         """Begin a collective; what is given back waits for it."""
-        assert self.roll_call is not None
+        assert self.liveness is not None
         self.before_starting()
         with self._explained(what):
-            self.roll_call.check()
-            self.roll_call.note(what)
+            self.liveness.check()
+            self.liveness.note(what)
             work = call()
 
         def wait() -> None:
@@ -156,11 +156,11 @@ class Collectives:
 
     def _land(self, work: Any, what: str) -> None:
         """Wait, as long as all ranks are there, for the time-out at most."""
-        assert self.roll_call is not None
+        assert self.liveness is not None
         if not self._world.device.startswith("cpu"):
             work.wait(timedelta(seconds=self.timeout))  # NCCL ends a collective whose wait has ended: once is all
             return
-        deadline = self.roll_call.clock() + self.timeout
+        deadline = self.liveness.clock() + self.timeout
         while True:
             try:
                 work.wait(_LOOK)
@@ -168,9 +168,9 @@ class Collectives:
             except RuntimeError:
                 if work.is_completed():
                     raise
-            self.roll_call.check()
-            if self.roll_call.clock() > deadline:
-                raise RankLost(self.roll_call.late(what))
+            self.liveness.check()
+            if self.liveness.clock() > deadline:
+                raise RankLost(self.liveness.late(what))
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -179,15 +179,15 @@ class Collectives:
         except RankLost as error:
             raise CommunicationError(f"rank {self._world.rank}: {what} failed: {error}") from error
         except RuntimeError as error:
-            assert self.roll_call is not None
+            assert self.liveness is not None
             reason = str(error).strip().splitlines()[-1]
-            lost = self.roll_call.explain() or "no rank is gone"
+            lost = self.liveness.explain() or "no rank is gone"
             raise CommunicationError(f"rank {self._world.rank}: {what} failed: {lost} ({reason})") from error
 
 
-def _call_the_roll(world: World, timeout: float) -> RollCall:
+def _call_the_roll(world: World, timeout: float) -> Liveness:
     """For a world that has none: by the store of its process group."""
-    return RollCall(world.rank, world.size, _store_of(world), timeout)
+    return Liveness(world.rank, world.size, _store_of(world), timeout)
 
 
 def _store_of(world: World) -> Any:

@@ -14,8 +14,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from rollgraph.distributed.world import World
 from rollgraph.sharding.overlap import Collectives, CommunicationError
-from rollgraph.world import World
 
 _LOOK = 0.25  # seconds of a wait, after which it looks whether a rank is lost
 
@@ -30,7 +30,7 @@ class Rounds:
     def __init__(self, world: World, collectives: Collectives, name: str) -> None:
         self._world, self._name = world, name
         self._store: Any = collectives.store
-        self._timeout, self._roll_call = collectives.timeout, collectives.roll_call
+        self._timeout, self._liveness = collectives.timeout, collectives.liveness
         self._number = 0
         self.given_up = False  # by this rank, and not settled yet
         self._reduces = False  # and has said so
@@ -85,8 +85,8 @@ class Rounds:
         here = f"rank {self._world.rank} gave up a step by drop_gradients()"
         deadline = time.monotonic() + self._timeout
         while not self._are_there(list(keys.values()), deadline):
-            if self._roll_call is not None and self._roll_call.loss is not None:
-                raise CommunicationError(f"{here}, and {self._roll_call.loss.text}")
+            if self._liveness is not None and self._liveness.loss is not None:
+                raise CommunicationError(f"{here}, and {self._liveness.loss.text}")
             if time.monotonic() > deadline:
                 limit = f"within {self._timeout:g} s: all ranks must give up the same step"
                 raise CommunicationError(f"{here}, and {self._who_is_missing(keys)} {otherwise} {limit}")

@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rollgraph.distributed.liveness import Liveness, RankLost
 from rollgraph.files import FileError, MissingFile, read_json, sync
-from rollgraph.roll_call import RankLost, RollCall
 from rollgraph.sharding.flat_buffer import ParameterSpec, specs_of
 from rollgraph.sharding.optimizer import Piece, ShardedAdamW
 from rollgraph.sharding.sharded_model import ShardedModel
@@ -36,7 +36,7 @@ MANIFEST = "manifest.json"
 _REST = "rest.safetensors"  # frozen parameters and buffers, whole
 _STATE = "state.json"  # what each rank saved beside tensors
 _POLL = 0.02  # seconds between two looks for what another rank writes
-_PATIENCE = 4.0  # seconds, after a time-out, for the roll call to find who is lost
+_PATIENCE = 4.0  # seconds, after a time-out, for the liveness check to find who is lost
 _WRITTEN = ""  # what rank 0 says of a save that is on the disk
 
 Manifest = dict[str, Any]
@@ -48,7 +48,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ShardSnapshot:
     """What one rank writes, in host memory of its own: training may go on."""
 
     rank: int
@@ -74,11 +74,11 @@ def save(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
         temporary,
         target,
         timeout=model.collectives.timeout,
-        roll_call=model.collectives.roll_call,
+        liveness=model.collectives.liveness,
     )
 
 
-def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: Snapshot | None = None) -> Snapshot:
+def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: ShardSnapshot | None = None) -> ShardSnapshot:
     """Copy what a checkpoint holds; into the memory of an earlier snapshot, if that is given."""
     model.refuse_lent()
     world = model.world
@@ -94,27 +94,27 @@ def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: Snapshot
         "skipped": int(optimizer.skipped),
         "parameters": {s.name: _described(s) for s in specs_of(model.model)},
     }
-    return Snapshot(world.rank, world.size, copied, parts, rest, header)
+    return ShardSnapshot(world.rank, world.size, copied, parts, rest, header)
 
 
 def write(
-    snapshot: Snapshot,
+    snapshot: ShardSnapshot,
     temporary: Path,
     target: Path,
     *,
     state: Any = None,
     about: Mapping[str, Any] | None = None,
     timeout: float = 600.0,
-    roll_call: RollCall | None = None,
+    liveness: Liveness | None = None,
 ) -> None:
     """Write this rank's part; returns when the checkpoint of all ranks has its name, or raises on all of them.
 
     All ranks name the same `temporary`, which nobody used before. Each leaves a shard and a note of it there. Rank 0
     waits for all notes, writes the rest and renames the folder. Whoever cannot do its part tells the others, by the
-    roll call that several ranks need, and the folder goes. They wait for each other for `timeout` seconds at most.
+    liveness check that several ranks need, and the folder goes. They wait for each other for `timeout` seconds at most.
     `about` are fields for the manifest, `state` is JSON, of each rank its own.
     """
-    others = _Others(roll_call, temporary.name, timeout)
+    others = _Others(liveness, temporary.name, timeout)
     try:
         others.check()
         temporary.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def write(
         else:
             others.wait_for_rank_0()
     except BaseException as error:
-        mine = f"rank{snapshot.rank}: {error}" if _is_of_the_disk(error) and roll_call is not None else f"{error}"
+        mine = f"rank{snapshot.rank}: {error}" if _is_of_the_disk(error) and liveness is not None else f"{error}"
         mine = f"{target} was not written: {mine}"
         failed = others.said() or others.tell(mine)  # before the folder goes: whoever is late must not make it again
         with suppress(OSError):  # the first error is the one to tell
@@ -133,7 +133,7 @@ def write(
                 discard(temporary, temporary.with_suffix(".deleted"))
             elif failed != mine:
                 shutil.rmtree(temporary)  # rank 0 may have thrown it away before this rank made it
-        if roll_call is not None and roll_call.loss is not None:
+        if liveness is not None and liveness.loss is not None:
             raise RankLost(failed) from error
         if _is_of_the_disk(error) or isinstance(error, CheckpointError):
             raise CheckpointError(failed) from error
@@ -148,24 +148,24 @@ def _is_of_the_disk(error: BaseException) -> bool:
 class _Others:
     """What ranks tell each other of one save: not by the disk, which may be what failed. Alone, nothing."""
 
-    roll_call: RollCall | None
+    liveness: Liveness | None
     key: str
     timeout: float
 
     def said(self) -> str | None:
         """How the save ended, if somebody has said so."""
-        return self.roll_call.posted(self.key) if self.roll_call is not None else None
+        return self.liveness.posted(self.key) if self.liveness is not None else None
 
     def tell(self, end: str) -> str:
         """Gives back what stands: somebody may have been faster, and this be what comes of it."""
-        return end if self.roll_call is None else self.roll_call.post(self.key, end)
+        return end if self.liveness is None else self.liveness.post(self.key, end)
 
     def check(self) -> None:
         """Raise if it has failed elsewhere, or if a rank is lost."""
-        if self.roll_call is not None:
+        if self.liveness is not None:
             if failed := self.said():
                 raise CheckpointError(failed)
-            self.roll_call.check()
+            self.liveness.check()
 
     def wait_while(self, unfinished: Callable[[], str]) -> None:
         """Until nothing is left that this names."""
@@ -180,8 +180,8 @@ class _Others:
     def _ask_who_is_lost(self) -> None:
         """A rank that is stopped becomes known at this same moment. Rank 0 waits for it less long than others wait for
         rank 0, so that nobody takes rank 0 for the one that is lost."""
-        if self.roll_call is not None:
-            self.roll_call.explain(_PATIENCE if self.roll_call.rank == 0 else 2 * _PATIENCE)
+        if self.liveness is not None:
+            self.liveness.explain(_PATIENCE if self.liveness.rank == 0 else 2 * _PATIENCE)
             self.check()
 
     def wait_for_rank_0(self) -> None:
@@ -197,14 +197,14 @@ def discard(folder: Path, away: Path) -> None:
     shutil.rmtree(away)
 
 
-def _hand_over(snapshot: Snapshot, temporary: Path, state: Any) -> None:
+def _hand_over(snapshot: ShardSnapshot, temporary: Path, state: Any) -> None:
     path, note = temporary / f"rank{snapshot.rank}.safetensors", temporary / f"rank{snapshot.rank}.json"
     said = {"shard": {**_write_tensors(path, snapshot.shard), "parts": snapshot.parts}, "state": state}
     _write_json(note.with_suffix(".part"), said)
     os.replace(note.with_suffix(".part"), note)  # the note appears whole, and after the file that it is of
 
 
-def _publish(snapshot: Snapshot, temporary: Path, target: Path, about: Mapping[str, Any], others: _Others) -> None:
+def _publish(snapshot: ShardSnapshot, temporary: Path, target: Path, about: Mapping[str, Any], others: _Others) -> None:
     notes = [temporary / f"rank{rank}.json" for rank in range(snapshot.ranks)]
     others.wait_while(lambda: ", ".join(note.stem for note in notes if not note.exists()))
     said = [json.loads(note.read_text()) for note in notes]

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from rollgraph.distributed.world import World
 from rollgraph.graph.hooks import GraphHooks, Moment
 from rollgraph.sharding.flat_buffer import FlatBuckets, ParameterSpec, plan_buckets, specs_of
-from rollgraph.sharding.hook_set import HookSet, InertWhenCopied, State, TreeView
+from rollgraph.sharding.hook_set import HookSet, HookState, InertWhenCopied, TreeView
 from rollgraph.sharding.overlap import BucketTraffic, Collectives, Reduction, StaleWeights
 from rollgraph.sharding.rounds import Rounds, StepGivenUp
-from rollgraph.world import World
 
 _AHEAD = 2  # buckets that are gathered before they are asked for
 
@@ -395,7 +395,7 @@ class ShardedModel:
         if self._tree is None or tree.key != self._tree.key:
             self._tree = tree
             self._guards.enable()
-            if self.hooks.state is State.ON:
+            if self.hooks.state is HookState.ON:
                 self.hooks.enable()
 
     def _own(self, module: nn.Module) -> list[Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rollgraph.compat.finding import State
+from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron.graph_deletion import RUNNER_STATE, forget_graphs
 from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import GcStandIn, TorchStandIn, make_runner
@@ -103,10 +103,10 @@ def probe() -> Verdict:
     from megatron.core.transformer import cuda_graphs
 
     if cuda_graphs.is_graph_capturing():
-        return Verdict(State.UNKNOWN, "a capture is under way, or has failed before")
+        return Verdict(RepairState.UNKNOWN, "a capture is under way, or has failed before")
     with kept(cuda_graphs, *FLAGS, *COUNTERS), swapped(cuda_graphs, torch=TorchStandIn(), gc=GcStandIn()):
         failures = [*try_failing(cuda_graphs), *try_succeeding(cuda_graphs)]
-    return Verdict(State.AFFECTED, "; ".join(failures)) if failures else Verdict(State.CLEAR)
+    return Verdict(RepairState.AFFECTED, "; ".join(failures)) if failures else Verdict(RepairState.CLEAR)
 
 
 def try_failing(cuda_graphs: Any) -> list[str]:

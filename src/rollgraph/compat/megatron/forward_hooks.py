@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rollgraph.compat.finding import State
+from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron.patch import CannotRepair, Patch, closure_values, need, need_parameters
 from rollgraph.compat.megatron.probe_objects import wrap_ddp
 from rollgraph.compat.megatron.repair import Repair, Verdict
@@ -112,7 +112,7 @@ def probe() -> Verdict:
             attempt(ddp)
         except (AssertionError, KeyError) as error:
             failures.append(f"{what}: {type(error).__name__}")
-    return Verdict(State.AFFECTED, "; ".join(failures)) if failures else Verdict(State.CLEAR)
+    return Verdict(RepairState.AFFECTED, "; ".join(failures)) if failures else Verdict(RepairState.CLEAR)
 
 
 def disable_after_removal(ddp: Any) -> None:

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from rollgraph.compat.finding import State
+from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron.graph_switch import list_managers
 from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import GcStandIn, make_runner
@@ -74,7 +74,9 @@ def probe() -> Verdict:
 
     record = cuda_graphs._CudagraphGlobalRecord
     if record.cudagraph_created or record.cudagraph_record or record.cudagraph_inference_record:
-        return Verdict(State.UNKNOWN, "this process has CUDA graphs, which trying would delete; ask before the first")
+        return Verdict(
+            RepairState.UNKNOWN, "this process has CUDA graphs, which trying would delete; ask before the first"
+        )
     names = ("cudagraph_created", "cudagraph_record", "cudagraph_inference_record")
     with (
         kept(record, *names),
@@ -91,8 +93,8 @@ def probe() -> Verdict:
         cuda_graphs.delete_cuda_graphs()
         runner.record_graph_capture((torch.zeros(2),), {})
         if record.cudagraph_record:
-            return Verdict(State.CLEAR)
-    return Verdict(State.AFFECTED, "a runner whose graphs were deleted does not record again")
+            return Verdict(RepairState.CLEAR)
+    return Verdict(RepairState.AFFECTED, "a runner whose graphs were deleted does not record again")
 
 
 def find_runners() -> list[Any]:

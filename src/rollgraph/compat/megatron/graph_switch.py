@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollgraph.compat.finding import State
+from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron.forward_hooks import find_owners, hooks_paused
 from rollgraph.compat.megatron.patch import Patch, closure_values, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import make_config, wrap_ddp
@@ -192,7 +192,7 @@ def probe() -> Verdict:
         ddp.disable_forward_pre_hook(param_sync=False)
     except (AssertionError, KeyError) as error:
         failures.append(f"hooks cannot be disabled after it: {type(error).__name__}")
-    return Verdict(State.AFFECTED, "; ".join(failures)) if failures else Verdict(State.CLEAR)
+    return Verdict(RepairState.AFFECTED, "; ".join(failures)) if failures else Verdict(RepairState.CLEAR)
 
 
 def make_switchable() -> tuple[nn.Module, Any]:

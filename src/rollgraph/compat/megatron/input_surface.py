@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollgraph.compat.finding import State
+from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import CudaStandIn, TorchStandIn, make_runner
 from rollgraph.compat.megatron.repair import Repair, Verdict
@@ -57,7 +57,7 @@ def probe() -> Verdict:
     from megatron.core.transformer import cuda_graphs
 
     if not cuda_graphs.HAVE_TE_GRAPHS:
-        return Verdict(State.CLEAR, "without Transformer Engine no weak references are made")
+        return Verdict(RepairState.CLEAR, "without Transformer Engine no weak references are made")
     need(cuda_graphs, "make_weak_ref", "create_cudagraphs", "TensorReusePool")
     runner, memory = make_captured_forward()
     pool = cuda_graphs.TensorReusePool()
@@ -76,19 +76,19 @@ def probe() -> Verdict:
     del runner.params_to_backprop
     gc.collect()
     if memory() is None:
-        return Verdict(State.AFFECTED, "the memory of a parameter is freed while a graph reads it")
-    return Verdict(State.CLEAR)
+        return Verdict(RepairState.AFFECTED, "the memory of a parameter is freed while a graph reads it")
+    return Verdict(RepairState.CLEAR)
 
 
-class Memory(np.ndarray):
-    """Memory whose end can be seen."""
+class RecordedInputs(np.ndarray):
+    """RecordedInputs whose end can be seen."""
 
 
-def make_captured_forward() -> tuple[Any, weakref.ref[Memory]]:
+def make_captured_forward() -> tuple[Any, weakref.ref[RecordedInputs]]:
     """A runner as create_fwd_graph leaves it: `x * weight` with one input from the reuse pool, one parameter."""
     from megatron.core.transformer.cuda_graphs import ArgMetadata, CudagraphBufferMetadata
 
-    memory = np.zeros(2, dtype=np.float32).view(Memory)
+    memory = np.zeros(2, dtype=np.float32).view(RecordedInputs)
     with torch.enable_grad():
         runner = make_runner(need_backward=True)
         runner.base_module.weight = weight = nn.Parameter(torch.from_numpy(memory))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from threading import RLock
 
-from rollgraph.compat.finding import Finding
+from rollgraph.compat.finding import Diagnosis
 from rollgraph.compat.megatron.capture_failure import CAPTURE_FAILURE
 from rollgraph.compat.megatron.forward_hooks import FORWARD_HOOKS
 from rollgraph.compat.megatron.graph_deletion import GRAPH_DELETION
@@ -17,7 +17,7 @@ LOCK = RLock()  # probes and patches are seen by all threads: one at a time
 REPAIRS = (FORWARD_HOOKS, GRAPH_SWITCH, GRAPH_DELETION, CAPTURE_FAILURE, INPUT_SURFACE, TOKENIZER)
 
 
-def findings() -> list[Finding]:
+def findings() -> list[Diagnosis]:
     """What is broken in the megatron-core of this process. Without megatron-core, nothing."""
     if not is_installed():
         return []
@@ -25,7 +25,7 @@ def findings() -> list[Finding]:
         return [each.find() for each in REPAIRS]
 
 
-def repair() -> list[Finding]:
+def repair() -> list[Diagnosis]:
     """Repairs what a probe shows to be broken, once; `undo` takes it back."""
     if not is_installed():
         raise ModuleNotFoundError("megatron-core is not installed: pip install 'rollgraph[megatron]'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollgraph.compat.finding import Finding, State
+from rollgraph.compat.finding import Diagnosis, RepairState
 from rollgraph.compat.megatron.patch import CannotRepair, Installed, Patch, find_replaced, install, uninstall
 
 ADVICE = "rollgraph.compat.megatron.repair()"
@@ -15,7 +15,7 @@ ADVICE = "rollgraph.compat.megatron.repair()"
 class Verdict:
     """What a probe saw; `note` says which part fails, or why it could not be tried."""
 
-    state: State
+    state: RepairState
     note: str = ""
 
 
@@ -37,7 +37,7 @@ class Repair:
         try:
             return self.try_it()
         except Exception as error:  # a probe on internals that moved
-            return Verdict(State.UNKNOWN, f"the probe does not run here: {type(error).__name__}: {error}")
+            return Verdict(RepairState.UNKNOWN, f"the probe does not run here: {type(error).__name__}: {error}")
 
     def apply(self) -> None:
         """Raises CannotRepair, with nothing changed, where it cannot."""
@@ -53,7 +53,7 @@ class Repair:
             raise CannotRepair(f"{type(error).__name__}: {error}") from error
         try:
             after = self.probe()
-            if after.state is not State.CLEAR:
+            if after.state is not RepairState.CLEAR:
                 raise CannotRepair(f"the failure is still there with the repair: {after.note}")
         except BaseException:
             self.undo()
@@ -65,29 +65,29 @@ class Repair:
             self.installed = []
             self.clean()
 
-    def find(self) -> Finding:
+    def find(self) -> Diagnosis:
         if self.in_force:
-            return self.describe(State.REPAIRED)
+            return self.describe(RepairState.REPAIRED)
         verdict = self.probe()
         return self.describe(verdict.state, verdict.note)
 
-    def mend(self) -> Finding:
+    def mend(self) -> Diagnosis:
         """Applied only where the probe fails: what is healthy, or cannot be tried, stays untouched."""
         found = self.find()
-        if found.state is not State.AFFECTED:
+        if found.state is not RepairState.AFFECTED:
             return found
         try:
             self.apply()
         except CannotRepair as error:
-            return Finding(found.name, found.state, found.symptom, found.reason, f"cannot repair: {error}")
-        return self.describe(State.REPAIRED)
+            return Diagnosis(found.name, found.state, found.symptom, found.reason, f"cannot repair: {error}")
+        return self.describe(RepairState.REPAIRED)
 
-    def describe(self, state: State, note: str = "") -> Finding:
-        if state is State.AFFECTED:
-            return Finding(
+    def describe(self, state: RepairState, note: str = "") -> Diagnosis:
+        if state is RepairState.AFFECTED:
+            return Diagnosis(
                 self.name, state, self.symptom, f"{self.reason} Here: {note}." if note else self.reason, ADVICE
             )
-        if state is State.REPAIRED:
-            return Finding(self.name, state, self.symptom, self.reason, "in force; rollgraph.compat.megatron.undo()")
-        advice = "nothing to do" if state is State.CLEAR else "cannot repair: what cannot be tried is left alone"
-        return Finding(self.name, state, self.symptom, note or self.reason, advice)
+        if state is RepairState.REPAIRED:
+            return Diagnosis(self.name, state, self.symptom, self.reason, "in force; rollgraph.compat.megatron.undo()")
+        advice = "nothing to do" if state is RepairState.CLEAR else "cannot repair: what cannot be tried is left alone"
+        return Diagnosis(self.name, state, self.symptom, note or self.reason, advice)

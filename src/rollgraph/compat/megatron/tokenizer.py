@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from rollgraph.compat.finding import State
+from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron.legacy_tokenizer import MegatronLegacyTokenizer
 from rollgraph.compat.megatron.patch import CannotRepair, Patch
 from rollgraph.compat.megatron.repair import Repair, Verdict
@@ -28,11 +28,11 @@ def find_module() -> ModuleType | None:
 def probe() -> Verdict:
     module = find_module()
     if module is None:
-        return Verdict(State.AFFECTED, f"there is no module {MODULE}")
+        return Verdict(RepairState.AFFECTED, f"there is no module {MODULE}")
     missing = [name for name in NAMES if not hasattr(module, name)]
     if missing:
-        return Verdict(State.AFFECTED, f"{MODULE} has no {' and no '.join(missing)}")
-    return Verdict(State.CLEAR)
+        return Verdict(RepairState.AFFECTED, f"{MODULE} has no {' and no '.join(missing)}")
+    return Verdict(RepairState.CLEAR)
 
 
 def plan() -> list[Patch]:

@@ -1,6 +1,6 @@
 """NeMo-RL's GRPO configs in our keys."""
 
-from rollgraph.compat.nemo.ledger import Line, Status
+from rollgraph.compat.nemo.ledger import LedgerLine, Status
 from rollgraph.compat.nemo.translation import Translation, import_nemo
 
-__all__ = ["Line", "Status", "Translation", "import_nemo"]
+__all__ = ["LedgerLine", "Status", "Translation", "import_nemo"]

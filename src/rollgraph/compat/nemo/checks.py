@@ -19,7 +19,7 @@ class Problem(NamedTuple):
 
 
 def find_problems(text: str, ranks: int) -> list[Problem]:
-    from rollgraph.inputs import make_algorithm  # takes torch
+    from rollgraph.run.inputs import make_algorithm  # takes torch
 
     try:
         config = parse_config(text, name=NAME)

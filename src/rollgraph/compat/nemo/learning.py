@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollgraph.compat.nemo.ledger import Ledger, Status
-from rollgraph.config import Rollout
+from rollgraph.config import RolloutConfig
 
 STYLES = ("constant", "linear", "cosine")
 LATER_STAGES = {"": "constant", "ConstantLR": "constant", "CosineAnnealingLR": "cosine"}
@@ -51,7 +51,7 @@ def _why_no_leave_one_out(book: Ledger, normalized: bool) -> str:
     """Theirs changes the advantage of whichever loss there is; our `rloo` is an advantage with a loss of its own."""
     if normalized:
         return "theirs has the mean and standard deviation of the other samples, ours those of the whole group"
-    samples = book.number("grpo.num_generations_per_prompt") or Rollout.samples_per_prompt
+    samples = book.number("grpo.num_generations_per_prompt") or RolloutConfig.samples_per_prompt
     return (
         f"ours has the mean of the whole group: advantages are {samples - 1}/{samples} of theirs; "
         "rloo has the mean of the others, but sums over the tokens of a sample where this loss takes means"

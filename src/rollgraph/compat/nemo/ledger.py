@@ -13,7 +13,7 @@ from typing import Any
 
 from rollgraph.compat.composed_yaml import plain
 from rollgraph.compat.nemo.keys import TABLE, Ignored, To
-from rollgraph.config_reader import Node
+from rollgraph.config.reader import Node
 
 
 class Status(StrEnum):
@@ -23,8 +23,8 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Line:
-    """What became of one key, for example `Line(Status.TRANSLATED, "a.yaml:3", "grpo.seed", 42, "seed: 42")`."""
+class LedgerLine:
+    """What became of one key, for example `LedgerLine(Status.TRANSLATED, "a.yaml:3", "grpo.seed", 42, "seed: 42")`."""
 
     status: Status
     place: str  # file:line
@@ -37,7 +37,7 @@ class Ledger:
     def __init__(self, tree: Node) -> None:
         self.tree = tree
         self.leaves = dict(_leaves(tree, ""))
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, LedgerLine] = {}
         self.ours: dict[str, Any] = {}
         self.causes: dict[str, list[str]] = {}  # of a key of ours: those of theirs
         self.to_do: list[str] = []
@@ -132,7 +132,7 @@ class Ledger:
     def write(self, status: Status, key: str, text: str) -> None:
         if key in self.leaves and key not in self.lines:
             node = self.leaves[key]
-            self.lines[key] = Line(status, node.place, key, plain(node), text)
+            self.lines[key] = LedgerLine(status, node.place, key, plain(node), text)
 
     def _by_table(self, key: str, value: Any) -> None:
         rule = next((rule for pattern, rule in TABLE if fnmatch.fnmatchcase(key, pattern)), None)

@@ -13,12 +13,12 @@ from typing import Any
 from rollgraph.compat.composed_yaml import load_composed
 from rollgraph.compat.nemo.checks import find_problems
 from rollgraph.compat.nemo.learning import translate_algorithm, translate_optimizer
-from rollgraph.compat.nemo.ledger import Ledger, Line, Status, short
+from rollgraph.compat.nemo.ledger import Ledger, LedgerLine, Status, short
 from rollgraph.compat.nemo.outputs import translate_checkpoints, translate_sinks
 from rollgraph.compat.nemo.policy import translate_backend, translate_graphs, translate_lengths, translate_model
 from rollgraph.compat.nemo.prompts import translate_data, translate_rewards
 from rollgraph.config import Config, ConfigError
-from rollgraph.config_reader import Node
+from rollgraph.config.reader import Node
 
 PARTS = (
     translate_graphs,  # before the backend, which settles all keys of the one that is not used
@@ -50,7 +50,7 @@ ORDER = (
 @dataclass(frozen=True)
 class Translation:
     ours: dict[str, Any]
-    lines: tuple[Line, ...]  # one for each key of theirs, in their order
+    lines: tuple[LedgerLine, ...]  # one for each key of theirs, in their order
     to_do: tuple[str, ...]  # what has to be brought before a run can start
 
     def to_yaml(self) -> str:

@@ -1,0 +1,71 @@
+"""What autograd saved for a backward, and whether it still is what the forward left.
+
+Eager autograd refuses a backward over a tensor that was changed in place since it was saved. A graph
+would read that memory as it is. So the same counters are compared: those of the tensors from outside
+and of the outputs that the recorded forward saved, and of nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from rollgraph.graph.autograd_leaves import nodes_behind
+from rollgraph.graph.errors import StaleGraph
+from rollgraph.graph.surface import spanned
+from rollgraph.graph.undo_log import storage_of
+
+version = attrgetter("_version")
+
+
+class SavedVersions:
+    """The versions of the tensors that a backward reads besides what its own forward made."""
+
+    def __init__(self, named: Mapping[str, Tensor] | None = None) -> None:
+        self._names = list(named or ())
+        # As plain tensors, which share the counter and are read faster than parameters.
+        self.tensors = [tensor.detach() for tensor in (named or {}).values()]
+        self.noted: list[int] = []  # after a forward
+
+    @classmethod
+    def of(cls, results: Sequence[Tensor], named: Mapping[str, Tensor]) -> SavedVersions:
+        """Those of `named` that the autograd graph behind `results` saved."""
+        saved = [(spanned(t), t.device) for t in _saved_tensors(results) if storage_of(t) is not None and t.numel()]
+        found = {}
+        for name, tensor in named.items():
+            if tensor.is_inference() or storage_of(tensor) is None or not tensor.numel():
+                continue
+            low, high = spanned(tensor)
+            if any(start < high and low < end and device == tensor.device for (start, end), device in saved):
+                found[name] = tensor
+        return cls(found)
+
+    def refuse_change(self, graph: str) -> NoReturn:
+        """Before a backward that reads another version than its forward left."""
+        pairs = zip(self._names, self.noted, self.tensors, strict=True)
+        changed = [name for name, noted, tensor in pairs if tensor._version != noted]
+        raise StaleGraph(
+            f"{', '.join(changed[:3])} of graph {graph!r} was modified in place between its forward and its backward, "
+            "which needs the value that the forward saw: run the backward first, or change a clone"
+        )
+
+
+def _saved_tensors(results: Sequence[Tensor]) -> Iterator[Tensor]:
+    """What the nodes behind `results` saved, as it is packed: what a hook packed away is not looked for."""
+    for node in nodes_behind(results):
+        for name in dir(node):
+            if not name.startswith("_raw_saved_"):
+                continue
+            for saved in _flat(getattr(node, name)):
+                if saved.unpack_hook is None and isinstance(saved.data, Tensor):
+                    yield saved.data
+
+
+def _flat(saved: Any) -> Iterable[Any]:
+    if isinstance(saved, torch._C._autograd.SavedTensor):
+        return (saved,)
+    return [entry for entry in saved or () if isinstance(entry, torch._C._autograd.SavedTensor)]

@@ -1,0 +1,87 @@
+"""The reference policy of a run: which folder holds its weights, and that these are the ones the run began with.
+
+A run that made its reference itself, at random or by a warm start, keeps it in its own folder; otherwise the folder of
+`model.path` is the reference. Each checkpoint records the checksums of the files that a resumed run will read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rollgraph.config import Config
+from rollgraph.model import load_weights, save_model, weight_files
+from rollgraph.model.hf_weights import CONFIG
+from rollgraph.run.checkpoints import CheckpointError, Saved
+from rollgraph.run.setup import Run
+from rollgraph.sharding import shard_files
+
+
+def keep_reference(run: Run) -> None:
+    """Of a run that begins: the policy as it is now."""
+    folder = _own_folder(run.config)
+    if run.algorithm.needs_reference:
+        run.policy.weights.save("reference")
+    if folder is not None:
+        with run.policy.phases.enter("save"):
+            if run.world.rank == 0:
+                save_model(run.policy.model, folder)
+    if run.world.rank == 0:
+        run.reference = _record(run)
+
+
+def restore_reference(run: Run, saved: Saved, note: Callable[[str], None]) -> None:
+    """Of a run that goes on. Files that are not those it began with are an error, on all ranks.
+
+    The weights of the policy are the reference's afterwards: a checkpoint is loaded next.
+    """
+    problem = ""
+    if run.world.rank == 0:
+        try:
+            _check(run, saved, note)
+        except (CheckpointError, ValueError, OSError) as error:
+            problem = str(error)
+    if found := run.policy.sharded.collectives.agree(problem)[0]:
+        raise CheckpointError(f"{found}. It holds the reference policy: put it back as it was, or give another output")
+    if not run.algorithm.needs_reference:
+        return
+    folder = _own_folder(run.config)
+    if folder is not None:
+        load_weights(run.policy.model, folder)
+    run.policy.weights.save("reference")
+
+
+def _check(run: Run, saved: Saved, note: Callable[[str], None]) -> None:
+    run.reference = shard_files.read_states(saved.path)[0].get("reference", [])
+    if not run.algorithm.needs_reference:
+        return
+    if run.reference:
+        shard_files.check_files(_folder(run.config), run.reference)
+        return
+    note(f"{saved.path} has no checksums of the reference policy: {_folder(run.config)} was not checked")
+    run.reference = _record(run)
+
+
+def _record(run: Run) -> list[shard_files.Sealed]:
+    """The checksums of what a resumed run will read."""
+    folder, own = _folder(run.config), _own_folder(run.config)
+    if own is not None:
+        return shard_files.seal_files(folder, [folder / CONFIG, *weight_files(folder)])
+    if run.algorithm.needs_reference:
+        return shard_files.seal_files(folder, weight_files(folder))
+    return []
+
+
+def _folder(config: Config) -> Path:
+    own = _own_folder(config)
+    if own is not None:
+        return own
+    assert config.model.path is not None, "the configuration was checked"
+    return Path(config.model.path)
+
+
+def _own_folder(config: Config) -> Path | None:
+    """Where the run keeps its reference, unless the model's own folder is the reference."""
+    if config.model.path is None or config.warm_start is not None:
+        return Path(config.output) / "reference"
+    return None

@@ -1,0 +1,266 @@
+"""`rollgraph train`, `eval` and `export` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollgraph.cli import main
+from rollgraph.config import to_yaml
+from rollgraph.model import load_model
+from tests.run.test_checkpoints import untouched
+from tests.test_train import config_of, flip, folder, metrics_of, weights_of, write_inputs
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a run of one step, for tests that do not change it."""
+    folder = write_inputs(tmp_path_factory.mktemp("trained"))
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder, "steps=1")))
+    assert main(["train", str(path), "data.validation=null"]) == 0
+    return path
+
+
+def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder, "steps=2")))
+    assert main(["eval", str(path)]) == 1
+    assert "has no checkpoint" in capsys.readouterr().err
+    assert not (folder / "run").exists()
+    assert main(["train", str(path), "optimizer.lr=0.02", "data.validation=null"]) == 0
+    assert main(["export", str(path), "--which", "best", "--to", str(folder / "best")]) == 1
+    assert "no checkpoint with a score" in capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["eval", str(path), "validation.samples=3"]) == 0
+    found = capsys.readouterr()
+    values = json.loads(found.out)
+    assert set(values) == {"validation/reward", "validation/accuracy", "validation/pass@3"}
+    assert "step 1 of" in found.err
+    assert main(["export", str(path), "--to", str(folder / "exported")]) == 0
+    exported = load_model(folder / "exported")
+    saved = weights_of(folder / "run", 1)
+    assert torch.equal(exported.norm.detach(), saved["master/norm"])
+
+
+def test_other_tools_end_the_text_of_a_tiny_model_where_we_do(trained: Path, tmp_path: Path) -> None:
+    """Once eos comes out, whatever the weights are, nothing follows it."""
+    transformers = pytest.importorskip("transformers")
+    target = tmp_path / "exported"
+    assert main(["export", str(trained), "--to", str(target)]) == 0
+    config = json.loads((target / "config.json").read_text())
+    assert {name: config[f"{name}_token_id"] for name in ("bos", "eos", "pad")} == {"bos": 256, "eos": 257, "pad": 258}
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (257, 258)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.bias = torch.nn.Parameter(10.0 * torch.nn.functional.one_hot(torch.tensor(257), 259).float())
+    prompt = torch.tensor([[48, 49, 63]])
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+    assert found[0, 3:].tolist() == [257]
+
+
+def test_eval_and_export_say_which_checkpoints_they_pass_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, places = folder / "config.yaml", folder / "run" / "checkpoints"
+    path.write_text(to_yaml(config_of(folder, "steps=2", "checkpoint.every=1")))
+    assert main(["train", str(path)]) == 0
+    flip(places / "step_00000001" / "rank0.safetensors")
+    for command in (["eval", str(path)], ["export", str(path), "--to", str(folder / "exported")]):
+        capsys.readouterr()
+        assert main(command) == 0
+        first, second = capsys.readouterr().err.splitlines()
+        assert "step_00000001 is passed over: " in first
+        assert second.startswith("step 0 of")
+    flip(places / "step_00000000" / "rank0.safetensors")
+    capsys.readouterr()
+    assert main(["eval", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("is passed over") == 2
+    assert "has no whole checkpoint" in error
+
+
+def test_eval_and_export_change_nothing_in_the_folder_of_the_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So it may be read-only. (Root may write anyway, which the times of the folders would tell.)"""
+    path, run = folder / "config.yaml", folder / "run"
+    path.write_text(to_yaml(config_of(folder, "steps=2", "checkpoint.every=1")))
+    assert main(["train", str(path)]) == 0
+    (run / "checkpoints" / "run_00000000.new").touch()  # left by a run that was killed
+    before = untouched(run)
+    places = [run, *(place for place in run.rglob("*") if place.is_dir())]
+    modes = {place: place.stat().st_mode for place in places}
+    try:
+        for place in places:
+            place.chmod(0o500)
+        assert main(["eval", str(path)]) == 0, capsys.readouterr().err
+        assert main(["export", str(path), "--to", str(folder / "exported")]) == 0, capsys.readouterr().err
+    finally:
+        for place, mode in modes.items():
+            place.chmod(mode)
+    assert untouched(run, now=False) == before
+
+
+def test_export_does_not_write_over_what_is_there(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "exported"
+    target.mkdir()
+    (target / "config.json").write_text("mine")
+    capsys.readouterr()
+    assert main(["export", str(trained), "--to", str(target)]) == 2
+    assert capsys.readouterr().err == (
+        f"rollgraph export: --to {target}: is not empty; name another folder, or write over it with --force\n"
+    )
+    assert [(file.name, file.read_text()) for file in target.iterdir()] == [("config.json", "mine")]
+    assert main(["export", str(trained), "--to", str(trained)]) == 2
+    assert capsys.readouterr().err == f"rollgraph export: --to {trained}: Not a directory\n"
+    assert main(["export", str(trained), "--to", str(target), "--force"]) == 0
+    assert load_model(target).architecture.layers == 1
+    (tmp_path / "empty").mkdir()
+    assert main(["export", str(trained), "--to", str(tmp_path / "empty")]) == 0
+    assert (tmp_path / "empty" / "config.json").read_text() == (target / "config.json").read_text()
+
+
+def test_what_is_wrong_is_said_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder)).replace("prompts_per_step", "prompt_per_step"))
+    assert main(["train", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "prompts_per_step" in error
+    assert "config.yaml:" in error
+    path.write_text(to_yaml(config_of(folder)))
+    assert main(["train", str(path), f"data.train={folder / 'nowhere.jsonl'}"]) == 1
+    assert "nowhere.jsonl" in capsys.readouterr().err
+    (folder / "demonstrations.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    assert main(["train", str(path), f"warm_start={{data: {folder / 'demonstrations.jsonl'}}}"]) == 1
+    assert "demonstrations.jsonl:1: a warm start needs `prompt` and `completion`" in capsys.readouterr().err
+
+
+def test_overrides_may_stand_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(folder / "config.yaml")
+    Path(path).write_text(to_yaml(config_of(folder, "steps=2")))
+    assert main(["train", "data.validation=null", path, "steps=1"]) == 0
+    target = str(folder / "exported")
+    assert main(["export", "--to", target, path, "--which", "latest", "seed=0", "log.every=2"]) == 0
+    assert main(["eval", path, "--which", "latest", "validation.samples=2"]) == 0
+    assert "validation/pass@2" in capsys.readouterr().out
+    assert main(["plan", path, "--device", "cpu", "memory.cache_gib=0.5", "--json", "sed=1"]) == 2
+    assert "override 'sed=1': sed: unknown key" in capsys.readouterr().err
+    assert main(["config", "steps=7", path, "seed=1"]) == 0
+    assert "seed: 1\nsteps: 7\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["train", path, "--nothing", "steps=1"])
+    assert "unrecognized arguments: --nothing" in capsys.readouterr().err
+    assert main(["train", "steps=1"]) == 2
+    assert "steps=1: cannot be read" in capsys.readouterr().err
+
+
+def test_eval_says_what_pass_at_k_is_and_what_failed(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(completions, **columns):\n    raise RuntimeError('no idea')\n")
+    capsys.readouterr()
+    assert main(["eval", str(trained), f"reward.functions=[{{name: '{broken}:f'}}]"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["validation/pass@1"] == 0
+    assert "no idea" in found.err
+    assert "rewards failed for 8 rollouts: 8 raised" in found.err
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    assert "right if its reward" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_rewards_print_is_not_in_the_answer_of_eval(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config_of(folder, "steps=1", "data.validation=null")))
+    assert main(["train", str(path)]) == 0
+    (folder / "loud.py").write_text(
+        "import ctypes, os, sys\n"
+        "print('while loading')\n"
+        "kept = sys.__stdout__\n"
+        "def f(completions, **columns):\n"
+        "    print('in a call')\n"
+        "    kept.write('to the stream itself\\n')\n"
+        "    os.write(1, b'to the descriptor\\n')\n"
+        "    ctypes.CDLL(None).puts(b'from C')\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    held_out = (folder / "held_out.jsonl").read_text()
+    (folder / "held_out.jsonl").write_text('{"prompt": "longer than others"}\n' + held_out)
+    for workers in (0, 1):
+        capfd.readouterr()
+        options = [
+            "data.too_long=drop",
+            f"reward.functions=[{{name: '{folder / 'loud.py'}:f'}}]",
+            f"reward.workers={workers}",
+        ]
+        assert main(["eval", str(path), f"data.validation={folder / 'held_out.jsonl'}", *options]) == 0
+        found = capfd.readouterr()
+        values = json.loads(found.out)
+        assert (values["validation/reward"], values["validation/dropped_prompts"]) == (1.0, 1.0)
+        for said in ("while loading", "in a call", "to the descriptor"):
+            assert said in found.err
+
+
+def test_a_reward_too_large_is_counted_and_the_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the largest that is allowed, with an algorithm that does not divide by the standard deviation."""
+    (folder / "huge.py").write_text(
+        "values = [1e200, -1e308, 10**400, float('nan'), 1.0, 0.0, 1e15, -1e15]\n"
+        "def f(completions, **columns):\n"
+        "    return [values[i % 8] for i in range(len(completions))]\n"
+    )
+    path = folder / "config.yaml"
+    algorithm = "algorithm={name: dr_grpo, options: {max_tokens: 4}}"
+    function = f"reward.functions=[{{name: '{folder / 'huge.py'}:f'}}]"
+    options = ["steps=2", "data.validation=null", "log.progress=plain", algorithm, function]
+    path.write_text(to_yaml(config_of(folder, *options)))
+    assert main(["train", str(path)]) == 0
+    for line in metrics_of(folder / "run"):
+        assert line["reward_failures/too_large"] == 6
+        assert line["reward_failures/not_finite"] == 2
+        assert all(math.isfinite(value) for value in line.values())
+    found = capsys.readouterr()
+    assert "f: 1e+200 is beyond 1e+15 (a sample of prompt " in found.out + found.err
+
+
+def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As schedulers send it: a step is trained on its rewards, not on those of workers that have died."""
+    (folder / "job.py").write_text(
+        "import os, signal\n"
+        "calls = []\n"
+        "def f(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 2:\n"
+        "        for pid in (int(os.environ['TRAINER']), os.getppid(), os.getpid()):\n"
+        "            os.kill(pid, signal.SIGTERM)\n"
+        "    return [1.0 + i % 2 for i in range(len(completions))]\n"
+    )
+    monkeypatch.setenv("TRAINER", str(os.getpid()))
+    path = folder / "config.yaml"
+    function = f"reward.functions=[{{name: '{folder / 'job.py'}:f'}}]"
+    path.write_text(to_yaml(config_of(folder, "steps=9", "data.validation=null", "reward.workers=1", function)))
+    assert main(["train", str(path)]) == 0
+    found = metrics_of(folder / "run")
+    assert [line["reward"] for line in found] == [1.5, 1.5]
+    assert not [name for line in found for name in line if name.startswith("reward_failures")]
+
+
+def test_help_does_not_import_pytorch() -> None:
+    program = "import sys; from rollgraph.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    program += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    found = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": os.environ["PYTHONPATH"]}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert "train" in found.stdout

@@ -1,0 +1,138 @@
+"""What is alive is found without a walk over every object for each capture, and nothing is missed."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollgraph.graph import capture
+from rollgraph.graph.live_objects import _IDLE, ProgramObjects
+
+WALKS: list[Any] = []  # a list of generations asked for, while one is being kept
+_keeping = [False]
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "gc.get_objects" and _keeping[0]:
+        WALKS.append(arguments[0])
+
+
+@pytest.fixture
+def full_walks() -> Iterator[list[Any]]:
+    """Each look at every object of the process, as the interpreter's own audit reports it."""
+    if not hasattr(sys, "_rollgraph_audited"):
+        sys.addaudithook(_audit)  # for good: an audit hook cannot be taken back
+        sys._rollgraph_audited = True  # type: ignore[attr-defined]
+    WALKS.clear()
+    _keeping[0] = True
+    yield WALKS
+    _keeping[0] = False
+
+
+def holds(things: list[Any], wanted: Any) -> bool:
+    return any(thing is wanted for thing in things)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="this collector has no generations")
+def test_many_captures_walk_over_every_object_once(full_walks: list[Any]) -> None:
+    gc.unfreeze()  # with the objects of PyTorch alone, there are many
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with torch.no_grad():
+        graphs = [capture(lambda x: model(x), (x,)) for _ in range(30)]
+    assert len(graphs) == 30
+    assert len([generation for generation in full_walks if generation == -1]) <= 1
+
+
+@pytest.mark.parametrize("collect", [None, 0, 1, 2])
+def test_what_is_made_after_a_capture_is_found_by_the_next(collect: int | None) -> None:
+    ProgramObjects()
+    model = nn.Linear(2, 2)
+    leaf = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters())
+    if collect is not None:
+        for _ in range(3):  # into the oldest generation
+            gc.collect(collect)
+    found = ProgramObjects()
+    assert holds(found.modules, model)
+    assert holds(found.leaves, leaf)
+    assert holds(found.leaves, model.weight)
+    assert holds(found.optimizers, optimizer)
+
+
+def test_a_tensor_that_becomes_trainable_later_is_found() -> None:
+    tensor = torch.zeros(3)
+    assert not holds(ProgramObjects().leaves, tensor)
+    tensor.requires_grad_()
+    assert holds(ProgramObjects().leaves, tensor)
+
+
+def test_a_class_made_later_is_found() -> None:
+    ProgramObjects()
+
+    class New(nn.Module):
+        pass
+
+    module = New()
+    assert holds(ProgramObjects().modules, module)
+
+
+def test_what_was_frozen_and_thawed_is_found() -> None:
+    leaf = torch.zeros(3, requires_grad=True)
+    gc.freeze()
+    ProgramObjects()
+    gc.unfreeze()
+    assert holds(ProgramObjects().leaves, leaf)
+
+
+def test_what_was_frozen_and_thawed_between_two_captures_is_found() -> None:
+    gc.unfreeze()
+    ProgramObjects()
+    leaf = torch.zeros(3, requires_grad=True)
+    gc.freeze()
+    gc.unfreeze()
+    assert holds(ProgramObjects().leaves, leaf)
+
+
+def test_callbacks_that_somebody_else_cleared_are_noticed() -> None:
+    ProgramObjects()
+    before = list(gc.callbacks)
+    gc.callbacks.clear()
+    try:
+        leaf = torch.zeros(3, requires_grad=True)
+        gc.collect()
+        assert holds(ProgramObjects().leaves, leaf)
+    finally:
+        gc.callbacks[:] = before
+
+
+def test_nothing_dead_is_kept_alive_or_returned() -> None:
+    module = nn.Linear(2, 2)
+    count = len(ProgramObjects().modules)
+    del module
+    gc.collect()
+    assert len(ProgramObjects().modules) == count - 1
+
+
+def test_the_collector_is_left_alone_once_captures_are_over() -> None:
+    ProgramObjects()
+    for _ in range(_IDLE + 2):
+        gc.collect(1)
+    assert not any("LiveObjects" in repr(callback) for callback in gc.callbacks)
+    leaf = torch.zeros(3, requires_grad=True)
+    assert holds(ProgramObjects().leaves, leaf)
+
+
+def test_a_process_with_a_capture_ends_quietly() -> None:
+    program = (
+        "import torch; from rollgraph.graph import capture; m = torch.nn.Linear(2, 2)\n"
+        "with torch.no_grad(): capture(lambda x: m(x), (torch.ones(1, 2),))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
+    assert (ended.returncode, ended.stderr) == (0, "")

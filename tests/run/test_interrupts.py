@@ -1,0 +1,160 @@
+"""Ctrl-C in every part of a run: nothing that was learned is lost without a word."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgraph.distributed.world import World
+from rollgraph.run.checkpoints import Checkpoints
+from rollgraph.run.interrupts import Interrupts
+from rollgraph.train import train
+from tests.run.test_checkpoints import Run
+from tests.test_train import ONE, config_of, folder
+
+__all__ = ["folder"]
+
+LOOP = sys.modules[train.__module__]
+QUICK = ["checkpoint.every=100", "data.validation=null", "graph.impl=none", "log.progress=plain"]
+
+
+@pytest.fixture(autouse=True)
+def _listening() -> Iterator[None]:
+    """A shell starts what it runs in the background deaf to Ctrl-C, and the tests with it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press(times: int = 1) -> None:
+    for _ in range(times):
+        signal.raise_signal(signal.SIGINT)
+
+
+def press_in(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, presses: dict[int, int]) -> None:
+    """So many times before the call of each number."""
+    calls, original = [0], getattr(place, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        press(presses.get(calls[0], 0))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, counted)
+
+
+def saved_steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def test_pressed_once_the_step_ends_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    press_in(monkeypatch, LOOP, "collect", {2: 1})
+    with pytest.raises(KeyboardInterrupt):
+        train(config_of(folder, *QUICK), ONE)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert "Ctrl-C: the run is saved and ends after this step; once more, and it ends at once" in capfd.readouterr().err
+    assert saved_steps(folder) == ["step_00000001"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_update_and_the_note_of_it_are_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], times: int
+) -> None:
+    """The weights are those after the step, and nothing says so yet."""
+    press_in(monkeypatch, LOOP, "refuse_dead", {2: times})
+    with pytest.raises(KeyboardInterrupt):
+        train(config_of(folder, *QUICK), ONE)
+    assert saved_steps(folder) == ["step_00000001"]
+    found = capfd.readouterr()
+    assert "is lost" not in found.out
+    assert ("Ctrl-C: the run ends after this update" in found.err) == (times == 2)
+
+
+def test_pressed_three_times_in_an_update_the_loss_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    press_in(monkeypatch, LOOP, "refuse_dead", {2: 3})
+    with pytest.raises(KeyboardInterrupt):
+        train(config_of(folder, *QUICK), ONE)
+    assert saved_steps(folder) == []
+    assert "step 1 ended between its updates: what came after the last checkpoint is lost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_waits_for_a_slow_disk_is_saved_or_the_loss_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], again: bool
+) -> None:
+    """Pressed where the save of the second step waits for that of the first, and again where the error is handled."""
+    press_in(monkeypatch, Checkpoints, "settle", {3: 2, 4: int(again)})
+    with pytest.raises(KeyboardInterrupt):
+        train(config_of(folder, *QUICK, "checkpoint.every=1"), ONE)
+    out = capsys.readouterr().out
+    if again:
+        assert saved_steps(folder) == ["step_00000000"]
+        assert "interrupted while it was saved: what came after the last checkpoint is lost" in out
+    else:
+        assert saved_steps(folder) == ["step_00000000", "step_00000001"]
+        assert "saved after 2 of 4 steps" in out
+
+
+def test_a_wait_that_was_interrupted_can_be_waited_for_again(tmp_path: Path) -> None:
+    run, gate = Run(tmp_path / "run"), threading.Event()
+    assert run.checkpoints._writer is not None
+    run.checkpoints._writer.submit(gate.wait, 60)  # the disk is slow
+    run.save()
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        wait_after(timer.start, run.checkpoints.wait)
+    timer.join()
+    threading.Timer(0.2, gate.set).start()
+    run.checkpoints.wait()
+    assert [saved.step for saved in run.checkpoints.complete()] == [0]
+    run.checkpoints.close()
+
+
+def wait_after(start: Callable[[], None], wait: Callable[[], None]) -> None:
+    start()
+    wait()
+
+
+def test_before_the_first_step_it_ends_at_once() -> None:
+    asked: list[int] = []
+    with pytest.raises(KeyboardInterrupt), Interrupts(lambda: asked.append(1), ONE):
+        press()
+    assert asked == []
+
+
+def test_two_that_are_one_where_torchrun_hands_it_on() -> None:
+    asked: list[int] = []
+    ctrl_c = Interrupts(lambda: asked.append(1), World(1, 2, "cpu"))
+    ctrl_c.begin()
+    with ExitStack() as stack:
+        stack.enter_context(ctrl_c)
+        press(2)
+        stack.pop_all()  # the step went on
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c.__exit__(None)
+    assert asked == [1]
+
+
+def test_what_others_do_with_ctrl_c_stays() -> None:
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        with Interrupts(lambda: pytest.fail("asked"), ONE) as ctrl_c:
+            ctrl_c.begin()
+            press()
+        assert pressed == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,360 @@
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgraph.commands import plan as command
+from rollgraph.config import Config, parse_config
+from rollgraph.distributed.world import World
+from rollgraph.model import Architecture, Decoder, Keys, token_logprobs
+from rollgraph.run.memory_plan import PHASES, Plan, activation_bytes, layer_bytes, make_plan, shape_model, sum_up_to
+from rollgraph.run.setup import make_run
+
+GIB = 2**30
+QWEN_1_5B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+PARAMETERS = 1_543_714_304
+RUN = """
+data: {{train: t.jsonl, prompts_per_step: 32, max_prompt_tokens: 128}}
+rollout: {{samples_per_prompt: 16, max_tokens: 384, rows: 512}}
+reward: {{functions: [{{name: exact_match}}]}}
+algorithm: {{kl_coef: 0.01}}
+model: {{path: {folder}}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_1_5B))
+    return tmp_path
+
+
+def configured(folder: Path, *overrides: str) -> Config:
+    return parse_config(RUN.format(folder=folder), overrides)
+
+
+def line(plan: Plan, name: str) -> int:
+    return sum(entry.nbytes for entry in plan.lines if entry.name == name)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def test_the_floor_of_a_step_of_a_1_5b_model(folder: Path) -> None:
+    floor = make_plan(configured(folder)).floor
+    assert floor.repeated["prefill"] == pytest.approx(0.26, rel=0.02)
+    assert floor.repeated["reference"] == pytest.approx(1.03, rel=0.01)
+    assert floor.repeated["train"] == pytest.approx(3.09, rel=0.01)
+    # By FLOPs alone it would be 0.77; the last third of the steps waits for keys and values instead.
+    assert 0.77 < floor.repeated["decode"] < 0.77 * 1.05
+    assert sum(floor.repeated.values()) == pytest.approx(5.15, rel=0.01)
+    assert sum(floor.shared.values()) == pytest.approx(5.15 * 0.77, rel=0.02)
+
+
+def test_a_small_batch_decodes_as_fast_as_weights_can_be_read(folder: Path) -> None:
+    plan = make_plan(configured(folder, "data.prompts_per_step=1", "rollout.samples_per_prompt=2"))
+    reading = 384 * 2 * PARAMETERS / 4.28e12
+    assert reading < plan.floor.repeated["decode"] < 1.02 * reading
+
+
+def test_two_ranks_take_half_as_long_and_two_epochs_twice(folder: Path) -> None:
+    once = make_plan(configured(folder)).floor.repeated
+    assert make_plan(configured(folder), ranks=2).floor.repeated["train"] == pytest.approx(once["train"] / 2)
+    twice = make_plan(configured(folder, "algorithm.epochs=2")).floor.repeated
+    assert twice["train"] == pytest.approx(2 * once["train"])
+    assert twice["reference"] == once["reference"]
+    assert "reference" not in make_plan(configured(folder, "algorithm.kl_coef=0")).floor.repeated
+
+
+def test_fewer_rows_than_samples_decode_in_turns(folder: Path) -> None:
+    at_once = make_plan(configured(folder)).floor.repeated["decode"]
+    in_turns = make_plan(configured(folder, "rollout.rows=128")).floor.repeated["decode"]
+    assert at_once < in_turns < 4 * at_once
+
+
+@pytest.mark.parametrize("tflops", [1.0, 300.0, 785.0, 1e6])
+def test_decoding_is_the_sum_of_its_steps(folder: Path, tflops: float) -> None:
+    """With windows in half of the layers, where steps are bound by FLOPs, by bytes, or by one and then the other."""
+    window = {"use_sliding_window": True, "sliding_window": 200, "max_window_layers": 14}
+    (folder / "config.json").write_text(json.dumps(QWEN_1_5B | window))
+    plan = make_plan(configured(folder), tflops=tflops)
+    expected = 0.0
+    for length in range(128 + 1, 128 + 384 + 1):
+        seen = 14 * length + 14 * min(length, 200)
+        nbytes = 2 * PARAMETERS + 2 * 2 * 128 * 2 * 512 * seen
+        expected += max(2 * PARAMETERS * 512 / (tflops * 1e12), nbytes / 4.28e12)
+    assert plan.floor.repeated["decode"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_sums_of_bounded_numbers() -> None:
+    for first, last, most in itertools.product(range(6), range(8), range(8)):
+        if last >= first - 1:
+            assert sum_up_to(first, last, most) == sum(min(n, most) for n in range(first, last + 1))
+
+
+def test_a_billion_tokens_are_planned_without_counting_them(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(QWEN_1_5B | {"max_position_embeddings": 2**31 - 1}))
+    long = ("rollout.max_tokens=2000000000", "train.microbatch_tokens=2147483647")
+    assert make_plan(configured(folder, *long)).floor.repeated["decode"] > 1e6
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_the_model_has_no_memory(folder: Path) -> None:
+    model, _ = shape_model(configured(folder))
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_memory_of_weights(folder: Path) -> None:
+    plan = make_plan(configured(folder))
+    assert line(plan, "parameters") == pytest.approx(2 * PARAMETERS, rel=1e-3)
+    assert line(plan, "gradients, fp32") == pytest.approx(4 * PARAMETERS, rel=1e-3)
+    assert line(plan, "optimizer") == pytest.approx(12 * PARAMETERS, rel=1e-3)
+    assert line(plan, "reference") == line(plan, "parameters")
+    assert line(plan, "copy for checkpoints") == 12 * PARAMETERS
+    of_four = make_plan(configured(folder), ranks=4)
+    assert line(of_four, "copy for checkpoints") == pytest.approx(3 * PARAMETERS, rel=1e-2)
+    assert line(of_four, "optimizer") == pytest.approx(3 * PARAMETERS, rel=1e-2)
+    assert line(of_four, "parameters") == pytest.approx(line(plan, "parameters"), rel=1e-3)
+
+
+def test_the_cache_is_what_rows_could_use_or_what_is_given(folder: Path) -> None:
+    of_a_token = 28 * 2 * 2 * 128 * 2
+    whole = line(make_plan(configured(folder)), "key/value cache")
+    assert whole == (512 * 512 + 16) * of_a_token  # and a block for idle rows
+    given = line(make_plan(configured(folder, "memory.cache_gib=2")), "key/value cache")
+    assert 2 * GIB - 16 * of_a_token < given <= 2 * GIB
+    # 16 bytes for each of 1.54e9 weights leave little of 32 GiB: the cache takes half of it, training needs the rest.
+    small = make_plan(configured(folder, "memory.reference=host"), device_bytes=32 * GIB)
+    free = 32 * GIB - sum(line(small, name) for name in ("parameters", "gradients, fp32", "optimizer"))
+    assert line(small, "key/value cache") == pytest.approx(0.5 * free, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "gib", "where"),
+    [("auto", 140, "device"), ("auto", 40, "host"), ("auto", None, "device"), ("host", 140, "host")],
+)
+def test_where_the_reference_waits(folder: Path, setting: str, gib: int | None, where: str) -> None:
+    device_bytes = None if gib is None else gib * GIB
+    plan = make_plan(configured(folder, f"memory.reference={setting}"), device_bytes=device_bytes)
+    (reference,) = [entry for entry in plan.lines if entry.name == "reference"]
+    assert reference.where == where
+    copy = line(plan, "copy for checkpoints")
+    assert (plan.total("train", "host") - copy > GIB) == (where == "host")
+
+
+@pytest.mark.parametrize(
+    ("setting", "gib", "whole"),
+    [("auto", 140, True), ("auto", 80, False), ("auto", None, True), ("chunks", 140, False), ("whole", 80, True)],
+)
+def test_where_logits_are_kept(folder: Path, setting: str, gib: int | None, whole: bool) -> None:
+    """16,384 tokens of a microbatch have 10 GB of them, which an eighth of what is free on 80 GiB does not hold."""
+    device_bytes = None if gib is None else gib * GIB
+    plan = make_plan(configured(folder, f"memory.logits={setting}"), device_bytes=device_bytes)
+    everything = 16384 * 151936 * (4 + 2)  # logits, and their gradient in bf16
+    assert (line(plan, "logits, train") >= everything) == whole
+
+
+def test_no_reference_without_kl_unless_the_algorithm_has_its_own(folder: Path) -> None:
+    assert line(make_plan(configured(folder, "algorithm.kl_coef=0")), "reference") == 0
+    options = ("algorithm.kl_coef=0", "algorithm.options={kl_coef: 0.1}")
+    assert line(make_plan(configured(folder, *options)), "reference") > 0
+
+
+def test_sums_are_of_the_lines_of_a_phase_on_the_device(folder: Path) -> None:
+    plan = make_plan(configured(folder, "memory.reference=host"), device_bytes=GIB)
+    for phase in PHASES:
+        expected = [entry.nbytes for entry in plan.lines if entry.where == "device" and phase in entry.phases]
+        assert plan.total(phase) == sum(expected)
+    assert plan.peak == max(map(plan.total, PHASES)) == plan.total(plan.peak_phase)
+    assert plan.fits is False
+    assert make_plan(configured(folder), device_bytes=500 * GIB).fits is True
+    assert make_plan(configured(folder)).fits is None
+
+
+def test_checkpointing_and_smaller_microbatches_take_less(folder: Path) -> None:
+    kept = line(make_plan(configured(folder)), "activations")
+    assert line(make_plan(configured(folder, "model.checkpointing=true")), "activations") < kept / 4
+    half = line(make_plan(configured(folder, "train.microbatch_tokens=8192")), "activations")
+    assert half == pytest.approx(kept / 2, rel=1e-6)
+
+
+def test_graphs_of_layers_own_their_inputs(folder: Path) -> None:
+    assert line(make_plan(configured(folder)), "inputs of graphs") == 0
+    of_two = make_plan(configured(folder), ranks=2)
+    assert line(of_two, "inputs of graphs") == 28 * 16384 * (2 * 1536 * 2 + 128 * 4)
+    alone = line(make_plan(configured(folder)), "gradients of a microbatch")
+    assert line(of_two, "gradients of a microbatch") < alone / 2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        Architecture("llama", vocabulary=64, hidden=64, mlp=160, layers=3, heads=4, kv_heads=2, head_dim=16),
+        Architecture("qwen2", vocabulary=64, hidden=48, mlp=96, layers=2, heads=6, kv_heads=1, head_dim=8, tied=True),
+        Architecture("qwen3", vocabulary=64, hidden=32, mlp=96, layers=4, heads=4, kv_heads=4, head_dim=16),
+    ],
+    ids=lambda architecture: architecture.family,
+)
+def test_activations_are_what_a_forward_saves(architecture: Architecture, checkpointing: bool) -> None:
+    saved = saved_bytes(Decoder(architecture, checkpointing=checkpointing), tokens=96)
+    planned = activation_bytes(architecture, 96, 4, checkpointing=checkpointing, cuda=False)
+    assert planned == pytest.approx(saved, rel=0.05)
+
+
+def test_a_layer_adds_what_a_layer_saves() -> None:
+    def made(layers: int) -> Architecture:
+        return Architecture("llama", vocabulary=64, hidden=64, mlp=128, layers=layers, heads=4, kv_heads=2, head_dim=16)
+
+    difference = saved_bytes(Decoder(made(3)), tokens=64) - saved_bytes(Decoder(made(2)), tokens=64)
+    assert layer_bytes(made(1), 64, 4, cuda=False) == pytest.approx(difference, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_activations_are_what_a_forward_saves_on_a_gpu(family: str) -> None:
+    a = Architecture(family, vocabulary=512, hidden=256, mlp=768, layers=3, heads=4, kv_heads=2, head_dim=64)
+    saved = saved_bytes(Decoder(a).to("cuda", torch.bfloat16), tokens=2048)
+    assert activation_bytes(a, 2048, 2, checkpointing=False, cuda=True) == pytest.approx(saved, rel=0.25)
+
+
+def saved_bytes(model: Decoder, tokens: int) -> int:
+    """Of all storages that autograd keeps for the backward of log-probabilities, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage  # held, so that no other one gets its address
+        return tensor
+
+    device = model.embed.weight.device
+    ids = torch.randint(model.architecture.vocabulary, (tokens,), device=device)
+    ends = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=device)
+    positions = torch.arange(tokens, device=device) % (tokens // 2)
+    keys = Keys(torch.arange(2 * tokens, device=device).clamp_max(tokens - 1), ends)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model(ids, positions, ends, tokens, keys)
+        logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1), chunk=tokens // 2)  # which keeps no logits
+    assert isinstance(logprobs, torch.Tensor)
+    assert logprobs.requires_grad
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_a_run_takes_what_was_planned(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    config = parse_config(
+        f"""
+        output: {tmp_path / "run"}
+        model: {{tiny: {{layers: 2, width: 32, heads: 4, kv_heads: 2, mlp: 64, max_length: 32}}}}
+        data: {{train: {tmp_path / "t.jsonl"}, prompts_per_step: 2, max_prompt_tokens: 8}}
+        rollout: {{samples_per_prompt: 2, max_tokens: 12, top_k: 5}}
+        reward: {{functions: [{{name: exact_match}}]}}
+        algorithm: {{kl_coef: 0.1}}
+        train: {{token_buckets: [64]}}
+        graph: {{impl: none}}
+        """
+    )
+    plan = make_plan(config, device="cpu")
+    run = make_run(config, World(0, 1, "cpu"))
+    try:
+        found, engine = run.policy.sharded.plan(), run.policy.engine
+        assert engine is not None
+        graphs = engine._graphs
+        assert line(plan, "parameters") == found.parameters
+        assert line(plan, "gradients, fp32") == found.gradients
+        assert line(plan, "optimizer") == found.optimizer
+        assert line(plan, "reference") == run.policy.weights.nbytes("device")
+        assert line(plan, "key/value cache") == graphs.pages.nbytes == engine.plan.nbytes
+        state = (graphs.state, graphs.history, graphs.orders, graphs.results, *graphs._batches.values())
+        assert line(plan, "decode state") == sum(tensor.nbytes for tensor in state)
+        pinned = (*graphs.upload._areas, *engine._pinned)
+        assert line(plan, "decode state, pinned") == sum(tensor.nbytes for tensor in pinned)
+    finally:
+        run.close()
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def call(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_to(parser.add_subparsers())
+    options = parser.parse_args(["plan", *arguments])
+    exit_code: int = options.run(options)
+    return exit_code
+
+
+@pytest.fixture
+def run_file(folder: Path) -> str:
+    path = folder / "run.yaml"
+    path.write_text(RUN.format(folder=folder))
+    return str(path)
+
+
+def test_prints_phases_and_whether_it_fits(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(run_file, "--device-gib", "139") == 0
+    shown = capsys.readouterr().out
+    assert "139.00 GiB are there" in shown
+    assert "left" in shown
+    assert "785 TFLOP/s and 4.28 TB/s (one H200, measured)" in shown
+    assert call(run_file, "--device-gib", "24", "--tflops", "300") == 1
+    shown = capsys.readouterr().out
+    assert "too much" in shown
+    assert "measured" not in shown
+
+
+def test_json_has_the_same_numbers(run_file: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(run_file, "memory.cache_gib=4", "--json", "--device-gib", "80", "--ranks", "2") == 0
+    shown = json.loads(capsys.readouterr().out)
+    plan = make_plan(configured(folder, "memory.cache_gib=4"), ranks=2, device_bytes=80 * GIB)
+    assert shown == plan.to_dict()
+    assert shown["peak"]["bytes"] == max(shown["phases"].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.path=nowhere"], "model.path: nowhere is not a folder"),
+        (["--ranks", "0"], "positive"),
+        (["graph.scope=step", "--ranks", "2"], "not possible with 2 ranks"),
+        (["algorithm.name=grop"], "there is no algorithm"),
+        (["stepz=3"], "unknown key"),
+    ],
+)
+def test_says_what_is_wrong(
+    run_file: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(run_file, *arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_says_what_it_assumes(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in QWEN_1_5B.items() if k != "dtype"}))
+    plan = make_plan(configured(folder, "data.max_prompt_tokens=null", "train.microbatch_tokens=32768"))
+    assert ["bfloat16 is assumed" in plan.notes[0], "data.max_prompt_tokens" in plan.notes[1]] == [True, True]
+    assert make_plan(configured(folder, "model.dtype=float32")).notes == ()

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import rollgraph
+from rollgraph.telemetry.terminal import LiveView, PlainView, View, make_view, sparkline
+
+VALUES = {"reward": 0.4123, "kl": 0.00312, "tokens/s": 12345.6, "memory_gib": 31.24, "entropy": 1.0}
+SECONDS = {"generate": 4.1, "train": 1.9}
+
+
+def record(width: int = 90, height: int = 30) -> Console:
+    return Console(force_terminal=True, width=width, height=height, record=True, file=io.StringIO(), color_system=None)
+
+
+def picture(view: LiveView, width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(view.render())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def run_some(view: View, steps: int = 3) -> None:
+    for step in range(steps):
+        view.phase("generate", 512, 512)
+        view.phase("train", 8, 8)
+        view.step(step, {**VALUES, "reward": 0.1 * step}, SECONDS)
+
+
+def test_a_pager_that_was_closed_does_not_end_a_run() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        view = make_view("plain", 10, stream)
+        for text in ("one", "two"):
+            view.note(text)
+
+
+def test_plain_is_one_line_for_a_step() -> None:
+    with make_view("plain", 100, stream := io.StringIO()) as view:
+        run_some(view, 2)
+        view.step(2, {"reward": 0.3, "validation/reward": 0.25}, {})
+    assert stream.getvalue().splitlines() == [
+        "[  1/100]  reward 0  KL 0.00312  12,346 tokens/s  31.2 GiB  6.0s: generate 4.1, train 1.9  9m 54s left",
+        "[  2/100]  reward 0.1  KL 0.00312  12,346 tokens/s  31.2 GiB  6.0s: generate 4.1, train 1.9  9m 48s left",
+        "[  3/100]  reward 0.3  validation/reward 0.25  6m 28s left",
+    ]
+
+
+@pytest.mark.parametrize("progress", ["auto", "live", "plain"])
+def test_no_control_codes_where_there_is_no_terminal(progress: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with make_view(progress, 3, stream := io.StringIO()) as view:  # type: ignore[arg-type]
+        view.note("\x1b[31mred\x1b[0m [bold]as it is[/bold]\r")
+        run_some(view)
+    assert len(stream.getvalue().splitlines()) == 4
+    assert all(character.isprintable() or character == "\n" for character in stream.getvalue())
+    assert "[bold]as it is[/bold]" in stream.getvalue()
+
+
+def test_plain_writes_what_the_stream_can_encode() -> None:
+    stream = io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii")
+    make_view("plain", 3, stream).note("naïve → done")
+    assert raw.getvalue() == b"na?ve ? done\n"
+
+
+def test_none_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_view("none", 3) as view:
+        view.note("nothing")
+        run_some(view)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_picture_shows_phases_numbers_and_the_last_validation() -> None:
+    view = LiveView(100, record())
+    assert "the first step is under way" in picture(view, 90)
+    run_some(view)
+    view.step(3, {**VALUES, "validation/reward": 0.51, "validation/pass@4": 0.7}, SECONDS)
+    view.step(4, VALUES, SECONDS)
+    view.phase("generate", 213, 512)
+    view.phase("save", 1, 2)
+    lines = [line.strip("│ \n") for line in picture(view, 90).splitlines()]
+    rows = {line.split()[0]: line for line in lines if line}
+    assert re.search(r"[━╸] +5/100 +9m 30s left$", rows["steps"])
+    assert re.search(r"[━╸] +213/512 +4\.1s +68%$", rows["generate"])
+    assert re.search(r"^train +1\.9s +32%$", rows["train"])  # of the last step; of this one nothing is done yet
+    assert re.search(r"[━╸] +1/2$", rows["save"])
+    assert "reward 0.412   KL 0.00312   12,346 tokens/s   31.2 GiB" in lines
+    assert "reward ▁▃▄██" in lines
+    assert "validation at 4:   reward 0.51   pass@4 0.7" in lines
+
+
+def test_what_comes_once_leaves_no_row() -> None:
+    """So that everything has room in 24 lines, however many graphs were captured."""
+    view = LiveView(100, record(80, 24))
+    for graph in range(15):
+        for done in (0, 1, 2):
+            view.phase(f"capture decode {graph}", done, 2)
+            assert picture(view, 80).count("capture") == (done < 2)
+    view.phase("warm start", 3, 100)  # which may end before its last step
+    view.phase("generate", 1, 2)
+    assert "warm start" in picture(view, 80)
+    run_some(view)
+    view.step(3, {**VALUES, "validation/reward": 0.51}, SECONDS)
+    view.phase("generate", 1, 2)
+    shown = picture(view, 80)
+    assert "warm start" not in shown
+    assert "validation at 4" in shown
+    assert len(shown.splitlines()) < 24
+
+
+def test_only_what_tells_how_far_it_is_has_a_bar() -> None:
+    view = LiveView(100, Console(force_terminal=True, width=90, file=io.StringIO()))
+
+    def rows() -> dict[str, bool]:
+        console = Console(force_terminal=True, color_system="truecolor", width=90, file=io.StringIO())
+        console.print(view.render())
+        assert isinstance(console.file, io.StringIO)
+        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in console.file.getvalue().splitlines()]
+        return {line.split()[0]: "━" in line for line in lines if line[:1].islower()}
+
+    view.phase("generate", 1, 2)
+    assert {name: rows()[name] for name in ("steps", "generate", "reward", "score", "train")} == {
+        "steps": True,
+        "generate": True,
+        "reward": False,
+        "score": False,
+        "train": False,
+    }
+    view.step(0, VALUES, SECONDS)
+    view.phase("generate", 1, 2)
+    assert "score" not in rows()  # it took no time
+    assert "train" in rows()
+
+
+@pytest.mark.parametrize("width", [100, 60, 40, 20, 8])
+def test_fits_into_narrow_terminals(width: int) -> None:
+    view = LiveView(100, record(width))
+    run_some(view, 300)
+    view.step(300, {**VALUES, "validation/reward": 0.51}, SECONDS)
+    shown = picture(view, width)
+    assert {len(line) for line in shown.splitlines()} == {width}
+    if width >= 40:
+        assert "12,346 tokens/s" in shown
+        assert "generate ━" in shown
+
+
+def test_live_output_leaves_the_cursor_visible_also_after_an_exception() -> None:
+    console = record(height=5)  # lower than the picture
+
+    def break_inside() -> None:
+        with LiveView(3, console) as view:
+            run_some(view)
+            view.note("a [note] that stays")
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        break_inside()
+    assert isinstance(console.file, io.StringIO)
+    written = console.file.getvalue()
+    assert written.count("\x1b[?25l") == 1
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+    assert "a [note] that stays" in written
+    before = len(written)
+    console.print("the terminal is ours again")
+    assert console.file.getvalue()[before:] == "the terminal is ours again\n"
+
+
+def read_all(terminal: int) -> bytes:
+    """Until the other side is closed, which Linux reports as an error."""
+    seen = b""
+    with contextlib.suppress(OSError):
+        while data := os.read(terminal, 4096):
+            seen += data
+    os.close(terminal)
+    return seen
+
+
+def test_a_real_terminal_gets_the_live_view_and_a_pipe_does_not() -> None:
+    code = (
+        "from rollgraph.telemetry import make_view\n"
+        "with make_view('auto', 2) as view:\n"
+        "    view.phase('generate', 1, 2); view.step(0, {'reward': 0.5}, {'generate': 1.0}); print('printed')\n"
+    )
+    source = Path(rollgraph.__file__).parents[1]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8", "COLUMNS": "60", "LINES": "30"}
+    piped = subprocess.check_output([sys.executable, "-c", code], cwd=source, env=environment, text=True)
+    assert piped == "[1/2]  reward 0.5  1.0s: generate 1.0  1s left\nprinted\n"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=source, env=environment, stdout=theirs)
+    os.close(theirs)
+    seen = read_all(ours).decode()
+    assert process.wait() == 0
+    assert "╭─ rollgraph" in re.sub(r"\x1b\[[0-9;]*m", "", seen)
+    assert "\x1b[?25h" in seen
+    assert "printed" in seen
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb"), os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        monkeypatch.setenv("TERM", "xterm")
+        assert isinstance(make_view("auto", 1, stream), LiveView)
+        assert isinstance(make_view("plain", 1, stream), PlainView)
+        monkeypatch.setenv("TERM", "dumb")
+        assert isinstance(make_view("live", 1, stream), PlainView)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([], ""),
+        ([3.0], "▁"),
+        ([2.0, 2.0], "▁▁"),
+        ([0.0, 7.0, 3.0], "▁█▄"),
+        ([0.0, float("nan"), 1.0, float("inf")], "▁ █ "),
+        ([float("nan")], " "),
+    ],
+)
+def test_sparkline(values: list[float], line: str) -> None:
+    assert sparkline(values) == line
