@@ -16,13 +16,13 @@ def test_every_block_but_the_first_is_given_out_once() -> None:
     manager = BlockManager(blocks=5, block_size=4)
     assert manager.free == manager.capacity == 4
     assert sorted(manager.allocate(3) + manager.allocate(1)) == [1, 2, 3, 4]
-    with pytest.raises(RuntimeError, match="1 blocks asked for, 0 are free"):
+    with pytest.raises(RuntimeError, match="cannot allocate 1 blocks: only 0 are free"):
         manager.allocate(1)
 
 
 def test_a_request_that_is_too_large_takes_nothing() -> None:
     manager = BlockManager(blocks=4, block_size=1)
-    with pytest.raises(RuntimeError, match="4 blocks asked for, 3 are free"):
+    with pytest.raises(RuntimeError, match="cannot allocate 4 blocks: only 3 are free"):
         manager.allocate(4)
     assert manager.free == 3
 
@@ -41,11 +41,11 @@ def test_a_free_block_can_neither_be_released_nor_shared() -> None:
     manager = BlockManager(blocks=3, block_size=4)
     table = manager.allocate(1)
     manager.release(table)
-    with pytest.raises(RuntimeError, match="free already"):
+    with pytest.raises(RuntimeError, match="already free"):
         manager.release(table)
-    with pytest.raises(RuntimeError, match="nothing to share"):
+    with pytest.raises(RuntimeError, match="cannot share block"):
         manager.share(table)
-    with pytest.raises(RuntimeError, match="block 0 is free"):
+    with pytest.raises(RuntimeError, match="cannot share block 0: it is free"):
         manager.share([0])
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rollgraph.graph import GraphError
-from rollgraph.inference import Completion, Engine, Output, Progress, RequestError, SamplingParams
-from rollgraph.inference.engine import _RunningSample, _stream
+from rollgraph.inference import Engine, Output, Progress, RequestError, SamplingParams
 from rollgraph.inference.requests import OnToken
+from rollgraph.inference.text_stream import TextStream
 from rollgraph.model import Architecture, Decoder, token_logprobs
 from rollgraph.tokenizer import ByteTokenizer, Detokenizer
 from tests.tokenizer.test_tokenizer import of_kind
@@ -193,9 +193,9 @@ def test_a_guard_stops_generation_from_weights_that_are_not_current(device: str)
         ("y" * 96, "leaves no room in max_length = 96"),
         ([1, 264], "token 264 is not in the model's vocabulary of 264"),
         ([1, -1], "token -1 is not in the model's vocabulary"),
-        ([1.7, 2.9], "a prompt is a text or token ids, not '[1.7, 2.9]'"),
-        (["a"], "a prompt is a text or token ids"),
-        (None, "a prompt is a text or token ids, not 'None'"),
+        ([1.7, 2.9], "a prompt must be text or token ids, not '[1.7, 2.9]'"),
+        (["a"], "a prompt must be text or token ids"),
+        (None, "a prompt must be text or token ids, not 'None'"),
         ("a\ud83d b", "surrogate"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_cache_too_small_for_a_request_says_so(model: Decoder, engine: Engine)
     block = engine.plan.nbytes // engine.plan.blocks
     small = make_engine(model, cache_bytes=6 * block, filters=False, rows=1)
     big, fits = small.generate(["0123456789", "ab"], SamplingParams(max_tokens=15, seed=1))
-    assert big.error == "10 tokens of prompt and 15 to generate take 6 blocks, the cache has 5"
+    assert big.error == "a prompt of 10 tokens with 15 to generate needs 6 blocks; the cache has 5"
     assert len(fits.completions[0].tokens) == 15
     with pytest.raises(ValueError, match="one block takes"):
         make_engine(model, cache_bytes=10)
@@ -312,14 +312,13 @@ def test_nothing_of_a_stop_string_is_streamed(scripted: Engine, stops: tuple[str
 def test_a_stop_string_of_fallback_bytes_ends_a_completion_at_once() -> None:
     tokenizer = of_kind("byte_fallback")
     the, newline = tokenizer.vocab["▁the"], tokenizer.vocab["<0x0A>"]
-    params = SamplingParams(stop=("\n\n",))
-    sample = _RunningSample(
-        Output(None, [], [Completion()]), 0, params, frozenset(), None, Detokenizer(tokenizer), (0, 0)
-    )
-    assert sample.detokenizer is not None
-    ends = [_stream(sample, sample.detokenizer, token, True, False) for token in (the, newline, newline)]
-    assert ends == [False, False, True]
-    assert sample.completion.text == "the"
+    stream = TextStream(Detokenizer(tokenizer), ("\n\n",))
+    stopped = []
+    for token in (the, newline, newline):
+        stream.push(token, last=False)
+        stopped.append(stream.stopped)
+    assert stopped == [False, False, True]
+    assert stream.text == "the"
 
 
 def test_an_aborted_stream_has_the_text_of_its_tokens(scripted: Engine) -> None:
@@ -493,5 +492,5 @@ def test_without_a_tokenizer_tokens_go_in_and_out(model: Decoder) -> None:
     )
     assert len(tokens.completions[0].tokens) == 3
     assert tokens.completions[0].text == ""
-    assert text.error == "a prompt of text needs a tokenizer"
+    assert text.error == "a text prompt needs a tokenizer"
     assert stop.error == "stop strings and streamed text need a tokenizer"

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rollgraph.inference.scheduler import GO, IDLE, NO_ROW, EngineStep, RequestState, Scheduler, Sequence
+from rollgraph.inference.scheduler import GO, IDLE, NO_ROW, EngineStep, RequestState, Scheduler, Sequence, SequenceError
 
 GARBAGE = -7
 
@@ -230,7 +230,7 @@ class Engine:
             assert sequence.computed <= len(sequence.blocks) * size
             for block in sequence.blocks:
                 owners.setdefault(block, []).append(sequence)
-        held = [block for table in self.scheduler._left for block in table]  # of who finished, while others wait
+        held = [block for table in self.scheduler._retained for block in table]  # of who finished, while others wait
         assert waiting or not held
         assert [blocks.count(b) for b in range(self.options["blocks"])] == [
             len(owners.get(b, [])) + held.count(b) for b in range(self.options["blocks"])
@@ -591,17 +591,18 @@ def test_a_row_that_has_not_started_is_moved_without_the_device() -> None:
     ("prompt", "max_tokens", "message"),
     [
         ((), 4, "sequence 7: the prompt is empty"),
-        ((1,), 0, "sequence 7: max_tokens = 0, must be at least 1"),
+        ((1,), 0, "sequence 7: max_tokens = 0: must be at least 1"),
         ((1,) * 64, 4, "sequence 7: a prompt of 64 tokens leaves no room in max_length = 64"),
-        ((1,) * 10, 8, "sequence 7: 10 tokens of prompt and 8 to generate take 5 blocks, the cache has 4"),
-        ((1,) * 10, 99, "sequence 7: 10 tokens of prompt and 54 to generate take 16 blocks, the cache has 4"),
+        ((1,) * 10, 8, "sequence 7: a prompt of 10 tokens with 8 to generate needs 5 blocks; the cache has 4"),
+        ((1,) * 10, 99, "sequence 7: a prompt of 10 tokens with 54 to generate needs 16 blocks; the cache has 4"),
     ],
 )
 def test_what_can_never_run_is_refused(prompt: tuple[int, ...], max_tokens: int, message: str) -> None:
     scheduler = Scheduler(**{**OPTIONS, "blocks": 5})
     sequence = Sequence(7, prompt, max_tokens)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SequenceError, match=message) as caught:
         scheduler.add(sequence)
+    assert (caught.value.sequence_id, f"sequence 7: {caught.value.reason}") == (7, message)
     assert not scheduler.has_work
     assert scheduler.schedule() is None
     assert sequence.end == 0

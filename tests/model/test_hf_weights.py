@@ -20,6 +20,7 @@ from rollgraph.model import (
     Decoder,
     ModelFileError,
     Rope,
+    hf_saving,
     load_model,
     load_weights,
     save_model,
@@ -205,7 +206,7 @@ def test_tensors_that_have_no_place_are_named(folder: Path) -> None:
 )
 def test_misshapen_tensors_are_named(name: str, tensor: Tensor, match: str, folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors | {name: tensor})
-    refused(folder, f"of another shape: .*{match}$")
+    refused(folder, f"wrong shape: .*{match}$")
 
 
 def test_all_that_is_wrong_is_said_at_once(folder: Path) -> None:
@@ -220,14 +221,14 @@ def test_another_dtype_is_not_cast_unasked(tmp_path: Path) -> None:
 
 def test_several_dtypes_are_not_guessed_from(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"].half()})
-    with pytest.raises(ModelFileError, match="stored in float16, float32: pass the dtype"):
+    with pytest.raises(ModelFileError, match=r"stored in several dtypes \(float16, float32\): choose one with dtype="):
         load_model(folder)
     assert load_model(folder, dtype=torch.float32).norm.dtype == torch.float32
 
 
 def test_quantized_tensors_are_refused(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors | {"model.norm.weight": torch.zeros(16, dtype=torch.int8)})
-    refused(folder, r"norm\.weight is stored as I8, not as one of F64, F32, F16, BF16")
+    refused(folder, r"norm\.weight is stored as I8; expected one of F64, F32, F16, BF16")
 
 
 def test_broken_files_are_refused(folder: Path) -> None:
@@ -235,16 +236,16 @@ def test_broken_files_are_refused(folder: Path) -> None:
     content = path.read_bytes()
     for broken in (content[:-1], content[:100], b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0"):
         path.write_bytes(broken)
-        refused(folder, r"model\.safetensors is not a whole safetensors file")
+        refused(folder, r"model\.safetensors is not a complete safetensors file")
 
 
 def test_a_shard_that_is_missing_or_broken(sharded: Path) -> None:
     first, *_, last = sorted(sharded.glob("model-*.safetensors"))
     content = last.read_bytes()
     last.write_bytes(content[:-10])
-    refused(sharded, f"{last.name} is not a whole safetensors file")
+    refused(sharded, f"{last.name} is not a complete safetensors file")
     last.unlink()
-    refused(sharded, f"not whole; missing: {last.name}$")
+    refused(sharded, f"not complete; missing: {last.name}$")
     last.write_bytes(first.read_bytes())
     refused(sharded, rf"has model\.embed_tokens\.weight twice, in {first.name} and in {last.name}")
 
@@ -292,9 +293,14 @@ def test_weights_of_another_architecture(folder: Path) -> None:
     """Even if all the shapes are the same: other positions or norms make another model."""
     for field, value in (("rope", Rope(5e5)), ("norm_eps", 1e-5), ("windows", (None, 7))):
         other = replace(ARCHITECTURE, **{field: value})
-        refused(folder, f"of another architecture: {field} is .* there and .* here$", other, build_too=False)
+        refused(folder, f"has another architecture: {field} is .* there and .* here$", other, build_too=False)
     other = Architecture("llama", 24, 16, 20, 2, 4, 2, 6)
-    refused(folder, "architecture: family is qwen2 there and llama here, vocab.* and 1 more$", other, build_too=False)
+    refused(
+        folder,
+        "another architecture: family is qwen2 there and llama here, vocab.* and 1 more$",
+        other,
+        build_too=False,
+    )
 
 
 def test_an_architecture_that_the_decoder_is_not(folder: Path) -> None:
@@ -396,8 +402,8 @@ def cut_short(
         return step
 
     with patch.context() as patched:
-        patched.setattr(files, "save_file", cutting(save_file))
-        patched.setattr(files.os, "replace", cutting(files.os.replace))
+        patched.setattr(hf_saving, "save_file", cutting(save_file))
+        patched.setattr(hf_saving.os, "replace", cutting(hf_saving.os.replace))
         patched.setattr(Path, "unlink", cutting(Path.unlink))
         patched.setattr(Path, "write_text", cutting(Path.write_text))
         try:
@@ -411,6 +417,6 @@ def test_a_full_disk_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*arguments: object) -> None:
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(hf_saving, "save_file", full)
     with pytest.raises(ModelFileError, match="model was not written: No space left on device"):
         save_model(build(), tmp_path / "model")

@@ -186,7 +186,7 @@ def test_the_vocabulary_counts_added_tokens_and_holes() -> None:
 def test_what_is_no_text_is_named(text: Any) -> None:
     tokenizer = of_kind("words")
     for call in (lambda: tokenizer.encode(text), lambda: tokenizer.encode_batch(["a", text])):
-        with pytest.raises(TokenizerError, match=r"cannot encode .*not text, or half of a surrogate pair"):
+        with pytest.raises(TokenizerError, match=r"cannot encode .*not text, or has half a surrogate pair"):
             call()
 
 
@@ -326,12 +326,16 @@ def test_settings_of_others_survive(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     for load in (Tokenizer.from_folder, ByteTokenizer.from_folder, load_tokenizer):
-        with pytest.raises(TokenizerError, match=r"/nowhere: no such folder; give the one that holds tokenizer.json"):
+        with pytest.raises(
+            TokenizerError, match=r"/nowhere: no such folder; expected the one that holds tokenizer.json"
+        ):
             load(tmp_path / "nowhere")
-        with pytest.raises(TokenizerError, match=r"tokenizer.json: no such file; write it once with transformers"):
+        with pytest.raises(TokenizerError, match=r"tokenizer.json: no such file; create it once with transformers"):
             load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"\x00sentencepiece")
-    with pytest.raises(TokenizerError, match=r"no such file, and tokenizer.model alone is not read; write it once"):
+    with pytest.raises(
+        TokenizerError, match=r"no such file, and tokenizer.model alone is not supported; create it once"
+    ):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -345,7 +349,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
         ("tokenizer_json", JSON["words"][:-40], r"tokenizer.json cannot be used \(.*cut off"),
         ("tokenizer_json", "{}", r"tokenizer.json cannot be used"),
         ("tokenizer_config_json", '{"a": 1,', r"tokenizer_config.json: is not JSON \(.*line 1 column 9"),
-        ("tokenizer_config_json", [], r"tokenizer_config.json: holds a list instead of an object"),
+        ("tokenizer_config_json", [], r"tokenizer_config.json: expected an object, not a list"),
         ("tokenizer_config_json", {"eos_token": {"text": "x"}}, r"an entry of tokenizer_config.json .*'content'"),
         ("tokenizer_config_json", {"chat_template": ["x"]}, r"an entry of tokenizer_config.json is malformed"),
         (
@@ -356,12 +360,12 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
         (
             "tokenizer_config_json",
             {"added_tokens_decoder": [{"content": "x"}]},
-            r"tokenizer_config.json is malformed: added_tokens_decoder is \[.*\] instead of an object",
+            r"tokenizer_config.json is malformed: added_tokens_decoder is \[.*\]; expected an object",
         ),
         (
             "tokenizer_config_json",
             {"added_tokens_decoder": {"one": {"content": "x"}}},
-            r"added_tokens_decoder has 'one': .* instead of an id and its token",
+            r"added_tokens_decoder has 'one': .*; expected an id and its token",
         ),
         (
             "tokenizer_config_json",
@@ -371,12 +375,20 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
         (
             "tokenizer_config_json",
             {"extra_special_tokens": 3},
-            r"malformed: extra_special_tokens is 3 instead of a list",
+            r"malformed: extra_special_tokens is 3; expected a list",
         ),
-        ("tokenizer_config_json", {"additional_special_tokens": [3]}, r"additional_special_tokens has 3 instead of a"),
-        ("tokenizer_config_json", {"chat_template": 3}, r"malformed: chat_template is 3 instead of a text"),
+        (
+            "tokenizer_config_json",
+            {"additional_special_tokens": [3]},
+            r"additional_special_tokens has 3; expected a token",
+        ),
+        ("tokenizer_config_json", {"chat_template": 3}, r"malformed: chat_template is 3; expected a string"),
         ("tokenizer_config_json", {"chat_template": {"default": 3}}, r"malformed: chat_template is .*'default': 3"),
-        ("tokenizer_config_json", {"pad_token": {"content": 3}}, r"malformed: pad_token is .* a token is a text"),
+        (
+            "tokenizer_config_json",
+            {"pad_token": {"content": 3}},
+            r"malformed: pad_token is .*; expected a token: a string",
+        ),
         (
             "special_tokens_map_json",
             {"bos_token": {}, "eos_token": {"a": 1}},
@@ -388,13 +400,13 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
         (
             "generation_config_json",
             {"eos_token_id": {}},
-            r"generation_config.json: eos_token_id is {} instead of an id",
+            r"generation_config.json: eos_token_id is {}; expected an id",
         ),
-        ("config_json", {"eos_token_id": [1, {}]}, r"[/]config.json: eos_token_id is \[1, {}\] instead of an id"),
-        ("config_json", {"pad_token_id": "0"}, r"[/]config.json: pad_token_id is '0' instead of an id"),
-        ("config_json", {"bos_token_id": 2**63}, r"[/]config.json: bos_token_id is 9223372036854775808 instead of"),
-        ("config_json", {"bos_token_id": True}, r"[/]config.json: bos_token_id is True instead of"),
-        ("special_tokens_map_json", POINTER, r"special_tokens_map.json: is not JSON .*fetch the file again"),
+        ("config_json", {"eos_token_id": [1, {}]}, r"[/]config.json: eos_token_id is \[1, {}\]; expected an id"),
+        ("config_json", {"pad_token_id": "0"}, r"[/]config.json: pad_token_id is '0'; expected an id"),
+        ("config_json", {"bos_token_id": 2**63}, r"[/]config.json: bos_token_id is 9223372036854775808; expected"),
+        ("config_json", {"bos_token_id": True}, r"[/]config.json: bos_token_id is True; expected"),
+        ("special_tokens_map_json", POINTER, r"special_tokens_map.json: is not JSON .*download the file again"),
         ("generation_config_json", "", r"generation_config.json: is not JSON"),
         ("config_json", "{'a': 1}", r"[/]config.json: is not JSON"),
     ],
@@ -463,7 +475,7 @@ def test_files_at_which_the_library_panics_are_named(tmp_path: Path, part: str) 
 @pytest.mark.parametrize("version", ["3.1.5", "2.11.3", "3.0"])
 def test_templates_do_not_run_in_a_sandbox_that_opens(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    message = rf"jinja2 {version} is installed, whose sandbox they can leave; pip install 'jinja2>=3\.1\.6'"
+    message = rf"jinja2 {version}, because they can leave its sandbox; pip install 'jinja2>=3\.1\.6'"
     with pytest.raises(TokenizerError, match=message):
         ByteTokenizer().render_chat([{"role": "user", "content": "x"}], template="{{ messages }} " + version)
 
@@ -935,7 +947,7 @@ def test_a_special_token_that_the_config_declares_ordinary(tmp_path: Path) -> No
 def test_a_finished_stream_is_over() -> None:
     detokenizer = Detokenizer(BYTES)
     assert (detokenizer.finish(), detokenizer.finish(), detokenizer.text) == ("", "", "")
-    with pytest.raises(TokenizerError, match="finished"):
+    with pytest.raises(TokenizerError, match="this stream is finished"):
         detokenizer.push(65)
 
 
@@ -1010,7 +1022,7 @@ def test_offsets_of_ids_that_are_not_the_encoding_of_their_text() -> None:
     assert tokenizer.encode("the é", special=False) != ids
     assert view.offsets(ids, "the é</s>") == [0, 1, 2, 3, 4, 4, 5]
     assert view.offsets(ids, "the é") == [0, 1, 2, 3, 4, 4, 5]
-    with pytest.raises(TokenizerError, match="no offsets: these 7 ids are not the text 'the e'"):
+    with pytest.raises(TokenizerError, match="no offsets: these 7 ids are not an encoding of 'the e'"):
         view.offsets(ids, "the e")
 
 

@@ -16,13 +16,14 @@ from typing import Any, Literal
 import torch
 
 from rollgraph.config import Config, check_scopes
+from rollgraph.inference.defaults import BLOCK_SIZE
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture, Decoder
 from rollgraph.model.logprobs import CHUNK_ELEMENTS
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture, scores_old
-from rollgraph.run.shapes import BLOCK_SIZE, make_limits
+from rollgraph.run.shapes import make_limits
 from rollgraph.sharding import ShardedModel
 from rollgraph.sharding.flat_buffer import BucketPlan, plan_buckets, specs_of
 
