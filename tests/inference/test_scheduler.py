@@ -1,7 +1,7 @@
-"""Scheduler, on a simulated device whose every token depends on all it reads through its block tables.
+"""The scheduler on a simulated device, where every token depends on all that is read through the block tables.
 
-A block that is wrongly shared, freed too early, overwritten or not copied gives a token that the oracle,
-which sees only the prompt, does not expect.
+If a block is wrongly shared, freed too early, overwritten or not copied, the device samples a token other than the
+oracle, which sees only the prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GARBAGE = -7
 
 
 def sample(seen: list[tuple[int, int]], seed: int) -> int:
-    """The 'model': the next token after the cached (token, what that token attended to), different for each request."""
+    """The 'model': the next token, given the cached pairs of a token and what it attended to; differs by request."""
     return hash((tuple(seen), seed)) % 1_000_003
 
 
@@ -54,7 +54,7 @@ class Row:
 
 
 class Device:
-    """Executes steps as the engine does. It knows only what a step tells it."""
+    """Executes steps as the engine does. It knows only what is in a step."""
 
     def __init__(self, blocks: int, block_size: int, rows: int) -> None:
         self.size = block_size
@@ -120,7 +120,7 @@ class Device:
 
 
 class Engine:
-    """The host loop in small: a scheduler, a device, and the steps whose tokens it has not looked at yet."""
+    """A small version of the host loop: a scheduler, a device, and the steps whose tokens it has not read yet."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -128,9 +128,9 @@ class Engine:
         self.device = Device(options["blocks"], options["block_size"], options["max_rows"])
         self.launched: deque[tuple[EngineStep, list[int]]] = deque()
         self.sequences: list[Sequence] = []
-        self.stopping: set[int] = set()  # requests that stop at a token which is a multiple of 5
+        self.stopping: set[int] = set()  # requests that stop at a token that is a multiple of 5
         self.steps: list[EngineStep] = []
-        self.preempted: set[Sequence] = set()  # that no step has told of yet
+        self.preempted: set[Sequence] = set()  # not reported by a step yet
         self._expected: dict[int, list[int]] = {}
 
     def add(self, prompt: tuple[int, ...], max_tokens: int) -> Sequence:
@@ -144,7 +144,7 @@ class Engine:
         step = self.scheduler.schedule()
         has_row = [sequence for sequence in self.sequences if sequence.row != NO_ROW]
         self.preempted |= {sequence for sequence in had_row if sequence not in has_row}
-        if not all(sequence in had_row for sequence in has_row):  # a newcomer leaves one block to each of the others
+        if not all(sequence in had_row for sequence in has_row):  # a newcomer leaves one block for each of the others
             assert self.scheduler.blocks.free >= len(has_row) - 1
         if step is None:
             assert self.launched or not self.scheduler.has_work, "stuck: nothing to launch and nothing to wait for"
@@ -157,7 +157,7 @@ class Engine:
         return step
 
     def land(self) -> None:
-        """Look at the tokens of the oldest step in flight."""
+        """Read the tokens of the oldest step in flight."""
         step, tokens = self.launched.popleft()
         for sequence, token in self.scheduler.update(step, tokens):
             assert sequence.generated[-1] == token
@@ -165,14 +165,14 @@ class Engine:
                 self.scheduler.finish(sequence, "stop")
 
     def turn(self) -> EngineStep | None:
-        """As the real engine: launch, then look at the step before; with nothing to launch, look at what there is."""
+        """Like the real engine: launch a step, then read the one before. With nothing to launch, read what is left."""
         step = self.launch()
         while len(self.launched) > (step is not None):
             self.land()
         return step
 
     def drain(self) -> None:
-        """Run to the end. Whoever is the oldest gets on in each step, which bounds their number."""
+        """Run to the end. The oldest sequence makes progress in each step, which bounds the number of steps."""
         limit = 5 + sum(2 * s.end + 5 for s in self.sequences)
         while self.scheduler.has_work:
             self.turn()
@@ -182,7 +182,7 @@ class Engine:
             self.land()
 
     def check(self, step: EngineStep) -> None:
-        """What holds of every step, whatever its content."""
+        """Check what holds for every step."""
         options = self.options
         assert sum(len(chunk.tokens) for chunk in step.chunks) <= options["prefill_tokens"]
         assert len(step.chunks) <= options["prefill_sequences"]
@@ -191,7 +191,7 @@ class Engine:
         assert step.bucket in (0, *options["buckets"])
         assert (step.bucket == 0) == (not decoding)
         assert decoding or step.chunks
-        if decoding:  # the smallest bucket, and everyone who has a row is in the smallest that holds all of them
+        if decoding:  # the smallest bucket, and all rows are compacted into it
             assert min(b for b in options["buckets"] if b > decoding[-1]) == step.bucket
             holders = [sequence for sequence in self.sequences if sequence.row != NO_ROW]
             assert max(s.row for s in holders) < min(b for b in options["buckets"] if b >= len(holders))
@@ -202,14 +202,14 @@ class Engine:
                 assert len(sequence.generated) + sequence.in_flight <= sequence.max_tokens
                 assert sequence.length + sequence.in_flight <= options["max_length"]
                 assert order == GO or order == sequence.blocks[-1] > 0
-        # Decodes and copies write to blocks of one owner. (That chunks do not collide, the device checks.)
+        # Decodes and copies write only to blocks with one owner. (The device checks that chunks do not collide.)
         size = options["block_size"]
         written = [s.blocks[(s.computed - 1) // size] for s in step.rows if s is not None]
         written += [target for _, target in step.copies]
         assert all(self.scheduler.blocks.count(block) == 1 for block in written)
 
     def check_state(self) -> None:
-        """What holds between any two calls."""
+        """Check what holds between any two calls."""
         blocks, size = self.scheduler.blocks, self.options["block_size"]
         alive = [sequence for sequence in self.sequences if sequence.state is not RequestState.FINISHED]
         waiting = [sequence for sequence in alive if sequence.state is RequestState.WAITING]
@@ -219,10 +219,10 @@ class Engine:
         assert not any(s.blocks or s.computed for s in self.sequences if s not in holding)
         assert all((sequence.row == NO_ROW) == (sequence not in holding) for sequence in self.sequences)
         assert len({sequence.row for sequence in holding}) == len(holding) <= self.options["max_rows"]
-        # First come, first served; only the latest of those that have a row can be partly prefilled.
+        # First come, first served. Only the latest sequence that has a row can be partly prefilled.
         assert not waiting or not holding or max(s.id for s in holding) < min(s.id for s in waiting)
         assert all(s.state is RequestState.RUNNING or s is max(holding, key=lambda s: s.id) for s in holding)
-        # Each block is free or held, by as many tables as its count says, and never the first one.
+        # Each block is free, or held by as many tables as its count says. The first block is never held.
         owners: dict[int, list[Sequence]] = {}
         for sequence in holding:
             assert 0 not in sequence.blocks
@@ -230,13 +230,15 @@ class Engine:
             assert sequence.computed <= len(sequence.blocks) * size
             for block in sequence.blocks:
                 owners.setdefault(block, []).append(sequence)
-        held = [block for table in self.scheduler._retained for block in table]  # of who finished, while others wait
+        held = [
+            block for table in self.scheduler._retained for block in table
+        ]  # of finished sequences, while others wait
         assert waiting or not held
         assert [blocks.count(b) for b in range(self.options["blocks"])] == [
             len(owners.get(b, [])) + held.count(b) for b in range(self.options["blocks"])
         ]
         assert blocks.free + len(owners.keys() | set(held)) == self.options["blocks"] - 1
-        # Who shares a block agrees on all that comes up to its end, and will not write there any more.
+        # Sequences that share a block agree on all tokens up to its end, and no longer write to it.
         for block, sharing in owners.items():
             stop = (sharing[0].blocks.index(block) + 1) * size
             assert len(sharing) == 1 or len({sequence.tokens[:stop] for sequence in sharing}) == 1
@@ -249,7 +251,7 @@ class Engine:
                 assert sequence.computed == sequence.length - 1 + sequence.in_flight
 
     def check_end(self) -> None:
-        """What holds when all is done."""
+        """Check what holds at the end."""
         self.check_state()
         assert self.scheduler.blocks.free == self.options["blocks"] - 1
         for sequence in self.sequences:
@@ -280,13 +282,13 @@ OPTIONS: dict[str, Any] = {
 
 
 class Program(RuleBasedStateMachine):
-    """Requests that share prefixes, steps, results that come late, stops and aborts, in any order, in a tiny cache."""
+    """Requests that share prefixes, steps, late results, stops and aborts, in any order, in a tiny cache."""
 
     @initialize(data=st.data())
     def configure(self, data: st.DataObject) -> None:
         size, rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
         max_length = data.draw(st.sampled_from([2, 5, 9, 14, 20]))
-        fewest = 1 + -(-(max_length - 1) // size)  # those that the longest request needs
+        fewest = 1 + -(-(max_length - 1) // size)  # what the longest request needs
         self.engine = Engine(
             blocks=max(2, fewest + data.draw(st.integers(-1, 6))),
             block_size=size,
@@ -299,7 +301,7 @@ class Program(RuleBasedStateMachine):
 
     @rule(data=st.data(), max_tokens=st.integers(0, 12), copies=st.integers(1, 4), stops=st.booleans())
     def add(self, data: st.DataObject, max_tokens: int, copies: int, stops: bool) -> None:
-        """A prompt that is new, or goes on where some request is or was, as often as not several times."""
+        """Add a prompt that is new, or that continues the tokens of another request, one or several times."""
         options, begun = self.engine.options, [s.tokens for s in self.engine.sequences]
         beginning = data.draw(st.sampled_from([(), *begun]))
         cut = data.draw(st.integers(0, len(beginning)))
@@ -382,7 +384,7 @@ def test_a_prompt_sampled_16_times_is_prefilled_once() -> None:
 
 
 def test_a_group_larger_than_the_rows_is_prefilled_once_too() -> None:
-    """The first of the group is long gone when the last comes: the copies of its tail have taken its place."""
+    """The first of the group has finished long before the last starts: copies of its tail have replaced it."""
     engine = engine_with(max_rows=3, buckets=(3,))
     prompt = tuple(range(100, 111))
     for i in range(16):
@@ -392,7 +394,7 @@ def test_a_group_larger_than_the_rows_is_prefilled_once_too() -> None:
     assert sum(len(step.copies) for step in engine.steps) == 15
 
 
-def test_a_group_of_one_length_is_prefilled_once_although_all_that_run_end_together() -> None:
+def test_a_group_whose_members_end_together_is_prefilled_once() -> None:
     engine = engine_with(max_rows=4, buckets=(4,))
     prompt = tuple(range(100, 111))
     for _ in range(16):
@@ -401,8 +403,8 @@ def test_a_group_of_one_length_is_prefilled_once_although_all_that_run_end_toget
     assert prefilled(engine) == len(prompt) - 1
 
 
-def test_who_waits_comes_in_where_only_the_blocks_of_the_finished_are_left() -> None:
-    """They are held for those who share them, and given up where that leaves no room."""
+def test_retained_blocks_are_released_when_a_waiting_sequence_needs_them() -> None:
+    """They are retained for sequences that may share them, and released if there is no room otherwise."""
     engine = engine_with(blocks=5, max_rows=2, buckets=(2,))
     for first in range(6):
         engine.add(tuple(range(20 * first, 20 * first + 11)), max_tokens=5)
@@ -410,7 +412,7 @@ def test_who_waits_comes_in_where_only_the_blocks_of_the_finished_are_left() -> 
 
 
 def test_a_prompt_that_ends_with_a_block_is_shared_without_a_copy() -> None:
-    engine = engine_with(prefill_tokens=8)  # all of it goes to the first, the others need none
+    engine = engine_with(prefill_tokens=8)  # all of it goes to the first; the others need none
     group = [engine.add(tuple(range(9)), max_tokens=9) for _ in range(4)]
     step = engine.turn()
     assert step is not None
@@ -429,7 +431,7 @@ def test_prompts_of_one_step_share_what_that_step_computes() -> None:
     finish_all(engine)
 
 
-def test_what_nobody_holds_any_more_is_computed_again() -> None:
+def test_a_prefix_that_is_no_longer_held_is_computed_again() -> None:
     engine = engine_with()
     for _ in range(2):
         engine.add(tuple(range(9)), max_tokens=2)
@@ -456,9 +458,11 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
         [(long, 0, 6)],
         [(long, 6, 6)],
         [(long, 12, 6)],
-        [(long, 18, 1)],  # `late` comes behind it, and copies its only position from `short`
+        [(long, 18, 1)],  # `late` follows, and copies its only position from `short`
     ]
-    assert [step.rows for step in steps[:3]] == [[short]] * 3  # the row that waits for its prompt costs no bucket
+    assert [step.rows for step in steps[:3]] == [
+        [short]
+    ] * 3  # a row that is still prefilling does not enlarge the bucket
     assert steps[3].starts == [long, late]
     assert steps[3].rows == [short, long, late, None]
     assert steps[3].orders[3] == IDLE
@@ -475,7 +479,7 @@ def test_chunks_of_a_step_are_limited_in_number() -> None:
     finish_all(engine)
 
 
-def test_a_full_cache_sends_the_latest_back_and_it_resumes_with_its_tokens() -> None:
+def test_a_full_cache_preempts_the_latest_which_resumes_with_its_tokens() -> None:
     engine = engine_with(blocks=8, max_rows=3, buckets=(1, 2, 3), max_length=24)
     first, second, third = (engine.add((i, i, i), max_tokens=18) for i in range(3))
     while not (steps := [step for step in engine.steps if step.preempted]):
@@ -494,7 +498,7 @@ def test_a_full_cache_sends_the_latest_back_and_it_resumes_with_its_tokens() -> 
     assert ends[first] > ends[second] > ends[third]
 
 
-def test_nobody_overtakes_a_sequence_that_gave_way() -> None:
+def test_a_preempted_sequence_is_not_overtaken() -> None:
     engine = engine_with(blocks=7, max_rows=3, buckets=(3,), max_length=20)
     first, second = (engine.add((i, i, i), max_tokens=16) for i in range(2))
     while second.in_flight or not second.generated or second.state is RequestState.RUNNING:
@@ -508,13 +512,13 @@ def test_nobody_overtakes_a_sequence_that_gave_way() -> None:
     finish_all(engine)
 
 
-def test_a_sequence_that_gave_way_comes_back_after_its_tokens_in_flight() -> None:
+def test_a_preempted_sequence_waits_for_its_tokens_in_flight() -> None:
     engine = engine_with(blocks=4, block_size=2, max_rows=2, buckets=(2,), max_length=7)
     first, second = engine.add((1,), max_tokens=6), engine.add((2,), max_tokens=6)
     for _ in range(3):
         assert engine.launch()
     assert (second.state, second.in_flight, second.generated) == (RequestState.WAITING, 2, [])
-    engine.scheduler.finish(first, "abort")  # now there is room, but its tokens are not known yet
+    engine.scheduler.finish(first, "abort")  # now there is room, but its tokens in flight are not known yet
     assert engine.launch() is None
     engine.land()
     assert engine.launch() is None
@@ -526,7 +530,7 @@ def test_a_sequence_that_gave_way_comes_back_after_its_tokens_in_flight() -> Non
     finish_all(engine)
 
 
-def test_a_token_in_flight_can_end_a_sequence_that_gave_way() -> None:
+def test_a_token_in_flight_can_end_a_preempted_sequence() -> None:
     engine = engine_with(blocks=4, block_size=1, max_rows=2, buckets=(2,), max_length=4)
     engine.add((1,), max_tokens=3)
     second = engine.add((2,), max_tokens=2)
@@ -537,7 +541,7 @@ def test_a_token_in_flight_can_end_a_sequence_that_gave_way() -> None:
     finish_all(engine)
 
 
-def test_a_newcomer_leaves_a_block_to_everyone_who_runs() -> None:
+def test_a_newcomer_leaves_a_block_for_every_running_sequence() -> None:
     engine = engine_with(blocks=5, block_size=4)
     first, second = engine.add((1, 2), max_tokens=2), engine.add((1, 2, 3, 4, 5), max_tokens=2)
     third = engine.add((3,), max_tokens=1)
@@ -597,7 +601,7 @@ def test_a_row_that_has_not_started_is_moved_without_the_device() -> None:
         ((1,) * 10, 99, "sequence 7: a prompt of 10 tokens with 54 to generate needs 16 blocks; the cache has 4"),
     ],
 )
-def test_what_can_never_run_is_refused(prompt: tuple[int, ...], max_tokens: int, message: str) -> None:
+def test_a_sequence_that_could_never_run_is_refused(prompt: tuple[int, ...], max_tokens: int, message: str) -> None:
     scheduler = Scheduler(**{**OPTIONS, "blocks": 5})
     sequence = Sequence(7, prompt, max_tokens)
     with pytest.raises(SequenceError, match=message) as caught:
@@ -608,7 +612,7 @@ def test_what_can_never_run_is_refused(prompt: tuple[int, ...], max_tokens: int,
     assert sequence.end == 0
 
 
-def test_what_fits_to_the_last_place_is_accepted() -> None:
+def test_a_sequence_that_just_fits_is_accepted() -> None:
     """10 + 7 tokens take 4 blocks of 4: the last token is never fed."""
     engine = engine_with(blocks=5)
     sequence = engine.add((1,) * 10, max_tokens=7)
@@ -641,7 +645,7 @@ def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], me
         Scheduler(**{**OPTIONS, **changes})
 
 
-def test_the_smallest_cache_serves_many_requests_one_after_the_other() -> None:
+def test_the_smallest_cache_serves_requests_one_after_another() -> None:
     engine = engine_with(blocks=5, max_length=17)
     sequences = [engine.add((i,) * 10, max_tokens=7) for i in range(12)]
     done: list[Sequence] = []
@@ -660,7 +664,7 @@ def test_no_token_is_sampled_beyond_the_limit(max_tokens: int, max_length: int, 
     for _ in range(count):
         assert engine.launch()
     assert sequence.in_flight == count
-    assert engine.launch() is None  # nothing is known yet, but enough is under way
+    assert engine.launch() is None  # no token is known yet, but enough are in flight
     for _ in range(count - 1):
         engine.land()
     assert sequence.state is RequestState.RUNNING
@@ -680,7 +684,7 @@ def test_a_row_at_its_limit_is_idle_until_its_tokens_arrive() -> None:
     finish_all(engine)
 
 
-def test_an_abort_in_flight_drops_the_token_and_frees_row_and_blocks_at_once() -> None:
+def test_an_abort_in_flight_drops_the_token_and_frees_row_and_blocks() -> None:
     engine = engine_with(blocks=5, max_rows=1, buckets=(1,))
     first = engine.add((1,) * 9, max_tokens=8)
     engine.launch()
@@ -696,7 +700,7 @@ def test_an_abort_in_flight_drops_the_token_and_frees_row_and_blocks_at_once() -
     assert (first.generated, len(second.generated)) == ([], 8)
 
 
-def test_an_abort_in_mid_prefill_leaves_the_blocks_to_those_who_share_them() -> None:
+def test_an_abort_during_prefill_keeps_blocks_that_others_can_share() -> None:
     engine = engine_with(prefill_tokens=4)
     prompt = tuple(range(50, 70))
     older = engine.add(prompt[:9], max_tokens=20)
@@ -711,12 +715,12 @@ def test_an_abort_in_mid_prefill_leaves_the_blocks_to_those_who_share_them() -> 
     engine.check_state()
     step = engine.turn()
     assert step is not None
-    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 12)]  # takes over what is there
+    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 12)]  # shares what is computed already
     assert younger.blocks[:3] == left
     finish_all(engine)
 
 
-def test_an_abort_in_mid_prefill_is_forgotten_where_nobody_waits() -> None:
+def test_an_abort_during_prefill_frees_blocks_if_no_sequence_waits() -> None:
     engine = engine_with(prefill_tokens=4)
     prompt = tuple(range(50, 70))
     partly = engine.add(prompt, max_tokens=5)
@@ -739,7 +743,7 @@ def test_an_abort_leaves_the_queue_in_order() -> None:
     assert [s for step in engine.steps for s in step.starts] == [sequences[0], sequences[1], sequences[3]]
 
 
-def test_tokens_must_be_those_of_the_step() -> None:
+def test_the_number_of_tokens_must_match_the_step() -> None:
     scheduler = Scheduler(**OPTIONS)
     scheduler.add(Sequence(0, (1,), 4))
     step = scheduler.schedule()

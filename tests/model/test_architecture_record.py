@@ -1,4 +1,4 @@
-"""The architecture record: what a config.json says is read, written back, or refused."""
+"""The architecture record: every setting of a config.json is read, written back, or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(**changes: Any) -> Architecture:
     return Architecture.from_config({**CONFIG, **changes})
 
 
-def test_what_it_reads() -> None:
+def test_reads_every_field() -> None:
     assert read() == LLAMA
     assert read(num_key_value_heads=None).kv_heads == 4
     assert read(head_dim=24).head_dim == 24
@@ -41,8 +41,8 @@ def test_what_it_reads() -> None:
         assert read(rope_scaling={**kind, "factor": 2.0}).rope == linear
 
 
-def test_rope_scaling_takes_the_place_of_rope_parameters() -> None:
-    """Also of their theta: then the one beside them counts."""
+def test_rope_scaling_replaces_rope_parameters() -> None:
+    """This includes their theta: then the one outside of both counts."""
     newer = {"rope_type": "default", "rope_theta": 5e5}
     older = {"type": "linear", "factor": 2.0}
     assert read(rope_parameters=newer, rope_scaling=older).rope == Rope(1e4, "linear", {"factor": 2.0})
@@ -68,7 +68,7 @@ def test_rope_scaling_takes_the_place_of_rope_parameters() -> None:
     ],
 )
 def test_which_projections_have_biases(family: str, said: dict[str, Any], biases: tuple[bool, ...]) -> None:
-    """Of queries, keys and values, of attention's output, of the mlp: each family has its own idea."""
+    """Biases of queries, keys and values, of the attention output, and of the mlp differ between families."""
     found = read(model_type=family, **said)
     assert (found.qkv_bias, found.output_bias, found.mlp_bias) == biases
     assert found.qk_norm == (family == "qwen3")
@@ -112,19 +112,19 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("architecture", EXAMPLES.values(), ids=EXAMPLES)
-def test_what_is_written_is_read_back(architecture: Architecture) -> None:
+def test_a_written_config_reads_back_unchanged(architecture: Architecture) -> None:
     config = architecture.to_config()
     again = Architecture.from_config(config)
     assert again == architecture
     assert again.to_config() == config
 
 
-def test_what_it_does_not_know_is_kept() -> None:
+def test_unknown_fields_are_kept() -> None:
     more = {"bos_token_id": 1, "eos_token_id": [2, 3], "transformers_version": "4.44.0", "attention_dropout": 0.0}
     written = read(**more, rope_theta=7.0).to_config()
     assert more.items() <= written.items()
     assert written["architectures"] == ["LlamaForCausalLM"]
-    assert read(**more) == read()  # and has no part in what the architecture is
+    assert read(**more) == read()  # and they are not compared
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_what_it_does_not_know_is_kept() -> None:
         ),
     ],
 )
-def test_what_would_compute_something_else_is_refused(changes: dict[str, Any], match: str) -> None:
+def test_unsupported_settings_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ArchitectureError, match=match):
         read(**changes)
 
@@ -212,28 +212,28 @@ WINDOWED = {"model_type": "qwen3", "use_sliding_window": True}
         ),
     ],
 )
-def test_fields_of_another_kind_are_named(changes: dict[str, Any], match: str) -> None:
+def test_fields_of_the_wrong_type_are_named(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ArchitectureError, match=f"^config.json:? .*{match}" if "rope_type" not in match else match):
         read(**changes)
 
 
-def test_a_config_that_is_no_object() -> None:
+def test_a_config_that_is_not_an_object_is_refused() -> None:
     with pytest.raises(ArchitectureError, match=r"config\.json does not hold a JSON object"):
         Architecture.from_config([])  # type: ignore[arg-type]
 
 
-def test_fewer_dimensions_than_heads() -> None:
+def test_fewer_dimensions_than_heads_are_refused() -> None:
     with pytest.raises(ArchitectureError, match="even head_dim, not 0"):
         read(hidden_size=2)
 
 
 @pytest.mark.parametrize("key", [key for key in CONFIG if key not in ("model_type", "num_key_value_heads")])
-def test_what_must_be_said(key: str) -> None:
+def test_required_fields(key: str) -> None:
     with pytest.raises(ArchitectureError, match=f"config.json has no '{key}'"):
         Architecture.from_config({k: v for k, v in CONFIG.items() if k != key})
 
 
-def test_what_config_json_cannot_say() -> None:
+def test_windows_that_config_json_cannot_describe() -> None:
     with pytest.raises(ArchitectureError, match=r"only one window size, not \[4, 8\]"):
         replace(LLAMA, family="qwen2", windows=(4, 8, None)).to_config()
     with pytest.raises(ArchitectureError, match=r"config\.json of a llama model cannot describe windows"):
@@ -243,7 +243,7 @@ def test_what_config_json_cannot_say() -> None:
 
 
 def test_frequencies() -> None:
-    """The first pair turns once in 2π positions, whatever the base; scaling slows pairs down, and slow ones more."""
+    """The first pair turns once in 2π positions, whatever the base. Scaling slows pairs down, slow ones more."""
     plain, factor = LLAMA.frequencies()
     assert plain.dtype == torch.float32
     assert plain.shape == (8,)

@@ -1,4 +1,4 @@
-"""Tokenizers against transformers, byte for byte; streams against whole decodings; templates that misbehave."""
+"""Tokenizers compared with transformers, streams with whole decodings, and templates that misbehave."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TEXTS = [
 ]
 
 
-# Four families of tokenizers, which differ most in how they decode.
+# Four families of tokenizers, which differ mostly in how they decode.
 
 
 def byte_level() -> Backend:
@@ -183,15 +183,15 @@ def test_the_vocabulary_counts_added_tokens_and_holes() -> None:
 
 
 @pytest.mark.parametrize("text", ["half of a pair: \ud83d", None, 5])
-def test_what_is_no_text_is_named(text: Any) -> None:
+def test_a_value_that_is_not_text_is_named(text: Any) -> None:
     tokenizer = of_kind("words")
     for call in (lambda: tokenizer.encode(text), lambda: tokenizer.encode_batch(["a", text])):
         with pytest.raises(TokenizerError, match=r"cannot encode .*not text, or has half a surrogate pair"):
             call()
 
 
-def test_whatever_the_library_raises_for_a_text_is_an_error_of_that_text() -> None:
-    """An Exception of no kind, and a panic, which is not even one of those; the next text is encoded as ever."""
+def test_library_errors_name_the_text_that_caused_them() -> None:
+    """A bare Exception, and a panic, which is not an Exception. The next text is encoded normally."""
     model = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["b", -2.0]], "byte_fallback": False}
     unknown = Tokenizer(TokenizerFiles(json.dumps({"added_tokens": [], "model": model})))
     pieces = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -207,7 +207,7 @@ def test_whatever_the_library_raises_for_a_text_is_an_error_of_that_text() -> No
         assert tokenizer.encode("ab", special=False) == [0, 1]
 
 
-# What the files say
+# Files
 
 
 def token(text: str, **flags: bool) -> dict[str, Any]:
@@ -268,12 +268,12 @@ def test_a_token_that_is_named_becomes_special_and_keeps_its_flags(tmp_path: Pat
     assert ours.decode(ids) == "x<extra><plain>" == peer.decode(ids, skip_special_tokens=True)
 
 
-def test_ids_of_the_model_fill_in_for_tokens_that_nobody_names(tmp_path: Path) -> None:
+def test_ids_of_the_model_config_are_used_for_unnamed_tokens(tmp_path: Path) -> None:
     config = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
     generation = {"eos_token_id": [5, 2]}
     files = {"tokenizer_config_json": {"bos_token": None}, "config_json": config, "generation_config_json": generation}
     tokenizer = Tokenizer.from_folder(write(tmp_path / "a", **files))
-    assert tokenizer.bos_id is None  # the null is explicit
+    assert tokenizer.bos_id is None  # because of the explicit null
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.stop_ids) == (5, 3, {5, 2})
     assert tokenizer.special_tokens == {}  # so that a template renders as in transformers
     tokenizer.save(tmp_path / "b")
@@ -296,7 +296,7 @@ def test_stop_ids(tmp_path: Path, files: dict[str, Any], stops: set[int]) -> Non
     assert Tokenizer.from_folder(write(tmp_path, **files)).stop_ids == stops
 
 
-def test_saving_over_another_tokenizer_leaves_nothing_of_it(tmp_path: Path) -> None:
+def test_saving_replaces_another_tokenizer_completely(tmp_path: Path) -> None:
     stale = write(
         tmp_path,
         "word_piece",
@@ -315,7 +315,7 @@ def test_saving_over_another_tokenizer_leaves_nothing_of_it(tmp_path: Path) -> N
     assert json.loads((stale / "generation_config.json").read_text()) == {"temperature": 0.6}
 
 
-def test_settings_of_others_survive(tmp_path: Path) -> None:
+def test_unrelated_settings_survive(tmp_path: Path) -> None:
     config = {**CONFIG, "model_max_length": 4096, "tokenizer_class": "Qwen2Tokenizer"}
     write(tmp_path / "b", generation_config_json={"top_p": 0.9, "eos_token_id": 1})
     folder = write(tmp_path / "a", tokenizer_config_json=config, generation_config_json={"eos_token_id": [2, 5]})
@@ -324,7 +324,7 @@ def test_settings_of_others_survive(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b/generation_config.json").read_text()) == {"top_p": 0.9, "eos_token_id": [2, 5]}
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     for load in (Tokenizer.from_folder, ByteTokenizer.from_folder, load_tokenizer):
         with pytest.raises(
             TokenizerError, match=r"/nowhere: no such folder; expected the one that holds tokenizer.json"
@@ -428,7 +428,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_named_pipe_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -437,7 +437,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith((".jinja", "config.json"))])
-def test_saving_replaces_links_and_leaves_what_they_point_to(tmp_path: Path, name: str) -> None:
+def test_saving_replaces_links_but_not_their_targets(tmp_path: Path, name: str) -> None:
     shared, target = tmp_path / "shared", tmp_path / "target"
     shared.write_text("theirs")
     target.mkdir()
@@ -463,8 +463,8 @@ PANICS = {
 
 
 @pytest.mark.parametrize("part", PANICS)
-def test_files_at_which_the_library_panics_are_named(tmp_path: Path, part: str) -> None:
-    """A panic is no Exception, so that it would pass by whoever catches those."""
+def test_files_that_make_the_library_panic_are_named(tmp_path: Path, part: str) -> None:
+    """A panic is not an Exception, so `except Exception` would not catch it."""
     content = json.loads(ByteTokenizer()._files.tokenizer_json) | {part: PANICS[part]}
     write(tmp_path, tokenizer_json=json.dumps(content))
     said = r"cannot decode \[97\]" if part == "decoder" else r"tokenizer\.json cannot be used \("
@@ -473,7 +473,7 @@ def test_files_at_which_the_library_panics_are_named(tmp_path: Path, part: str) 
 
 
 @pytest.mark.parametrize("version", ["3.1.5", "2.11.3", "3.0"])
-def test_templates_do_not_run_in_a_sandbox_that_opens(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_templates_do_not_run_in_an_unsafe_jinja2(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     message = rf"jinja2 {version}, because they can leave its sandbox; pip install 'jinja2>=3\.1\.6'"
     with pytest.raises(TokenizerError, match=message):
@@ -481,7 +481,7 @@ def test_templates_do_not_run_in_a_sandbox_that_opens(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("version", ["3.1.6", "3.1.10", "3.2", "4.0.0rc1"])
-def test_templates_run_in_one_that_holds(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_templates_run_in_a_safe_jinja2(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     assert ByteTokenizer().render_chat([], template="{{ 1 + 1 }} " + version) == f"2 {version}"
 
@@ -655,13 +655,13 @@ def test_chats_equal_those_of_transformers(tmp_path: Path, name: str, tools: Any
     assert ours.render_chat(chat, documents=documents, add_generation_prompt=False) == expected
 
 
-def test_a_generation_prompt_is_asked_for_by_default() -> None:
+def test_a_generation_prompt_is_added_by_default() -> None:
     tokenizer = of_kind("byte_level", chat_template=CHATML)
     text = tokenizer.render_chat(CHATS[0])
     assert text.endswith("<|im_start|>assistant\n")
     ids = tokenizer.encode_chat(CHATS[0])
     assert ids.count(tokenizer.vocab["<|im_start|>"]) == 2
-    assert tokenizer.bos_id not in ids  # the post-processor would put one in front; the template did not ask for it
+    assert tokenizer.bos_id not in ids  # the post-processor would add one, but the template did not
 
 
 NAMED = [{"name": "default", "template": "plain {{ 1 }}"}, {"name": "tool_use", "template": "tools {{ 2 }}"}]
@@ -685,7 +685,7 @@ def test_named_templates(tmp_path: Path) -> None:
             ours.render_chat(CHATS[0], template="rug")
 
 
-def test_the_template_file_wins(tmp_path: Path) -> None:
+def test_the_template_file_takes_precedence(tmp_path: Path) -> None:
     config = {**CONFIG, "chat_template": NAMED}
     folder = write(tmp_path, tokenizer_config_json=config, chat_template_jinja="file\r\n{{ 1 }}\n")
     ours = Tokenizer.from_folder(folder)
@@ -693,7 +693,7 @@ def test_the_template_file_wins(tmp_path: Path) -> None:
     assert ours.render_chat(CHATS[0], tools=TOOLS) == "file\n1"
 
 
-def test_without_a_template() -> None:
+def test_a_missing_template_is_an_error() -> None:
     with pytest.raises(TokenizerError, match="has no chat template 'default', nor any other; pass one as template="):
         of_kind("words").encode_chat(CHATS[0])
     only = of_kind("words", chat_template={"rag": "rag {{ 3 }}"})
@@ -766,7 +766,7 @@ def test_templates_may_use_namespaces_dicts_and_generation_blocks(tmp_path: Path
     text = Tokenizer.from_folder(folder).render_chat(CHATS[0])
     assert text == peer_of(folder).apply_chat_template(CHATS[0], tokenize=False)
     assert text == 'none\n12012344{"y": "<&>", "z": "\\u00e9"}'
-    # in transformers the block is a function, where `break` is a syntax error
+    # in transformers the block is a function, so `break` is a syntax error there
     loop = "{% for i in range(9) %}{% generation %}{{ i }}{% if i == 2 %}{% break %}{% endif %}{% endgeneration %}"
     assert of_kind("words").render_chat([], template=loop + "{% endfor %}") == "012"
 
@@ -787,7 +787,7 @@ def test_bytes_are_ids(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 258)))
-def test_any_bytes_decode_as_python_replaces_them(ids: list[int]) -> None:
+def test_invalid_bytes_decode_as_in_python(ids: list[int]) -> None:
     assert BYTES.decode(ids) == bytes(i for i in ids if i < 256).decode(errors="replace")
     written = b"".join(bytes([i]) if i < 256 else (b"<|bos|>", b"<|eos|>", b"<|pad|>")[i - 256] for i in ids)
     assert BYTES.decode(ids, skip_special=False) == written.decode(errors="replace")
@@ -808,7 +808,7 @@ def test_a_chat_in_bytes() -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     assert BYTES.render_chat(chat) == "<|bos|>user: hi<|eos|>\nassistant: yo<|eos|>\nassistant: "
     assert BYTES.encode_chat(chat[:1], add_generation_prompt=False) == [256, *b"user: hi", 257, 10]
-    # what is rendered after the prompt is what the model is to write
+    # what follows the prompt is what the model should write
     assert BYTES.render_chat(chat, add_generation_prompt=False).startswith(BYTES.render_chat(chat[:1]) + "yo<|eos|>")
     assert BYTES.render_chat([], tools=[{"a": "ü"}]) == '<|bos|>tools: [{"a": "ü"}]<|eos|>\nassistant: '
 
@@ -841,7 +841,7 @@ def decoding_otherwise(decoder: decoders.Decoder) -> Tokenizer:
 
 
 def marking_ends() -> Tokenizer:
-    """As in CLIP: the last part of a word ends in </w>, which is a space unless it comes last."""
+    """As in CLIP: the last part of a word ends with </w>, which decodes to a space except at the very end."""
     backend = Backend(models.BPE(end_of_word_suffix="</w>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -857,7 +857,7 @@ STREAMED["ends"] = marking_ends()
 
 
 def stream(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> list[str]:
-    """What each id gives, then the rest."""
+    """The text that each id gives, then the rest."""
     detokenizer = Detokenizer(tokenizer, skip_special)
     pieces = [detokenizer.push(i) for i in ids]
     assert detokenizer.text == "".join(pieces)
@@ -868,7 +868,7 @@ def stream(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) 
 
 @pytest.mark.parametrize("kind", STREAMED)
 @given(data=st.data())
-def test_a_stream_of_any_ids_is_their_text(kind: str, data: st.DataObject) -> None:
+def test_a_stream_of_any_ids_gives_their_text(kind: str, data: st.DataObject) -> None:
     tokenizer = STREAMED[kind]
     favourites = sorted({*tokenizer.special_ids, *tokenizer.byte_ids, *tokenizer.encode("🚀日 a", special=False)})
     some = st.sampled_from(favourites) if favourites else st.nothing()
@@ -876,8 +876,8 @@ def test_a_stream_of_any_ids_is_their_text(kind: str, data: st.DataObject) -> No
     skip = data.draw(st.booleans())
     pieces = stream(tokenizer, ids, skip)
     whole = tokenizer.decode(ids, skip)
-    assert "".join(pieces) == whole  # so whatever was given out is the beginning of every continuation's text
-    if not tokenizer.byte_ids:  # and it was given out at once, but for a character that may be unfinished
+    assert "".join(pieces) == whole  # so the text given so far is the beginning of every continuation's text
+    if not tokenizer.byte_ids:  # and it was given at once, except for a character that may be incomplete
         given_out = ""
         for end, piece in enumerate(pieces[:-1], 1):
             given_out += piece
@@ -892,7 +892,7 @@ def test_an_emoji_comes_out_whole() -> None:
     assert stream(tokenizer, [*fox, *fox]) == ["", "", "🦊", "", "", "🦊", ""]
 
 
-def test_bytes_that_are_no_character() -> None:
+def test_bytes_that_are_not_a_character() -> None:
     assert stream(BYTES, [0xE2, 0x82, 65, 0xFF, 0xFF, 66]) == ["", "", "\ufffdA", "", "\ufffd", "\ufffdB", ""]
     assert stream(BYTES, [65, 0xF0, 0x9F]) == ["A", "", "", "\ufffd"]  # cut off
     real = stream(BYTES, [*"\ufffd".encode(), 65])
@@ -911,11 +911,11 @@ def test_fallback_bytes_wait_for_the_end_of_their_run() -> None:
     the = tokenizer.vocab["▁the"]
     assert stream(tokenizer, [the, *euro, the]) == ["the", "", "", "", "€ the", ""]
     assert stream(tokenizer, euro) == ["", "", "", "€"]
-    # one byte more, and the decoder takes none of them for a character: nothing was given out too early
+    # with one more byte, the decoder accepts none of them as a character: nothing was given too early
     assert stream(tokenizer, [*euro, euro[0], the])[-2] == "\ufffd" * 4 + " the"
 
 
-def test_what_a_stream_would_end_with_is_known_before_it_ends() -> None:
+def test_pending_text_is_known_before_the_stream_ends() -> None:
     tokenizer = of_kind("byte_fallback")
     newline, *euro = [tokenizer.vocab[f"<0x{byte:02X}>"] for byte in "\n€".encode()]
     stream = Detokenizer(tokenizer)
@@ -923,7 +923,7 @@ def test_what_a_stream_would_end_with_is_known_before_it_ends() -> None:
     for id in (newline, newline, *euro):
         assert stream.push(id) == ""
         seen.append(stream.pending())
-    assert seen == ["\n", "\n\n", "", "", "\n\n€"]  # an unfinished character hides the run that it is in
+    assert seen == ["\n", "\n\n", "", "", "\n\n€"]  # an incomplete character hides its whole run
     assert stream.finish() == "\n\n€"
 
 
@@ -934,8 +934,8 @@ def test_special_tokens_in_a_stream() -> None:
     assert "".join(stream(tokenizer, ids, skip_special=False)) == "<s><|im_start|>fox<|im_end|> dog"
 
 
-def test_a_special_token_that_the_config_declares_ordinary(tmp_path: Path) -> None:
-    """The tokenizers library goes on skipping it, so a stream has to as well, and must not take it for context."""
+def test_a_special_token_that_the_config_declares_as_ordinary(tmp_path: Path) -> None:
+    """The tokenizers library still skips it, so a stream must skip it too, and must not use it as context."""
     declared = {"2": token("</s>", special=False)}
     folder = write(tmp_path, "byte_fallback", tokenizer_config_json={"added_tokens_decoder": declared})
     tokenizer = Tokenizer.from_folder(folder)
@@ -960,7 +960,7 @@ def test_an_unknown_id_leaves_the_stream_as_it_was() -> None:
 
 
 class Counting(Tokenizer):
-    """Counts the ids that it is asked to decode."""
+    """Counts the ids that it decodes."""
 
     decoded = 0
 
@@ -993,7 +993,7 @@ def test_a_stream_costs_the_same_for_each_id(kind: str, tokens: list[str]) -> No
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "bytes"])
-def test_offsets_are_those_that_megatron_computes(tmp_path: Path, kind: str) -> None:
+def test_offsets_equal_those_of_megatron(tmp_path: Path, kind: str) -> None:
     tokenizer = STREAMED[kind]
     tokenizer.save(tmp_path)
     peer, view = peer_of(tmp_path), MegatronTokenizerView(tokenizer)
