@@ -14,7 +14,7 @@ from rollgraph.inference.requests import OnToken
 from rollgraph.inference.text_stream import TextStream
 from rollgraph.model import Architecture, Decoder, token_logprobs
 from rollgraph.tokenizer import ByteTokenizer, Detokenizer
-from tests.tokenizer.test_tokenizer import of_kind
+from tests.tokenizer.kinds import of_kind
 
 TINY = Architecture(
     "qwen3",
@@ -410,7 +410,7 @@ def test_an_exception_from_a_callback_leaves_a_working_engine(engine: Engine) ->
 
 
 def test_an_exception_in_a_step_first_aborts_everything(engine: Engine) -> None:
-    """Nobody is left with holes in its tokens, or without an end."""
+    """No completion is left unfinished, or with gaps in its tokens."""
     seen: list[int] = []
 
     def fail(_output: Output, _index: int, token: int, _text: str) -> None:

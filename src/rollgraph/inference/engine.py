@@ -3,7 +3,7 @@
     generate              submit every prompt, then step until all are done
       submit              encode and check a prompt, queue its n sequences      Scheduler.add
       step                one launch:
-        schedule          choose who prefills, decodes, moves rows or waits     Scheduler.schedule
+        schedule          choose what prefills, decodes, moves rows or waits    Scheduler.schedule
         run               upload the choice, replay the prefill and decode      DecodeGraphs
                           graphs, start copying the sampled tokens back
         postprocess       read the tokens of the PREVIOUS step: extend          Scheduler.update, TextStream

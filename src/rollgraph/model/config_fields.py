@@ -15,17 +15,17 @@ class ArchitectureError(ValueError):
     """A config.json that the decoder cannot be built from."""
 
 
-class Kind(NamedTuple):
+class FieldKind(NamedTuple):
     """What a field may hold."""
 
     words: str
     accepts: Callable[[Any], bool]
 
 
-def count(what: str) -> Kind:
+def count(what: str) -> FieldKind:
     """A positive integer up to the largest that any model has."""
     largest = LARGEST[what]
-    return Kind(f"a positive integer up to {largest}", lambda v: type(v) is int and 0 < v <= largest)
+    return FieldKind(f"a positive integer up to {largest}", lambda v: type(v) is int and 0 < v <= largest)
 
 
 def _is_number(value: Any) -> bool:
@@ -40,18 +40,18 @@ def _is_flat_object(value: Any) -> bool:
     return isinstance(value, Mapping) and not any(isinstance(item, Mapping) for item in value.values())
 
 
-TEXT = Kind("a string", lambda v: isinstance(v, str))
-TEXTS = Kind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v))
-FLAG = Kind("true or false", lambda v: isinstance(v, bool))
-NATURAL = Kind("an integer of at least 0", lambda v: type(v) is int and v >= 0)
-POSITIVE = Kind("a positive number", _is_positive)
-POSITIVE_OR_NULL = Kind("a positive number or null", lambda v: v is None or _is_positive(v))
-NOT_NEGATIVE = Kind("a number of at least 0", lambda v: _is_number(v) and v >= 0)
-ABOVE_ONE = Kind("a number above 1", lambda v: _is_number(v) and v > 1)
-OPTIONS = Kind("an object with one set of options for all layers", _is_flat_object)
+TEXT = FieldKind("a string", lambda v: isinstance(v, str))
+TEXTS = FieldKind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v))
+FLAG = FieldKind("true or false", lambda v: isinstance(v, bool))
+NATURAL = FieldKind("an integer of at least 0", lambda v: type(v) is int and v >= 0)
+POSITIVE = FieldKind("a positive number", _is_positive)
+POSITIVE_OR_NULL = FieldKind("a positive number or null", lambda v: v is None or _is_positive(v))
+NOT_NEGATIVE = FieldKind("a number of at least 0", lambda v: _is_number(v) and v >= 0)
+ABOVE_ONE = FieldKind("a number above 1", lambda v: _is_number(v) and v > 1)
+OPTIONS = FieldKind("an object with one set of options for all layers", _is_flat_object)
 
 
-def take(fields: dict[str, Any], name: str, kind: Kind, default: Any = REQUIRED) -> Any:
+def take(fields: dict[str, Any], name: str, kind: FieldKind, default: Any = REQUIRED) -> Any:
     """Remove a field and give its value. Null is accepted if the default is None."""
     if name not in fields:
         if default is REQUIRED:

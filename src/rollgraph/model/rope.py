@@ -22,14 +22,14 @@ from rollgraph.model.config_fields import (
     POSITIVE_OR_NULL,
     REQUIRED,
     ArchitectureError,
-    Kind,
+    FieldKind,
     take,
 )
 
 _DEFAULT_THETA = 10_000.0
 
 # The options of each kind of scaling: what each may hold, and its default.
-_OPTIONS_OF: dict[str, dict[str, tuple[Kind, Any]]] = {
+_OPTIONS_OF: dict[str, dict[str, tuple[FieldKind, Any]]] = {
     "default": {},
     "linear": {"factor": (POSITIVE, REQUIRED)},
     "llama3": {

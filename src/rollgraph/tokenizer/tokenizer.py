@@ -193,7 +193,7 @@ def _about(what: str, advice: str) -> Iterator[None]:
 
 
 def _is_from_library(error: BaseException) -> bool:
-    """Whether the library raised this: any Exception, or a panic, which is none. Ctrl-C and exits are not from it."""
+    """Whether the library raised this: any Exception, or a panic, which is not one. Ctrl-C and exits are not."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
