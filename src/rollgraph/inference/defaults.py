@@ -1,4 +1,4 @@
-"""The sizes that an engine uses unless its caller chooses others.
+"""The sizes that an engine uses unless its caller chooses others, and the sizes that it captures graphs for.
 
 The memory plan of a run imports them from here, so that what it adds up is what the engine allocates.
 """
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 BLOCK_SIZE = 16  # tokens per block of the key/value cache
 MAX_LENGTH = 4096  # tokens of a prompt and its completion together
-PREFILL_SEQUENCES = 64  # sequences that one prefill step can hold
+PREFILL_SEQUENCES = 64  # sequences in one prefill step, at most
+CPU_CACHE_BYTES = 2**30  # size of the key/value cache on a CPU; on a GPU it depends on the free memory
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,17 @@ ON_CPU = EngineSizes(rows=16, prefill_tokens=512)
 ON_CUDA = EngineSizes(rows=256, prefill_tokens=8192)
 
 
-def bucket_sizes(largest: int, *, first: int, factor: int) -> tuple[int, ...]:
-    """The sizes to capture graphs for: first, first * factor, and so on, up to `largest`."""
+def row_buckets(rows: int) -> tuple[int, ...]:
+    """The numbers of rows that decode graphs are captured for: 1, 2, 4, ... and `rows`."""
+    return _powers(rows, first=1, factor=2)
+
+
+def prefill_buckets(prefill_tokens: int) -> tuple[int, ...]:
+    """The numbers of tokens that prefill graphs are captured for: 64, 256, 1024, ... and `prefill_tokens`."""
+    return _powers(prefill_tokens, first=64, factor=4)
+
+
+def _powers(largest: int, *, first: int, factor: int) -> tuple[int, ...]:
     sizes = []
     size = first
     while size < largest:

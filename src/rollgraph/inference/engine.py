@@ -101,7 +101,7 @@ class Engine:
         max_length = min(max_length or defaults.MAX_LENGTH, architecture.max_length)
         prefill_tokens = prefill_tokens or sizes.prefill_tokens
         prefill_sequences = min(defaults.PREFILL_SEQUENCES, rows)
-        buckets = defaults.bucket_sizes(rows, first=1, factor=2)
+        buckets = defaults.row_buckets(rows)
         if backend == "auto":
             backend = "cuda" if cuda else "tape"
 
@@ -135,7 +135,7 @@ class Engine:
             model,
             self.plan,
             buckets=buckets,
-            prefill_buckets=defaults.bucket_sizes(prefill_tokens, first=64, factor=4),
+            prefill_buckets=defaults.prefill_buckets(prefill_tokens),
             prefill_sequences=prefill_sequences,
             max_length=max_length,
             filters=filters,

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollgraph.inference.defaults import CPU_CACHE_BYTES
 from rollgraph.model.architecture import Architecture
-
-_CPU_BYTES = 2**30  # cache size on a CPU if the caller gives none
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def plan_cache(
     Without `nbytes`, the limit is most of the free memory of a GPU, or a fixed size on a CPU.
     """
     if nbytes is None:
-        nbytes = _CPU_BYTES
+        nbytes = CPU_CACHE_BYTES
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
             nbytes = free * 8 // 10
