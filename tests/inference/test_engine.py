@@ -3,67 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import pytest
 import torch
 
 from rollgraph.graph import GraphError
 from rollgraph.inference import Engine, Output, Progress, RequestError, SamplingParams
-from rollgraph.inference.requests import OnToken
-from rollgraph.inference.text_stream import TextStream
-from rollgraph.model import Architecture, Decoder, token_logprobs
-from rollgraph.tokenizer import ByteTokenizer, Detokenizer
-from tests.tokenizer.kinds import of_kind
+from rollgraph.model import Decoder, token_logprobs
+from rollgraph.tokenizer import ByteTokenizer
+from tests.inference.tiny_engine import make_engine, make_model, tokens_of
 
-TINY = Architecture(
-    "qwen3",
-    vocabulary=264,  # more than the tokenizer has
-    hidden=32,
-    mlp=48,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    windows=(None, 6),
-)
 MIXED = ["hello world", "x", "a longer prompt, which takes several chunks of prefill", [1, 2, 3, 4, 5], "hello world"]
-
-
-def make_model(device: str) -> Decoder:
-    torch.manual_seed(0)
-    model = Decoder(TINY)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(8) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
-    return model.to(device)
-
-
-@pytest.fixture(scope="module")
-def model(device: str) -> Decoder:
-    return make_model(device)
-
-
-def make_engine(model: Decoder, **options: object) -> Engine:
-    settings = {"rows": 4, "max_length": 96, "block_size": 4, "prefill_tokens": 16} | options
-    return Engine(model, ByteTokenizer(), **settings)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def engine(model: Decoder) -> Engine:
-    return make_engine(model)
-
-
-@pytest.fixture(autouse=True)
-def _engine_is_whole(request: pytest.FixtureRequest) -> object:
-    """After every test, all blocks and rows are free again, and nothing was captured again or run eagerly."""
-    yield
-    if "engine" in request.fixturenames:
-        engine: Engine = request.getfixturevalue("engine")
-        blocks = engine._scheduler.blocks
-        assert blocks.free == blocks.capacity
-        assert not engine._scheduler.has_work
-        assert all(graph.record.captures == 1 and not graph.record.eager_runs for graph in engine.pool.graphs)
 
 
 def packed_logprobs(model: Decoder, output: Output, index: int = 0) -> torch.Tensor:
@@ -80,10 +30,6 @@ def packed_logprobs(model: Decoder, output: Output, index: int = 0) -> torch.Ten
         logprobs = token_logprobs(hidden[:-1], model.head_weight, tokens[1:])
     assert isinstance(logprobs, torch.Tensor)
     return logprobs[len(output.prompt_tokens) - 1 :].cpu()
-
-
-def tokens_of(outputs: list[Output]) -> list[list[list[int]]]:
-    return [[completion.tokens for completion in output.completions] for output in outputs]
 
 
 def test_logprobs_equal_those_of_one_packed_forward(engine: Engine, model: Decoder) -> None:
@@ -248,110 +194,6 @@ def test_non_finite_logits_end_only_their_own_request(device: str) -> None:
         assert tokens_of([good, also]) == wanted
 
 
-class Script:
-    """Weights with which every token of a text is followed by its successor in that text."""
-
-    def __init__(self, model: Decoder, text: bytes) -> None:
-        assert len(set(text)) == len(text)
-        with torch.no_grad():
-            model.embed.weight.zero_()
-            model.embed.weight[list(text), torch.arange(len(text))] = 1.0
-            assert model.head is not None
-            model.head.weight.zero_()
-            model.head.weight[list(text[1:]), torch.arange(len(text) - 1)] = 100.0
-            for layer in model.layers:
-                layer.attention.out.weight.zero_()
-                layer.mlp.down.weight.zero_()
-            model.norm.fill_(1.0)
-
-
-TEXT = "The quick brown_fx €!".encode()[:4] + "abcdé€+-".encode()
-
-
-@pytest.fixture(scope="module")
-def scripted(device: str) -> Engine:
-    model = make_model(device)
-    Script(model, TEXT)
-    return make_engine(model, filters=False)
-
-
-def test_stop_strings_across_and_inside_tokens(scripted: Engine) -> None:
-    def run(**options: object) -> tuple[str, int, str | None]:
-        params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1, **options)  # type: ignore[arg-type]
-        completion = scripted.generate([TEXT[:1].decode()], params)[0].completions[0]
-        return completion.text, len(completion.tokens), completion.finish_reason
-
-    whole = TEXT[1:].decode()
-    assert run() == (whole, len(TEXT) - 1, "length")
-    assert run(stop=("bcd",)) == ("he a", 7, "stop")
-    assert run(stop=("zzz", "d", "cd")) == ("he ab", 7, "stop")  # the earliest match counts
-    assert run(stop=("é",)) == ("he abcd", 9, "stop")  # one character, two tokens
-    assert run(stop=("€+",)) == ("he abcdé", 13, "stop")
-    assert run(stop_ids=(ord("c"),)) == ("he abc", 6, "stop")
-    assert run(stop=("nowhere",)) == (whole, len(TEXT) - 1, "length")
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces"),
-    [
-        (("bcd",), ["h", "e", " ", "a", "", "", ""]),  # a possible beginning of it is held back
-        (("bcx", "cdy"), ["h", "e", " ", "a", "", "", "b", "", "cdé", "", "", "€", "+", "-"]),
-        (("-?", "+-?"), ["h", "e", " ", "a", "b", "c", "d", "", "é", "", "", "€", "", "+-"]),  # and given at the end
-    ],
-    ids=str,
-)
-def test_no_part_of_a_stop_string_is_streamed(scripted: Engine, stops: tuple[str, ...], pieces: list[str]) -> None:
-    given: list[str] = []
-    params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1, stop=stops)
-    on_token: OnToken = lambda _output, _index, _token, text: given.append(text)  # noqa: E731
-    (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=on_token)
-    assert given == pieces
-    assert output.completions[0].text == "".join(pieces)
-
-
-def test_a_stop_string_of_fallback_bytes_ends_a_completion_at_once() -> None:
-    tokenizer = of_kind("byte_fallback")
-    the, newline = tokenizer.vocab["▁the"], tokenizer.vocab["<0x0A>"]
-    stream = TextStream(Detokenizer(tokenizer), ("\n\n",))
-    stopped = []
-    for token in (the, newline, newline):
-        stream.push(token, last=False)
-        stopped.append(stream.stopped)
-    assert stopped == [False, False, True]
-    assert stream.text == "the"
-
-
-def test_an_aborted_stream_keeps_the_text_of_its_tokens(scripted: Engine) -> None:
-    """Even if it ends within a character."""
-    params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1)
-
-    def stop_within(output: Output, _index: int, _token: int, _text: str) -> None:
-        if len(output.completions[0].tokens) == 8:
-            scripted.abort(output)
-
-    (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=stop_within)
-    assert output.completions[0].text == "he abcd\ufffd"
-
-
-def test_streamed_pieces_are_whole_characters_and_add_up(scripted: Engine, engine: Engine) -> None:
-    pieces: list[str] = []
-    params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1)
-    (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=lambda _o, _i, _t, text: pieces.append(text))
-    assert "".join(pieces) == output.completions[0].text == TEXT[1:].decode()
-    assert "" in pieces  # between the bytes of a character
-    streamed: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
-    outputs = engine.generate(
-        ["a", "b"],
-        SamplingParams(n=2, max_tokens=12, seed=1),
-        on_token=lambda output, index, token, text: streamed[id(output), index].append((token, text)),
-    )
-    for output in outputs:
-        for index, completion in enumerate(output.completions):
-            tokens, texts = zip(*streamed[id(output), index], strict=True)
-            assert list(tokens) == completion.tokens
-            assert "".join(texts) == completion.text
-
-
 def test_the_end_token_stops_unless_it_is_ignored(engine: Engine, device: str) -> None:
     eos = ByteTokenizer().eos_id
     assert eos is not None
@@ -455,8 +297,9 @@ def test_filtered_and_plain_requests_share_a_batch(engine: Engine) -> None:
     assert not set(repeated) & set(b"abc")
 
 
-def test_an_engine_without_filters_refuses_them(scripted: Engine) -> None:
-    refused, served = scripted.generate(["a", "a"], [SamplingParams(top_p=0.5), SamplingParams(max_tokens=1)])
+def test_an_engine_without_filters_refuses_them(model: Decoder) -> None:
+    plain = make_engine(model, filters=False)
+    refused, served = plain.generate(["a", "a"], [SamplingParams(top_p=0.5), SamplingParams(max_tokens=1)])
     assert refused.error is not None
     assert "without filters" in refused.error
     assert served.completions[0].tokens
