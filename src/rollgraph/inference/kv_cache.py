@@ -73,7 +73,7 @@ def plan_cache(
     if plan.blocks < 2:
         one_block = CachePlan(architecture, dtype, block_size, 1).nbytes
         raise ValueError(
-            f"cache_bytes={nbytes}: a cache needs at least 2 blocks, and one block takes {one_block} bytes"
+            f"cache_bytes={nbytes}: one block takes {one_block} bytes, and a cache needs at least 2 blocks"
         )
     usable = rows * -(-max_length // block_size) + 1
     return CachePlan(architecture, dtype, block_size, min(plan.blocks, usable))
