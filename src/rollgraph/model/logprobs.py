@@ -39,7 +39,7 @@ def token_logprobs(
     if isinstance(temperature, Tensor):
         if temperature.requires_grad and torch.is_grad_enabled():
             raise ValueError("temperature requires a gradient, which token_logprobs does not compute; detach it")
-    else:  # filled by a kernel, because a CUDA graph cannot capture a copy from pageable host memory
+    else:  # filled by a kernel, because a CUDA graph cannot capture this copy from the host
         temperature = torch.full((), temperature, dtype=wide, device=hidden.device)
     scale = temperature.to(hidden.device, wide).reciprocal().expand(hidden.shape[0])[:, None]
     chunk = chunk or max(1, CHUNK_ELEMENTS // lm_head.shape[0])
