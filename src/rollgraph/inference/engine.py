@@ -148,8 +148,8 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._stepping = False
         # Two areas for results: one is written by the step in flight while the other is read.
-        self._areas = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
-        self._area = 0
+        self._host_results = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._result_area = 0
         self._submitted = 0
         self._tokens = 0
         self._finished = 0
@@ -297,8 +297,8 @@ class Engine:
             graphs.move(step.moves)
         if step.starts:
             self._start_rows(step.starts)
-        self._area = 1 - self._area
-        results = self._areas[self._area][: step.bucket]
+        self._result_area = 1 - self._result_area
+        results = self._host_results[self._result_area][: step.bucket]
         if step.bucket:
             filtered = self._filters and any(s is not None and self._samples[s].params.filtered for s in step.rows)
             graphs.decode(step.orders, filtered)
