@@ -351,7 +351,7 @@ def test_an_index_names_files_beside_it(model: Path, name: str) -> None:
     given = str(outside) if name == "ABSOLUTE" else name
     places = {key: given if file == moved else file for key, file in index["weight_map"].items()}
     path.write_text(json.dumps(index | {"weight_map": places}))
-    with pytest.raises(ModelFileError, match="weight_map may only name files that lie beside it, not"):
+    with pytest.raises(ModelFileError, match="weight_map may only name files in its own folder, not"):
         load_model(model)
 
 

@@ -66,12 +66,15 @@ def test_prompts_from_a_file_keep_their_other_fields(folder: Path, tmp_path: Pat
         ("not json\n", "in.jsonl:1: not JSON"),
         ('{"text": "x"}\n', "in.jsonl:1: expected an object"),
         ("", "no prompts"),
-        ('{"prompt": "x"}\n{"prompt": 5}\n', "in.jsonl:2: expected a text as `prompt`"),
-        ('{"messages": []}\n', "in.jsonl:1: expected a text as `prompt`, or a list of `messages`"),
+        ('{"prompt": "x"}\n{"prompt": 5}\n', "in.jsonl:2: expected a string as `prompt`"),
+        ('{"messages": []}\n', "in.jsonl:1: expected a string as `prompt`, or a list of `messages`"),
         ('{"messages": null}\n', "or a list of `messages`"),
-        ('{"messages": [5]}\n', "in.jsonl:1: expected a text as"),
-        ('{"prompt": "x"}\n{"prompt": "a\\ud83d"}\n', "in.jsonl:2: half of a surrogate pair"),
-        ('{"messages": [{"role": "user", "content": "a\\ud83d"}]}\n', "in.jsonl:1: half of a surrogate pair"),
+        ('{"messages": [5]}\n', "in.jsonl:1: expected a string as"),
+        ('{"prompt": "x"}\n{"prompt": "a\\ud83d"}\n', "in.jsonl:2: `prompt` or `messages` has half a surrogate pair"),
+        (
+            '{"messages": [{"role": "user", "content": "a\\ud83d"}]}\n',
+            "in.jsonl:1: `prompt` or `messages` has half a surrogate pair",
+        ),
         ('{"prompt": "x"}\n\n{"prompt": "x", "a": {"b": 1, "b": 2}}\n', "in.jsonl:3: the key 'b' is there twice"),
         (b'{"prompt": "x"}\n{"prompt": "\xff"}\n', "in.jsonl:2: 'utf-8' codec can't decode byte 0xff"),
         ('{"prompt": "x", "a": ' + 200 * "[" + 200 * "]" + "}\n", "in.jsonl:1: has more than 100 objects and lists"),
@@ -80,7 +83,7 @@ def test_prompts_from_a_file_keep_their_other_fields(folder: Path, tmp_path: Pat
     ],
     ids=range(14),
 )
-def test_a_bad_file_is_named_with_its_line(
+def test_an_error_in_a_file_names_its_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, message: str
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -88,7 +91,7 @@ def test_a_bad_file_is_named_with_its_line(
     assert message in capsys.readouterr().err
 
 
-def test_what_is_missing_or_wrong_is_said_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_argument_is_reported_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         ([str(folder / "nowhere"), "--prompt", "x"], "nowhere"),
         ([str(folder), "--prompt", "x", "--top-p", "2"], "top_p=2.0"),
@@ -104,8 +107,8 @@ def test_what_is_missing_or_wrong_is_said_in_one_line(folder: Path, capsys: pyte
         assert "Traceback" not in error
 
 
-def test_a_field_that_is_no_text_is_passed_through_as_it_is(folder: Path, tmp_path: Path) -> None:
-    """Half of a surrogate pair has no UTF-8, but JSON can spell it; a mark at the beginning is no part of a row."""
+def test_a_field_that_is_not_valid_text_is_copied_unchanged(folder: Path, tmp_path: Path) -> None:
+    """UTF-8 cannot encode half a surrogate pair, but JSON can spell it. A byte order mark is skipped."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [
         '{"prompt": "one", "id": "ü"}',
@@ -122,9 +125,7 @@ def test_a_field_that_is_no_text_is_passed_through_as_it_is(folder: Path, tmp_pa
     assert '"id": "ü"' in written
 
 
-def test_standard_output_that_cannot_spell_a_line_gets_it_with_escapes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_output_that_cannot_encode_a_line_gets_escapes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert main(["generate", str(folder), "--prompt", "Grüße", "--max-tokens", "2", "--quiet"]) == 0
@@ -133,7 +134,7 @@ def test_standard_output_that_cannot_spell_a_line_gets_it_with_escapes(
 
 @pytest.fixture
 def without_unknown(folder: Path, tmp_path: Path) -> Path:
-    """A model whose tokenizer raises an Exception of no kind for characters outside its vocabulary."""
+    """A model whose tokenizer raises a bare Exception for characters outside its vocabulary."""
     path = tmp_path / "model"
     shutil.copytree(folder, path)
     model = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["b", -2.0]], "byte_fallback": False}
@@ -141,7 +142,7 @@ def without_unknown(folder: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_prompt_that_cannot_be_encoded_costs_no_other(
+def test_a_prompt_that_cannot_be_encoded_does_not_affect_others(
     without_unknown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n\n{"prompt": "xyz"}\n{"prompt": "ba"}\n')
@@ -154,14 +155,14 @@ def test_a_prompt_that_cannot_be_encoded_costs_no_other(
     assert second["error"] == "cannot encode 'xyz': Encountered an unknown token but `unk_id` is missing"
     assert f"{tmp_path / 'in.jsonl'}:3: cannot encode 'xyz'" in found.err
     (tmp_path / "in.jsonl").write_text('{"prompt": "xyz"}\n')
-    assert main(["generate", *options]) == 2  # nothing is left, so the model is not even loaded
+    assert main(["generate", *options]) == 2  # no prompt is left, so the model is not even loaded
     assert "in.jsonl:1: cannot encode 'xyz'" in capsys.readouterr().err
 
 
-def test_what_is_finished_when_something_fails_is_written(
+def test_finished_prompts_are_written_when_the_command_fails(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind a prompt that is not: the second is refused at once, and the first never ends."""
+    """Even if a prompt before them is not finished: the second is refused at once, and the first never ends."""
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     steps = iter(range(3))
     step = Engine.step

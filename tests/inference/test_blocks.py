@@ -1,4 +1,4 @@
-"""BlockManager: counts, and content that is found exactly as long as somebody holds it."""
+"""BlockManager: reference counts, and content that is found for exactly as long as a table holds it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rollgraph.inference import blocks
 from rollgraph.inference.blocks import BlockManager
 
 
-def test_every_block_but_the_first_is_given_out_once() -> None:
+def test_every_block_except_the_first_is_allocated_once() -> None:
     manager = BlockManager(blocks=5, block_size=4)
     assert manager.free == manager.capacity == 4
     assert sorted(manager.allocate(3) + manager.allocate(1)) == [1, 2, 3, 4]
-    with pytest.raises(RuntimeError, match="1 blocks asked for, 0 are free"):
+    with pytest.raises(RuntimeError, match="cannot allocate 1 blocks: only 0 are free"):
         manager.allocate(1)
 
 
 def test_a_request_that_is_too_large_takes_nothing() -> None:
     manager = BlockManager(blocks=4, block_size=1)
-    with pytest.raises(RuntimeError, match="4 blocks asked for, 3 are free"):
+    with pytest.raises(RuntimeError, match="cannot allocate 4 blocks: only 3 are free"):
         manager.allocate(4)
     assert manager.free == 3
 
 
-def test_a_block_is_free_when_its_last_table_lets_go() -> None:
+def test_a_block_is_free_when_its_last_table_releases_it() -> None:
     manager = BlockManager(blocks=3, block_size=4)
     table = manager.allocate(2)
     manager.share(table[:1])
@@ -41,21 +41,21 @@ def test_a_free_block_can_neither_be_released_nor_shared() -> None:
     manager = BlockManager(blocks=3, block_size=4)
     table = manager.allocate(1)
     manager.release(table)
-    with pytest.raises(RuntimeError, match="free already"):
+    with pytest.raises(RuntimeError, match="already free"):
         manager.release(table)
-    with pytest.raises(RuntimeError, match="nothing to share"):
+    with pytest.raises(RuntimeError, match="cannot share block"):
         manager.share(table)
-    with pytest.raises(RuntimeError, match="block 0 is free"):
+    with pytest.raises(RuntimeError, match="cannot share block 0: it is free"):
         manager.share([0])
 
 
 @pytest.mark.parametrize(("number", "size"), [(1, 4), (0, 4), (8, 0)])
-def test_a_cache_needs_blocks_and_places(number: int, size: int) -> None:
+def test_a_cache_needs_blocks_with_room_for_tokens(number: int, size: int) -> None:
     with pytest.raises(ValueError, match="blocks of"):
         BlockManager(number, size)
 
 
-def test_equal_tokens_after_another_beginning_are_other_content() -> None:
+def test_equal_tokens_after_a_different_prefix_do_not_match() -> None:
     manager = BlockManager(blocks=8, block_size=2)
     first = manager.allocate(2)
     manager.register(first, (1, 1, 7, 7))
@@ -67,7 +67,7 @@ def test_equal_tokens_after_another_beginning_are_other_content() -> None:
     assert manager.match((2, 2, 7, 7)) == (second, None)
 
 
-def test_a_tail_is_found_whole_or_not_at_all() -> None:
+def test_a_tail_matches_completely_or_not_at_all() -> None:
     manager = BlockManager(blocks=8, block_size=4)
     table = manager.allocate(2)
     manager.register(table, (1, 2, 3, 4, 5, 6))
@@ -78,19 +78,19 @@ def test_a_tail_is_found_whole_or_not_at_all() -> None:
     assert manager.match((5, 6)) == ([], None)
 
 
-def test_a_copy_of_a_tail_takes_over_from_the_original() -> None:
+def test_a_copy_of_a_tail_replaces_a_released_original() -> None:
     manager = BlockManager(blocks=8, block_size=4)
     original, copy = manager.allocate(1), manager.allocate(1)
     manager.register(original, (1, 2))
     manager.register(copy, (1, 2))
-    assert manager.match((1, 2)) == ([], original[0])  # the older one: the copy may not be filled yet
+    assert manager.match((1, 2)) == ([], original[0])  # the older one, because the copy may not be filled yet
     manager.release(original)
     assert manager.match((1, 2)) == ([], copy[0])
     manager.release(copy)
     assert manager.match((1, 2)) == ([], None)
 
 
-def test_a_block_that_is_filled_in_two_chunks_is_known_by_what_it_holds_now() -> None:
+def test_a_block_filled_in_two_chunks_matches_its_latest_content() -> None:
     manager = BlockManager(blocks=8, block_size=2)
     table = manager.allocate(2)
     manager.register(table, (1, 2, 3))
@@ -103,7 +103,7 @@ def test_a_block_that_is_filled_in_two_chunks_is_known_by_what_it_holds_now() ->
 
 
 def test_a_prefix_can_be_long() -> None:
-    """Keys that contain those of their parents would exhaust the stack here."""
+    """Keys that contained the keys of their parents would exhaust the stack here."""
     manager = BlockManager(blocks=100_001, block_size=1)
     prefix = tuple(range(100_000))
     table = manager.allocate(len(prefix))
@@ -111,7 +111,7 @@ def test_a_prefix_can_be_long() -> None:
     assert manager.match(prefix) == (table, None)
 
 
-def test_the_example_in_the_module_is_true() -> None:
+def test_the_example_in_the_module_docstring() -> None:
     result = doctest.testmod(blocks)
     assert result.attempted > 0
     assert result.failed == 0
@@ -121,8 +121,8 @@ def test_the_example_in_the_module_is_true() -> None:
     size=st.integers(1, 3),
     calls=st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=7).map(tuple), st.booleans()), max_size=25),
 )
-def test_a_match_is_the_longest_one_among_what_is_held(size: int, calls: list[tuple[tuple[int, ...], bool]]) -> None:
-    """Against a search through all tables, while tables come and the oldest ones go."""
+def test_match_finds_the_longest_prefix_among_live_tables(size: int, calls: list[tuple[tuple[int, ...], bool]]) -> None:
+    """Compare with a search through all tables, while tables are added and the oldest are released."""
     manager = BlockManager(blocks=200, block_size=size)
     held: list[tuple[tuple[int, ...], list[int]]] = []
     for prefix, leaves in calls:

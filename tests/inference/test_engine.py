@@ -1,73 +1,23 @@
-"""The engine as its users see it: what comes out, what is refused, and that nothing depends on what else runs."""
+"""The engine as its users see it: results, refusals, and independence of what else is in the batch."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import pytest
 import torch
 
 from rollgraph.graph import GraphError
-from rollgraph.inference import Completion, Engine, Output, Progress, RequestError, SamplingParams
-from rollgraph.inference.engine import _RunningSample, _stream
-from rollgraph.inference.requests import OnToken
-from rollgraph.model import Architecture, Decoder, token_logprobs
-from rollgraph.tokenizer import ByteTokenizer, Detokenizer
-from tests.tokenizer.test_tokenizer import of_kind
+from rollgraph.inference import Engine, Output, Progress, RequestError, SamplingParams
+from rollgraph.model import Decoder, token_logprobs
+from rollgraph.tokenizer import ByteTokenizer
+from tests.inference.tiny_engine import make_engine, make_model, tokens_of
 
-TINY = Architecture(
-    "qwen3",
-    vocabulary=264,  # some more than the tokenizer has
-    hidden=32,
-    mlp=48,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    windows=(None, 6),
-)
 MIXED = ["hello world", "x", "a longer prompt, which takes several chunks of prefill", [1, 2, 3, 4, 5], "hello world"]
 
 
-def make_model(device: str) -> Decoder:
-    torch.manual_seed(0)
-    model = Decoder(TINY)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(8) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
-    return model.to(device)
-
-
-@pytest.fixture(scope="module")
-def model(device: str) -> Decoder:
-    return make_model(device)
-
-
-def make_engine(model: Decoder, **options: object) -> Engine:
-    settings = {"rows": 4, "max_length": 96, "block_size": 4, "prefill_tokens": 16} | options
-    return Engine(model, ByteTokenizer(), **settings)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def engine(model: Decoder) -> Engine:
-    return make_engine(model)
-
-
-@pytest.fixture(autouse=True)
-def _engine_is_whole(request: pytest.FixtureRequest) -> object:
-    """Whatever a test did, every block and row came back and nothing was captured or run eagerly."""
-    yield
-    if "engine" in request.fixturenames:
-        engine: Engine = request.getfixturevalue("engine")
-        blocks = engine._scheduler.blocks
-        assert blocks.free == blocks.capacity
-        assert not engine._scheduler.has_work
-        assert all(graph.record.captures == 1 and not graph.record.eager_runs for graph in engine.pool.graphs)
-
-
 def packed_logprobs(model: Decoder, output: Output, index: int = 0) -> torch.Tensor:
-    """What one packed forward says about the tokens of a completion."""
+    """The log-probabilities of a completion's tokens in one packed forward."""
     tokens = torch.tensor(output.prompt_tokens + output.completions[index].tokens, device=model.norm.device)
     count = len(tokens)
     with torch.no_grad():
@@ -82,11 +32,7 @@ def packed_logprobs(model: Decoder, output: Output, index: int = 0) -> torch.Ten
     return logprobs[len(output.prompt_tokens) - 1 :].cpu()
 
 
-def tokens_of(outputs: list[Output]) -> list[list[list[int]]]:
-    return [[completion.tokens for completion in output.completions] for output in outputs]
-
-
-def test_log_probabilities_are_those_of_one_packed_forward(engine: Engine, model: Decoder) -> None:
+def test_logprobs_equal_those_of_one_packed_forward(engine: Engine, model: Decoder) -> None:
     outputs = engine.generate(MIXED, SamplingParams(n=3, max_tokens=30, seed=1))
     for output in outputs:
         assert len(output.completions) == 3
@@ -98,7 +44,7 @@ def test_log_probabilities_are_those_of_one_packed_forward(engine: Engine, model
             assert (completion.finish_reason == "length") == (len(completion.tokens) == 30)
 
 
-def test_sampled_log_probabilities_are_those_of_the_temperature(engine: Engine, model: Decoder) -> None:
+def test_sampled_logprobs_are_at_the_temperature(engine: Engine, model: Decoder) -> None:
     (output,) = engine.generate(["abc"], SamplingParams(max_tokens=20, temperature=0.5, seed=1))
     tokens = torch.tensor(output.prompt_tokens + output.completions[0].tokens, device=model.norm.device)
     places = torch.arange(len(tokens), device=tokens.device)
@@ -108,7 +54,7 @@ def test_sampled_log_probabilities_are_those_of_the_temperature(engine: Engine, 
     torch.testing.assert_close(torch.tensor(output.completions[0].logprobs), wanted.detach().cpu(), rtol=0, atol=2e-5)
 
 
-def test_a_seeded_request_draws_the_same_whatever_runs_beside_it(engine: Engine) -> None:
+def test_a_seeded_request_draws_the_same_in_any_batch(engine: Engine) -> None:
     params = SamplingParams(max_tokens=25, seed=7)
     (alone,) = engine.generate(["hello"], params)
     crowd = engine.generate(
@@ -122,7 +68,7 @@ def test_a_seeded_request_draws_the_same_whatever_runs_beside_it(engine: Engine)
     assert first.completions[0].tokens != second.completions[0].tokens  # without a seed
 
 
-def test_a_small_cache_preempts_and_gives_the_same(model: Decoder, engine: Engine) -> None:
+def test_preemption_in_a_small_cache_does_not_change_results(model: Decoder, engine: Engine) -> None:
     params = SamplingParams(n=2, max_tokens=30, seed=3)
     wanted = engine.generate(MIXED, params)
     block = engine.plan.nbytes // engine.plan.blocks
@@ -154,7 +100,7 @@ def test_a_prompt_sampled_many_times_is_prefilled_once(engine: Engine) -> None:
     assert sum(graph.record.replays for graph in prefills) == before + 1
 
 
-def test_weights_that_change_in_place_are_used_at_once(device: str) -> None:
+def test_weights_changed_in_place_take_effect_at_once(device: str) -> None:
     model = make_model(device)
     engine = make_engine(model, filters=False)
     params = SamplingParams(max_tokens=10, temperature=0.0)
@@ -169,7 +115,7 @@ def test_weights_that_change_in_place_are_used_at_once(device: str) -> None:
     assert all(graph.record.captures == 1 for graph in engine.pool.graphs)
 
 
-def test_a_guard_stops_generation_from_weights_that_are_not_current(device: str) -> None:
+def test_a_guard_stops_generation_from_stale_weights(device: str) -> None:
     current = [True]
 
     def guard() -> None:
@@ -182,7 +128,7 @@ def test_a_guard_stops_generation_from_weights_that_are_not_current(device: str)
     with pytest.raises(GraphError, match="stale"):
         engine.generate(["abcdef"], SamplingParams(max_tokens=2))
     current[0] = True
-    assert engine.generate(["abcdef"], SamplingParams(max_tokens=2))[0].completions[0].tokens  # nothing was lost
+    assert engine.generate(["abcdef"], SamplingParams(max_tokens=2))[0].completions[0].tokens  # the engine still works
 
 
 @pytest.mark.parametrize(
@@ -193,9 +139,9 @@ def test_a_guard_stops_generation_from_weights_that_are_not_current(device: str)
         ("y" * 96, "leaves no room in max_length = 96"),
         ([1, 264], "token 264 is not in the model's vocabulary of 264"),
         ([1, -1], "token -1 is not in the model's vocabulary"),
-        ([1.7, 2.9], "a prompt is a text or token ids, not '[1.7, 2.9]'"),
-        (["a"], "a prompt is a text or token ids"),
-        (None, "a prompt is a text or token ids, not 'None'"),
+        ([1.7, 2.9], "a prompt must be text or token ids, not '[1.7, 2.9]'"),
+        (["a"], "a prompt must be text or token ids"),
+        (None, "a prompt must be text or token ids, not 'None'"),
         ("a\ud83d b", "surrogate"),
     ],
 )
@@ -210,29 +156,29 @@ def test_a_bad_prompt_is_refused_and_the_others_are_served(engine: Engine, promp
         engine.submit(prompt, params)  # type: ignore[arg-type]
 
 
-def test_a_prompt_that_fills_the_context_gets_the_rest(engine: Engine) -> None:
+def test_a_prompt_that_nearly_fills_the_context_gets_what_is_left(engine: Engine) -> None:
     (output,) = engine.generate(["y" * 95], SamplingParams(max_tokens=50))
     assert len(output.completions[0].tokens) == 1
     assert output.completions[0].finish_reason == "length"
 
 
-def test_a_cache_too_small_for_a_request_says_so(model: Decoder, engine: Engine) -> None:
+def test_a_request_too_large_for_the_cache_is_refused(model: Decoder, engine: Engine) -> None:
     block = engine.plan.nbytes // engine.plan.blocks
     small = make_engine(model, cache_bytes=6 * block, filters=False, rows=1)
     big, fits = small.generate(["0123456789", "ab"], SamplingParams(max_tokens=15, seed=1))
-    assert big.error == "10 tokens of prompt and 15 to generate take 6 blocks, the cache has 5"
+    assert big.error == "a prompt of 10 tokens with 15 to generate needs 6 blocks; the cache has 5"
     assert len(fits.completions[0].tokens) == 15
     with pytest.raises(ValueError, match="one block takes"):
         make_engine(model, cache_bytes=10)
 
 
-def test_no_tokens_wanted_is_a_finished_request(engine: Engine) -> None:
+def test_zero_max_tokens_finishes_at_once(engine: Engine) -> None:
     (output,) = engine.generate(["abc"], SamplingParams(n=2, max_tokens=0))
     assert [(c.tokens, c.text, c.finish_reason) for c in output.completions] == [([], "", "length")] * 2
 
 
-def test_logits_that_are_not_finite_end_only_their_request(device: str) -> None:
-    """Token 7 poisons whatever sees it, and the blocks it used serve others afterwards."""
+def test_non_finite_logits_end_only_their_own_request(device: str) -> None:
+    """Token 7 poisons every sequence that contains it, and its blocks are reused by others afterwards."""
     model = make_model(device)
     engine = make_engine(model, filters=False, cache_bytes=make_engine(model, filters=False, rows=1).plan.nbytes)
     params = SamplingParams(max_tokens=8, seed=4)
@@ -246,111 +192,6 @@ def test_logits_that_are_not_finite_end_only_their_request(device: str) -> None:
         assert (completion.finish_reason, completion.error) == ("error", "the model's logits are not finite")
         assert completion.tokens == []
         assert tokens_of([good, also]) == wanted
-
-
-class Script:
-    """Sampling that says what we want: after each token its successor in a text."""
-
-    def __init__(self, model: Decoder, text: bytes) -> None:
-        assert len(set(text)) == len(text)
-        with torch.no_grad():
-            model.embed.weight.zero_()
-            model.embed.weight[list(text), torch.arange(len(text))] = 1.0
-            assert model.head is not None
-            model.head.weight.zero_()
-            model.head.weight[list(text[1:]), torch.arange(len(text) - 1)] = 100.0
-            for layer in model.layers:
-                layer.attention.out.weight.zero_()
-                layer.mlp.down.weight.zero_()
-            model.norm.fill_(1.0)
-
-
-TEXT = "The quick brown_fx €!".encode()[:4] + "abcdé€+-".encode()
-
-
-@pytest.fixture(scope="module")
-def scripted(device: str) -> Engine:
-    model = make_model(device)
-    Script(model, TEXT)
-    return make_engine(model, filters=False)
-
-
-def test_stop_strings_across_tokens_and_inside_of_them(scripted: Engine) -> None:
-    def run(**options: object) -> tuple[str, int, str | None]:
-        params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1, **options)  # type: ignore[arg-type]
-        completion = scripted.generate([TEXT[:1].decode()], params)[0].completions[0]
-        return completion.text, len(completion.tokens), completion.finish_reason
-
-    whole = TEXT[1:].decode()
-    assert run() == (whole, len(TEXT) - 1, "length")
-    assert run(stop=("bcd",)) == ("he a", 7, "stop")
-    assert run(stop=("zzz", "d", "cd")) == ("he ab", 7, "stop")  # the earliest place wins
-    assert run(stop=("é",)) == ("he abcd", 9, "stop")  # one character, two tokens
-    assert run(stop=("€+",)) == ("he abcdé", 13, "stop")
-    assert run(stop_ids=(ord("c"),)) == ("he abc", 6, "stop")
-    assert run(stop=("nowhere",)) == (whole, len(TEXT) - 1, "length")
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces"),
-    [
-        (("bcd",), ["h", "e", " ", "a", "", "", ""]),  # what may be the beginning of it waits
-        (("bcx", "cdy"), ["h", "e", " ", "a", "", "", "b", "", "cdé", "", "", "€", "+", "-"]),
-        (("-?", "+-?"), ["h", "e", " ", "a", "b", "c", "d", "", "é", "", "", "€", "", "+-"]),  # the end gives it out
-    ],
-    ids=str,
-)
-def test_nothing_of_a_stop_string_is_streamed(scripted: Engine, stops: tuple[str, ...], pieces: list[str]) -> None:
-    given: list[str] = []
-    params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1, stop=stops)
-    on_token: OnToken = lambda _output, _index, _token, text: given.append(text)  # noqa: E731
-    (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=on_token)
-    assert given == pieces
-    assert output.completions[0].text == "".join(pieces)
-
-
-def test_a_stop_string_of_fallback_bytes_ends_a_completion_at_once() -> None:
-    tokenizer = of_kind("byte_fallback")
-    the, newline = tokenizer.vocab["▁the"], tokenizer.vocab["<0x0A>"]
-    params = SamplingParams(stop=("\n\n",))
-    sample = _RunningSample(
-        Output(None, [], [Completion()]), 0, params, frozenset(), None, Detokenizer(tokenizer), (0, 0)
-    )
-    assert sample.detokenizer is not None
-    ends = [_stream(sample, sample.detokenizer, token, True, False) for token in (the, newline, newline)]
-    assert ends == [False, False, True]
-    assert sample.completion.text == "the"
-
-
-def test_an_aborted_stream_has_the_text_of_its_tokens(scripted: Engine) -> None:
-    """Also where it ends within a character."""
-    params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1)
-
-    def stop_within(output: Output, _index: int, _token: int, _text: str) -> None:
-        if len(output.completions[0].tokens) == 8:
-            scripted.abort(output)
-
-    (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=stop_within)
-    assert output.completions[0].text == "he abcd\ufffd"
-
-
-def test_streamed_pieces_are_whole_characters_and_add_up(scripted: Engine, engine: Engine) -> None:
-    pieces: list[str] = []
-    params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1)
-    (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=lambda _o, _i, _t, text: pieces.append(text))
-    assert "".join(pieces) == output.completions[0].text == TEXT[1:].decode()
-    assert "" in pieces  # between the bytes of a character
-    streamed: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
-    outputs = engine.generate(
-        ["a", "b"],
-        SamplingParams(n=2, max_tokens=12, seed=1),
-        on_token=lambda output, index, token, text: streamed[id(output), index].append((token, text)),
-    )
-    for output in outputs:
-        for index, completion in enumerate(output.completions):
-            tokens, texts = zip(*streamed[id(output), index], strict=True)
-            assert list(tokens) == completion.tokens
-            assert "".join(texts) == completion.text
 
 
 def test_the_end_token_stops_unless_it_is_ignored(engine: Engine, device: str) -> None:
@@ -384,7 +225,7 @@ def test_abort_keeps_what_was_generated_and_frees_the_rest(engine: Engine) -> No
     assert tokens_of([kept]) == tokens_of(engine.generate(["keep"], params))
 
 
-def test_a_callback_may_abort_any_request(engine: Engine) -> None:
+def test_a_callback_can_abort_any_request(engine: Engine) -> None:
     outputs: list[Output] = []
 
     def stop_all(*_: object) -> None:
@@ -410,8 +251,8 @@ def test_an_exception_from_a_callback_leaves_a_working_engine(engine: Engine) ->
         assert tokens_of(engine.generate(MIXED, params)) == wanted
 
 
-def test_what_is_raised_in_a_step_aborts_everything_first(engine: Engine) -> None:
-    """Nobody is left with holes in its tokens, or without an end."""
+def test_an_exception_in_a_step_first_aborts_everything(engine: Engine) -> None:
+    """No completion is left unfinished, or with gaps in its tokens."""
     seen: list[int] = []
 
     def fail(_output: Output, _index: int, token: int, _text: str) -> None:
@@ -431,7 +272,7 @@ def test_what_is_raised_in_a_step_aborts_everything_first(engine: Engine) -> Non
     assert other.completions[0].tokens == whole[: len(other.completions[0].tokens)]
 
 
-def test_a_callback_cannot_wait_for_the_engine_that_waits_for_it(engine: Engine) -> None:
+def test_a_callback_cannot_call_generate(engine: Engine) -> None:
     params = SamplingParams(max_tokens=4, seed=3)
     with pytest.raises(RuntimeError, match="within a step"):
         engine.generate(["a"], params, on_token=lambda *_: engine.generate(["b"], params) and None)
@@ -456,8 +297,9 @@ def test_filtered_and_plain_requests_share_a_batch(engine: Engine) -> None:
     assert not set(repeated) & set(b"abc")
 
 
-def test_an_engine_without_filters_refuses_them(scripted: Engine) -> None:
-    refused, served = scripted.generate(["a", "a"], [SamplingParams(top_p=0.5), SamplingParams(max_tokens=1)])
+def test_an_engine_without_filters_refuses_them(model: Decoder) -> None:
+    plain = make_engine(model, filters=False)
+    refused, served = plain.generate(["a", "a"], [SamplingParams(top_p=0.5), SamplingParams(max_tokens=1)])
     assert refused.error is not None
     assert "without filters" in refused.error
     assert served.completions[0].tokens
@@ -474,7 +316,7 @@ def test_an_engine_without_filters_refuses_them(scripted: Engine) -> None:
      {"ignore_eos": 1}, {"seed": 1.5}, {"seed": "1"}],
     ids=str,
 )  # fmt: skip
-def test_parameters_that_make_no_sense_are_named(options: dict[str, object]) -> None:
+def test_invalid_parameters_are_named(options: dict[str, object]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=f"^{name}="):
         SamplingParams(**options)  # type: ignore[arg-type]
@@ -483,7 +325,7 @@ def test_parameters_that_make_no_sense_are_named(options: dict[str, object]) -> 
 def test_parameters_at_their_limits() -> None:
     SamplingParams(max_tokens=0, temperature=0, top_k=2**31 - 1, top_p=1, min_p=1, repetition_penalty=1e6)
     SamplingParams(temperature=0.01, repetition_penalty=0.01, stop_ids=(0,), seed=-(2**70))
-    SamplingParams(top_k=torch.tensor([3]).numpy()[0], top_p=torch.tensor([0.5]).numpy()[0])  # numbers of NumPy's
+    SamplingParams(top_k=torch.tensor([3]).numpy()[0], top_p=torch.tensor([0.5]).numpy()[0])  # NumPy scalars
 
 
 def test_without_a_tokenizer_tokens_go_in_and_out(model: Decoder) -> None:
@@ -493,5 +335,5 @@ def test_without_a_tokenizer_tokens_go_in_and_out(model: Decoder) -> None:
     )
     assert len(tokens.completions[0].tokens) == 3
     assert tokens.completions[0].text == ""
-    assert text.error == "a prompt of text needs a tokenizer"
+    assert text.error == "a text prompt needs a tokenizer"
     assert stop.error == "stop strings and streamed text need a tokenizer"

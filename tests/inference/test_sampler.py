@@ -1,4 +1,4 @@
-"""Each filter against the exact distribution, written down independently; noise that depends on its key alone."""
+"""Each filter against an independent computation of its distribution; and noise that depends only on its key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows_for(
     penalty: float = 1.0,
     position: int = 3,
 ) -> Rows:
-    """Rows that differ in their seed alone."""
+    """Rows that differ only in their seed."""
     seeds = torch.stack((torch.arange(count), torch.arange(count) // 7), 1)
     return Rows(
         seed=seeds.to(device, torch.int32),
@@ -40,7 +40,7 @@ def rows_for(
 
 
 def exact(temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, seen: list[int]) -> np.ndarray:
-    """The distribution by the definitions, token by token, in float64."""
+    """The distribution according to the definitions, token by token, in float64."""
     logits = [float(x) for x in LOGITS]
     for token in set(seen):
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
@@ -61,7 +61,7 @@ def exact(temperature: float, top_k: int, top_p: float, min_p: float, penalty: f
 
 
 def assert_fits(tokens: Tensor, expected: np.ndarray) -> None:
-    """Chi-squared: what cannot be drawn is not, and the rest fits at the 0.01% level."""
+    """Chi-squared test: impossible tokens are never drawn, and the others fit at the 0.01% level."""
     counts = np.bincount(tokens.cpu().numpy(), minlength=len(expected))
     assert counts[expected == 0].sum() == 0
     likely = expected > 0
@@ -111,7 +111,7 @@ def test_samples_follow_the_exact_distribution(filters: dict[str, float], device
         torch.testing.assert_close(plain.logprob, drawn.logprob, rtol=0, atol=1e-5)
 
 
-def test_top_p_of_a_tie_and_of_one_token_keeps_one() -> None:
+def test_a_tiny_top_p_keeps_one_token() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0], [50.0, 0.0, 0.0]])
     drawn = sample_filtered(logits, rows_for(2, top_p=1e-6), torch.zeros(2, 4, dtype=torch.int32))
     assert drawn.token.tolist() == [0, 0]
@@ -119,8 +119,10 @@ def test_top_p_of_a_tie_and_of_one_token_keeps_one() -> None:
 
 
 def test_a_top_p_of_one_keeps_the_tail() -> None:
-    """A token so unlikely that the others round to 1 is drawn all the same, as the plain variant draws it."""
-    rows = Rows(**{name: tensor[97:] for name, tensor in vars(rows_for(98)).items()})  # much luck, good and bad
+    """A token so unlikely that the others add up to 1 after rounding can still be drawn, as without filters."""
+    rows = Rows(
+        **{name: tensor[97:] for name, tensor in vars(rows_for(98)).items()}
+    )  # a seed with unusually large and small noise
     noise = gumbel(rows.seed, rows.position, torch.arange(100_000, dtype=torch.int32)[None])[0]
     luck = noise.max() - noise.min()
     assert luck > 18
@@ -142,7 +144,7 @@ def test_temperature_zero_takes_the_most_likely_token() -> None:
         torch.testing.assert_close(drawn.policy_logprob, logits.log_softmax(-1).amax(-1))
 
 
-def test_logits_that_are_not_finite_are_told_from_others() -> None:
+def test_non_finite_logits_give_token_minus_one() -> None:
     logits = torch.zeros(4, 20)
     logits[1, 7], logits[2, :] = math.nan, -math.inf
     logits[3, :19] = -math.inf  # one token is left
@@ -152,7 +154,7 @@ def test_logits_that_are_not_finite_are_told_from_others() -> None:
 
 
 @pytest.mark.parametrize("extreme", [{"temperature": 2e-38}, {"penalty": 1e-39}], ids=str)
-def test_logits_that_overflow_at_the_temperature_are_told_from_others(extreme: dict[str, float]) -> None:
+def test_logits_that_overflow_at_the_temperature_give_token_minus_one(extreme: dict[str, float]) -> None:
     logits = LOGITS.expand(2, -1) * 10
     rows, mild = rows_for(2, **extreme), rows_for(2)
     for name in extreme:
@@ -165,7 +167,7 @@ def test_logits_that_overflow_at_the_temperature_are_told_from_others(extreme: d
 
 
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
-    """A row draws the same beside any others, and another position or seed draws anew."""
+    """A row draws the same in any batch, and another position or seed gives other noise."""
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     rows = rows_for(6)
     alone = [sample(logits[i : i + 1], Rows(**{k: v[i : i + 1] for k, v in vars(rows).items()})) for i in range(6)]
@@ -175,11 +177,11 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
     for seed, position in (((1, 3), 5), ((2, 2), 5), ((1, 2), 6), ((2, 1), 5)):
         other = gumbel(torch.tensor([seed], dtype=torch.int32), torch.tensor([position], dtype=torch.int32), ids)
         assert abs(np.corrcoef(base[0], other[0])[0, 1]) < 0.12
-        assert not np.isin(other.numpy(), base.numpy()).any()  # no permutation of the same noise
+        assert not np.isin(other.numpy(), base.numpy()).any()  # not a permutation of the same noise
 
 
 def test_noise_is_gumbel() -> None:
-    """Against the distribution function, and finite everywhere."""
+    """Compare with the distribution function. It is finite everywhere."""
     seeds = torch.stack((torch.arange(500), torch.zeros(500)), 1).int()
     noise = gumbel(
         seeds, torch.full((500,), 9, dtype=torch.int32), torch.arange(400, dtype=torch.int32).expand(500, -1)
@@ -208,12 +210,12 @@ def compare_kernel(device: str) -> None:
         torch.testing.assert_close(ours.policy_logprob.cpu()[fine], plain.policy_logprob[fine], rtol=0, atol=2e-5)
 
 
-def test_the_kernel_draws_what_plain_pytorch_draws() -> None:
-    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+def test_the_kernel_draws_the_same_tokens_as_pytorch() -> None:
+    """In Triton's interpreter, which must be selected before Triton is imported."""
     pytest.importorskip("triton")
     run_interpreted(compare_kernel)
 
 
 @pytest.mark.gpu
-def test_the_kernel_draws_what_plain_pytorch_draws_on_cuda() -> None:
+def test_the_kernel_draws_the_same_tokens_as_pytorch_on_cuda() -> None:
     compare_kernel("cuda")

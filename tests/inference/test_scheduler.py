@@ -1,368 +1,13 @@
-"""Scheduler, on a simulated device whose every token depends on all it reads through its block tables.
-
-A block that is wrongly shared, freed too early, overwritten or not copied gives a token that the oracle,
-which sees only the prompt, does not expect.
-"""
+"""The scheduler in chosen situations, on a simulated device that checks every block it reads."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
-from rollgraph.inference.scheduler import GO, IDLE, NO_ROW, EngineStep, RequestState, Scheduler, Sequence
-
-GARBAGE = -7
-
-
-def sample(seen: list[tuple[int, int]], seed: int) -> int:
-    """The 'model': the next token after the cached (token, what that token attended to), different for each request."""
-    return hash((tuple(seen), seed)) % 1_000_003
-
-
-def attended(tokens: list[int]) -> int:
-    """The 'keys and values' of the last of these tokens in a deeper layer: they depend on all tokens before it."""
-    return hash(tuple(tokens))
-
-
-def oracle(prompt: tuple[int, ...], seed: int, count: int) -> list[int]:
-    """What a request generates, computed without a cache."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(sample([(token, attended(tokens[: i + 1])) for i, token in enumerate(tokens)], seed))
-    return tokens[len(prompt) :]
-
-
-@dataclass
-class Row:
-    token: int
-    position: int
-    table: list[int]
-    seed: int
-
-
-class Device:
-    """Executes steps as the engine does. It knows only what a step tells it."""
-
-    def __init__(self, blocks: int, block_size: int, rows: int) -> None:
-        self.size = block_size
-        self.tokens = [[GARBAGE] * block_size for _ in range(blocks)]  # the first layer's cache
-        self.deeper = [[GARBAGE] * block_size for _ in range(blocks)]  # the second layer's
-        self.rows: list[Row | None] = [None] * rows
-
-    def run(self, step: EngineStep) -> list[int]:
-        self.prefill(step)
-        assert not {source for source, _ in step.copies} & {target for _, target in step.copies}
-        for source, target in step.copies:
-            self.tokens[target] = list(self.tokens[source])
-            self.deeper[target] = list(self.deeper[source])
-        sources, targets = {source for source, _ in step.moves}, {target for _, target in step.moves}
-        assert not sources & targets
-        assert not {sequence.row for sequence in step.starts} & (sources | targets)
-        for sequence in step.starts:
-            row = Row(sequence.tokens[-1], sequence.length - 1, list(sequence.blocks), sequence.id)
-            self.rows[sequence.row] = row
-        for source, target in step.moves:
-            self.rows[source], self.rows[target] = None, self.rows[source]
-        return self.decode(step)
-
-    def prefill(self, step: EngineStep) -> None:
-        """All chunks as one batch: layer by layer, every write before any read."""
-        written: Counter[tuple[int, int]] = Counter()
-        for chunk in step.chunks:
-            for position, token in enumerate(chunk.tokens, chunk.start):
-                block, place = self.place(chunk.sequence.blocks, position)
-                self.tokens[block][place] = token
-                written[block, place] += 1
-        for chunk in step.chunks:
-            for position in range(chunk.start, chunk.start + len(chunk.tokens)):
-                block, place = self.place(chunk.sequence.blocks, position)
-                self.deeper[block][place] = attended(self.read(self.tokens, chunk.sequence.blocks, position + 1))
-        assert all(count == 1 and block > 0 for (block, _), count in written.items())
-
-    def decode(self, step: EngineStep) -> list[int]:
-        assert len(step.orders) == len(step.rows) == step.bucket
-        sampled = []
-        for row, order in zip(self.rows, step.orders, strict=False):
-            if order == IDLE:
-                self.tokens[0][0] = self.deeper[0][0] = GARBAGE
-                sampled.append(GARBAGE)
-                continue
-            assert row is not None, "a row that never started is told to go"
-            if order != GO:
-                row.table.append(order)
-            block, place = self.place(row.table, row.position)
-            self.tokens[block][place] = row.token
-            self.deeper[block][place] = attended(self.read(self.tokens, row.table, row.position + 1))
-            row.position += 1
-            tokens, deeper = (self.read(cache, row.table, row.position) for cache in (self.tokens, self.deeper))
-            row.token = sample(list(zip(tokens, deeper, strict=True)), row.seed)
-            sampled.append(row.token)
-        return sampled
-
-    def place(self, table: list[int], position: int) -> tuple[int, int]:
-        return table[position // self.size], position % self.size
-
-    def read(self, cache: list[list[int]], table: list[int], count: int) -> list[int]:
-        return [cache[block][place] for block, place in (self.place(table, i) for i in range(count))]
-
-
-class Engine:
-    """The host loop in small: a scheduler, a device, and the steps whose tokens it has not looked at yet."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.scheduler = Scheduler(**options)
-        self.device = Device(options["blocks"], options["block_size"], options["max_rows"])
-        self.launched: deque[tuple[EngineStep, list[int]]] = deque()
-        self.sequences: list[Sequence] = []
-        self.stopping: set[int] = set()  # requests that stop at a token which is a multiple of 5
-        self.steps: list[EngineStep] = []
-        self.preempted: set[Sequence] = set()  # that no step has told of yet
-        self._expected: dict[int, list[int]] = {}
-
-    def add(self, prompt: tuple[int, ...], max_tokens: int) -> Sequence:
-        sequence = Sequence(len(self.sequences), prompt, max_tokens)
-        self.scheduler.add(sequence)
-        self.sequences.append(sequence)
-        return sequence
-
-    def launch(self) -> EngineStep | None:
-        had_row = [sequence for sequence in self.sequences if sequence.row != NO_ROW]
-        step = self.scheduler.schedule()
-        has_row = [sequence for sequence in self.sequences if sequence.row != NO_ROW]
-        self.preempted |= {sequence for sequence in had_row if sequence not in has_row}
-        if not all(sequence in had_row for sequence in has_row):  # a newcomer leaves one block to each of the others
-            assert self.scheduler.blocks.free >= len(has_row) - 1
-        if step is None:
-            assert self.launched or not self.scheduler.has_work, "stuck: nothing to launch and nothing to wait for"
-            return None
-        assert self.preempted <= set(step.preempted)
-        self.preempted.clear()
-        self.check(step)
-        self.launched.append((step, self.device.run(step)))
-        self.steps.append(step)
-        return step
-
-    def land(self) -> None:
-        """Look at the tokens of the oldest step in flight."""
-        step, tokens = self.launched.popleft()
-        for sequence, token in self.scheduler.update(step, tokens):
-            assert sequence.generated[-1] == token
-            if sequence.id in self.stopping and token % 5 == 0:
-                self.scheduler.finish(sequence, "stop")
-
-    def turn(self) -> EngineStep | None:
-        """As the real engine: launch, then look at the step before; with nothing to launch, look at what there is."""
-        step = self.launch()
-        while len(self.launched) > (step is not None):
-            self.land()
-        return step
-
-    def drain(self) -> None:
-        """Run to the end. Whoever is the oldest gets on in each step, which bounds their number."""
-        limit = 5 + sum(2 * s.end + 5 for s in self.sequences)
-        while self.scheduler.has_work:
-            self.turn()
-            limit -= 1
-            assert limit > 0
-        while self.launched:
-            self.land()
-
-    def check(self, step: EngineStep) -> None:
-        """What holds of every step, whatever its content."""
-        options = self.options
-        assert sum(len(chunk.tokens) for chunk in step.chunks) <= options["prefill_tokens"]
-        assert len(step.chunks) <= options["prefill_sequences"]
-        assert all(chunk.tokens for chunk in step.chunks)
-        decoding = [row for row, sequence in enumerate(step.rows) if sequence is not None]
-        assert step.bucket in (0, *options["buckets"])
-        assert (step.bucket == 0) == (not decoding)
-        assert decoding or step.chunks
-        if decoding:  # the smallest bucket, and everyone who has a row is in the smallest that holds all of them
-            assert min(b for b in options["buckets"] if b > decoding[-1]) == step.bucket
-            holders = [sequence for sequence in self.sequences if sequence.row != NO_ROW]
-            assert max(s.row for s in holders) < min(b for b in options["buckets"] if b >= len(holders))
-        for row, (sequence, order) in enumerate(zip(step.rows, step.orders, strict=True)):
-            assert (sequence is None) == (order == IDLE)
-            if sequence is not None:
-                assert (sequence.row, sequence.state) == (row, RequestState.RUNNING)
-                assert len(sequence.generated) + sequence.in_flight <= sequence.max_tokens
-                assert sequence.length + sequence.in_flight <= options["max_length"]
-                assert order == GO or order == sequence.blocks[-1] > 0
-        # Decodes and copies write to blocks of one owner. (That chunks do not collide, the device checks.)
-        size = options["block_size"]
-        written = [s.blocks[(s.computed - 1) // size] for s in step.rows if s is not None]
-        written += [target for _, target in step.copies]
-        assert all(self.scheduler.blocks.count(block) == 1 for block in written)
-
-    def check_state(self) -> None:
-        """What holds between any two calls."""
-        blocks, size = self.scheduler.blocks, self.options["block_size"]
-        alive = [sequence for sequence in self.sequences if sequence.state is not RequestState.FINISHED]
-        waiting = [sequence for sequence in alive if sequence.state is RequestState.WAITING]
-        holding = [sequence for sequence in alive if sequence.state is not RequestState.WAITING]
-        assert (self.scheduler.waiting, self.scheduler.running) == (len(waiting), len(holding))
-        assert self.scheduler.has_work == bool(alive)
-        assert not any(s.blocks or s.computed for s in self.sequences if s not in holding)
-        assert all((sequence.row == NO_ROW) == (sequence not in holding) for sequence in self.sequences)
-        assert len({sequence.row for sequence in holding}) == len(holding) <= self.options["max_rows"]
-        # First come, first served; only the latest of those that have a row can be partly prefilled.
-        assert not waiting or not holding or max(s.id for s in holding) < min(s.id for s in waiting)
-        assert all(s.state is RequestState.RUNNING or s is max(holding, key=lambda s: s.id) for s in holding)
-        # Each block is free or held, by as many tables as its count says, and never the first one.
-        owners: dict[int, list[Sequence]] = {}
-        for sequence in holding:
-            assert 0 not in sequence.blocks
-            assert len(set(sequence.blocks)) == len(sequence.blocks)
-            assert sequence.computed <= len(sequence.blocks) * size
-            for block in sequence.blocks:
-                owners.setdefault(block, []).append(sequence)
-        held = [block for table in self.scheduler._left for block in table]  # of who finished, while others wait
-        assert waiting or not held
-        assert [blocks.count(b) for b in range(self.options["blocks"])] == [
-            len(owners.get(b, [])) + held.count(b) for b in range(self.options["blocks"])
-        ]
-        assert blocks.free + len(owners.keys() | set(held)) == self.options["blocks"] - 1
-        # Who shares a block agrees on all that comes up to its end, and will not write there any more.
-        for block, sharing in owners.items():
-            stop = (sharing[0].blocks.index(block) + 1) * size
-            assert len(sharing) == 1 or len({sequence.tokens[:stop] for sequence in sharing}) == 1
-            assert len(sharing) == 1 or all(s.blocks.index(block) + 1 == stop // size for s in sharing)
-            assert len(sharing) == 1 or all(sequence.computed >= stop for sequence in sharing)
-        for sequence in self.sequences:
-            assert sequence.generated == self.expected(sequence)[: len(sequence.generated)]
-            assert sequence.in_flight == sum(sequence in step.rows for step, _ in self.launched)
-            if sequence.state is RequestState.RUNNING:
-                assert sequence.computed == sequence.length - 1 + sequence.in_flight
-
-    def check_end(self) -> None:
-        """What holds when all is done."""
-        self.check_state()
-        assert self.scheduler.blocks.free == self.options["blocks"] - 1
-        for sequence in self.sequences:
-            assert sequence.state is RequestState.FINISHED
-            assert sequence.in_flight == 0
-            expected = self.expected(sequence)
-            if sequence.finish_reason == "length":
-                assert sequence.generated == expected
-            if sequence.finish_reason == "stop":
-                assert [token % 5 == 0 for token in sequence.generated].index(True) == len(sequence.generated) - 1
-
-    def expected(self, sequence: Sequence) -> list[int]:
-        if sequence.id not in self._expected:
-            limit = min(sequence.max_tokens, self.options["max_length"] - len(sequence.prompt))
-            self._expected[sequence.id] = oracle(sequence.prompt, sequence.id, limit)
-        return self._expected[sequence.id]
-
-
-OPTIONS: dict[str, Any] = {
-    "blocks": 65,
-    "block_size": 4,
-    "max_rows": 16,
-    "buckets": (1, 2, 4, 8, 16),
-    "prefill_tokens": 64,
-    "prefill_sequences": 8,
-    "max_length": 64,
-}
-
-
-class Program(RuleBasedStateMachine):
-    """Requests that share prefixes, steps, results that come late, stops and aborts, in any order, in a tiny cache."""
-
-    @initialize(data=st.data())
-    def configure(self, data: st.DataObject) -> None:
-        size, rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
-        max_length = data.draw(st.sampled_from([2, 5, 9, 14, 20]))
-        fewest = 1 + -(-(max_length - 1) // size)  # those that the longest request needs
-        self.engine = Engine(
-            blocks=max(2, fewest + data.draw(st.integers(-1, 6))),
-            block_size=size,
-            max_rows=rows,
-            buckets=data.draw(st.sampled_from([(*range(1, rows + 1),), (rows,), (*range(1, rows, 2), rows)])),
-            prefill_tokens=data.draw(st.integers(1, 12)),
-            prefill_sequences=data.draw(st.integers(1, 3)),
-            max_length=max_length,
-        )
-
-    @rule(data=st.data(), max_tokens=st.integers(0, 12), copies=st.integers(1, 4), stops=st.booleans())
-    def add(self, data: st.DataObject, max_tokens: int, copies: int, stops: bool) -> None:
-        """A prompt that is new, or goes on where some request is or was, as often as not several times."""
-        options, begun = self.engine.options, [s.tokens for s in self.engine.sequences]
-        beginning = data.draw(st.sampled_from([(), *begun]))
-        cut = data.draw(st.integers(0, len(beginning)))
-        prompt = beginning[: len(beginning) - cut] + tuple(data.draw(st.lists(st.integers(0, 1), max_size=7)))
-        written = len(prompt) + min(max_tokens, options["max_length"] - len(prompt)) - 1
-        fits = -(-written // options["block_size"]) < options["blocks"]
-        for _ in range(copies):
-            if prompt and len(prompt) < options["max_length"] and max_tokens and fits:
-                sequence = self.engine.add(prompt, max_tokens)
-                if stops:
-                    self.engine.stopping.add(sequence.id)
-            else:
-                with pytest.raises(ValueError, match="sequence"):
-                    self.engine.add(prompt, max_tokens)
-
-    @rule(times=st.integers(1, 6))
-    def turn(self, times: int) -> None:
-        for _ in range(times):
-            self.engine.turn()
-
-    @precondition(lambda self: len(self.engine.launched) < 3)
-    @rule()
-    def launch(self) -> None:
-        self.engine.launch()
-
-    @precondition(lambda self: self.engine.launched)
-    @rule()
-    def land(self) -> None:
-        self.engine.land()
-
-    @precondition(lambda self: self.engine.sequences)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.engine.sequences))
-        reason = sequence.finish_reason or "abort"
-        self.engine.scheduler.finish(sequence, "abort")
-        assert (sequence.state, sequence.finish_reason) == (RequestState.FINISHED, reason)
-
-    @invariant()
-    def state(self) -> None:
-        self.engine.check_state()
-
-    def teardown(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.drain()
-            self.engine.check_end()
-
-
-def test_any_program() -> None:
-    run_state_machine_as_test(Program, settings=settings(max_examples=600, stateful_step_count=30, deadline=None))
-
-
-def engine_with(**changes: Any) -> Engine:
-    return Engine(**{**OPTIONS, **changes})
-
-
-def prefilled(engine: Engine) -> int:
-    return sum(len(chunk.tokens) for step in engine.steps for chunk in step.chunks)
-
-
-def finish_all(engine: Engine) -> None:
-    engine.drain()
-    engine.check_end()
+from rollgraph.inference.scheduler import GO, IDLE, NO_ROW, RequestState, Scheduler, Sequence, SequenceError
+from tests.inference.simulated_engine import OPTIONS, engine_with, finish_all, prefilled
 
 
 def test_a_prompt_sampled_16_times_is_prefilled_once() -> None:
@@ -382,7 +27,7 @@ def test_a_prompt_sampled_16_times_is_prefilled_once() -> None:
 
 
 def test_a_group_larger_than_the_rows_is_prefilled_once_too() -> None:
-    """The first of the group is long gone when the last comes: the copies of its tail have taken its place."""
+    """The first of the group has finished long before the last starts: copies of its tail have replaced it."""
     engine = engine_with(max_rows=3, buckets=(3,))
     prompt = tuple(range(100, 111))
     for i in range(16):
@@ -392,7 +37,7 @@ def test_a_group_larger_than_the_rows_is_prefilled_once_too() -> None:
     assert sum(len(step.copies) for step in engine.steps) == 15
 
 
-def test_a_group_of_one_length_is_prefilled_once_although_all_that_run_end_together() -> None:
+def test_a_group_whose_members_end_together_is_prefilled_once() -> None:
     engine = engine_with(max_rows=4, buckets=(4,))
     prompt = tuple(range(100, 111))
     for _ in range(16):
@@ -401,8 +46,8 @@ def test_a_group_of_one_length_is_prefilled_once_although_all_that_run_end_toget
     assert prefilled(engine) == len(prompt) - 1
 
 
-def test_who_waits_comes_in_where_only_the_blocks_of_the_finished_are_left() -> None:
-    """They are held for those who share them, and given up where that leaves no room."""
+def test_retained_blocks_are_released_when_a_waiting_sequence_needs_them() -> None:
+    """They are retained for sequences that may share them, and released if there is no room otherwise."""
     engine = engine_with(blocks=5, max_rows=2, buckets=(2,))
     for first in range(6):
         engine.add(tuple(range(20 * first, 20 * first + 11)), max_tokens=5)
@@ -410,7 +55,7 @@ def test_who_waits_comes_in_where_only_the_blocks_of_the_finished_are_left() -> 
 
 
 def test_a_prompt_that_ends_with_a_block_is_shared_without_a_copy() -> None:
-    engine = engine_with(prefill_tokens=8)  # all of it goes to the first, the others need none
+    engine = engine_with(prefill_tokens=8)  # all of it goes to the first; the others need none
     group = [engine.add(tuple(range(9)), max_tokens=9) for _ in range(4)]
     step = engine.turn()
     assert step is not None
@@ -429,7 +74,7 @@ def test_prompts_of_one_step_share_what_that_step_computes() -> None:
     finish_all(engine)
 
 
-def test_what_nobody_holds_any_more_is_computed_again() -> None:
+def test_a_prefix_that_is_no_longer_held_is_computed_again() -> None:
     engine = engine_with()
     for _ in range(2):
         engine.add(tuple(range(9)), max_tokens=2)
@@ -456,9 +101,11 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
         [(long, 0, 6)],
         [(long, 6, 6)],
         [(long, 12, 6)],
-        [(long, 18, 1)],  # `late` comes behind it, and copies its only position from `short`
+        [(long, 18, 1)],  # `late` follows, and copies its only position from `short`
     ]
-    assert [step.rows for step in steps[:3]] == [[short]] * 3  # the row that waits for its prompt costs no bucket
+    assert [step.rows for step in steps[:3]] == [
+        [short]
+    ] * 3  # a row that is still prefilling does not enlarge the bucket
     assert steps[3].starts == [long, late]
     assert steps[3].rows == [short, long, late, None]
     assert steps[3].orders[3] == IDLE
@@ -475,7 +122,7 @@ def test_chunks_of_a_step_are_limited_in_number() -> None:
     finish_all(engine)
 
 
-def test_a_full_cache_sends_the_latest_back_and_it_resumes_with_its_tokens() -> None:
+def test_a_full_cache_preempts_the_latest_which_resumes_with_its_tokens() -> None:
     engine = engine_with(blocks=8, max_rows=3, buckets=(1, 2, 3), max_length=24)
     first, second, third = (engine.add((i, i, i), max_tokens=18) for i in range(3))
     while not (steps := [step for step in engine.steps if step.preempted]):
@@ -494,7 +141,7 @@ def test_a_full_cache_sends_the_latest_back_and_it_resumes_with_its_tokens() -> 
     assert ends[first] > ends[second] > ends[third]
 
 
-def test_nobody_overtakes_a_sequence_that_gave_way() -> None:
+def test_a_preempted_sequence_is_not_overtaken() -> None:
     engine = engine_with(blocks=7, max_rows=3, buckets=(3,), max_length=20)
     first, second = (engine.add((i, i, i), max_tokens=16) for i in range(2))
     while second.in_flight or not second.generated or second.state is RequestState.RUNNING:
@@ -508,13 +155,13 @@ def test_nobody_overtakes_a_sequence_that_gave_way() -> None:
     finish_all(engine)
 
 
-def test_a_sequence_that_gave_way_comes_back_after_its_tokens_in_flight() -> None:
+def test_a_preempted_sequence_waits_for_its_tokens_in_flight() -> None:
     engine = engine_with(blocks=4, block_size=2, max_rows=2, buckets=(2,), max_length=7)
     first, second = engine.add((1,), max_tokens=6), engine.add((2,), max_tokens=6)
     for _ in range(3):
         assert engine.launch()
     assert (second.state, second.in_flight, second.generated) == (RequestState.WAITING, 2, [])
-    engine.scheduler.finish(first, "abort")  # now there is room, but its tokens are not known yet
+    engine.scheduler.finish(first, "abort")  # now there is room, but its tokens in flight are not known yet
     assert engine.launch() is None
     engine.land()
     assert engine.launch() is None
@@ -526,7 +173,7 @@ def test_a_sequence_that_gave_way_comes_back_after_its_tokens_in_flight() -> Non
     finish_all(engine)
 
 
-def test_a_token_in_flight_can_end_a_sequence_that_gave_way() -> None:
+def test_a_token_in_flight_can_end_a_preempted_sequence() -> None:
     engine = engine_with(blocks=4, block_size=1, max_rows=2, buckets=(2,), max_length=4)
     engine.add((1,), max_tokens=3)
     second = engine.add((2,), max_tokens=2)
@@ -537,7 +184,7 @@ def test_a_token_in_flight_can_end_a_sequence_that_gave_way() -> None:
     finish_all(engine)
 
 
-def test_a_newcomer_leaves_a_block_to_everyone_who_runs() -> None:
+def test_a_newcomer_leaves_a_block_for_every_running_sequence() -> None:
     engine = engine_with(blocks=5, block_size=4)
     first, second = engine.add((1, 2), max_tokens=2), engine.add((1, 2, 3, 4, 5), max_tokens=2)
     third = engine.add((3,), max_tokens=1)
@@ -591,23 +238,24 @@ def test_a_row_that_has_not_started_is_moved_without_the_device() -> None:
     ("prompt", "max_tokens", "message"),
     [
         ((), 4, "sequence 7: the prompt is empty"),
-        ((1,), 0, "sequence 7: max_tokens = 0, must be at least 1"),
+        ((1,), 0, "sequence 7: max_tokens = 0: must be at least 1"),
         ((1,) * 64, 4, "sequence 7: a prompt of 64 tokens leaves no room in max_length = 64"),
-        ((1,) * 10, 8, "sequence 7: 10 tokens of prompt and 8 to generate take 5 blocks, the cache has 4"),
-        ((1,) * 10, 99, "sequence 7: 10 tokens of prompt and 54 to generate take 16 blocks, the cache has 4"),
+        ((1,) * 10, 8, "sequence 7: a prompt of 10 tokens with 8 to generate needs 5 blocks; the cache has 4"),
+        ((1,) * 10, 99, "sequence 7: a prompt of 10 tokens with 54 to generate needs 16 blocks; the cache has 4"),
     ],
 )
-def test_what_can_never_run_is_refused(prompt: tuple[int, ...], max_tokens: int, message: str) -> None:
+def test_a_sequence_that_could_never_run_is_refused(prompt: tuple[int, ...], max_tokens: int, message: str) -> None:
     scheduler = Scheduler(**{**OPTIONS, "blocks": 5})
     sequence = Sequence(7, prompt, max_tokens)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(SequenceError, match=message) as caught:
         scheduler.add(sequence)
+    assert (caught.value.sequence_id, f"sequence 7: {caught.value.reason}") == (7, message)
     assert not scheduler.has_work
     assert scheduler.schedule() is None
     assert sequence.end == 0
 
 
-def test_what_fits_to_the_last_place_is_accepted() -> None:
+def test_a_sequence_that_just_fits_is_accepted() -> None:
     """10 + 7 tokens take 4 blocks of 4: the last token is never fed."""
     engine = engine_with(blocks=5)
     sequence = engine.add((1,) * 10, max_tokens=7)
@@ -640,7 +288,7 @@ def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], me
         Scheduler(**{**OPTIONS, **changes})
 
 
-def test_the_smallest_cache_serves_many_requests_one_after_the_other() -> None:
+def test_the_smallest_cache_serves_requests_one_after_another() -> None:
     engine = engine_with(blocks=5, max_length=17)
     sequences = [engine.add((i,) * 10, max_tokens=7) for i in range(12)]
     done: list[Sequence] = []
@@ -659,7 +307,7 @@ def test_no_token_is_sampled_beyond_the_limit(max_tokens: int, max_length: int, 
     for _ in range(count):
         assert engine.launch()
     assert sequence.in_flight == count
-    assert engine.launch() is None  # nothing is known yet, but enough is under way
+    assert engine.launch() is None  # no token is known yet, but enough are in flight
     for _ in range(count - 1):
         engine.land()
     assert sequence.state is RequestState.RUNNING
@@ -679,7 +327,7 @@ def test_a_row_at_its_limit_is_idle_until_its_tokens_arrive() -> None:
     finish_all(engine)
 
 
-def test_an_abort_in_flight_drops_the_token_and_frees_row_and_blocks_at_once() -> None:
+def test_an_abort_in_flight_drops_the_token_and_frees_row_and_blocks() -> None:
     engine = engine_with(blocks=5, max_rows=1, buckets=(1,))
     first = engine.add((1,) * 9, max_tokens=8)
     engine.launch()
@@ -695,7 +343,7 @@ def test_an_abort_in_flight_drops_the_token_and_frees_row_and_blocks_at_once() -
     assert (first.generated, len(second.generated)) == ([], 8)
 
 
-def test_an_abort_in_mid_prefill_leaves_the_blocks_to_those_who_share_them() -> None:
+def test_an_abort_during_prefill_keeps_blocks_that_others_can_share() -> None:
     engine = engine_with(prefill_tokens=4)
     prompt = tuple(range(50, 70))
     older = engine.add(prompt[:9], max_tokens=20)
@@ -710,12 +358,12 @@ def test_an_abort_in_mid_prefill_leaves_the_blocks_to_those_who_share_them() -> 
     engine.check_state()
     step = engine.turn()
     assert step is not None
-    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 12)]  # takes over what is there
+    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 12)]  # shares what is computed already
     assert younger.blocks[:3] == left
     finish_all(engine)
 
 
-def test_an_abort_in_mid_prefill_is_forgotten_where_nobody_waits() -> None:
+def test_an_abort_during_prefill_frees_blocks_if_no_sequence_waits() -> None:
     engine = engine_with(prefill_tokens=4)
     prompt = tuple(range(50, 70))
     partly = engine.add(prompt, max_tokens=5)
@@ -738,7 +386,7 @@ def test_an_abort_leaves_the_queue_in_order() -> None:
     assert [s for step in engine.steps for s in step.starts] == [sequences[0], sequences[1], sequences[3]]
 
 
-def test_tokens_must_be_those_of_the_step() -> None:
+def test_the_number_of_tokens_must_match_the_step() -> None:
     scheduler = Scheduler(**OPTIONS)
     scheduler.add(Sequence(0, (1,), 4))
     step = scheduler.schedule()

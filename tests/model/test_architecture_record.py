@@ -1,4 +1,4 @@
-"""The architecture record: what a config.json says is read, written back, or refused."""
+"""The architecture record: every setting of a config.json is read, written back, or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(**changes: Any) -> Architecture:
     return Architecture.from_config({**CONFIG, **changes})
 
 
-def test_what_it_reads() -> None:
+def test_reads_every_field() -> None:
     assert read() == LLAMA
     assert read(num_key_value_heads=None).kv_heads == 4
     assert read(head_dim=24).head_dim == 24
@@ -41,8 +41,8 @@ def test_what_it_reads() -> None:
         assert read(rope_scaling={**kind, "factor": 2.0}).rope == linear
 
 
-def test_rope_scaling_takes_the_place_of_rope_parameters() -> None:
-    """Also of their theta: then the one beside them counts."""
+def test_rope_scaling_replaces_rope_parameters() -> None:
+    """This includes their theta: then the one outside of both counts."""
     newer = {"rope_type": "default", "rope_theta": 5e5}
     older = {"type": "linear", "factor": 2.0}
     assert read(rope_parameters=newer, rope_scaling=older).rope == Rope(1e4, "linear", {"factor": 2.0})
@@ -68,7 +68,7 @@ def test_rope_scaling_takes_the_place_of_rope_parameters() -> None:
     ],
 )
 def test_which_projections_have_biases(family: str, said: dict[str, Any], biases: tuple[bool, ...]) -> None:
-    """Of queries, keys and values, of attention's output, of the mlp: each family has its own idea."""
+    """Biases of queries, keys and values, of the attention output, and of the mlp differ between families."""
     found = read(model_type=family, **said)
     assert (found.qkv_bias, found.output_bias, found.mlp_bias) == biases
     assert found.qk_norm == (family == "qwen3")
@@ -112,25 +112,25 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("architecture", EXAMPLES.values(), ids=EXAMPLES)
-def test_what_is_written_is_read_back(architecture: Architecture) -> None:
+def test_a_written_config_reads_back_unchanged(architecture: Architecture) -> None:
     config = architecture.to_config()
     again = Architecture.from_config(config)
     assert again == architecture
     assert again.to_config() == config
 
 
-def test_what_it_does_not_know_is_kept() -> None:
+def test_unknown_fields_are_kept() -> None:
     more = {"bos_token_id": 1, "eos_token_id": [2, 3], "transformers_version": "4.44.0", "attention_dropout": 0.0}
     written = read(**more, rope_theta=7.0).to_config()
     assert more.items() <= written.items()
     assert written["architectures"] == ["LlamaForCausalLM"]
-    assert read(**more) == read()  # and has no part in what the architecture is
+    assert read(**more) == read()  # and they are not compared
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"model_type": "gpt2"}, "unknown architecture 'gpt2': known are LlamaForCausalLM, Mistral"),
+        ({"model_type": "gpt2"}, "unknown architecture 'gpt2'; supported: LlamaForCausalLM, Mistral"),
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'"),
         ({"model_type": None}, "unknown architecture None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -149,11 +149,11 @@ def test_what_it_does_not_know_is_kept() -> None:
                 "sliding_window": 8,
                 "layer_types": ["full_attention", *["sliding_attention"] * 2],
             },
-            "all layers of a Mistral",
+            "a Mistral model with a sliding_window has it in all layers",
         ),
         (
             {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["linear_attention"] * 3},
-            "layer_types: the decoder knows full_attention and sliding_attention",
+            "layer_types: only full_attention and sliding_attention are supported",
         ),
         (
             {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
@@ -161,7 +161,7 @@ def test_what_it_does_not_know_is_kept() -> None:
         ),
     ],
 )
-def test_what_would_compute_something_else_is_refused(changes: dict[str, Any], match: str) -> None:
+def test_unsupported_settings_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ArchitectureError, match=match):
         read(**changes)
 
@@ -172,75 +172,78 @@ WINDOWED = {"model_type": "qwen3", "use_sliding_window": True}
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"model_type": ["llama"]}, r"model_type=\['llama'\], not a string"),
-        ({"model_type": "gpt2", "architectures": 5}, "architectures=5, not a list of strings"),
-        ({"num_attention_heads": "4"}, "num_attention_heads='4', not a positive integer"),
-        ({"hidden_size": None}, "hidden_size=None, not a positive integer"),
-        ({"hidden_size": 64.0}, r"hidden_size=64\.0, not a positive integer"),
-        ({"vocab_size": True}, "vocab_size=True, not a positive integer"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers=-1, not"),
-        ({"intermediate_size": []}, r"intermediate_size=\[\], not"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads=0, not"),
-        ({"head_dim": "16"}, "head_dim='16', not"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings=0, not"),
-        ({"rms_norm_eps": None}, "rms_norm_eps=None, not a number that is not negative"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, not"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false', not true or false"),
-        ({"attention_bias": None}, "attention_bias=None, not true or false"),
-        ({"mlp_bias": 0}, "mlp_bias=0, not true or false"),
-        ({**WINDOWED, "sliding_window": "8"}, "sliding_window='8', not"),
-        ({**WINDOWED, "max_window_layers": None}, "max_window_layers=None, not an integer"),
-        ({**WINDOWED, "layer_types": [None, 1, {}]}, "layer_types=.*, not a list of strings"),
-        ({"model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window='no', not true or false"),
-        ({"rope_theta": "1e4"}, "rope_theta='1e4', not a number above 1"),
-        ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta=-1\.0, not a number above 1"),
-        ({"rope_scaling": "yarn"}, "rope_scaling='yarn', not an object"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters=.*, not .* of all layers"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\]: must be a string"),
+        ({"model_type": "gpt2", "architectures": 5}, "architectures=5: must be a list of strings"),
+        ({"num_attention_heads": "4"}, "num_attention_heads='4': must be a positive integer"),
+        ({"hidden_size": None}, "hidden_size=None: must be a positive integer"),
+        ({"hidden_size": 64.0}, r"hidden_size=64\.0: must be a positive integer"),
+        ({"vocab_size": True}, "vocab_size=True: must be a positive integer"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1: must be"),
+        ({"intermediate_size": []}, r"intermediate_size=\[\]: must be"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0: must be"),
+        ({"head_dim": "16"}, "head_dim='16': must be"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0: must be"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None: must be a number of at least 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: must be"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
+        ({"attention_bias": None}, "attention_bias=None: must be true or false"),
+        ({"mlp_bias": 0}, "mlp_bias=0: must be true or false"),
+        ({**WINDOWED, "sliding_window": "8"}, "sliding_window='8': must be"),
+        ({**WINDOWED, "max_window_layers": None}, "max_window_layers=None: must be an integer"),
+        ({**WINDOWED, "layer_types": [None, 1, {}]}, "layer_types=.*: must be a list of strings"),
+        ({"model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window='no': must be true or false"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4': must be a number above 1"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta=-1\.0: must be a number above 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn': must be an object"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_parameters=.*: must be .* for all layers",
+        ),
         ({"rope_scaling": {"type": ["yarn"]}}, r"rope_type=\['yarn'\]"),
-        ({"rope_scaling": {"type": "linear", "factor": None}}, "factor=None, not a positive number"),
-        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor=0, not a positive number or null"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "factor=None: must be a positive number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor=0: must be a positive number or null"),
         ({"rope_scaling": {"type": "yarn"}}, "has no 'factor'"),
-        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": "32"}}, "beta_fast='32', not a number"),
-        ({"rope_scaling": {"type": "yarn", **YARN, "truncate": 1}}, "truncate=1, not true or false"),
-        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": None}}, "low_freq_factor=None, not"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": "32"}}, "beta_fast='32': must be a number"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "truncate": 1}}, "truncate=1: must be true or false"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": None}}, "low_freq_factor=None: must be"),
         (
             {"rope_scaling": {"type": "yarn", **YARN}, "original_max_position_embeddings": "32"},
-            "original_max_position_embeddings='32', not a positive number",
+            "original_max_position_embeddings='32': must be a positive number",
         ),
     ],
 )
-def test_fields_of_another_kind_are_named(changes: dict[str, Any], match: str) -> None:
+def test_fields_of_the_wrong_type_are_named(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ArchitectureError, match=f"^config.json:? .*{match}" if "rope_type" not in match else match):
         read(**changes)
 
 
-def test_a_config_that_is_no_object() -> None:
-    with pytest.raises(ArchitectureError, match=r"config\.json holds no JSON object"):
+def test_a_config_that_is_not_an_object_is_refused() -> None:
+    with pytest.raises(ArchitectureError, match=r"config\.json does not hold a JSON object"):
         Architecture.from_config([])  # type: ignore[arg-type]
 
 
-def test_fewer_dimensions_than_heads() -> None:
+def test_fewer_dimensions_than_heads_are_refused() -> None:
     with pytest.raises(ArchitectureError, match="even head_dim, not 0"):
         read(hidden_size=2)
 
 
 @pytest.mark.parametrize("key", [key for key in CONFIG if key not in ("model_type", "num_key_value_heads")])
-def test_what_must_be_said(key: str) -> None:
+def test_required_fields(key: str) -> None:
     with pytest.raises(ArchitectureError, match=f"config.json has no '{key}'"):
         Architecture.from_config({k: v for k, v in CONFIG.items() if k != key})
 
 
-def test_what_config_json_cannot_say() -> None:
-    with pytest.raises(ArchitectureError, match=r"one window size, not \[4, 8\]"):
+def test_windows_that_config_json_cannot_describe() -> None:
+    with pytest.raises(ArchitectureError, match=r"only one window size, not \[4, 8\]"):
         replace(LLAMA, family="qwen2", windows=(4, 8, None)).to_config()
-    with pytest.raises(ArchitectureError, match="llama cannot say that there are windows"):
+    with pytest.raises(ArchitectureError, match=r"config\.json of a llama model cannot describe windows"):
         replace(LLAMA, windows=(4, 4, 4)).to_config()
     with pytest.raises(ArchitectureError, match="unknown family 'gpt2'"):
         replace(LLAMA, family="gpt2")
 
 
 def test_frequencies() -> None:
-    """The first pair turns once in 2π positions, whatever the base; scaling slows pairs down, and slow ones more."""
+    """The first pair turns once in 2π positions, whatever the base. Scaling slows pairs down, slow ones more."""
     plain, factor = LLAMA.frequencies()
     assert plain.dtype == torch.float32
     assert plain.shape == (8,)

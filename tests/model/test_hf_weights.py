@@ -1,4 +1,4 @@
-"""Folders of weights: what fits is copied in place, and what does not fit changes nothing."""
+"""Folders of weights: those that fit are copied in place, and those that do not change nothing."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rollgraph.model import (
     Decoder,
     ModelFileError,
     Rope,
+    hf_saving,
     load_model,
     load_weights,
     save_model,
@@ -35,7 +36,7 @@ NORMED = Architecture("qwen3", 23, 16, 20, 1, 4, 2, 8, rope=Rope(1e6, "linear", 
 
 
 def build(architecture: Architecture = ARCHITECTURE) -> Decoder:
-    """A model whose biases and norms are random, too."""
+    """A model whose biases and norms are random as well."""
     model = Decoder(architecture)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -67,7 +68,7 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path / "sharded"
 
 
-# -- what fits -------------------------------------------------------------------------------------
+# -- folders that fit -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, UNTIED, NORMED], ids=lambda a: a.family)
@@ -95,8 +96,8 @@ def test_every_element_of_every_parameter_has_one_place() -> None:
         assert all(bool((parameter == 1).all()) for parameter in model.parameters())
 
 
-def test_loading_writes_where_the_parameters_are(folder: Path) -> None:
-    """Also where they are views of one flat buffer, as sharding makes them."""
+def test_loading_writes_into_the_existing_parameters(folder: Path) -> None:
+    """Even if they are views of one flat buffer, as with sharding."""
     model = build()
     flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
     for parameter, part in zip(model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True):
@@ -110,7 +111,7 @@ def test_loading_writes_where_the_parameters_are(folder: Path) -> None:
     assert same(state(load_model(folder)), state(model))
 
 
-def test_the_dtype_of_the_files_or_an_asked_one(tmp_path: Path) -> None:
+def test_loads_in_the_stored_dtype_or_the_requested_one(tmp_path: Path) -> None:
     half = build().to(torch.bfloat16)
     save_model(half, tmp_path)
     loaded = load_model(tmp_path)
@@ -134,8 +135,8 @@ def test_checkpointing_is_passed_on(folder: Path) -> None:
     assert not load_model(folder).checkpointing
 
 
-def test_what_old_files_have_besides_is_allowed(folder: Path) -> None:
-    """Rotary frequencies, and a tied head: in whatever dtype, they decide nothing."""
+def test_leftovers_of_old_files_are_ignored(folder: Path) -> None:
+    """Rotary frequencies and a stored copy of a tied head, in any dtype."""
     model = load_model(folder)
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3), "lm_head.weight": torch.zeros(23, 16)}
     rewrite(folder, lambda tensors: tensors | {name: tensor.half() for name, tensor in more.items()})
@@ -143,7 +144,7 @@ def test_what_old_files_have_besides_is_allowed(folder: Path) -> None:
     assert same(state(load_model(folder)), state(model))
 
 
-# -- what does not fit -----------------------------------------------------------------------------
+# -- folders that do not fit -----------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], name: str = files.WEIGHTS) -> None:
@@ -157,7 +158,7 @@ def configure(folder: Path, **changes: Any) -> None:
 
 
 def refused(folder: Path, match: str, architecture: Architecture = ARCHITECTURE, *, build_too: bool = True) -> None:
-    """Neither a new model nor weights for one that exists, which keeps its own."""
+    """Check that neither load_weights nor load_model accepts a folder, and that an existing model is unchanged."""
     model = build(architecture)
     before = state(model)
     with pytest.raises(ModelFileError, match=match):
@@ -181,13 +182,13 @@ def test_missing_tensors_are_named(folder: Path) -> None:
     refused(folder, "missing: .* and 23 more$")
 
 
-def test_a_head_that_is_not_tied_must_be_there(tmp_path: Path) -> None:
+def test_an_untied_head_is_required(tmp_path: Path) -> None:
     save_model(build(UNTIED), tmp_path)
     rewrite(tmp_path, without("lm_head.weight"))
     refused(tmp_path, r"missing: lm_head\.weight$", UNTIED)
 
 
-def test_tensors_that_have_no_place_are_named(folder: Path) -> None:
+def test_unexpected_tensors_are_named(folder: Path) -> None:
     more = {f"model.layers.{i}.self_attn.o_proj.bias": torch.zeros(16) for i in range(5)}
     rewrite(folder, lambda tensors: tensors | more)
     refused(folder, r"unexpected: model\.layers\.0\.self_attn\.o_proj\.bias, .* and 2 more$")
@@ -205,29 +206,29 @@ def test_tensors_that_have_no_place_are_named(folder: Path) -> None:
 )
 def test_misshapen_tensors_are_named(name: str, tensor: Tensor, match: str, folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors | {name: tensor})
-    refused(folder, f"of another shape: .*{match}$")
+    refused(folder, f"wrong shape: .*{match}$")
 
 
-def test_all_that_is_wrong_is_said_at_once(folder: Path) -> None:
+def test_all_problems_are_reported_at_once(folder: Path) -> None:
     rewrite(folder, lambda tensors: without("norm.weight")(tensors) | {"extra": torch.zeros(1)})
     refused(folder, "missing: .*; unexpected: extra")
 
 
-def test_another_dtype_is_not_cast_unasked(tmp_path: Path) -> None:
+def test_another_dtype_is_cast_only_on_request(tmp_path: Path) -> None:
     save_model(build().to(torch.bfloat16), tmp_path)
     refused(tmp_path, r"cast=True.*embed_tokens\.weight bfloat16 instead of float32.* and \d+ more", build_too=False)
 
 
-def test_several_dtypes_are_not_guessed_from(folder: Path) -> None:
+def test_several_stored_dtypes_require_a_choice(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"].half()})
-    with pytest.raises(ModelFileError, match="stored in float16, float32: pass the dtype"):
+    with pytest.raises(ModelFileError, match=r"stored in several dtypes \(float16, float32\): choose one with dtype="):
         load_model(folder)
     assert load_model(folder, dtype=torch.float32).norm.dtype == torch.float32
 
 
 def test_quantized_tensors_are_refused(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors | {"model.norm.weight": torch.zeros(16, dtype=torch.int8)})
-    refused(folder, r"norm\.weight is stored as I8, not as one of F64, F32, F16, BF16")
+    refused(folder, r"norm\.weight is stored as I8; expected one of F64, F32, F16, BF16")
 
 
 def test_broken_files_are_refused(folder: Path) -> None:
@@ -235,21 +236,21 @@ def test_broken_files_are_refused(folder: Path) -> None:
     content = path.read_bytes()
     for broken in (content[:-1], content[:100], b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0"):
         path.write_bytes(broken)
-        refused(folder, r"model\.safetensors is not a whole safetensors file")
+        refused(folder, r"model\.safetensors is not a complete safetensors file")
 
 
-def test_a_shard_that_is_missing_or_broken(sharded: Path) -> None:
+def test_a_missing_or_broken_shard_is_refused(sharded: Path) -> None:
     first, *_, last = sorted(sharded.glob("model-*.safetensors"))
     content = last.read_bytes()
     last.write_bytes(content[:-10])
-    refused(sharded, f"{last.name} is not a whole safetensors file")
+    refused(sharded, f"{last.name} is not a complete safetensors file")
     last.unlink()
-    refused(sharded, f"not whole; missing: {last.name}$")
+    refused(sharded, f"not complete; missing: {last.name}$")
     last.write_bytes(first.read_bytes())
     refused(sharded, rf"has model\.embed_tokens\.weight twice, in {first.name} and in {last.name}")
 
 
-def test_an_index_that_says_nothing(sharded: Path) -> None:
+def test_a_malformed_index_is_refused(sharded: Path) -> None:
     index = sharded / files.INDEX
     for content, match in (
         ("{", "not JSON"),
@@ -275,7 +276,7 @@ def test_pickles_are_never_loaded(name: str, folder: Path) -> None:
     refused(folder, f"only {name}: a pickle can run any code and is never loaded.*convert.*save_pretrained")
 
 
-def test_a_folder_that_is_none(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "nowhere is not a folder")
     refused(folder / files.WEIGHTS, "is not a folder")
     (tmp_path / "empty").mkdir()
@@ -283,21 +284,26 @@ def test_a_folder_that_is_none(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b"null"])
-def test_a_config_that_is_no_json(content: bytes, folder: Path) -> None:
+def test_a_config_that_is_not_json_is_refused(content: bytes, folder: Path) -> None:
     (folder / files.CONFIG).write_bytes(content)
     refused(folder, r"config\.json (is not JSON|holds no JSON object)")
 
 
-def test_weights_of_another_architecture(folder: Path) -> None:
-    """Even if all the shapes are the same: other positions or norms make another model."""
+def test_weights_of_another_architecture_are_refused(folder: Path) -> None:
+    """Even if all shapes are equal: other positions or norms make another model."""
     for field, value in (("rope", Rope(5e5)), ("norm_eps", 1e-5), ("windows", (None, 7))):
         other = replace(ARCHITECTURE, **{field: value})
-        refused(folder, f"of another architecture: {field} is .* there and .* here$", other, build_too=False)
+        refused(folder, f"has another architecture: {field} is .* there and .* here$", other, build_too=False)
     other = Architecture("llama", 24, 16, 20, 2, 4, 2, 6)
-    refused(folder, "architecture: family is qwen2 there and llama here, vocab.* and 1 more$", other, build_too=False)
+    refused(
+        folder,
+        "another architecture: family is qwen2 there and llama here, vocab.* and 1 more$",
+        other,
+        build_too=False,
+    )
 
 
-def test_an_architecture_that_the_decoder_is_not(folder: Path) -> None:
+def test_an_unsupported_architecture_is_refused(folder: Path) -> None:
     model = build()
     before = state(model)
     for wrong, match in (({"hidden_act": "gelu"}, "hidden_act='gelu'"), ({"hidden_size": None}, "hidden_size=None")):
@@ -312,7 +318,7 @@ def test_an_architecture_that_the_decoder_is_not(folder: Path) -> None:
 # -- saving ----------------------------------------------------------------------------------------
 
 
-def test_what_is_written(tmp_path: Path) -> None:
+def test_the_written_files(tmp_path: Path) -> None:
     save_model(build(UNTIED), tmp_path, shard_bytes=1500)
     index = json.loads((tmp_path / files.INDEX).read_text())
     names, sizes = set(), 0
@@ -331,7 +337,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     count = len(set(index["weight_map"].values()))
     shards = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     assert listing(tmp_path) == sorted([files.CONFIG, files.INDEX, *shards])
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # whoever may read one may read all
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # all have the same permissions
 
 
 def test_a_tied_head_is_not_written(folder: Path) -> None:
@@ -340,7 +346,7 @@ def test_a_tied_head_is_not_written(folder: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [(700, 10**9), (10**9, 700), (700, 3000), (10**9, 10**9)])
 def test_a_folder_holds_one_save(sizes: tuple[int, int], tmp_path: Path) -> None:
-    """The newer one, of another size and dtype; what else is in the folder stays."""
+    """Only the newer one, of another size and dtype, remains. Other files in the folder stay."""
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model-00009-of-00009.safetensors.incomplete").write_text("from a save that was killed")
     save_model(build(), tmp_path, shard_bytes=sizes[0])
@@ -352,8 +358,10 @@ def test_a_folder_holds_one_save(sizes: tuple[int, int], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sizes", [(8000, 10**9), (10**9, 8000), (8000, 12000), (10**9, 10**9)])
-def test_a_save_that_is_cut_short(sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step that changes the folder: it holds the old model, the new one, or none that loads."""
+def test_an_interrupted_save_leaves_no_mixture(
+    sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted at any step, the folder holds the old model, the new one, or none that loads."""
     old, new = build(), build(replace(ARCHITECTURE, norm_eps=1e-3))
     steps = cut_short(old, new, sizes, tmp_path / "0", monkeypatch, after=10**6)
     seen = set()
@@ -369,7 +377,7 @@ def test_a_save_that_is_cut_short(sizes: tuple[int, int], tmp_path: Path, monkey
             assert model.architecture == expected.architecture
             assert same(state(model), state(expected))
             seen.add("old" if expected is old else "new")
-        save_model(new, folder, shard_bytes=sizes[1])  # and the next save is whole
+        save_model(new, folder, shard_bytes=sizes[1])  # and the next save succeeds
         assert same(state(load_model(folder)), state(new))
         assert listing(folder) == listing(tmp_path / "0")
     assert seen == {"old", "none"}
@@ -378,7 +386,7 @@ def test_a_save_that_is_cut_short(sizes: tuple[int, int], tmp_path: Path, monkey
 def cut_short(
     old: Decoder, new: Decoder, sizes: tuple[int, int], folder: Path, patch: pytest.MonkeyPatch, after: int
 ) -> int:
-    """Save `old`, then `new` up to a number of steps: files written, removed and renamed. Gives back the number."""
+    """Save `old`, then `new`, but stop after a number of changes to the folder. Gives the number of changes made."""
     save_model(old, folder, shard_bytes=sizes[0])
     done = 0
 
@@ -396,8 +404,8 @@ def cut_short(
         return step
 
     with patch.context() as patched:
-        patched.setattr(files, "save_file", cutting(save_file))
-        patched.setattr(files.os, "replace", cutting(files.os.replace))
+        patched.setattr(hf_saving, "save_file", cutting(save_file))
+        patched.setattr(hf_saving.os, "replace", cutting(hf_saving.os.replace))
         patched.setattr(Path, "unlink", cutting(Path.unlink))
         patched.setattr(Path, "write_text", cutting(Path.write_text))
         try:
@@ -407,10 +415,10 @@ def cut_short(
     return done
 
 
-def test_a_full_disk_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_a_model_file_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(hf_saving, "save_file", full)
     with pytest.raises(ModelFileError, match="model was not written: No space left on device"):
         save_model(build(), tmp_path / "model")

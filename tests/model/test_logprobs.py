@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks = the plain formula, values and gradients, without its memory."""
+"""Log-probabilities in chunks equal the plain formula, values and gradients, without needing its memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_values_and_gradients(temperature: float | Tensor, chunk: int | None) ->
     upstream = torch.randn(2, TOKENS, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, (hidden, lm_head), tuple(upstream), retain_graph=True)
     close(torch.autograd.grad(found, (hidden, lm_head), tuple(upstream), retain_graph=True), wanted)
-    for one in (0, 1):  # a gradient for the log-probabilities alone, and for the entropy alone
+    for one in (0, 1):  # only the log-probabilities have a gradient, then only the entropies
         wanted = torch.autograd.grad(expected[one], (hidden, lm_head), upstream[one], retain_graph=True)
         close(torch.autograd.grad(found[one], (hidden, lm_head), upstream[one], retain_graph=True), wanted)
 
@@ -77,14 +77,14 @@ def test_without_entropy(chunk: int | None) -> None:
 
 
 def test_an_expanded_gradient() -> None:
-    """What `sum().backward()` sends is one number with stride 0."""
+    """`sum().backward()` sends one number with stride 0."""
     hidden, lm_head, targets = example()
     wanted = torch.autograd.grad(plain(hidden, lm_head, targets, 1.0)[0].sum(), (hidden, lm_head))
     close(torch.autograd.grad(alone(hidden, lm_head, targets, chunk=5).sum(), (hidden, lm_head)), wanted)
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_a_gradient_for_one_of_the_two(wanted: int) -> None:
+def test_a_gradient_for_only_one_of_the_factors(wanted: int) -> None:
     *weights, targets = example()
     upstream = torch.randn(TOKENS, dtype=torch.float64)
     (expected,) = torch.autograd.grad(alone(*weights, targets, chunk=5), weights[wanted], upstream)
@@ -114,7 +114,7 @@ def test_large_logits_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_a_second_derivative_is_refused(chunk: int | None) -> None:
-    """Rather than left out: a penalty on the gradient would change nothing."""
+    """If it were silently left out, a gradient penalty would have no effect."""
     hidden, lm_head, targets = example()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(alone(hidden, lm_head, targets, chunk=chunk).sum(), hidden, create_graph=True)
@@ -133,7 +133,7 @@ def test_a_gradient_for_the_temperature_is_refused() -> None:
 def check_precision(
     device: str, dtype: torch.dtype, chunk: int | None, vocabulary: int, of_values: float, of_gradients: float
 ) -> None:
-    """Against float64 on the same inputs; the error of gradients is that of their norm."""
+    """Compare with float64 on the same inputs. The error of a gradient is relative to its norm."""
     hidden = torch.randn(TOKENS, HIDDEN, device=device).to(dtype).requires_grad_()
     lm_head = torch.randn(vocabulary, HIDDEN, device=device).to(dtype).requires_grad_()
     targets = torch.randint(vocabulary, (TOKENS,), device=device)
@@ -152,7 +152,7 @@ def check_precision(
 
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_lower_precision(chunk: int | None) -> None:
-    """A CPU rounds the logits of a bf16 model to bf16, which has 8 bits."""
+    """A CPU rounds the logits of a bf16 model to bf16, which has a precision of 8 bits."""
     check_precision("cpu", torch.float32, chunk, VOCABULARY, 1e-5, 1e-5)
     check_precision("cpu", torch.bfloat16, chunk, VOCABULARY, 5e-2, 5e-2)
 
@@ -161,13 +161,13 @@ def test_lower_precision(chunk: int | None) -> None:
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 4096, 9001])
 def test_on_cuda(vocabulary: int, chunk: int | None) -> None:
-    """CUDA does not: the values are those of fp32, and only the logits' gradient is rounded to bf16."""
+    """CUDA does not round them: values are those of fp32, and only the gradient of the logits is rounded to bf16."""
     check_precision("cuda", torch.float32, chunk, vocabulary, 1e-4, 1e-4)
     check_precision("cuda", torch.bfloat16, chunk, vocabulary, 1e-4, 2e-2)
 
 
 def compare_kernels(device: str) -> None:
-    """The Triton kernels and plain PyTorch; rows whose target does not exist are NaN, and no others."""
+    """Compare the Triton kernels with plain PyTorch. Only rows whose target does not exist are NaN."""
     from rollgraph.model.logprob_kernels import gradient, reduce
 
     for vocabulary in (29, 5000):
@@ -200,7 +200,7 @@ def test_the_kernels_compute_what_plain_pytorch_computes_on_cuda() -> None:
     compare_kernels("cuda")
 
 
-def test_a_target_outside_of_the_vocabulary_is_an_error() -> None:
+def test_a_target_outside_the_vocabulary_is_an_error() -> None:
     hidden, lm_head, targets = example()
     for wrong in (-1, VOCABULARY):
         targets[3] = wrong
@@ -209,7 +209,7 @@ def test_a_target_outside_of_the_vocabulary_is_an_error() -> None:
 
 
 def test_the_head_gradient_of_many_chunks_is_summed_in_fp32() -> None:
-    """256 times the same token: a sum in bf16 would stop growing."""
+    """With the same token 256 times, a sum in bf16 would stop growing."""
     hidden = torch.randn(1, HIDDEN).expand(256, HIDDEN).bfloat16()
     lm_head = torch.randn(VOCABULARY, HIDDEN).bfloat16().requires_grad_()
     targets = torch.zeros(256, dtype=torch.long)
@@ -219,7 +219,7 @@ def test_the_head_gradient_of_many_chunks_is_summed_in_fp32() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """The size of every tensor that an operation gives back, and how many matrix products there were."""
+    """Records the largest tensor that any operation returns, and counts matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,8 +235,8 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_no_matrix_of_logits(entropy: bool) -> None:
-    """Nothing is larger than the logits of a chunk, in forward or backward; the plain formula is what it avoids."""
+def test_the_full_matrix_of_logits_never_exists(entropy: bool) -> None:
+    """No tensor is larger than the logits of a chunk, in forward or backward. With the plain formula, one is."""
     tokens, hidden_size, vocabulary, chunk = 96, 4, 64, 8
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     lm_head = torch.randn(vocabulary, hidden_size, requires_grad=True)
@@ -252,8 +252,8 @@ def test_no_matrix_of_logits(entropy: bool) -> None:
 
 
 @pytest.mark.parametrize(("chunk", "products"), [(TOKENS, 3), (TOKENS // 2, 8)])
-def test_logits_are_computed_twice_only_where_they_are_in_chunks(chunk: int, products: int) -> None:
-    """Forward, then the gradients of both factors; and once more in backward, where no chunk was kept."""
+def test_logits_are_computed_twice_only_if_there_are_several_chunks(chunk: int, products: int) -> None:
+    """One product in forward and two for the gradients; one more in backward if the logits were not kept."""
     hidden, lm_head, targets = example()
     with Sizes() as sizes:
         alone(hidden, lm_head, targets, chunk=chunk).sum().backward()
@@ -262,7 +262,7 @@ def test_logits_are_computed_twice_only_where_they_are_in_chunks(chunk: int, pro
 
 @pytest.mark.gpu
 def test_more_logits_than_32_bits_can_count() -> None:
-    """Whole = in chunks, also in rows that begin beyond 2**31."""
+    """Whole and in chunks give the same, even in rows that begin beyond 2**31 elements."""
     tokens, vocabulary = 16384, 151936
     hidden = torch.randn(tokens, 64, device="cuda").bfloat16().requires_grad_()
     lm_head = (torch.randn(vocabulary, 64, device="cuda") / 4).bfloat16().requires_grad_()
@@ -279,7 +279,7 @@ def test_more_logits_than_32_bits_can_count() -> None:
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_captured_on_the_tape(entropy: bool, chunk: int | None) -> None:
-    """Loss and gradients of a replay are the eager ones bit for bit, at a temperature that is new in every call."""
+    """Loss and gradients of a replay equal eager bit for bit, at a temperature that changes with every call."""
     _, lm_head, _ = example(torch.float32)
     layer = torch.nn.Linear(HIDDEN, HIDDEN)
 

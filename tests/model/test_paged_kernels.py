@@ -1,7 +1,7 @@
-"""The kernels of the paged cache = the plain versions in `attention.py` and `pointwise.py`.
+"""The kernels of the paged cache give the same as the plain versions in `attention.py` and `pointwise.py`.
 
-Without a GPU they run in Triton's interpreter, which must be asked for before Triton is imported: this file, run as a
-program, does all cases in a process of its own and prints what came of each. With one, they run compiled.
+Without a GPU they run in Triton's interpreter, which must be selected before Triton is imported. So this file, run as a
+program, runs all cases in a process of its own and prints the result of each. With a GPU, they run compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADS = [(2, 2), (6, 2), (6, 1)]  # and key/value heads: groups of 1, 3 and 6
 
 
 def close(found: Tensor, expected: Tensor, times: float = 1) -> None:
-    """Within the tolerance of what was found, from what was computed in fp32 on a CPU."""
+    """Compare with what was computed in fp32 on a CPU, within the tolerance of the dtype of `found`."""
     tolerance = times * TOLERANCE[found.dtype]
     torch.testing.assert_close(found.float().cpu(), expected, rtol=tolerance, atol=tolerance)
 
@@ -52,7 +52,7 @@ class Cache:
         return self.pages.to(device, dtype), self.table.to(device), self.lengths.to(device)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The pages as a CPU takes them: rounded as the kernel's are, with zeros where nothing may be read."""
+        """The pages for the CPU: rounded like the kernel's, with zeros where nothing may be read."""
         return self.pages.to(dtype).float().nan_to_num(0.0)
 
 
@@ -73,7 +73,7 @@ def check_prefill(
     dim: int, heads: tuple[int, int], block: int, window: int | None, spans: Sequence[tuple[int, int]],
     device: torch.device, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """`spans` are (places before, queries) of each sequence."""
+    """`spans` are (number of earlier places, number of queries) of each sequence."""
     from rollgraph.model.paged_kernels import prefill
 
     cache = Cache([start + count for start, count in spans], block, heads[1], dim, spare=1)
@@ -88,7 +88,7 @@ def check_prefill(
 def check_store(
     dim: int, heads: tuple[int, int], normed: bool, slots_dtype: torch.dtype, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Queries, what is written to the cache, and that nothing else in it is."""
+    """Check the queries and what is written to the cache, and that nothing else in it changes."""
     from rollgraph.model.paged_kernels import rotate_and_store
 
     tokens, block, (heads_q, heads_kv) = 7, 4, heads
@@ -116,7 +116,10 @@ def check_store(
 
 
 def share(lone: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int) -> tuple[Tensor, Keys]:
-    """Bounds and keys: a sequence by itself, then groups of what is shared and who shares it; keys of nobody behind."""
+    """Bounds and keys of one sequence alone, then of groups of a shared prompt and those that share it.
+
+    Some keys at the end belong to no sequence.
+    """
     seen, bounds = [list(range(lone))], [0, lone]
     for shared, own in groups:
         first = list(range(bounds[-1], bounds[-1] + shared))
@@ -134,7 +137,7 @@ def check_shared_keys(
     dim: int, kv_heads: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int, device: torch.device,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Gradients of keys that belong to nobody are whatever is in memory, and nobody gets them."""
+    """Gradients of keys that belong to no sequence may hold anything, and are not added to any token."""
     from rollgraph.model.shared_keys_kernels import TakeKeys
 
     cu_seqlens, keys = share(3, groups, empty)
@@ -155,7 +158,10 @@ def check_shared_keys(
 
 
 def make_cases() -> tuple[dict[str, Case], list[str]]:
-    """All cases, and the names of those that are for the interpreter, too, which is slow: each value, not each pair."""
+    """All cases, and the names of those that also run in the interpreter.
+
+    The interpreter is slow, so its cases cover every value, but not every pair of values.
+    """
     cases: dict[str, Case] = {}
     left_out: set[str] = set()
     borders = (1, 5, 6, 63, 64, 65, 129)  # of a window of 5, and of a tile of 64 keys
@@ -177,7 +183,7 @@ def make_cases() -> tuple[dict[str, Case], list[str]]:
             for splits in (2, 16):
                 split = partial(check_decode, 24, (3, 1), 16, window, lengths, splits)
                 cases[f"decode in {splits} parts, lengths {lengths}, window {window}"] = split
-    many = [1 + i * 37 % 200 for i in range(300)]  # more programs than a GPU runs at a time
+    many = [1 + i * 37 % 200 for i in range(300)]  # more programs than a GPU runs at the same time
     for kind, rows in (("many", many), ("few", many[:3])):
         cases[f"decode, {kind} rows"] = partial(check_decode, 64, (6, 2), 16, None, rows, None)
     left_out.add("decode, many rows")
@@ -194,7 +200,7 @@ CASES, INTERPRETED = make_cases()
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    """What came of each case in Triton's interpreter: nothing, or an error."""
+    """The error of each case in Triton's interpreter; empty if it passed."""
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -225,7 +231,7 @@ def test_compiled(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_packed_attention_on_cuda(heads: tuple[int, int], window: int | None, dtype: torch.dtype) -> None:
-    """Flash attention in bf16, and the masked one in fp32: values and gradients of the masked one on a CPU."""
+    """Compare flash attention in bf16, and masked attention in fp32, with masked attention on a CPU."""
     lengths, dim = (1, 65, 3, 130, 7), 64
     tokens = sum(lengths)
     cu_seqlens = torch.tensor([0, *lengths, 0, 0]).cumsum(0).int()
@@ -243,7 +249,7 @@ def test_packed_attention_on_cuda(heads: tuple[int, int], window: int | None, dt
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_packed_attention_with_shared_keys_on_cuda(heads: tuple[int, int], window: int | None) -> None:
-    """Flash attention over keys that are there many times against a mask over keys that are there once."""
+    """Compare flash attention over repeated keys with masked attention over single keys."""
     shared, own, dim = 70, (1, 65, 3, 40), 64
     cu_seqlens, keys = share(6, [(shared, own), (4, (2,))], empty=2)
     tokens, dtype = int(cu_seqlens[-1]), torch.bfloat16

@@ -1,4 +1,4 @@
-"""Our generations are those of Hugging Face's transformers, for folders that it wrote."""
+"""Greedy generation equals that of transformers, for folders that transformers wrote."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_greedy_generations_are_identical(family: str, tmp_path: Path) -> None:
         for name, parameter in peer.named_parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
-            elif "embed" not in name:  # a tied one would repeat its input for ever
+            elif "embed" not in name:  # a tied one would repeat its input forever
                 parameter.mul_(8)
     peer.save_pretrained(tmp_path)
     prompts = [torch.randint(0, 131, (length,)).tolist() for length in (1, 5, 24, 40)]

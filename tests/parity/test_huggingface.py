@@ -1,6 +1,6 @@
-"""Ours = Hugging Face's: the same logits from the same folder, and from a folder that we wrote.
+"""Our decoder gives Hugging Face's logits, for folders that transformers wrote and for folders that we wrote.
 
-Biases, norms and window sizes are such that one forgotten would show.
+Biases, norms and window sizes are chosen so that a forgotten one would show.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral, window": ("Mistral", {"sliding_window": WINDOW}),
-    "mistral, a switch it has not": ("Mistral", {"sliding_window": WINDOW, "use_sliding_window": False}),
+    "mistral, a switch it does not have": ("Mistral", {"sliding_window": WINDOW, "use_sliding_window": False}),
     "mistral, no window": ("Mistral", {"sliding_window": None}),
     "mistral, wide heads": ("Mistral", {"sliding_window": WINDOW + 1, "head_dim": 16}),
 }
 
 
 def write(name: str, folder: Path, **saving: Any) -> Any:
-    """A folder of Hugging Face's, and its model."""
+    """Write a folder with transformers, and give its model."""
     family, options = FAMILIES[name]
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **options})
     config._attn_implementation = "eager"
@@ -102,7 +102,7 @@ def theirs(model: Any, sequences: Sequence[Tensor]) -> Tensor:
 
 
 def ours(model: Decoder, sequences: Sequence[Tensor], empty: int = 0) -> Tensor:
-    """All sequences in one row, with `empty` more boundaries than there are sequences."""
+    """Logits of all sequences packed into one row, with `empty` additional boundaries."""
     lengths = torch.tensor([0, *(len(ids) for ids in sequences)] + [0] * empty)
     positions = torch.cat([torch.arange(len(ids)) for ids in sequences])
     with torch.no_grad():
@@ -128,15 +128,15 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
-    """One sequence and several, padding among them; then a folder of our own, in one file and in many."""
+def test_logits_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+    """One sequence, and several with padding; then from a folder that we wrote, in one file and in many."""
     peer = write(name, tmp_path / "theirs")
     model = load_model(tmp_path / "theirs")
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     batch = sequences(3 * WINDOW, 1, 40, WINDOW, WINDOW + 1)
     padding = torch.zeros(6, dtype=torch.long)
     expected = theirs(peer, [*batch, padding])
-    assert expected.std() > 0.1  # logits that say something
+    assert expected.std() > 0.1  # logits that differ
     assert off(ours(model, [*batch, padding], empty=2), expected) < 1e-5
     assert off(ours(model, batch[2:3]), theirs(peer, batch[2:3])) < 1e-5
 
@@ -149,7 +149,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         assert off(theirs(read(folder), [*batch, padding]), expected) < 1e-5
 
 
-def test_their_shards(tmp_path: Path) -> None:
+def test_reads_sharded_folders_of_transformers(tmp_path: Path) -> None:
     peer = write("qwen2", tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     batch = sequences(20, 9)
@@ -166,7 +166,7 @@ def test_a_model_takes_other_weights_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_read_and_written_as_it_is(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_precision_is_read_and_written_unchanged(dtype: torch.dtype, tmp_path: Path) -> None:
     peer = write("llama, biases", tmp_path / "float")
     peer.to(dtype).save_pretrained(tmp_path / "half")
     model = load_model(tmp_path / "half")
@@ -181,7 +181,7 @@ def test_half_precision_is_read_and_written_as_it_is(dtype: torch.dtype, tmp_pat
     assert off(ours(wide, batch), theirs(read(tmp_path / "half", dtype=torch.float32), batch)) < 1e-5
 
 
-def test_what_else_the_config_says_is_kept(tmp_path: Path) -> None:
+def test_other_config_fields_are_kept(tmp_path: Path) -> None:
     write("qwen2, windows", tmp_path / "theirs")
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     config |= {"eos_token_id": [7, 8], "torch_dtype": "float16"}
@@ -194,7 +194,7 @@ def test_what_else_the_config_says_is_kept(tmp_path: Path) -> None:
 
 
 def change(path: Path, *without: str, **more: Any) -> dict[str, Any]:
-    """Leave settings out of a config.json, and put others into it; gives back what was left out."""
+    """Remove settings from a config.json and add others; gives those that were removed."""
     config = json.loads(path.read_text())
     taken = {key: config.pop(key) for key in without}
     path.write_text(json.dumps({**config, **more}))
@@ -203,7 +203,7 @@ def change(path: Path, *without: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("llama, ")])
 def test_older_configs_mean_the_same(name: str, tmp_path: Path) -> None:
-    """`rope_theta` beside `rope_scaling`, which says `type`: as files were before there was `rope_parameters`."""
+    """`rope_theta`, and `rope_scaling` with a `type`, as in files from before `rope_parameters`."""
     peer, batch = write(name, tmp_path / "theirs"), sequences(30)
     config = tmp_path / "theirs" / "config.json"
     options = change(config, "rope_parameters")["rope_parameters"]
@@ -212,7 +212,7 @@ def test_older_configs_mean_the_same(name: str, tmp_path: Path) -> None:
     model = load_model(tmp_path / "theirs")
     assert off(ours(model, batch), theirs(peer, batch)) < 1e-5
     save_model(model, tmp_path / "ours")
-    change(tmp_path / "ours" / "config.json", "rope_parameters")  # who is too old for it, does not see it
+    change(tmp_path / "ours" / "config.json", "rope_parameters")  # as if the reader were too old to know it
     assert off(theirs(read(tmp_path / "ours"), batch), theirs(peer, batch)) < 1e-5
 
 
@@ -222,7 +222,7 @@ def test_older_configs_mean_the_same(name: str, tmp_path: Path) -> None:
 def test_rope_scaling_beside_rope_parameters(
     kind: str, options: dict[str, Any], spelling: str, theta: dict[str, float], tmp_path: Path
 ) -> None:
-    """As in a file of today to which someone added the scaling that an older README asks for."""
+    """As in a new file to which a user added the scaling that an older README asks for."""
     peer, batch = write("llama", tmp_path), sequences(40)
     change(tmp_path / "config.json", rope_scaling={spelling: kind, **options}, **theta)
     expected = theirs(read(tmp_path), batch)
@@ -230,8 +230,8 @@ def test_rope_scaling_beside_rope_parameters(
     assert off(ours(load_model(tmp_path), batch), expected) < 1e-5
 
 
-def test_yarn_has_their_frequencies_wherever_its_range_lies() -> None:
-    """Also where it is empty, or ends before it begins; bit for bit."""
+def test_yarn_frequencies_equal_those_of_transformers() -> None:
+    """Bit for bit, even if the range to blend is empty or ends before it begins."""
     choose = random.Random(0)
     inverted = empty = 0
     for _ in range(500):
@@ -263,7 +263,7 @@ def test_yarn_has_their_frequencies_wherever_its_range_lies() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama, llama3", "llama, yarn"])
-def test_an_original_length_beside_the_rope_options_wins(name: str, tmp_path: Path) -> None:
+def test_an_original_length_outside_the_rope_options_takes_precedence(name: str, tmp_path: Path) -> None:
     peer, batch = write(name, tmp_path), sequences(30)
     change(tmp_path / "config.json", original_max_position_embeddings=16)
     expected = theirs(read(tmp_path), batch)
@@ -273,7 +273,7 @@ def test_an_original_length_beside_the_rope_options_wins(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("options", [{}, {"use_sliding_window": True}])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_what_a_config_does_not_say_is_what_they_take_it_to_be(family: str, options: dict[str, Any]) -> None:
+def test_defaults_equal_those_of_transformers(family: str, options: dict[str, Any]) -> None:
     said = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 40, **options}
     said |= {"num_attention_heads": 32, "num_hidden_layers": 30}
     full = getattr(transformers, f"{family}Config")(**said).to_dict()

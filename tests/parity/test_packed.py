@@ -1,7 +1,7 @@
-"""Packed = alone, paged = packed, captured = eager: one decoder, however its tokens are laid out.
+"""Packed = alone, paged = packed, captured = eager: the decoder gives the same in every layout of its tokens.
 
-In float64 on a CPU, where the layouts differ by rounding alone and that is next to nothing. On CUDA in fp32: there the
-same tests are those of the kernels, together.
+On a CPU the tests run in float64, where layouts differ only by negligible rounding. On CUDA they run in fp32 and test
+the kernels together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("precise")
 
 @pytest.fixture
 def precise(device: torch.device) -> Iterator[None]:
-    """The default device is that of the backend, and the default precision the best it has."""
+    """Use the device of the backend, and the best precision it has, by default."""
     if device.type == "cpu":
         torch.set_default_dtype(torch.float64)
     yield
@@ -40,7 +40,7 @@ def precise(device: torch.device) -> Iterator[None]:
 
 
 def build(architecture: Architecture, *, checkpointing: bool = False) -> Decoder:
-    """A model whose tokens differ: weights large enough for attention to choose, random norms and biases."""
+    """A model with random norms and biases, and weights large enough for attention to tell tokens apart."""
     torch.manual_seed(1)
     model = Decoder(architecture, checkpointing=checkpointing)
     with torch.no_grad():
@@ -55,14 +55,14 @@ def sequences(*lengths: int) -> list[Tensor]:
 
 
 def packed(model: Decoder, batch: list[Tensor], empty: int = 0) -> Tensor:
-    """Hidden states of sequences in one row, with `empty` more boundaries than there are sequences."""
+    """Hidden states of sequences packed into one row, with `empty` additional boundaries."""
     lengths = torch.tensor([0, *(len(ids) for ids in batch)] + [0] * empty)
     positions = torch.cat([torch.arange(len(ids)) for ids in batch])
     return cast(Tensor, model(torch.cat(batch), positions, lengths.cumsum(0).int(), int(lengths.max())))
 
 
 def close(one: Tensor, other: Tensor, tolerance: float = 1e-5) -> None:
-    """CUDA, in fp32, has more ways to multiply matrices, which it chooses by their shapes."""
+    """CUDA needs a larger tolerance: it runs in fp32 and chooses a matrix product by its shape."""
     torch.testing.assert_close(one, other, rtol=0, atol=tolerance * (5 if one.is_cuda else 1e-6))
 
 
@@ -81,8 +81,8 @@ def test_packed_equals_alone(architecture: Architecture, empty: int) -> None:
 
 
 @every_model
-def test_a_window_is_as_wide_as_it_says(architecture: Architecture) -> None:
-    """A token changes what follows it as far as the layers' windows reach together, and not one place further."""
+def test_a_window_has_exactly_its_width(architecture: Architecture) -> None:
+    """A token affects later ones exactly as far as the windows of all layers reach together."""
     model, (ids,) = build(architecture), sequences(24)
     other = torch.cat([(ids[:1] + 1) % LLAMA.vocabulary, ids[1:]])
     with torch.no_grad():
@@ -93,8 +93,8 @@ def test_a_window_is_as_wide_as_it_says(architecture: Architecture) -> None:
 
 
 @every_model
-def test_neighbours_have_no_part_in_gradients(architecture: Architecture) -> None:
-    """The gradient of one sequence's hidden states is the same with and without others beside it."""
+def test_gradients_do_not_depend_on_neighbours(architecture: Architecture) -> None:
+    """The gradient of one sequence's hidden states is the same with and without others in the row."""
     model, batch = build(architecture), sequences(4, 11, 7)
     upstream = torch.randn(11, architecture.hidden)
     weights = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
@@ -106,7 +106,7 @@ def test_neighbours_have_no_part_in_gradients(architecture: Architecture) -> Non
 
 
 def test_padding_does_not_change_the_rest() -> None:
-    """Ids and number of the padding rows make no difference to what comes before them."""
+    """The ids and the number of padding rows do not affect the rows before them."""
     model, batch = build(LLAMA), sequences(5, 6)
     with torch.no_grad():
         expected = packed(model, batch)
@@ -116,19 +116,19 @@ def test_padding_does_not_change_the_rest() -> None:
 
 @every_model
 @pytest.mark.parametrize("empty", [0, 2])
-def test_a_shared_prompt_equals_a_prompt_of_its_own(architecture: Architecture, empty: int) -> None:
-    """Hidden states, and gradients, to which every sequence that shares it contributes."""
+def test_a_shared_prompt_equals_a_separate_one(architecture: Architecture, empty: int) -> None:
+    """Compare hidden states, and gradients, to which every sequence that shares the prompt contributes."""
     model = build(architecture)
     prompt, one, *rest = sequences(2 * WINDOW, 3, 1, WINDOW + 2, 7)
     weights = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
 
-    # Another sequence first; the prompt; what follows it, three times.
+    # First another sequence, then the prompt, then three continuations.
     lengths = torch.tensor([0, len(one), len(prompt), *map(len, rest), *[0] * empty]).cumsum(0).int()
     at = range(len(one), len(one) + len(prompt))
     seen: list[list[int]] = [list(range(len(one))), list(at)]
     for start, ids in zip(lengths[2:].tolist(), rest, strict=False):
         seen.append([*at, *range(start, start + len(ids))])
-    spare = 5  # keys of nobody
+    spare = 5  # keys that belong to no sequence
     keys = Keys(
         torch.tensor([*chain(*seen), *[0] * spare]),
         torch.tensor([0, *map(len, seen), *[0] * empty]).cumsum(0).int(),
@@ -153,14 +153,14 @@ def test_a_shared_prompt_equals_a_prompt_of_its_own(architecture: Architecture, 
 
 
 class Cache:
-    """Pages for some sequences, their blocks in random order; `fill` is in all places that nothing was written to."""
+    """Pages for some sequences, with blocks in random order. `fill` is in every place that was never written."""
 
     def __init__(self, architecture: Architecture, capacities: list[int], block: int, fill: float = 100.0) -> None:
         a, self.block = architecture, block
         widths = [-(-capacity // block) for capacity in capacities]
         blocks = torch.randperm(sum(widths) + 4)
         self.pages = torch.full((a.layers, len(blocks), block, 2, a.kv_heads, a.head_dim), fill)
-        # A table is wider than the longest sequence needs; what stands there is a block of nobody.
+        # The table is wider than the longest sequence needs; the rest names a block that no sequence owns.
         self.table = blocks[-1].repeat(len(widths), max(widths) + 1).int()
         for row, own in enumerate(blocks[:-4].split(widths)):
             self.table[row, : len(own)] = own
@@ -170,11 +170,11 @@ class Cache:
 
 
 def prefill(model: Decoder, cache: Cache, batch: list[Tensor], starts: list[int], ends: list[int], pad: int) -> None:
-    """Places `starts` to `ends` of each sequence, packed, and `pad` rows behind them."""
+    """Prefill places `starts` to `ends` of each sequence, packed, followed by `pad` rows of padding."""
     spans = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
     padding = torch.zeros(pad, dtype=torch.long)
     ids = torch.cat([*(ids[span] for ids, span in zip(batch, spans, strict=True)), padding])
-    nowhere = cache.table[0, -1:] * cache.block  # padding is written to the block of nobody
+    nowhere = cache.table[0, -1:] * cache.block  # padding is written to a block that no sequence owns
     slots = torch.cat([*(cache.slots(row, span) for row, span in enumerate(spans)), nowhere.repeat(pad)])
     cu_seqlens = torch.tensor([0, *map(len, spans)]).cumsum(0).int()
     lengths = torch.tensor(ends).int()
@@ -182,7 +182,7 @@ def prefill(model: Decoder, cache: Cache, batch: list[Tensor], starts: list[int]
 
 
 def decode(model: Decoder, cache: Cache, batch: list[Tensor], places: list[int]) -> Tensor:
-    """Hidden states of one place of each sequence."""
+    """Decode one place of each sequence; gives the hidden states."""
     positions = torch.tensor(places)
     ids = torch.stack([ids[place] for ids, place in zip(batch, places, strict=True)])
     slots = torch.cat([cache.slots(row, positions[row : row + 1]) for row in range(len(batch))])
@@ -190,7 +190,7 @@ def decode(model: Decoder, cache: Cache, batch: list[Tensor], places: list[int])
 
 
 def compare(architecture: Architecture, block: int, fill: float) -> None:
-    """Prefill in two chunks, one of them empty for some, then token by token: hidden states of one packed forward."""
+    """Prefill in two chunks, some of them empty, then decode token by token; compare with one packed forward."""
     model, batch = build(architecture), sequences(21, 9, 14)
     expected = packed(model, batch).split([len(ids) for ids in batch])
     cache = Cache(architecture, [len(ids) for ids in batch], block, fill)
@@ -213,8 +213,8 @@ def test_paged_equals_packed(architecture: Architecture, block: int) -> None:
 
 @every_model
 @torch.no_grad()
-def test_what_was_never_written_may_be_anything(architecture: Architecture) -> None:
-    """In blocks of nobody, and behind the end of a sequence in its last block."""
+def test_unwritten_places_may_hold_anything(architecture: Architecture) -> None:
+    """In blocks that no sequence owns, and after the end of a sequence in its last block."""
     compare(architecture, 4, fill=torch.nan)
 
 
@@ -236,7 +236,7 @@ def test_prefill_in_any_chunks_writes_the_same_cache(architecture: Architecture)
 @every_model
 @torch.no_grad()
 def test_decode_from_the_first_token(architecture: Architecture) -> None:
-    """Without any prefill, rows of different lengths in one batch."""
+    """Without any prefill, with rows of different lengths in one batch."""
     model, batch = build(architecture), sequences(12, 12)
     expected = packed(model, batch).view(2, 12, -1)
     cache = Cache(architecture, [12, 12], 4)
@@ -250,7 +250,7 @@ def test_decode_from_the_first_token(architecture: Architecture) -> None:
 
 
 def microbatch(tokens: int, *lengths: int) -> tuple[Tensor, ...]:
-    """ids, targets, positions, cu_seqlens and weights of a fixed size: padding is the last sequence."""
+    """ids, targets, positions, cu_seqlens and weights of a fixed size; the last sequence is padding."""
     lengths = (*lengths, tokens - sum(lengths))
     ids, targets = torch.randint(LLAMA.vocabulary, (2, tokens))
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -262,7 +262,7 @@ def microbatch(tokens: int, *lengths: int) -> tuple[Tensor, ...]:
 @every_model
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_captured_microbatch_equals_eager(architecture: Architecture, checkpointing: bool, backend: Any) -> None:
-    """Forward, log-probabilities and backward in one graph, for other lengths than it was captured with.
+    """Forward, log-probabilities and backward in one graph, for lengths other than those it was captured with.
 
     Bit for bit on a CPU.
     """
@@ -288,7 +288,7 @@ def test_a_captured_microbatch_equals_eager(architecture: Architecture, checkpoi
 
 
 @every_model
-def test_checkpointing_changes_memory_alone(architecture: Architecture) -> None:
+def test_checkpointing_does_not_change_results(architecture: Architecture) -> None:
     batch, results = sequences(9, 14), []
     for checkpointing in (False, True):
         model = build(architecture, checkpointing=checkpointing)

@@ -291,7 +291,7 @@ def test_a_run_takes_what_was_planned(tmp_path: Path) -> None:
         assert line(plan, "key/value cache") == graphs.pages.nbytes == engine.plan.nbytes
         state = (graphs.state, graphs.history, graphs.orders, graphs.results, *graphs._batches.values())
         assert line(plan, "decode state") == sum(tensor.nbytes for tensor in state)
-        pinned = (*graphs.upload._areas, *engine._pinned)
+        pinned = (*graphs.upload._areas, *engine._host_results)
         assert line(plan, "decode state, pinned") == sum(tensor.nbytes for tensor in pinned)
     finally:
         run.close()

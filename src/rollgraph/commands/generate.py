@@ -1,4 +1,4 @@
-"""`rollgraph generate`: continue prompts with a model folder, JSON lines out."""
+"""`rollgraph generate`: continue prompts with the model of a folder, and write one JSON line for each prompt."""
 
 from __future__ import annotations
 
@@ -17,54 +17,72 @@ if TYPE_CHECKING:
     from rollgraph.inference import Engine, Output, SamplingParams
     from rollgraph.tokenizer import Tokenizer
 
-DONE, REFUSED, BROKEN = 0, 1, 2
+# Exit codes.
+DONE = 0
+REFUSED = 1
+BROKEN = 2
+INTERRUPTED = 130
 
 
 class InputError(Exception):
-    """Something is wrong with the command's input; nothing was generated."""
+    """The command's input cannot be used. Nothing was generated."""
 
 
 def add_to(commands: Any) -> None:
+    """Add the command and its options to the command line."""
     parser = commands.add_parser(
         "generate",
         help="continue prompts with a model",
-        description="Continue prompts with a model folder (config.json, safetensors, tokenizer.json). Writes one JSON "
-        f"line for each prompt, in order, as soon as it is done. Exit code: {DONE} all served, {REFUSED} some refused "
-        f"or failed (their lines have an error), {BROKEN} nothing could be generated.",
+        description="Continue prompts with the model of a folder (config.json, safetensors, tokenizer.json). Writes "
+        "one JSON line for each prompt, in order, as soon as it is done. "
+        f"Exit code: {DONE} if all prompts were served, {REFUSED} if some were refused or failed (their lines have an "
+        f"`error`), {BROKEN} if nothing could be generated.",
     )
-    parser.add_argument("model", help="folder of a Llama, Mistral, Qwen2 or Qwen3 model")
+    parser.add_argument("model", help="folder with a Llama, Mistral, Qwen2 or Qwen3 model")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", action="append", help="a prompt; may be given several times")
-    source.add_argument("--prompts", help="JSON lines with `prompt` or `messages`; other fields are passed through")
-    parser.add_argument("--out", help="file for the JSON lines (default: standard output)")
-    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    source.add_argument("--prompt", action="append", help="a prompt; can be repeated")
+    source.add_argument("--prompts", help="file of JSON lines with `prompt` or `messages`; other fields are copied")
+    parser.add_argument("--out", help="file to write the JSON lines to (default: standard output)")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("-n", type=int, default=1, help="samples for each prompt (default: 1)")
-    sampling.add_argument("--max-tokens", type=int, default=256, help="of a completion (default: 256)")
-    sampling.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (default: 1)")
-    sampling.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens (default: all)")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="keep the most likely tokens up to this share")
-    sampling.add_argument("--min-p", type=float, default=0.0, help="keep tokens with this share of the likeliest's")
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less (default: 1)")
-    sampling.add_argument("--stop", action="append", default=[], help="a string that ends a completion; repeatable")
-    sampling.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's own end")
-    sampling.add_argument("--seed", type=int, help="the same seed, the same completions")
+    sampling.add_argument("-n", type=int, default=1, help="completions for each prompt (default: 1)")
+    sampling.add_argument("--max-tokens", type=int, default=256, help="longest completion (default: 256)")
+    sampling.add_argument(
+        "--temperature", type=float, default=1.0, help="0 always takes the most likely token (default: 1)"
+    )
+    sampling.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the most likely tokens that add up to this probability"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, help="drop tokens below this fraction of the most likely one's probability"
+    )
+    sampling.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="values above 1 make repetition less likely (default: 1)"
+    )
+    sampling.add_argument("--stop", action="append", default=[], help="string that ends a completion; can be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end token")
+    sampling.add_argument("--seed", type=int, help="seed for all completions (default: random)")
     output = parser.add_argument_group("output and resources")
-    output.add_argument("--logprobs", action="store_true", help="with tokens and their log-probabilities")
-    output.add_argument("--quiet", action="store_true", help="no progress bar")
-    output.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
-    output.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as stored")
-    output.add_argument("--rows", type=int, default=64, help="sequences that decode at a time (default: 64)")
-    output.add_argument("--max-length", type=int, help="of a prompt with its completion (default: as needed)")
-    output.add_argument("--cache-gib", type=float, help="of the key/value cache (default: by what is free)")
+    output.add_argument("--logprobs", action="store_true", help="also write tokens and their log-probabilities")
+    output.add_argument("--quiet", action="store_true", help="show no progress bar")
+    output.add_argument("--device", help="cuda or cpu (default: cuda if available)")
+    output.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: as stored)"
+    )
+    output.add_argument("--rows", type=int, default=64, help="sequences to decode at the same time (default: 64)")
+    output.add_argument("--max-length", type=int, help="longest prompt with its completion (default: as needed)")
+    output.add_argument(
+        "--cache-gib", type=float, help="size of the key/value cache (default: most of the free memory)"
+    )
     parser.set_defaults(run=run)
 
 
 @dataclass
 class _Request:
-    """A prompt on its way."""
+    """A prompt of the input."""
 
-    place: str  # file:line, or which one of the command line
+    place: str  # file:line, or the number of the prompt on the command line
     row: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
     error: str | None = None  # why it has no tokens
@@ -74,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         requests = _read(options)
         if options.out is not None:
-            open(options.out, "a").close()  # whether it can be written is known before the model is loaded
+            open(options.out, "a").close()  # fail before the model is loaded if it cannot be written
         engine, params = _prepare(options, requests)
         with _opened(options.out) as target:
             return _generate(engine, params, requests, options, target)
@@ -83,16 +101,19 @@ def run(options: argparse.Namespace) -> int:
         return BROKEN
     except KeyboardInterrupt:
         print("rollgraph generate: interrupted; the lines written so far are complete", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _read(options: argparse.Namespace) -> list[_Request]:
+    """The prompts of the command line or of the file."""
     from rollgraph.rl.data import read_jsonl
 
     if options.prompt is not None:
         return [_Request(f"prompt {i}", {"prompt": prompt}) for i, prompt in enumerate(options.prompt, 1)]
-    lines = ((f"{options.prompts}:{number}", row) for number, row in read_jsonl(Path(options.prompts)))
-    requests = [_Request(place, _check_row(place, row)) for place, row in lines]
+    requests = []
+    for number, row in read_jsonl(Path(options.prompts)):
+        place = f"{options.prompts}:{number}"
+        requests.append(_Request(place, _check_row(place, row)))
     if not requests:
         raise InputError(f"{options.prompts} has no prompts")
     return requests
@@ -104,16 +125,16 @@ def _check_row(place: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise InputError(f"{place}: expected an object with `prompt` or `messages`")
     messages = row.get("messages", [{}])
-    chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
-    if not chat or not isinstance(row.get("prompt", ""), str):
-        raise InputError(f"{place}: expected a text as `prompt`, or a list of `messages`")
+    is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+    if not is_chat or not isinstance(row.get("prompt", ""), str):
+        raise InputError(f"{place}: expected a string as `prompt`, or a list of `messages`")
     if not is_text(json.dumps(row.get("prompt", messages), ensure_ascii=False)):
-        raise InputError(f"{place}: half of a surrogate pair in `prompt` or `messages`, which is no text")
+        raise InputError(f"{place}: `prompt` or `messages` has half a surrogate pair, which is not valid text")
     return row
 
 
 def _encode(requests: list[_Request], tokenizer: Tokenizer, chat: bool) -> None:
-    """Fill in tokens. A prompt that has none costs itself, unless there is no other."""
+    """Fill in the tokens of each request, or its error. Raises only if no request could be encoded."""
     for request in requests:
         row = request.row
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
@@ -130,36 +151,22 @@ def _encode(requests: list[_Request], tokenizer: Tokenizer, chat: bool) -> None:
 
 
 def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Engine, SamplingParams]:
+    """Check the options, encode the prompts, and make an engine. The model is loaded last, when all else is right."""
     import torch
 
-    from rollgraph.inference import Engine, SamplingParams
+    from rollgraph.inference import Engine
     from rollgraph.model import load_model
     from rollgraph.tokenizer import load_tokenizer
 
-    params = SamplingParams(
-        n=options.n,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        stop=tuple(options.stop),
-        ignore_eos=options.ignore_eos,
-        seed=options.seed,
-    )
+    params = _make_params(options)
     tokenizer = load_tokenizer(options.model)
     _encode(requests, tokenizer, options.chat)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.partition(":")[0] not in ("cuda", "cpu"):
-        raise InputError(f"--device {device}: expected cuda or cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"--device {device}: there is no CUDA device here; use --device cpu")
+    device = _choose_device(options.device)
     if options.cache_gib is not None and not options.cache_gib > 0:
-        raise InputError(f"--cache-gib {options.cache_gib:g}: expected more than 0")
+        raise InputError(f"--cache-gib {options.cache_gib:g}: must be more than 0")
     if options.rows < 1:
-        raise InputError(f"--rows {options.rows}: at least one sequence has to decode at a time")
+        raise InputError(f"--rows {options.rows}: must be at least 1")
+    dtype = getattr(torch, options.dtype) if options.dtype else None
     model = load_model(options.model, dtype=dtype, device=device)
     needed = max(len(request.tokens) for request in requests) + params.max_tokens
     with _capture_bar(options.quiet) as on_capture:
@@ -175,9 +182,40 @@ def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Eng
     return engine, params
 
 
+def _make_params(options: argparse.Namespace) -> SamplingParams:
+    from rollgraph.inference import SamplingParams
+
+    return SamplingParams(
+        n=options.n,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        stop=tuple(options.stop),
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
+    )
+
+
+def _choose_device(wanted: str | None) -> str:
+    import torch
+
+    available = torch.cuda.is_available()
+    if not wanted:
+        return "cuda" if available else "cpu"
+    if wanted.partition(":")[0] not in ("cuda", "cpu"):
+        raise InputError(f"--device {wanted}: expected cuda or cpu")
+    if wanted.startswith("cuda") and not available:
+        raise InputError(f"--device {wanted}: no CUDA device is available; use --device cpu")
+    return wanted
+
+
 def _generate(
     engine: Engine, params: SamplingParams, requests: list[_Request], options: argparse.Namespace, target: TextIO
 ) -> int:
+    """Serve all requests and write each line as soon as it and all lines before it are done. Gives the exit code."""
     outputs = [_submit(engine, request, params) for request in requests]
     waiting = deque(zip(requests, outputs, strict=True))
     served = sum(output.error is None for output in outputs)
@@ -191,15 +229,16 @@ def _generate(
                 show(engine)
     except BaseException:
         with contextlib.suppress(OSError):
-            for request, output in waiting:  # what is finished, and stands behind what is not
+            for request, output in waiting:  # finished prompts that were waiting for an unfinished one before them
                 if _is_finished(output):
                     _write(target, request, output, options.logprobs)
         raise
+    failed = any(completion.error is not None for output in outputs for completion in output.completions)
     for request, output in zip(requests, outputs, strict=True):
         if output.error is not None:
+            failed = True
             print(f"rollgraph generate: {request.place}: {output.error}", file=sys.stderr)
-    failed = any(completion.error is not None for output in outputs for completion in output.completions)
-    return REFUSED if failed or any(output.error is not None for output in outputs) else DONE
+    return REFUSED if failed else DONE
 
 
 def _submit(engine: Engine, request: _Request, params: SamplingParams) -> Output:
@@ -214,12 +253,12 @@ def _submit(engine: Engine, request: _Request, params: SamplingParams) -> Output
 
 
 def _is_finished(output: Output) -> bool:
-    """By itself: what is aborted is done as well."""
+    """Whether an output ended by itself. One that was aborted is `done`, too."""
     return output.done and all(completion.finish_reason != "abort" for completion in output.completions)
 
 
 def _write(target: TextIO, request: _Request, output: Output, logprobs: bool) -> None:
-    """A line of JSON, with escapes where the target cannot spell it: half of a surrogate pair is no UTF-8."""
+    """Write a line of JSON, with escapes if the target cannot encode it (UTF-8 has no half surrogate pairs)."""
     entry = _make_entry(request.row, output, logprobs)
     line = json.dumps(entry, ensure_ascii=False)
     try:
@@ -230,6 +269,7 @@ def _write(target: TextIO, request: _Request, output: Output, logprobs: bool) ->
 
 
 def _make_entry(row: dict[str, Any], output: Output, logprobs: bool) -> dict[str, Any]:
+    """The fields of the input row, with either `completions` or `error`."""
     if output.error is not None:
         return {**row, "error": output.error}
     completions = []
@@ -238,11 +278,9 @@ def _make_entry(row: dict[str, Any], output: Output, logprobs: bool) -> dict[str
         if completion.error is not None:
             entry["error"] = completion.error
         if logprobs:
-            entry |= {
-                "tokens": completion.tokens,
-                "logprobs": completion.logprobs,
-                "policy_logprobs": completion.policy_logprobs,
-            }
+            entry["tokens"] = completion.tokens
+            entry["logprobs"] = completion.logprobs
+            entry["policy_logprobs"] = completion.policy_logprobs
         completions.append(entry)
     return {**row, "completions": completions}
 
@@ -258,7 +296,7 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def _capture_bar(quiet: bool) -> Iterator[Any]:
-    """A bar over the graphs that are captured before the first request."""
+    """Show how many of the graphs are captured."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("capturing {task.description}"), BarColumn(), MofNCompleteColumn())
@@ -269,6 +307,7 @@ def _capture_bar(quiet: bool) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _progress_bar(total: int, quiet: bool) -> Iterator[Any]:
+    """Show how many of the completions are finished."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     start = time.perf_counter()
@@ -279,8 +318,8 @@ def _progress_bar(total: int, quiet: bool) -> Iterator[Any]:
         def show(engine: Engine) -> None:
             now = engine.progress()
             rate = now.tokens / (time.perf_counter() - start)
-            text = f"{rate:,.0f} tokens/s, {now.running} running, {now.waiting} waiting"
-            bar.update(task, completed=now.finished, description=text)
+            description = f"{rate:,.0f} tokens/s, {now.running} running, {now.waiting} waiting"
+            bar.update(task, completed=now.finished, description=description)
 
         yield show
 

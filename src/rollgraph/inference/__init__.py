@@ -1,4 +1,4 @@
-"""Generation with the model that trains: continuous batching over a paged cache and captured steps."""
+"""Text generation with the model being trained: continuous batching over a paged cache, replaying captured steps."""
 
 from rollgraph.inference.engine import Engine
 from rollgraph.inference.requests import Completion, Output, Progress, RequestError, SamplingParams

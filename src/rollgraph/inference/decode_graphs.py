@@ -1,9 +1,9 @@
-"""What runs on the device for the engine: prefill and decode steps, captured once, and the state they share.
+"""What the engine runs on the device: prefill and decode steps, captured once, and the state they share.
 
-A decode step is one graph: append blocks to the tables, embed, all layers, sample, log-probabilities, advance. What
-it needs from the host is one number for each row. There is one graph for each batch bucket and variant, and one for
-each prefill bucket. They stay valid when weights change, because parameters never move. Knows nothing of requests,
-queues or text.
+A decode step is one graph: it appends blocks to the tables, embeds the tokens, runs all layers, samples, computes
+log-probabilities and advances the positions. The host sends it one number for each row. There is one graph for each
+prefill bucket, and one for each batch bucket with and without filters. Graphs stay valid when weights change, because
+parameters never move. Knows nothing of requests, queues or text.
 """
 
 from __future__ import annotations
@@ -21,39 +21,55 @@ from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
 from rollgraph.inference.kv_cache import CachePlan, copy_blocks
 from rollgraph.inference.sampler import Rows, sample, sample_filtered
+from rollgraph.inference.scheduler import IDLE
 from rollgraph.model.decoder import Decoder
 
-# Columns of a row's state. Those after SEED are float32, by their bits; the block table follows.
-TOKEN, POSITION, TOP_K, SEED, TEMPERATURE, TOP_P, MIN_P, PENALTY, TABLE = 0, 1, 2, 3, 5, 6, 7, 8, 9
+# Columns of a row's state, which is int32.
+TOKEN = 0
+POSITION = 1
+TOP_K = 2
+SEED = 3  # two columns
+TEMPERATURE = 5  # this column and the next three hold the bits of a float32
+TOP_P = 6
+MIN_P = 7
+PENALTY = 8
+TABLE = 9  # the block table takes all columns from here on
 
-OnCapture = Callable[[str, int, int], None]  # name, how many are done, of how many
+OnCapture = Callable[[str, int, int], None]  # called with a graph's name, how many graphs are done, and of how many
+
+# The key of a captured step: the tokens of a prefill, or the rows of a decode and whether it has filters.
+_StepKey = int | tuple[int, bool]
 
 
 class Upload:
-    """Numbers from the host to the device, without waiting for either.
+    """Copies numbers from the host to the device without waiting for either.
 
-    Each launch writes to one of two pinned areas; the engine has seen the results of the launch before the last one,
-    so nobody reads that area any more.
+    Launches alternate between two pinned areas. When an area is written again, the engine has seen the results of the
+    launch that last used it, so the device has finished reading it.
     """
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self._device = device
         pinned = device.type == "cuda"
         self._areas = [torch.empty(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
-        self._turn, self._used = 0, 0
+        self._area = 0
+        self._used = 0
 
     def begin(self) -> None:
-        self._turn, self._used = 1 - self._turn, 0
+        """Switch to the other area, for a new launch."""
+        self._area = 1 - self._area
+        self._used = 0
 
     def into(self, target: Tensor, values: np.ndarray) -> Tensor:
-        """Copy int32 values to a tensor of the same shape."""
+        """Copy int32 values into a tensor of the same shape."""
         end = self._used + values.size
-        area = self._areas[self._turn][self._used : end]
+        area = self._areas[self._area][self._used : end]
         area.numpy()[:] = values.reshape(-1)
         self._used = end
         return target.copy_(area.view(values.shape), non_blocking=True)
 
     def __call__(self, values: np.ndarray) -> Tensor:
+        """Copy int32 values into a new tensor."""
         return self.into(torch.empty(values.shape, dtype=torch.int32, device=self._device), values)
 
 
@@ -76,51 +92,66 @@ class DecodeGraphs:
         on_capture: OnCapture | None = None,
     ) -> None:
         device = model.embed.weight.device
-        rows, self.blocks_of_row = buckets[-1], -(-max_length // plan.block_size)
-        self._model, self._block_size = model, plan.block_size
-        self._prefill_sequences, self._prefill_buckets = prefill_sequences, tuple(prefill_buckets)
+        rows = buckets[-1]
+        self.blocks_of_row = -(-max_length // plan.block_size)
+        self._model = model
+        self._block_size = plan.block_size
+        self._prefill_sequences = prefill_sequences
+        self._prefill_buckets = tuple(prefill_buckets)
         self.pages = plan.allocate(device)
         self.state = torch.zeros((rows, TABLE + self.blocks_of_row), dtype=torch.int32, device=device)
         self.history = torch.zeros((rows, max_length if filters else 1), dtype=torch.int32, device=device)
-        self.orders = torch.full((rows,), -2, dtype=torch.int32, device=device)
-        # Token, and two float32 by their bits. The rows of a bucket lie together, so that they cross in one copy.
+        self.orders = torch.full((rows,), IDLE, dtype=torch.int32, device=device)
+        # Each row is a token and the bits of two float32. The rows of a bucket are contiguous: one copy transfers them.
         self.results = torch.zeros((rows, 3), dtype=torch.int32, device=device)
-        self._batches = {tokens: torch.zeros(self._batch_size(tokens), dtype=torch.int32, device=device)
-                         for tokens in prefill_buckets}  # fmt: skip
+        self._batches = {}
+        for tokens in prefill_buckets:
+            self._batches[tokens] = torch.zeros(self._batch_size(tokens), dtype=torch.int32, device=device)
         largest = self._batch_size(prefill_buckets[-1])
         self.upload = Upload(device, largest + self.state.numel() + self.history.numel() + 8 * rows)
-        steps: dict[Any, tuple[str, Callable[[], None]]] = {
-            tokens: (f"prefill {tokens}", partial(self._prefill_step, tokens)) for tokens in prefill_buckets
-        }
-        for filtered in (False, True) if filters else (False,):
-            for bucket in reversed(buckets):  # the largest first: the smaller ones fit into its memory
-                name = f"decode {bucket} filtered" if filtered else f"decode {bucket}"
-                steps[bucket, filtered] = (name, partial(self._decode_step, bucket, filtered))
+
+        steps = self._list_steps(buckets, filters)
         self._graphs = {}
-        for done, (key, (name, step)) in enumerate(steps.items()):
+        for done, (key, (name, step)) in enumerate(steps.items(), 1):
             self._graphs[key] = capture(step, pool=pool, backend=backend, guards=guards, name=name, warmup=2)
             if on_capture is not None:
-                on_capture(name, done + 1, len(steps))
+                on_capture(name, done, len(steps))
+
+    def _list_steps(self, buckets: Sequence[int], filters: bool) -> dict[_StepKey, tuple[str, Callable[[], None]]]:
+        """The name and the function of every step to capture, in capture order."""
+        steps: dict[_StepKey, tuple[str, Callable[[], None]]] = {}
+        for tokens in self._prefill_buckets:
+            steps[tokens] = (f"prefill {tokens}", partial(self._prefill_step, tokens))
+        variants = (False, True) if filters else (False,)
+        for filtered in variants:
+            for bucket in reversed(buckets):  # largest first: the smaller ones fit into its memory
+                name = f"decode {bucket} filtered" if filtered else f"decode {bucket}"
+                steps[bucket, filtered] = (name, partial(self._decode_step, bucket, filtered))
+        return steps
 
     # -- decode ----------------------------------------------------------------------------------
 
     def decode(self, orders: Sequence[int], filtered: bool) -> None:
-        """Sample one token in each row that is not idle; the results are in `results`."""
+        """Sample one token in each row that is not idle, into `results`."""
         self.upload.into(self.orders[: len(orders)], np.array(orders, dtype=np.int32))
         self._graphs[len(orders), filtered]()
 
     @torch.no_grad()
     def _decode_step(self, rows: int, filtered: bool) -> None:
-        state, orders, size = self.state[:rows], self.orders[:rows], self._block_size
-        token, position, table = state[:, TOKEN], state[:, POSITION], state[:, TABLE:]
-        active = orders > -2
+        state = self.state[:rows]
+        orders = self.orders[:rows]
+        size = self._block_size
+        token = state[:, TOKEN]
+        position = state[:, POSITION]
+        table = state[:, TABLE:]
+        active = orders > IDLE
         column = (position // size).long()[:, None]
         block = torch.where(orders >= 0, orders, table.gather(1, column)[:, 0])
         table.scatter_(1, column, block[:, None])
         slots = torch.where(active, block * size + position % size, 0)
         lengths = torch.where(active, position + 1, 1)
         hidden = self._model.decode(token, position, slots, self.pages, table, lengths)
-        sampling = self._sampling(state, position + 1)
+        sampling = self._sampling_of(state, position + 1)
         if filtered:
             self.history[:rows].scatter_(1, position.long()[:, None], token[:, None])
             drawn = sample_filtered(self._model.logits(hidden), sampling, self.history[:rows])
@@ -131,7 +162,7 @@ class DecodeGraphs:
         logprobs = torch.stack((drawn.logprob, drawn.policy_logprob), 1).view(torch.int32)
         self.results[:rows] = torch.cat((drawn.token[:, None], logprobs), 1)
 
-    def _sampling(self, state: Tensor, position: Tensor) -> Rows:
+    def _sampling_of(self, state: Tensor, position: Tensor) -> Rows:
         numbers = state.view(torch.float32)
         return Rows(
             seed=state[:, SEED : SEED + 2],
@@ -144,14 +175,14 @@ class DecodeGraphs:
         )
 
     def start(self, rows: Sequence[int], states: np.ndarray, histories: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """Begin rows with the given states; `histories` are the tokens of those that have a repetition penalty."""
+        """Begin rows with the given states. `histories` are (row, tokens) of rows that have a repetition penalty."""
         index = self.upload(np.array(rows, dtype=np.int32))
         self.state.index_copy_(0, index.long(), self.upload(states))
         for row, tokens in histories:
             self.upload.into(self.history[row, : len(tokens)], np.array(tokens, dtype=np.int32))
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """(from row, to row) pairs, at once."""
+        """Move all rows at once, given as (source row, target row)."""
         sources, targets = self.upload(np.array(moves, dtype=np.int32).T.copy())
         for tensor in (self.state, self.history):
             tensor.index_copy_(0, targets.long(), tensor.index_select(0, sources))
@@ -159,19 +190,23 @@ class DecodeGraphs:
     # -- prefill ---------------------------------------------------------------------------------
 
     def prefill(self, chunks: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> None:
-        """Put keys and values of chunks (first position, tokens, block table) into the cache."""
+        """Write the keys and values of chunks, given as (first position, tokens, block table), to the cache."""
         count = sum(len(tokens) for _, tokens, _ in chunks)
         bucket = next(size for size in self._prefill_buckets if size >= count)
         batch = np.zeros(self._batch_size(bucket), dtype=np.int32)
         ids, positions, slots, cu_seqlens, lengths, table = self._parts(batch, bucket)
-        at = 0
+        size = self._block_size
+        begin = 0
         for i, (start, tokens, blocks) in enumerate(chunks):
-            end, places = at + len(tokens), np.arange(start, start + len(tokens), dtype=np.int32)
+            end = begin + len(tokens)
+            places = np.arange(start, start + len(tokens), dtype=np.int32)
             table[i, : len(blocks)] = blocks
-            ids[at:end], positions[at:end] = tokens, places
-            slots[at:end] = table[i, places // self._block_size] * self._block_size + places % self._block_size
+            ids[begin:end] = tokens
+            positions[begin:end] = places
+            slots[begin:end] = table[i, places // size] * size + places % size
             lengths[i] = start + len(tokens)
-            cu_seqlens[i + 1 :] = at = end
+            cu_seqlens[i + 1 :] = end
+            begin = end
         self.upload.into(self._batches[bucket], batch)
         self._graphs[bucket]()
 
@@ -184,13 +219,21 @@ class DecodeGraphs:
         return 3 * tokens + 1 + self._prefill_sequences * (2 + self.blocks_of_row)
 
     def _parts(self, batch: Any, tokens: int) -> tuple[Any, ...]:
-        """Ids, positions, slots, cu_seqlens, lengths and table of a batch; padding goes to block 0."""
+        """Views of a batch: ids, positions, slots, cu_seqlens, lengths and table.
+
+        A batch of zeros is all padding, which is written to block 0.
+        """
         sequences = self._prefill_sequences
-        ids, positions, slots = (batch[i * tokens : (i + 1) * tokens] for i in range(3))
+        ids = batch[:tokens]
+        positions = batch[tokens : 2 * tokens]
+        slots = batch[2 * tokens : 3 * tokens]
         rest = batch[3 * tokens :]
-        cu_seqlens, lengths = rest[: sequences + 1], rest[sequences + 1 : 2 * sequences + 1]
-        return ids, positions, slots, cu_seqlens, lengths, rest[2 * sequences + 1 :].reshape(sequences, -1)
+        cu_seqlens = rest[: sequences + 1]
+        lengths = rest[sequences + 1 : 2 * sequences + 1]
+        table = rest[2 * sequences + 1 :].reshape(sequences, -1)
+        return ids, positions, slots, cu_seqlens, lengths, table
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(source block, target block) pairs, at once."""
-        copy_blocks(self.pages, *self.upload(np.array(copies, dtype=np.int32).T.copy()))
+        """Copy all blocks at once, given as (source block, target block)."""
+        sources, targets = self.upload(np.array(copies, dtype=np.int32).T.copy())
+        copy_blocks(self.pages, sources, targets)

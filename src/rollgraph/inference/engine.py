@@ -1,16 +1,26 @@
-"""The engine: requests in, completions out. Continuous batching over a paged cache.
+"""The engine: requests in, completions out.
 
-Owns requests and their text, and drives `Scheduler` (who runs) and `DecodeGraphs` (what the device does). It is one
-step behind: it launches a step before it has read the results of the one before, so the device never waits.
+    generate              submit every prompt, then step until all are done
+      submit              encode and check a prompt, queue its n sequences      Scheduler.add
+      step                one launch:
+        schedule          choose what prefills, decodes, moves rows or waits    Scheduler.schedule
+        run               upload the choice, replay the prefill and decode      DecodeGraphs
+                          graphs, start copying the sampled tokens back
+        postprocess       read the tokens of the PREVIOUS step: extend          Scheduler.update, TextStream
+                          completions and their text, finish what has ended
+
+The engine is one step behind: it launches a step before it reads the results of the one before, so the device never
+waits for the host. It owns the requests and their text. The scheduler touches no tensor, and the graphs know nothing of
+requests.
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,29 +29,36 @@ from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
 from rollgraph.inference import decode_graphs as columns
-from rollgraph.inference import scheduler
+from rollgraph.inference import defaults, scheduler
 from rollgraph.inference.decode_graphs import DecodeGraphs, OnCapture
-from rollgraph.inference.kv_cache import CachePlan
+from rollgraph.inference.kv_cache import plan_cache
 from rollgraph.inference.requests import Completion, OnToken, Output, Progress, RequestError, SamplingParams
-from rollgraph.inference.scheduler import EngineStep, RequestState, Scheduler
+from rollgraph.inference.sampler import sample_seed
+from rollgraph.inference.scheduler import EngineStep, RequestState, Scheduler, SequenceError
+from rollgraph.inference.text_stream import TextStream
 from rollgraph.model.decoder import Decoder
 from rollgraph.tokenizer import Detokenizer, Tokenizer
 
-_InFlight = tuple[EngineStep, torch.Tensor, torch.cuda.Event | None]
+
+class _InFlight(NamedTuple):
+    """A launched step whose results have not been read."""
+
+    step: EngineStep
+    results: torch.Tensor  # [rows, 3] int32 on the host; valid once `done` has happened
+    done: torch.cuda.Event | None  # None on a CPU, where results are valid at once
 
 
 @dataclass(eq=False)
 class _RunningSample:
-    """A completion in the making."""
+    """A completion that is not finished yet."""
 
     output: Output
     index: int
     params: SamplingParams
     stop_ids: frozenset[int]
     on_token: OnToken | None
-    detokenizer: Detokenizer | None  # None if nobody wants text before the end
+    stream: TextStream | None  # None if the text is needed only at the end
     seed: tuple[int, int]
-    given: int = 0  # characters of the text that were certain so far
 
     @property
     def completion(self) -> Completion:
@@ -51,10 +68,10 @@ class _RunningSample:
 class Engine:
     """Generates with `model`, whose parameters may change between calls but never move.
 
-    Everything is allocated and captured here, before the first request. `rows` is how many sequences decode at a time
-    (256 on a GPU, else 16), `max_length` bounds a prompt with its completion, `cache_bytes` the key/value cache.
-    `filters=False` leaves out the graphs for top-k, top-p, min-p and repetition penalty; requests with those are then
-    refused.
+    The constructor allocates and captures everything, before the first request. `rows` is how many sequences decode at
+    the same time, `max_length` limits a prompt with its completion, and `cache_bytes` limits the key/value cache;
+    `defaults.py` has the values used if they are not given. `filters=False` leaves out the graphs for top-k, top-p,
+    min-p and the repetition penalty; requests that need them are then refused.
     """
 
     def __init__(
@@ -65,7 +82,7 @@ class Engine:
         rows: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,
-        block_size: int = 16,
+        block_size: int = defaults.BLOCK_SIZE,
         prefill_tokens: int | None = None,
         filters: bool = True,
         pool: GraphPool | None = None,
@@ -73,24 +90,40 @@ class Engine:
         guards: Sequence[Guard] = (),
         on_capture: OnCapture | None = None,
     ) -> None:
-        architecture, weight = model.architecture, model.embed.weight
-        max_length = min(max_length or 4096, architecture.max_length)
+        architecture = model.architecture
+        weight = model.embed.weight
         cuda = weight.device.type == "cuda"
-        rows = (256 if cuda else 16) if rows is None else rows
+        sizes = defaults.ON_CUDA if cuda else defaults.ON_CPU
+        if rows is None:
+            rows = sizes.rows
         if rows < 1 or block_size < 1:
-            raise ValueError(f"rows={rows}, block_size={block_size}: at least 1")
-        prefill_tokens = prefill_tokens or (8192 if cuda else 512)
-        prefill_buckets = _powers(prefill_tokens, first=64, factor=4)
-        prefill_sequences = min(64, rows)
-        plan = _plan_cache(model, rows, max_length, block_size, cache_bytes)
-        buckets = _powers(rows, first=1, factor=2)
-        self.model, self.tokenizer, self.plan, self.pool = model, tokenizer, plan, pool or GraphPool()
-        self.max_length, self._filters = max_length, filters
+            raise ValueError(f"rows={rows}, block_size={block_size}: both must be at least 1")
+        max_length = min(max_length or defaults.MAX_LENGTH, architecture.max_length)
+        prefill_tokens = prefill_tokens or sizes.prefill_tokens
+        prefill_sequences = min(defaults.PREFILL_SEQUENCES, rows)
+        buckets = defaults.row_buckets(rows)
+        if backend == "auto":
+            backend = "cuda" if cuda else "tape"
+
+        self.model = model
+        self.tokenizer = tokenizer
+        self.pool = pool or GraphPool()
+        self.max_length = max_length
+        self.plan = plan_cache(
+            architecture,
+            weight.dtype,
+            weight.device,
+            rows=rows,
+            max_length=max_length,
+            block_size=block_size,
+            nbytes=cache_bytes,
+        )
+        self._filters = filters
         self._vocabulary = architecture.vocabulary
-        # A model may have more ids than its tokenizer: they have no text.
+        # A model may have more ids than its tokenizer. Those have no text.
         self._known = frozenset(tokenizer.vocab.values()) if tokenizer is not None else frozenset()
         self._scheduler = Scheduler(
-            blocks=plan.blocks,
+            blocks=self.plan.blocks,
             block_size=block_size,
             max_rows=rows,
             buckets=buckets,
@@ -100,23 +133,26 @@ class Engine:
         )
         self._graphs = DecodeGraphs(
             model,
-            plan,
+            self.plan,
             buckets=buckets,
-            prefill_buckets=prefill_buckets,
+            prefill_buckets=defaults.prefill_buckets(prefill_tokens),
             prefill_sequences=prefill_sequences,
             max_length=max_length,
             filters=filters,
             pool=self.pool,
-            backend=("cuda" if cuda else "tape") if backend == "auto" else backend,
+            backend=backend,
             guards=guards,
             on_capture=on_capture,
         )
         self._samples: dict[scheduler.Sequence, _RunningSample] = {}
         self._in_flight: _InFlight | None = None
         self._stepping = False
-        self._pinned = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
-        self._turn = 0
-        self._counts = {"submitted": 0, "tokens": 0, "finished": 0}
+        # Two areas for results: one is written by the step in flight while the other is read.
+        self._host_results = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._result_area = 0
+        self._submitted = 0
+        self._tokens = 0
+        self._finished = 0
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -128,21 +164,23 @@ class Engine:
         on_token: OnToken | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[Output]:
-        """Continue each prompt, a text or token ids. A prompt that cannot be served gives an output with an `error`."""
+        """Continue each prompt, given as text or token ids. A prompt that is refused gives an output with `error`."""
         if isinstance(prompts, str):
-            raise TypeError("prompts is a list of prompts, not one string")
-        several = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(several) != len(prompts):
-            raise ValueError(f"{len(several)} sampling parameters for {len(prompts)} prompts")
+            raise TypeError("prompts must be a list of prompts, not a single string")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts")
+        if not self._samples:  # count from zero, unless requests were submitted outside of this call
+            self._tokens = 0
+            self._finished = 0
         outputs = []
-        if not self._samples:  # progress is of this call, unless others have submitted something
-            self._counts |= {"tokens": 0, "finished": 0}
         try:
-            for prompt, own in zip(prompts, several, strict=True):
+            for prompt, own in zip(prompts, each, strict=True):
                 try:
                     outputs.append(self.submit(prompt, own, on_token=on_token))
                 except RequestError as error:
-                    outputs.append(Output(prompt if isinstance(prompt, str) else None, [], error=str(error)))
+                    text = prompt if isinstance(prompt, str) else None
+                    outputs.append(Output(text, [], error=str(error)))
             more = True
             while more:
                 more = self.step()
@@ -154,89 +192,92 @@ class Engine:
         return outputs
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams, *, on_token: OnToken | None = None) -> Output:
-        """Queue a request; its output fills as `step` is called. Raises RequestError, and nothing has changed."""
+        """Queue a request; `step` fills its output. Raises RequestError, and changes nothing, if it is refused."""
         text, tokens = self._encode(prompt)
         if params.filtered and not self._filters:
-            raise RequestError("the engine was made without filters: top_k, top_p, min_p and penalties are not there")
+            raise RequestError("this engine was made without filters: top_k, top_p, min_p and penalties do not work")
         output = Output(text, tokens, [Completion() for _ in range(params.n)])
         if params.max_tokens == 0:
             for completion in output.completions:
                 completion.finish_reason = "length"
-            self._counts["finished"] += params.n
+            self._finished += params.n
             return output
-        sequences = [
-            scheduler.Sequence(self._counts["submitted"] + i, tuple(tokens), params.max_tokens) for i in range(params.n)
-        ]
+        wants_text = bool(params.stop) or on_token is not None
+        if wants_text and self.tokenizer is None:
+            raise RequestError("stop strings and streamed text need a tokenizer")
         stop_ids = frozenset(params.stop_ids)
         if self.tokenizer is not None and not params.ignore_eos:
             stop_ids |= self.tokenizer.stop_ids
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        wants_text = bool(params.stop) or on_token is not None
-        if wants_text and self.tokenizer is None:
-            raise RequestError("stop strings and streamed text need a tokenizer")
-        for index, sequence in enumerate(sequences):
+        for index in range(params.n):
+            sequence = scheduler.Sequence(self._submitted + index, tuple(tokens), params.max_tokens)
             try:
                 self._scheduler.add(sequence)
-            except ValueError as error:
-                raise RequestError(str(error).partition(": ")[2] or str(error)) from None
-            detokenizer = Detokenizer(self.tokenizer) if wants_text and self.tokenizer is not None else None
+            except SequenceError as error:
+                raise RequestError(error.reason) from None
+            stream = None
+            if wants_text and self.tokenizer is not None:
+                stream = TextStream(Detokenizer(self.tokenizer), params.stop)
             self._samples[sequence] = _RunningSample(
-                output, index, params, stop_ids, on_token, detokenizer, _row_seed(seed, index)
+                output, index, params, stop_ids, on_token, stream, sample_seed(seed, index)
             )
-        self._counts["submitted"] += params.n
+        self._submitted += params.n
         return output
 
     def abort(self, output: Output) -> None:
-        """End what is not finished of a request; it keeps the tokens it has."""
+        """End the completions of a request that are still running. They keep the tokens they have."""
         for sequence, sample in list(self._samples.items()):
             if sample.output is output:
                 self._finish(sequence, sample, "abort")
 
     def reset(self) -> None:
-        """Abort everything; the engine is as new."""
+        """Abort all requests. Afterwards the engine is as new."""
         for sequence, sample in list(self._samples.items()):
             self._finish(sequence, sample, "abort")
         in_flight, self._in_flight = self._in_flight, None
-        self._collect(in_flight)
+        self._postprocess(in_flight)
 
     def progress(self) -> Progress:
-        done = self._counts
-        return Progress(done["tokens"], self._scheduler.running, self._scheduler.waiting, done["finished"])
+        return Progress(self._tokens, self._scheduler.running, self._scheduler.waiting, self._finished)
 
     def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        """The text of a prompt, if it is one, and its token ids."""
+        text: str | None = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError("a prompt of text needs a tokenizer")
+                raise RequestError("a text prompt needs a tokenizer")
+            text = prompt
             try:
-                text, tokens = prompt, self.tokenizer.encode(prompt)
+                tokens = self.tokenizer.encode(prompt)
             except ValueError as error:
                 raise RequestError(str(error)) from None
         else:
             try:
-                text, tokens = None, [operator.index(token) for token in prompt]
+                tokens = [operator.index(token) for token in prompt]
             except TypeError:
-                raise RequestError(f"a prompt is a text or token ids, not {str(prompt)[:60]!r}") from None
+                raise RequestError(f"a prompt must be text or token ids, not {str(prompt)[:60]!r}") from None
         if not tokens:
             raise RequestError("the prompt is empty")
-        unknown = next((t for t in tokens if not 0 <= t < self._vocabulary), None)
-        if unknown is not None:
-            raise RequestError(f"token {unknown} is not in the model's vocabulary of {self._vocabulary}")
+        for token in tokens:
+            if not 0 <= token < self._vocabulary:
+                raise RequestError(f"token {token} is not in the model's vocabulary of {self._vocabulary}")
         return text, tokens
 
-    # -- the loop --------------------------------------------------------------------------------
+    # -- one step --------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Launch the next step and read the results of the one before; False when there is nothing left to do.
+        """Launch the next step and read the results of the one before. Returns False when nothing is left to do.
 
-        Whatever is raised here, by a callback or a guard, everything is aborted first.
+        If a callback or a guard raises, all requests are aborted before the exception is passed on.
         """
         if self._stepping:
-            raise RuntimeError("the engine is within a step: a callback can submit and abort, not wait for results")
+            raise RuntimeError("the engine is within a step: a callback can submit and abort, but not wait for results")
         self._stepping = True
         try:
             step = self._scheduler.schedule()
-            before, self._in_flight = self._in_flight, self._launch(step) if step is not None else None
-            self._collect(before)
+            previous = self._in_flight
+            self._in_flight = self._run(step) if step is not None else None
+            self._postprocess(previous)
         except BaseException:
             self.reset()
             raise
@@ -244,7 +285,8 @@ class Engine:
             self._stepping = False
         return self._in_flight is not None or self._scheduler.has_work
 
-    def _launch(self, step: EngineStep) -> _InFlight:
+    def _run(self, step: EngineStep) -> _InFlight:
+        """Launch a step on the device, without waiting for it."""
         graphs = self._graphs
         graphs.upload.begin()
         if step.chunks:
@@ -254,48 +296,52 @@ class Engine:
         if step.moves:
             graphs.move(step.moves)
         if step.starts:
-            self._start(step.starts)
-        self._turn = 1 - self._turn
-        host = self._pinned[self._turn][: step.bucket]
+            self._start_rows(step.starts)
+        self._result_area = 1 - self._result_area
+        results = self._host_results[self._result_area][: step.bucket]
         if step.bucket:
             filtered = self._filters and any(s is not None and self._samples[s].params.filtered for s in step.rows)
             graphs.decode(step.orders, filtered)
-            host.copy_(graphs.results[: step.bucket], non_blocking=True)
-        if not graphs.results.is_cuda:
-            return step, host, None
-        event = torch.cuda.Event()
-        event.record()
-        return step, host, event
+            results.copy_(graphs.results[: step.bucket], non_blocking=True)
+        done = None
+        if graphs.results.is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        return _InFlight(step, results, done)
 
-    def _start(self, starts: Sequence[scheduler.Sequence]) -> None:
+    def _start_rows(self, starts: Sequence[scheduler.Sequence]) -> None:
+        """Upload the state with which each sequence begins to decode."""
         states = np.zeros((len(starts), self._graphs.state.shape[1]), dtype=np.int32)
-        numbers = states.view(np.float32)
+        floats = states.view(np.float32)
         histories = []
-        for state, number, sequence in zip(states, numbers, starts, strict=True):
+        for i, sequence in enumerate(starts):
             sample = self._samples[sequence]
             params = sample.params
-            state[columns.TOKEN], state[columns.POSITION] = sequence.tokens[-1], sequence.length - 1
-            state[columns.SEED : columns.SEED + 2] = sample.seed
-            state[columns.TOP_K] = params.top_k
-            number[columns.TEMPERATURE], number[columns.TOP_P] = params.temperature, params.top_p
-            number[columns.MIN_P], number[columns.PENALTY] = params.min_p, params.repetition_penalty
-            state[columns.TABLE : columns.TABLE + len(sequence.blocks)] = sequence.blocks
+            states[i, columns.TOKEN] = sequence.tokens[-1]
+            states[i, columns.POSITION] = sequence.length - 1
+            states[i, columns.SEED : columns.SEED + 2] = sample.seed
+            states[i, columns.TOP_K] = params.top_k
+            floats[i, columns.TEMPERATURE] = params.temperature
+            floats[i, columns.TOP_P] = params.top_p
+            floats[i, columns.MIN_P] = params.min_p
+            floats[i, columns.PENALTY] = params.repetition_penalty
+            states[i, columns.TABLE : columns.TABLE + len(sequence.blocks)] = sequence.blocks
             if params.repetition_penalty != 1:
                 histories.append((sequence.row, sequence.tokens))
         self._graphs.start([sequence.row for sequence in starts], states, histories)
 
-    def _collect(self, in_flight: _InFlight | None) -> None:
+    def _postprocess(self, in_flight: _InFlight | None) -> None:
         """Wait for a step and take in its results."""
         if in_flight is None:
             return
-        step, host, event = in_flight
-        if event is not None:
-            event.synchronize()
-        tokens = host[:, 0].tolist()
-        logprobs, policy_logprobs = host.view(torch.float32)[:, 1:].T.tolist()
+        step, results, done = in_flight
+        if done is not None:
+            done.synchronize()
+        tokens = results[:, 0].tolist()
+        logprobs, policy_logprobs = results.view(torch.float32)[:, 1:].T.tolist()
         rows = {sequence: row for row, sequence in enumerate(step.rows) if sequence is not None}
         for sequence, token in self._scheduler.update(step, tokens):
-            row, sample = rows[sequence], self._samples.get(sequence)
+            sample = self._samples.get(sequence)
             if sample is None:
                 continue  # a callback aborted it
             if token < 0:
@@ -303,83 +349,41 @@ class Engine:
                 sample.completion.error = "the model's logits are not finite"
                 self._finish(sequence, sample, "error")
                 continue
-            self._counts["tokens"] += 1
-            completion = sample.completion
-            completion.tokens.append(token)
-            completion.logprobs.append(logprobs[row])
-            completion.policy_logprobs.append(policy_logprobs[row])
-            stopped = token in sample.stop_ids
-            if sample.detokenizer is not None:
-                ends = stopped or sequence.state is RequestState.FINISHED
-                stopped |= _stream(sample, sample.detokenizer, token, token in self._known, ends)
-            if stopped:
-                self._finish(sequence, sample, "stop")
-            elif sequence.state is RequestState.FINISHED:
-                self._finish(sequence, sample, "length")
+            row = rows[sequence]
+            self._append(sequence, sample, token, logprobs[row], policy_logprobs[row])
+
+    def _append(
+        self, sequence: scheduler.Sequence, sample: _RunningSample, token: int, logprob: float, policy_logprob: float
+    ) -> None:
+        """Add a token to a completion, and finish the completion if it ends here."""
+        self._tokens += 1
+        completion = sample.completion
+        completion.tokens.append(token)
+        completion.logprobs.append(logprob)
+        completion.policy_logprobs.append(policy_logprob)
+        stopped = token in sample.stop_ids
+        full = sequence.state is RequestState.FINISHED
+        if sample.stream is not None:
+            new = sample.stream.push(token if token in self._known else None, last=stopped or full)
+            completion.text = sample.stream.text
+            if sample.on_token is not None:
+                sample.on_token(sample.output, sample.index, token, new)
+            stopped |= sample.stream.stopped
+        if stopped:
+            self._finish(sequence, sample, "stop")
+        elif full:
+            self._finish(sequence, sample, "length")
 
     def _finish(self, sequence: scheduler.Sequence, sample: _RunningSample, reason: str) -> None:
         if self._samples.pop(sequence, None) is None:
-            return  # it was aborted by a callback
+            return  # a callback aborted it
         self._scheduler.finish(sequence, reason)
         completion = sample.completion
         completion.finish_reason = reason
-        if sample.detokenizer is not None and reason in ("abort", "error"):
-            completion.text += sample.detokenizer.finish()
-        elif sample.detokenizer is None and self.tokenizer is not None:
+        if sample.stream is not None:
+            if reason in ("abort", "error"):
+                sample.stream.finish()
+                completion.text = sample.stream.text
+        elif self.tokenizer is not None:
             completion.text = self.tokenizer.decode([token for token in completion.tokens if token in self._known])
-        self._counts["finished"] += 1
-
-
-def _stream(sample: _RunningSample, detokenizer: Detokenizer, token: int, known: bool, last: bool) -> bool:
-    """Add to the text; True if a stop string is complete."""
-    completion, stops = sample.completion, sample.params.stop
-    before = len(completion.text)
-    completion.text += (detokenizer.push(token) if known else "") + (detokenizer.finish() if last else "")
-    text = completion.text + (detokenizer.pending() if stops and not last else "")
-    longest = max(map(len, stops), default=0)
-    found = [text.find(stop, max(0, before - longest)) for stop in stops]
-    ends = [place for place in found if place >= 0]
-    if ends:
-        completion.text = text[: min(ends)]
-    certain = len(completion.text)
-    if not ends and not last:
-        certain -= max((_begun(completion.text, stop) for stop in stops), default=0)
-    new, sample.given = completion.text[sample.given : certain], certain
-    if sample.on_token is not None:
-        sample.on_token(sample.output, sample.index, token, new)
-    return bool(ends)
-
-
-def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text are the beginning of a stop string."""
-    return next(size for size in range(min(len(stop) - 1, len(text)), -1, -1) if text.endswith(stop[:size]))
-
-
-def _row_seed(seed: int, index: int) -> tuple[int, int]:
-    """Two 32-bit numbers for sample `index` of a request."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    low, high = np.frombuffer(digest, dtype=np.int32).tolist()
-    return low, high
-
-
-def _powers(last: int, first: int, factor: int) -> tuple[int, ...]:
-    """first, first * factor, ... and `last`."""
-    sizes, size = [], first
-    while size < last:
-        sizes.append(size)
-        size *= factor
-    return (*sizes, last)
-
-
-def _plan_cache(model: Decoder, rows: int, max_length: int, block_size: int, cache_bytes: int | None) -> CachePlan:
-    """As many blocks as all rows could ever use, within `cache_bytes`, or most of what is free."""
-    weight = model.embed.weight
-    if cache_bytes is None:
-        free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else 10 * 2**30
-        cache_bytes = free * 8 // 10 if weight.is_cuda else free // 10
-    plan = CachePlan.within(model.architecture, weight.dtype, block_size, cache_bytes)
-    most = rows * -(-max_length // block_size) + 1
-    if plan.blocks < 2:
-        one = CachePlan(plan.architecture, plan.dtype, block_size, 1).nbytes
-        raise ValueError(f"cache_bytes={cache_bytes}: one block takes {one} bytes, and a cache has two at least")
-    return CachePlan(plan.architecture, plan.dtype, block_size, min(plan.blocks, most))
+        self._finished += 1

@@ -1,30 +1,34 @@
-"""Sampling: from logits to one token for each row, with its log-probabilities. No host read, no global generator.
+"""Sampling: from logits to one token for each row, with its log-probabilities.
 
-Noise is a function of (seed, position, vocabulary id) and of nothing else: given equal logits, a request draws the
-same tokens whatever shares its batch, before and after a preemption, in the plain and in the filtered variant. A
-token is drawn as the largest of logit / temperature + Gumbel noise. On CUDA the plain variant is one pass over the
-logits, in `sampling_kernels.py`.
+Noise is a function of (seed, position, vocabulary id) and of nothing else, and no global generator is used. Given equal
+logits, a request therefore draws the same tokens whatever else is in its batch, before and after a preemption, with and
+without filters. A token is drawn as the largest of logit / temperature + Gumbel noise. Nothing here reads a value on
+the host. On CUDA, sampling without filters is one pass over the logits, in `sampling_kernels.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_MASK16, _MASK17 = 0xFFFF, 0x1FFFF
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)  # odd multipliers of the mixing function, as signed 32 bits
+_MASK16 = 0xFFFF
+_MASK17 = 0x1FFFF
+_FIRST = 0x7FEB352D  # odd multipliers of the mixing function, as signed 32-bit numbers
+_SECOND = 0x846CA68B - (1 << 32)
 _OTHER = 0x5BD1E995
 
 
 @dataclass
 class Rows:
-    """How to sample each row; tensors of [rows] unless said otherwise."""
+    """How to sample each row. Tensors are [rows] unless stated otherwise."""
 
     seed: Tensor  # int32, [rows, 2]
     temperature: Tensor  # float32; 0 takes the most likely token
-    position: Tensor  # int32, the place of the token to be drawn in its sequence
+    position: Tensor  # int32, the position in its sequence of the token to be drawn
     top_k: Tensor  # int32; 0 keeps all
     top_p: Tensor  # float32; 1 keeps all
     min_p: Tensor  # float32; 0 keeps all
@@ -33,10 +37,10 @@ class Rows:
 
 @dataclass
 class Drawn:
-    """Tensors of [rows]. A row whose logits are not finite, also at its temperature, has token -1."""
+    """Tensors of [rows]. The token is -1 where logits, or logits divided by the temperature, are not finite."""
 
     token: Tensor  # int32
-    logprob: Tensor  # float32, under the distribution it was drawn from (0 where the most likely one was taken)
+    logprob: Tensor  # float32, under the distribution it was drawn from (0 if the most likely token was taken)
     policy_logprob: Tensor  # float32, under softmax(logits)
 
 
@@ -54,9 +58,9 @@ def sample(logits: Tensor, rows: Rows) -> Drawn:
 
 
 def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
-    """Draw with a repetition penalty and from what top-k, top-p and min-p leave over, in this order.
+    """Apply the repetition penalty, the temperature, top-k, top-p and min-p, in this order, and draw from what is left.
 
-    `history`, [rows, places], has the tokens at the places before `rows.position`. Filters follow the temperature.
+    `history`, [rows, places], holds the tokens at the positions before `rows.position`.
     """
     raw = logits
     logits = penalize(logits, rows, history)
@@ -68,7 +72,8 @@ def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
     share = kept.softmax(-1)
     before = share.cumsum(-1) - share
     top_p = rows.top_p[:, None]
-    enough = (before >= top_p) & (top_p < 1)  # shares are rounded: those before the tail may add up to 1
+    # Shares are rounded, so those before the tail may already add up to 1; a top_p of 1 must still keep the tail.
+    enough = (before >= top_p) & (top_p < 1)
     unlikely = kept < kept[:, :1] + rows.min_p[:, None].log()
     kept = kept.masked_fill((enough | unlikely) & (rank > 0), -torch.inf)
     scores = torch.where(greedy, kept, kept + gumbel(rows.seed, rows.position, ids.to(torch.int32)))
@@ -78,41 +83,51 @@ def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
 
 
 def penalize(logits: Tensor, rows: Rows, history: Tensor) -> Tensor:
-    """Make every token that a sequence contains less likely: positive logits shrink, negative ones grow."""
+    """Make every token that a sequence contains less likely: divide positive logits, multiply negative ones."""
     places = torch.arange(history.shape[1], device=history.device)
-    first = history[:, :1]  # stands in for the places that are not there yet
+    first = history[:, :1]  # stands in for positions that do not exist yet
     seen = torch.where(places < rows.position[:, None], history, first).long()
     found = logits.gather(1, seen)
     penalty = rows.penalty[:, None]
     return logits.scatter(1, seen, torch.where(found > 0, found / penalty, found * penalty))
 
 
+def sample_seed(seed: int, index: int) -> tuple[int, int]:
+    """The two signed 32-bit numbers that seed sample `index` of a request."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    low, high = struct.unpack("=ii", digest)
+    return low, high
+
+
 def gumbel(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise, [rows, ids], keyed by (seed, position, vocabulary id)."""
     low, high = seed.unbind(1)
+    # Two keys, because it takes 64 bits to tell all rows and positions apart.
     first = _mix(_mix(_mix(low) ^ high) + position)
-    second = _mix(_mix(_mix(high ^ _OTHER) ^ low) + position)  # two keys: 64 bits tell rows and positions apart
+    second = _mix(_mix(_mix(high ^ _OTHER) ^ low) + position)
     bits = _mix(_mix(ids ^ first[:, None]) + second[:, None])
     uniform = ((bits.long() & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
     uniform = uniform.clamp_max(1 - 2.0**-24)
-    small = uniform * (1 + uniform * (0.5 + uniform / 3))  # of -log(1 - u), where 1 - u would lose the digits of u
+    # -log(1 - u) as a series for small u, where 1 - u would lose the digits of u.
+    small = uniform * (1 + uniform * (0.5 + uniform / 3))
     return -torch.where(uniform < 2.0**-8, small, -(1 - uniform).log()).log()
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Spread the bits of 32-bit integers: a change of one changes half of the result. Products wrap around."""
+    """Mix the bits of 32-bit integers: flipping one input bit flips about half of the output. Products wrap around."""
     x = (x ^ ((x >> 16) & _MASK16)) * _FIRST
     x = (x ^ ((x >> 15) & _MASK17)) * _SECOND
     return x ^ ((x >> 16) & _MASK16)
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits divided by the temperature, and which rows are greedy, [rows, 1]. Greedy rows are not scaled."""
     greedy = temperature[:, None] == 0
     return logits * torch.where(greedy, 1.0, 1 / temperature[:, None]), greedy
 
 
 def _finish(raw: Tensor, scaled: Tensor, normalizer: Tensor, greedy: Tensor, token: Tensor, place: Tensor) -> Drawn:
-    """`place` is where the token stands in `scaled`."""
+    """Compute both log-probabilities of the drawn token. `place` is its column in `scaled`."""
     policy = raw.gather(1, token[:, None])[:, 0] - raw.logsumexp(-1)
     logprob = torch.where(greedy[:, 0], 0.0, scaled.gather(1, place[:, None])[:, 0] - normalizer)
     token = torch.where(policy.isfinite() & logprob.isfinite(), token, -1).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Sampling at a temperature in one pass over the logits, in Triton. `sampler.py` has the same in plain PyTorch."""
+"""Triton kernels that sample at a temperature in one pass over the logits. `sampler.py` does the same in PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 _TILE = 2048
-_PROGRAMS = 1024  # that fill a GPU
+_PROGRAMS = 1024  # enough to fill a GPU
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _mix(x):
 
 @triton.jit
 def _log(x, FAST: tl.constexpr):
-    """The accurate one takes most of the time of a draw; errors of 1e-6 in noise do not matter."""
+    """An accurate logarithm would take most of the time of a draw, and errors of 1e-6 in the noise do not matter."""
     if FAST:
         return libdevice.fast_logf(x)
     return tl.log(x)
@@ -32,7 +32,7 @@ def _draw_kernel(
     logits, seeds, positions, temperatures, parts, vocabulary, stride_seed, stride_position, stride_temperature,
     SPLITS: tl.constexpr, TILE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The best token of one of SPLITS parts of a row, and that part's sums of exponentials."""
+    """Find the best token in one of SPLITS parts of a row, and that part's sums of exponentials."""
     row, split = tl.program_id(0), tl.program_id(1)
     low = tl.load(seeds + row * stride_seed).to(tl.uint32, bitcast=True)
     high = tl.load(seeds + row * stride_seed + 1).to(tl.uint32, bitcast=True)
@@ -46,12 +46,12 @@ def _draw_kernel(
     size = tl.cdiv(tl.cdiv(vocabulary, TILE), SPLITS) * TILE
     begin = split * size
     end = tl.minimum(begin + size, vocabulary)
-    best = tl.full((TILE,), -float("inf"), tl.float32)  # score, for each lane; lanes meet once, at the end
+    best = tl.full((TILE,), -float("inf"), tl.float32)  # score of each lane; lanes are compared only at the end
     winner = tl.zeros((TILE,), tl.int32)
     chosen = tl.zeros((TILE,), tl.float32)
     plain = tl.zeros((TILE,), tl.float32)
     scaled = tl.zeros((TILE,), tl.float32)
-    top = -1e30  # logit, of all lanes
+    top = -1e30  # largest logit of all lanes
     source = logits + row.to(tl.int64) * vocabulary
     for start in range(begin, end, TILE):
         ids = start + tl.arange(0, TILE)
@@ -102,14 +102,15 @@ def _join_kernel(
     scaled = tl.log(tl.sum(tl.load(part + 5) * tl.exp((tops - top) * scale), 0)) + top * scale
     policy = logit - plain
     logprob = tl.where(greedy, 0.0, logit * scale - scaled)
-    finite = (tl.abs(policy) < float("inf")) & (tl.abs(logprob) < float("inf"))  # which no NaN is
+    finite = (tl.abs(policy) < float("inf")) & (tl.abs(logprob) < float("inf"))  # false for NaN
     tl.store(tokens + row, tl.where(finite, token, -1))
     tl.store(logprobs + row, logprob)
     tl.store(policy_logprobs + row, policy)
 
 
 def draw(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Token, its log-probability at the temperature, and that of the policy; -1 for logits that are not finite."""
+    """The token of each row, its log-probability at the temperature, and under the policy. The token is -1 where the
+    logits are not finite."""
     rows, vocabulary = logits.shape
     splits = max(1, min(64, triton.next_power_of_2(max(1, _PROGRAMS // rows)), _floor_power(vocabulary // _TILE)))
     parts = torch.empty((rows, splits, 6), dtype=torch.float32, device=logits.device)
@@ -127,4 +128,5 @@ def draw(logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor) ->
 
 
 def _floor_power(number: int) -> int:
+    """The largest power of two that is not above a number; 1 for 0."""
     return 1 << max(0, number.bit_length() - 1)

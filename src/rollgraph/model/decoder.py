@@ -1,8 +1,14 @@
 """The decoder of the Llama and Qwen family, written once for training, scoring, prefill and decode.
 
-Tokens of all sequences lie in one packed row. The projections of queries, keys and values are one parameter, and so
-are those of gate and up: fewer, larger matrix products. `hf_weights.py` knows where Hugging Face's tensors are in them.
-The residual stream travels as a pair (stream, update), so that adding and norming are one kernel.
+The tokens of all sequences are packed into one row. Projections of the same input are fused into one parameter, which
+makes fewer and larger matrix products. Parameter names are the keys of checkpoints; `hf_weights.py` maps Hugging Face's
+tensors to them:
+
+    attention_norm  input_layernorm             attention.qkv  self_attn.{q,k,v}_proj   mlp.gate_up  mlp.{gate,up}_proj
+    mlp_norm        post_attention_layernorm    attention.out  self_attn.o_proj         mlp.down     mlp.down_proj
+
+Layers pass on the residual stream as a pair (residual, update) that is not added yet, so that the addition and the norm
+that follows it are one kernel.
 """
 
 from __future__ import annotations
@@ -19,15 +25,19 @@ from rollgraph.model.attention import Keys, packed_attention, paged_decode, page
 from rollgraph.model.logprobs import full_logits
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
 
-Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]  # layer's attention, qkv, cos, sin -> mixed values
+# Called with a layer's attention module, its projected qkv, cos and sin; gives the mixed values.
+Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
     def __init__(self, architecture: Architecture, layer: int) -> None:
         super().__init__()
         a = architecture
-        self.heads, self.kv_heads, self.head_dim = a.heads, a.kv_heads, a.head_dim
-        self.window, self.eps = a.window(layer), a.norm_eps
+        self.heads = a.heads
+        self.kv_heads = a.kv_heads
+        self.head_dim = a.head_dim
+        self.window = a.window(layer)
+        self.eps = a.norm_eps
         self.qkv = nn.Linear(a.hidden, (a.heads + 2 * a.kv_heads) * a.head_dim, bias=a.qkv_bias)
         self.out = nn.Linear(a.heads * a.head_dim, a.hidden, bias=a.output_bias)
         self.q_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
@@ -36,26 +46,32 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int, keys: Keys | None = None
     ) -> Tensor:
-        """Over packed sequences."""
-        return self.run(x, cos, sin, partial(_packed, cu_seqlens, max_length, keys))
+        """Attention over packed sequences."""
+        return self.run(x, cos, sin, partial(_attend_packed, cu_seqlens, max_length, keys))
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        return self.out(attend(self, self.qkv(x), cos, sin).flatten(1))
+        """Project, attend as `attend` does, and project back."""
+        mixed = attend(self, self.qkv(x), cos, sin)
+        projected: Tensor = self.out(mixed.flatten(1))
+        return projected
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normed and rotated, and values: [tokens, heads, head_dim]."""
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = qkv.view(len(qkv), sum(sizes), self.head_dim).split(sizes, 1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = norm(q, self.q_norm, self.eps), norm(k, self.k_norm, self.eps)
+            q = norm(q, self.q_norm, self.eps)
+            k = norm(k, self.k_norm, self.eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def split_and_store(self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor) -> Tensor:
-        """The queries; keys and values go to `slots` of this layer's pages."""
+        """The queries; keys and values are written to `slots` of this layer's pages."""
         if qkv.is_cuda:
             from rollgraph.model.paged_kernels import rotate_and_store
 
-            weights = (self.q_norm, self.k_norm) if self.q_norm is not None and self.k_norm is not None else None
+            weights = None
+            if self.q_norm is not None and self.k_norm is not None:
+                weights = (self.q_norm, self.k_norm)
             return rotate_and_store(qkv, cos, sin, weights, self.eps, slots, pages, self.heads)
         q, k, v = self.split(qkv, cos, sin)
         pages.flatten(0, 1).index_copy_(0, slots.long(), torch.stack((k, v), 1))
@@ -70,11 +86,12 @@ class MLP(nn.Module):
         self.down = nn.Linear(a.mlp, a.hidden, bias=a.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x)))
+        projected: Tensor = self.down(swiglu(self.gate_up(x)))
+        return projected
 
 
-class Layer(nn.Module):
-    """One layer: a unit of communication, and of capture where there are several ranks."""
+class DecoderLayer(nn.Module):
+    """One layer. It is the unit of communication and, with several ranks, of capture."""
 
     def __init__(self, architecture: Architecture, layer: int) -> None:
         super().__init__()
@@ -86,35 +103,39 @@ class Layer(nn.Module):
         self.mlp = MLP(a)
 
     def forward(
-        self, stream: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int,
+        self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int,
         keys: Keys | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Over packed sequences: the stream before the last update, and that update."""
-        x, stream = add_norm(stream, update, self.attention_norm, self.eps)
-        x, stream = add_norm(stream, self.attention(x, cos, sin, cu_seqlens, max_length, keys), self.mlp_norm, self.eps)
-        return stream, self.mlp(x)
+        """Over packed sequences. Gives the residual stream without this layer's last update, and that update."""
+        x, residual = add_norm(residual, update, self.attention_norm, self.eps)
+        x = self.attention(x, cos, sin, cu_seqlens, max_length, keys)
+        x, residual = add_norm(residual, x, self.mlp_norm, self.eps)
+        return residual, self.mlp(x)
 
-    def run(self, stream: Tensor, update: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The same with another attention."""
-        x, stream = add_norm(stream, update, self.attention_norm, self.eps)
-        x, stream = add_norm(stream, self.attention.run(x, cos, sin, attend), self.mlp_norm, self.eps)
-        return stream, self.mlp(x)
+    def run(self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Like `forward`, but with the given attention."""
+        x, residual = add_norm(residual, update, self.attention_norm, self.eps)
+        x = self.attention.run(x, cos, sin, attend)
+        x, residual = add_norm(residual, x, self.mlp_norm, self.eps)
+        return residual, self.mlp(x)
 
 
 class Decoder(nn.Module):
-    """A causal language model without its last matrix product: hidden states, and the weight that makes logits.
+    """A causal language model up to its last hidden states; `head_weight` turns them into logits.
 
-    `checkpointing` computes each layer's activations again in backward instead of keeping them.
+    With `checkpointing`, each layer's activations are computed again in the backward pass instead of being kept.
     """
 
     frequencies: Tensor
 
     def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.architecture = a = architecture
+        a = architecture
+        self.architecture = a
         self.checkpointing = checkpointing
         self.embed = nn.Embedding(a.vocabulary, a.hidden)
-        self.layers: Iterable[Layer] = nn.ModuleList(Layer(a, i) for i in range(a.layers))  # type: ignore[assignment]
+        layers = nn.ModuleList(DecoderLayer(a, layer) for layer in range(a.layers))
+        self.layers: Iterable[DecoderLayer] = layers  # type: ignore[assignment]
         self.norm = nn.Parameter(torch.ones(a.hidden))
         self.head = None if a.tied else nn.Linear(a.hidden, a.vocabulary, bias=False)
         frequencies, self.rope_factor = a.frequencies()
@@ -122,7 +143,7 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Random weights, as models of this family start with."""
+        """Draw random weights, as a model of this family has before its training."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
@@ -131,74 +152,78 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """What turns a hidden state into logits, [vocabulary, hidden]."""
+        """The weight of the output head, [vocabulary, hidden]."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """`.to(bfloat16)` leaves the rotary frequencies in fp32: half of it cannot tell positions apart."""
+        """Keep the rotary frequencies in fp32 under `.to(bfloat16)`: half precision cannot tell positions apart."""
         exact = self.frequencies
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.frequencies.dtype != torch.float32:
             self.frequencies = exact.to(self.frequencies.device)
         return self
 
     def forward(
-        self, ids: Tensor, positions: Tensor, cu_seqlens: Tensor, max_length: int, keys: Keys | None = None
+        self, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor, max_length: int, keys: Keys | None = None
     ) -> Tensor:
-        """Hidden states, [tokens, hidden], of packed sequences. `max_length` bounds the longest of them.
+        """Hidden states, [tokens, hidden], of packed sequences, none of which is longer than `max_length`.
 
-        With `keys`, sequences may share the tokens they begin with.
+        With `keys`, sequences can share a prompt.
         """
-        stream, update, cos, sin = self._begin(ids, positions)
+        residual, update, cos, sin = self._begin(input_ids, positions)
         for layer in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                stream, update = checkpoint(
-                    layer, stream, update, cos, sin, cu_seqlens, max_length, keys,
+                residual, update = checkpoint(
+                    layer, residual, update, cos, sin, cu_seqlens, max_length, keys,
                     use_reentrant=False, preserve_rng_state=False,
                 )  # fmt: skip
             else:
-                stream, update = layer(stream, update, cos, sin, cu_seqlens, max_length, keys)
-        return self._end(stream, update)
+                residual, update = layer(residual, update, cos, sin, cu_seqlens, max_length, keys)
+        return self._end(residual, update)
 
     def prefill(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor,
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor,
         lengths: Tensor,
     ) -> None:  # fmt: skip
-        """Put keys and values of packed tokens into the cache, `pages` of all layers."""
-        stream, update, cos, sin = self._begin(ids, positions)
-        for layer, own in zip(self.layers, pages, strict=True):
-            attend = partial(_prefill, slots, own, table, cu_seqlens, lengths)
-            stream, update = layer.run(stream, update, cos, sin, attend)
+        """Write the keys and values of packed tokens to the cache. `pages` are those of all layers."""
+        residual, update, cos, sin = self._begin(input_ids, positions)
+        for layer, layer_pages in zip(self.layers, pages, strict=True):
+            attend = partial(_attend_prefill, slots, layer_pages, table, cu_seqlens, lengths)
+            residual, update = layer.run(residual, update, cos, sin, attend)
 
     def decode(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, pages: Tensor, table: Tensor, lengths: Tensor
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, pages: Tensor, table: Tensor, lengths: Tensor
     ) -> Tensor:
-        """Hidden states of one new token for each row, [rows, hidden]; its keys and values go to the cache."""
-        stream, update, cos, sin = self._begin(ids, positions)
-        for layer, own in zip(self.layers, pages, strict=True):
-            stream, update = layer.run(stream, update, cos, sin, partial(_decode, slots, own, table, lengths))
-        return self._end(stream, update)
+        """Hidden states of one new token in each row, [rows, hidden]. Its keys and values go to the cache."""
+        residual, update, cos, sin = self._begin(input_ids, positions)
+        for layer, layer_pages in zip(self.layers, pages, strict=True):
+            attend = partial(_attend_decode, slots, layer_pages, table, lengths)
+            residual, update = layer.run(residual, update, cos, sin, attend)
+        return self._end(residual, update)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[tokens, vocabulary] in fp32."""
         return full_logits(hidden, self.head_weight)
 
-    def _begin(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        stream = self.embed(ids)
-        return stream, torch.zeros_like(stream), *rotary_angles(positions, self.frequencies, self.rope_factor)
+    def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The residual stream, an update of zero, and the rotary cos and sin."""
+        residual = self.embed(input_ids)
+        cos, sin = rotary_angles(positions, self.frequencies, self.rope_factor)
+        return residual, torch.zeros_like(residual), cos, sin
 
-    def _end(self, stream: Tensor, update: Tensor) -> Tensor:
-        return add_norm(stream, update, self.norm, self.architecture.norm_eps)[0]
+    def _end(self, residual: Tensor, update: Tensor) -> Tensor:
+        normed, _ = add_norm(residual, update, self.norm, self.architecture.norm_eps)
+        return normed
 
 
-def _packed(
+def _attend_packed(
     cu_seqlens: Tensor, max_length: int, keys: Keys | None, attention: Attention, qkv: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
     q, k, v = attention.split(qkv, cos, sin)
     return packed_attention(q, k, v, cu_seqlens, max_length, attention.window, keys)
 
 
-def _prefill(
+def _attend_prefill(
     slots: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths: Tensor, attention: Attention, qkv: Tensor,
     cos: Tensor, sin: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -206,7 +231,7 @@ def _prefill(
     return paged_prefill(q, pages, table, cu_seqlens, lengths, attention.window)
 
 
-def _decode(
+def _attend_decode(
     slots: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, attention: Attention, qkv: Tensor, cos: Tensor,
     sin: Tensor,
 ) -> Tensor:  # fmt: skip

@@ -1,6 +1,6 @@
-"""Triton kernels of `logprobs.py`: one pass over a chunk of logits in forward, one in backward.
+"""Triton kernels of `logprobs.py`: one pass over a chunk of logits in the forward pass, one in the backward pass.
 
-A target outside of the vocabulary makes its row NaN, in both.
+A target outside the vocabulary makes its row NaN in both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _reduce_kernel(
         x = tl.load(source + at, mask=at < vocabulary, other=-float("inf")) * scale
         higher = tl.maximum(top, x)
         shrink, weight = tl.exp(top - higher), tl.exp(x - higher)
-        if ENTROPY:  # of distances to the maximum: sums of plain logits would cancel
+        if ENTROPY:  # summed over distances to the maximum, because sums of plain logits would cancel
             weighted = shrink * (weighted + total * (top - higher)) + weight * tl.maximum(x - higher, -1e30)
         total = total * shrink + weight
         top = higher
@@ -47,6 +47,7 @@ def _reduce_kernel(
 
 
 def reduce(logits: Tensor, scale: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the target, normalizer and entropy of each row; see `logprobs._reduce`."""
     rows, vocabulary = logits.shape
     logprobs, normalizers = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     entropies = torch.empty_like(logprobs) if entropy else normalizers
@@ -88,6 +89,7 @@ def gradient(
     for_logprob: Tensor,
     for_entropy: Tensor,
 ) -> Tensor:
+    """The gradient of the logits; see `logprobs._gradient`."""
     rows, vocabulary = logits.shape
     out = torch.empty((rows, vocabulary), dtype=dtype, device=logits.device)
     _gradient_kernel[(rows, triton.cdiv(vocabulary, _TILE))](

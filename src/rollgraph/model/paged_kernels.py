@@ -1,7 +1,8 @@
 """Triton kernels of the paged key/value cache: store, decode attention, prefill attention.
 
-They launch outside of PyTorch's dispatcher: a capture's undo log does not see what they write to the cache, and so
-does not copy the whole of it to roll a warm-up back. Before the first request a cache holds nothing that matters.
+They launch outside of PyTorch's dispatcher. The undo log of a capture therefore does not see their writes to the cache,
+and does not copy the whole cache in order to roll back a warm-up. It does not need to: before the first request, the
+cache holds nothing that matters.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 64  # keys that a program looks at in one turn
-_ROWS = 64  # queries of a prefill program
+_TILE = 64  # keys that a program reads in one iteration
+_ROWS = 64  # queries of one prefill program
 
 
 @triton.jit
@@ -24,14 +25,14 @@ def _store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate (and norm) the heads of one token; queries go to q_out, keys and values to their place in the cache."""
+    """Norm and rotate the heads of one token. Queries go to q_out, keys and values to their slot in the cache."""
     token, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)[:, None], tl.arange(0, HALF)
     half = at < DIM // 2
     inside = (head < HEADS + 2 * KV_HEADS) & half
     source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + at
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + DIM // 2, mask=inside, other=0.0).to(tl.float32)
-    turned = head < HEADS + KV_HEADS  # values are stored as they are
+    turned = head < HEADS + KV_HEADS  # values are stored unchanged
     if NORMED:
         scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
         q_first = tl.load(q_weight + at, mask=half, other=0.0).to(tl.float32)
@@ -63,7 +64,10 @@ def rotate_and_store(
     pages: Tensor,
     heads: int,
 ) -> Tensor:
-    """Queries, [tokens, heads, head_dim], of the projection `qkv`; its keys and values go to `slots` of the cache."""
+    """The queries, [tokens, heads, head_dim], of the projection `qkv`. Its keys and values go to `slots` of the cache.
+
+    `weights` are those of the query and key norms; None leaves the norms out.
+    """
     _, _, _, kv_heads, dim = pages.shape
     q = torch.empty((qkv.shape[0], heads, dim), dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight = weights or (qkv, qkv)
@@ -81,9 +85,9 @@ def _look(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries, [n, WIDTH], at positions, over the places from begin to end of one row of the table.
+    """Attention of queries, [n, WIDTH], at `positions` over the places begin to end of one row of the table.
 
-    Gives each one's highest score, its sum of weights against that, and the values so weighed.
+    Gives each query's highest score, the sum of its weights relative to that score, and the weighted sum of values.
     """
     dims = tl.arange(0, WIDTH)
     in_dim = dims < DIM
@@ -118,7 +122,7 @@ def _decode_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The query heads that share one key/value head, over one of SPLITS parts of a row's places."""
+    """Attention of the query heads that share one key/value head, over one of SPLITS parts of a row's places."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     begin = 0
@@ -148,7 +152,7 @@ def _decode_kernel(
 
 @triton.jit
 def _join_kernel(parts, sums, out, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """One head of one row from its SPLITS parts."""
+    """Combine the SPLITS parts of one head of one row."""
     head = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     in_dim = dims < DIM
@@ -163,7 +167,7 @@ def _join_kernel(parts, sums, out, DIM: tl.constexpr, WIDTH: tl.constexpr, SPLIT
 def decode(
     q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int | None, splits: int | None = None
 ) -> Tensor:
-    """See `attention.paged_decode`. Few rows are split over many programs, whose parts are then joined."""
+    """See `attention.paged_decode`. If there are few rows, each is split over several programs and joined again."""
     rows, heads, dim = q.shape
     _, block, _, kv_heads, _ = pages.shape
     splits = splits or _splits(rows * kv_heads, table.shape[1] * block, q.device)
@@ -186,9 +190,10 @@ def decode(
 
 
 def _splits(programs: int, places: int, device: torch.device) -> int:
-    """A power of two that fills the GPU four times over, if rows are long enough to be split.
+    """Into how many parts to split a row: a power of two that fills the GPU four times over, if rows are long enough.
 
-    Where most of it would idle, a part of one tile is long enough; otherwise joining the parts has to pay.
+    If most of the GPU would idle, a part may be as short as one tile. Otherwise parts must be long enough to pay for
+    joining them.
     """
     processors = _processors(device)
     useful = triton.cdiv(places, _TILE) if 4 * programs <= processors else places // (4 * _TILE)
@@ -207,7 +212,7 @@ def _prefill_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries of one head of one sequence."""
+    """Attention of ROWS queries of one head of one sequence."""
     tile, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(cu_seqlens + sequence)
     count = tl.load(cu_seqlens + sequence + 1) - first
@@ -236,7 +241,7 @@ def prefill(q: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths
     """See `attention.paged_prefill`."""
     tokens, heads, dim = q.shape
     _, block, _, kv_heads, _ = pages.shape
-    out = torch.zeros_like(q)  # padding stays finite
+    out = torch.zeros_like(q)  # so that padding stays finite
     _prefill_kernel[(triton.cdiv(tokens, _ROWS), heads, table.shape[0])](
         q, pages, table, cu_seqlens, lengths, out, dim**-0.5, table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK=block,
@@ -246,4 +251,4 @@ def prefill(q: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths
 
 
 def _precision(q: Tensor) -> Any:
-    return "ieee" if q.dtype == torch.float32 else "tf32"  # the latter says nothing to half precision
+    return "ieee" if q.dtype == torch.float32 else "tf32"  # "tf32" has no effect on half precision

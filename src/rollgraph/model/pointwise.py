@@ -1,7 +1,7 @@
-"""The small operations between matrix products: norm, rotary positions, SwiGLU.
+"""The small operations between matrix products: RMS norm, rotary positions, SwiGLU.
 
-On a CPU they are plain PyTorch. On a GPU each is one kernel of `pointwise_kernels.py`: these are bound by memory, and
-a chain of plain operations reads and writes it many times.
+On a CPU they are plain PyTorch. On a GPU each is one kernel of `pointwise_kernels.py`, because they are bound by memory
+bandwidth and a chain of plain operations would read and write the same memory many times.
 """
 
 from __future__ import annotations
@@ -16,33 +16,36 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cuda:
         from rollgraph.model.pointwise_kernels import Norm
 
-        return Norm.apply(x, weight, eps)
+        normed: Tensor = Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return normed
     wide = _widen(x)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def _widen(x: Tensor) -> Tensor:
-    """In fp32 at least: what is in fp64 stays there."""
+    """Convert to fp32; fp64 stays fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def add_norm(stream: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add an update to the residual stream: the norm of the sum, and the sum."""
-    if stream.is_cuda:
+def add_norm(residual: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add an update to the residual stream. Gives the norm of the sum, and the sum."""
+    if residual.is_cuda:
         from rollgraph.model.pointwise_kernels import AddNorm
 
-        return AddNorm.apply(stream, update, weight, eps)
-    stream = stream + update
-    return norm(stream, weight, eps), stream
+        both: tuple[Tensor, Tensor] = AddNorm.apply(residual, update, weight, eps)  # type: ignore[no-untyped-call]
+        return both
+    residual = residual + update
+    return norm(residual, weight, eps), residual
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of the two halves."""
+    """`silu(gate) * up`, where gate and up are the two halves of the last dimension."""
     if gate_up.is_cuda:
         from rollgraph.model.pointwise_kernels import SwiGLU
 
-        return SwiGLU.apply(gate_up)
+        activated: Tensor = SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
+        return activated
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate) * up
 
@@ -50,8 +53,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine for each position, [tokens, head_dim / 2] in fp32."""
     angles = positions[:, None].float() * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+    cos = angles.cos()
+    sin = angles.sin()
+    if factor == 1.0:
+        return cos, sin
+    return cos * factor, sin * factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,7 +65,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if x.is_cuda:
         from rollgraph.model.pointwise_kernels import Rotate
 
-        return Rotate.apply(x, cos, sin)
+        rotated: Tensor = Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+        return rotated
     first, second = _widen(x).chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos = cos[:, None]
+    sin = sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Triton kernels of `pointwise.py`, each one pass over memory, with their backwards as autograd functions."""
+"""Triton kernels of `pointwise.py`, each a single pass over memory, and the autograd functions that use them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 1056  # of a norm's backward: each sums the weight's gradient over its share of the rows
+_PROGRAMS = 1056  # programs in the backward of a norm; each sums the weight's gradient over its share of the rows
 _TILE = 1024
 
 
@@ -89,6 +89,8 @@ def _norm_backward(d_out: Tensor, d_stream: Tensor | None, saved: tuple[Tensor, 
 
 
 class Norm(torch.autograd.Function):
+    """See `pointwise.norm`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -102,6 +104,8 @@ class Norm(torch.autograd.Function):
 
 
 class AddNorm(torch.autograd.Function):
+    """See `pointwise.add_norm`."""
+
     @staticmethod
     def forward(ctx: Any, stream: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         out, total, scales = _norm_forward(
@@ -143,6 +147,8 @@ def _swiglu_backward_kernel(d_out, gate_up, d_gate_up, width, TILE: tl.constexpr
 
 
 class SwiGLU(torch.autograd.Function):
+    """See `pointwise.swiglu`."""
+
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
@@ -192,7 +198,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """The backward of a rotation is the rotation back."""
+    """See `pointwise.rotate`. The backward of a rotation is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Keys and values of packed sequences that share a prompt, each sequence's in one piece, and the way back.
+"""Gathers keys and values for packed sequences that share a prompt, and sums their gradients in the backward pass.
 
-Flash attention wants the keys of a sequence side by side, so those of a shared prompt are there once for each sequence.
-In backward their gradients are added up in fp32, in the order of the sequences: the same every time.
+Flash attention needs the keys of a sequence to be contiguous, so those of a shared prompt are repeated for each
+sequence that shares it. The backward pass adds up their gradients in fp32 in the order of the sequences, which makes
+the sum deterministic.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["sequences"])  # a loop over one, known to be one, is none that compiles
+@triton.jit(do_not_specialize=["sequences"])  # specialized to 1, the loop does not compile
 def _sum_kernel(
     d_keys, d_values, out_keys, out_values, tokens, cu_rows, cu_keys, sequences, width,
     STEPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of one token: the gradients of all keys, and values, that are its own."""
+    """Sum the gradients of all copies of one token's key, and of its value."""
     token, at = tl.program_id(0), tl.arange(0, WIDTH)
     inside = at < width
     low, high = 0, sequences
-    for _ in range(STEPS):  # the sequence it is in: the last one that does not begin behind it
+    for _ in range(STEPS):  # find the token's sequence: the last one that does not begin after it
         middle = (low + high) // 2
         found = tl.load(cu_rows + middle) <= token
         low = tl.where(found, middle, low)
@@ -35,7 +36,7 @@ def _sum_kernel(
     d_value = tl.load(d_values + row * width + at, mask=inside, other=0.0).to(tl.float32)
     sharing = low + 1
     more = sharing < sequences
-    while more:  # those that share this one's tokens follow it
+    while more:  # the sequences that share this one's tokens follow it
         key = tl.load(cu_keys + sharing)
         shared = tl.load(cu_keys + sharing + 1) - key
         shared -= tl.load(cu_rows + sharing + 1) - tl.load(cu_rows + sharing)
@@ -54,7 +55,7 @@ def _sum_kernel(
 
 
 class TakeKeys(torch.autograd.Function):
-    """(keys, values) of each key's token; see `attention.Keys`."""
+    """The keys and values of `attention.Keys`: row i is that of token `tokens[i]`."""
 
     @staticmethod
     def forward(

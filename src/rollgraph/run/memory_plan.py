@@ -15,13 +15,15 @@ from typing import Any, Literal
 import torch
 
 from rollgraph.config import Config, check_scopes
+from rollgraph.inference.decode_graphs import TABLE as STATE_COLUMNS
+from rollgraph.inference.defaults import BLOCK_SIZE, CPU_CACHE_BYTES, PREFILL_SEQUENCES, prefill_buckets
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture, Decoder
 from rollgraph.model.logprobs import CHUNK_ELEMENTS
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
-from rollgraph.run.shapes import BLOCK_SIZE, make_limits
+from rollgraph.run.shapes import make_limits
 from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS, Floor, step_floor
 from rollgraph.sharding import ShardedModel
 from rollgraph.sharding.flat_buffer import BucketPlan, plan_buckets, specs_of
@@ -31,7 +33,6 @@ Place = Literal["device", "host"]
 PHASES: tuple[Phase, ...] = ("generate", "score", "train")
 
 BUCKET_BYTES: int = inspect.signature(ShardedModel).parameters["bucket_bytes"].default
-STATE_COLUMNS = 9  # of the engine: the numbers of a row, apart from its block table
 FP32 = 4
 
 
@@ -168,7 +169,7 @@ def _cache(model: Decoder, limits: Limits, before: list[PlanLine], device_bytes:
     whole = CachePlan(model.architecture, model.embed.weight.dtype, BLOCK_SIZE, most)
     given = limits.cache_bytes
     if given is None and not cuda:
-        given = 2**30
+        given = CPU_CACHE_BYTES
     elif given is None and device_bytes is not None:
         given = _free(device_bytes, before) // 2
     if given is not None:
@@ -182,8 +183,7 @@ def _decode_state(config: Config, limits: Limits) -> list[PlanLine]:
     state, history = rows * (STATE_COLUMNS + table), rows * (limits.max_length if rollout.filtered else 1)
     most = limits.prefill_tokens
     assert most is not None
-    sizes = [size for size in (64 * 4**power for power in range(16)) if size < most]
-    batches = [3 * size + 1 + min(64, rows) * (2 + table) for size in (*sizes, most)]
+    batches = [3 * size + 1 + min(PREFILL_SEQUENCES, rows) * (2 + table) for size in prefill_buckets(most)]
     orders, results = rows, 3 * rows
     pinned = 2 * (batches[-1] + state + history + 8 * rows) + 2 * results
     return [

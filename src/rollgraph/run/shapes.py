@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 
 from rollgraph.config import Config, ConfigError
-from rollgraph.inference.engine import Engine
+from rollgraph.inference.defaults import BLOCK_SIZE, ON_CPU, ON_CUDA
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture
 from rollgraph.policy import Limits
 from rollgraph.rl.data import PromptData
 from rollgraph.rl.environment import find_budget
 from rollgraph.run.key_errors import about
-
-BLOCK_SIZE: int = inspect.signature(Engine).parameters["block_size"].default  # which no run changes
 
 
 def completion_tokens(config: Config) -> tuple[str, int]:
@@ -51,7 +47,7 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
         token_buckets=tuple(buckets),
         tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every slot that a sequence could have
         cache_bytes=int(config.memory.cache_gib * 2**30) if config.memory.cache_gib else None,
-        prefill_tokens=512 if on_cpu else 8192,
+        prefill_tokens=(ON_CPU if on_cpu else ON_CUDA).prefill_tokens,
         whole_logits={"auto": None, "whole": True, "chunks": False}[config.memory.logits],
     )
 

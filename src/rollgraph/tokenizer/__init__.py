@@ -1,6 +1,6 @@
 """Text to ids and back: Hugging Face tokenizer files, chat templates, streams of ids, and Megatron's interface.
 
-Nothing here knows of models or tensors.
+Nothing here knows about models or tensors.
 """
 
 from rollgraph.tokenizer.byte_tokenizer import ByteTokenizer, load_tokenizer

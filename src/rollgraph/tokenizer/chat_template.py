@@ -1,4 +1,4 @@
-"""Chat templates: programs that came with somebody's weights, so they run in a sandbox."""
+"""Chat templates. They are programs that come with downloaded weights, so they run in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollgraph.tokenizer.files import TokenizerError
 
-_SAFE = (3, 1, 6)  # in jinja2 before this, a template can leave the sandbox
+_SAFE = (3, 1, 6)  # the first version of jinja2 without a known way out of the sandbox
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote, for training masks; here its body is rendered and no more."""
+    """`{% generation %}` marks what the model wrote, for training masks. Here its body is simply rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -37,6 +37,7 @@ def _raise_exception(message: str) -> None:
 
 @functools.lru_cache(maxsize=32)
 def compile_template(source: str) -> jinja2.Template:
+    """Compile a template with the filters and functions that transformers provides."""
     _check_sandbox(metadata.version("jinja2"))
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
@@ -44,7 +45,7 @@ def compile_template(source: str) -> jinja2.Template:
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # The type itself would offer `dict.update`, and with it a way to write to the caller's messages.
+    # Not the type itself: it would offer `dict.update`, with which a template could change the caller's messages.
     environment.globals["dict"] = lambda *args, **values: dict(*args, **values)
     return environment.from_string(source)
 
@@ -54,16 +55,25 @@ def _check_sandbox(installed: str) -> None:
     if numbers < _SAFE:
         wanted = ".".join(map(str, _SAFE))
         raise TokenizerError(
-            f"chat templates are not run: jinja2 {installed} is installed, whose sandbox they can leave; "
+            f"chat templates are not run with jinja2 {installed}, because they can leave its sandbox; "
             f"pip install 'jinja2>={wanted}'"
         )
 
 
 def describe_failure(error: Exception) -> TokenizerError:
+    """What a template raised, with the line in which it did."""
     if isinstance(error, TokenizerError):
         return error
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
-    line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else "unknown"
     message = error.message if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-    return TokenizerError(f"chat template, line {line}: {message}")
+    return TokenizerError(f"chat template, line {_failing_line(error)}: {message}")
+
+
+def _failing_line(error: Exception) -> int | str:
+    """The line of the template in which an error was raised, the innermost if there are several."""
+    if isinstance(error, TemplateSyntaxError):
+        return error.lineno
+    line: int | str = "unknown"
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == "<template>":
+            line = number
+    return line

@@ -1,11 +1,10 @@
-"""A tokenizer as Megatron's legacy interface has it."""
+"""A tokenizer with the interface of Megatron's legacy tokenizers."""
 
 from __future__ import annotations
 
 import json
 from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import Any
 
 from rollgraph.tokenizer.detokenizer import Detokenizer
@@ -14,7 +13,7 @@ from rollgraph.tokenizer.tokenizer import Tokenizer
 
 
 class _TokenId:
-    """The id of a special token, which Megatron expects to fail if there is none."""
+    """The id of a special token. Megatron expects NotImplementedError if the tokenizer has no such token."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -29,19 +28,27 @@ class _TokenId:
 class MegatronTokenizerView:
     """Megatron's legacy tokenizer interface over a Tokenizer.
 
-    As in Megatron's Hugging Face tokenizers, `tokenize` lets the post-processor add its tokens, `detokenize` writes
-    special tokens out, and `eod` is the eos token.
+    As in Megatron's Hugging Face tokenizers, `tokenize` lets the post-processor add its tokens, `detokenize` writes out
+    special tokens, and `eod` is the eos token.
     """
 
-    bos, eos, pad, cls, sep, mask = (_TokenId() for _ in range(6))
+    bos = _TokenId()
+    eos = _TokenId()
+    pad = _TokenId()
+    cls = _TokenId()
+    sep = _TokenId()
+    mask = _TokenId()
 
     def __init__(self, tokenizer: Tokenizer, *tokenizer_paths: str, **tokenizer_options: Any) -> None:
         self.tokenizer = tokenizer
         self.vocab = tokenizer.vocab
         self.inv_vocab = {i: token for token, i in tokenizer.vocab.items()}
         self.vocab_size = tokenizer.vocab_size
-        paths, options = list(tokenizer_paths or (tokenizer.name,)), {k: str(v) for k, v in tokenizer_options.items()}
-        self.unique_identifiers = OrderedDict({"class": type(self).__name__, "tokenizer_path": paths, **options})
+        self.unique_identifiers: OrderedDict[str, Any] = OrderedDict()
+        self.unique_identifiers["class"] = type(self).__name__
+        self.unique_identifiers["tokenizer_path"] = list(tokenizer_paths or (tokenizer.name,))
+        for name, value in tokenizer_options.items():
+            self.unique_identifiers[name] = str(value)
         self.unique_description = json.dumps(self.unique_identifiers, indent=4)
 
     @property
@@ -55,9 +62,9 @@ class MegatronTokenizerView:
         return self.tokenizer.decode([int(i) for i in ids], skip_special=False)
 
     def offsets(self, ids: Iterable[int], text: str) -> list[int]:
-        """The character of `text` at which each token begins; a part of a character begins where the character does.
+        """The character of `text` at which each token begins. Part of a character begins where the character does.
 
-        Sampled ids need not be the encoding of their text; those begin where the text decoded before them ends.
+        Sampled ids need not be the encoding of their text. Each of those begins where the text decoded before it ends.
         """
         wanted = [int(i) for i in ids]
         for special in (True, False):
@@ -66,6 +73,14 @@ class MegatronTokenizerView:
                 return starts
         for skip_special in (False, True):
             if self.tokenizer.decode(wanted, skip_special) == text:
-                stream = Detokenizer(self.tokenizer, skip_special)
-                return list(accumulate((len(stream.push(i)) for i in wanted[:-1]), initial=0))
-        raise TokenizerError(f"no offsets: these {len(wanted)} ids are not the text {text!r:.80}")
+                return self._decoded_offsets(wanted, skip_special)
+        raise TokenizerError(f"no offsets: these {len(wanted)} ids are not an encoding of {text!r:.80}")
+
+    def _decoded_offsets(self, ids: list[int], skip_special: bool) -> list[int]:
+        stream = Detokenizer(self.tokenizer, skip_special)
+        starts = []
+        end = 0
+        for i in ids:
+            starts.append(end)
+            end += len(stream.push(i))
+        return starts

@@ -1,5 +1,6 @@
-"""Text to ids and back, by what a folder says: the vocabulary, which tokens are special, where generation stops, how a
-chat is written. What it makes of a text is what transformers makes of it.
+"""Text to ids and back, as a folder's files say: the vocabulary, special tokens, stop tokens, and chat templates.
+
+Ids and texts equal those of transformers.
 """
 
 from __future__ import annotations
@@ -17,39 +18,46 @@ import tokenizers
 from rollgraph.tokenizer.chat_template import compile_template, describe_failure
 from rollgraph.tokenizer.files import FETCH_AGAIN, TokenizerError, TokenizerFiles, text_of
 
-Message = Mapping[str, Any]  # {"role": "user", "content": "Hello"}, and what else the template reads
+Message = Mapping[str, Any]  # {"role": "user", "content": "Hello"}, and anything else that the template reads
 
-_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in the order that gives new ones transformers' ids
+_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # in this order, new tokens get the ids of transformers
 
 
 class Tokenizer:
-    """A tokenizer of Hugging Face's kind.
+    """A Hugging Face tokenizer.
 
-    Its attributes: `vocab` (token -> id), `vocab_size` (the largest id + 1), the ids `bos_id` to `mask_id` (None if
-    there is no such token), `special_ids`, `stop_ids` (eos and what else the model's configs stop at),
-    `special_tokens` ("bos_token" -> text), `chat_templates` by name, and the `name`: the folder it came from.
+    - `vocab`: token -> id; `vocab_size`: the largest id + 1
+    - `bos_id`, `eos_id`, `unk_id`, `sep_id`, `pad_id`, `cls_id`, `mask_id`: None if there is no such token
+    - `special_ids`: the ids that `decode` skips
+    - `stop_ids`: eos, and the ids at which the model's configs say to stop
+    - `special_tokens`: "bos_token" -> text; `chat_templates`: name -> source
+    - `name`: the folder it was loaded from
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._files = files
-        # Without a folder, the content names it: Megatron tells tokenizers, and caches of their data, apart by name.
+        # Without a folder, the content gives the name: Megatron tells tokenizers and their cached data apart by name.
         self.name = files.name or "sha256:" + hashlib.sha256(files.tokenizer_json.encode()).hexdigest()[:16]
         with _about(f"{self.name}: tokenizer.json cannot be used", FETCH_AGAIN):
             self._backend = tokenizers.Tokenizer.from_str(files.tokenizer_json)
-            self._backend.no_truncation()  # settings of whoever saved the file; here a text is encoded whole
+            self._backend.no_truncation()  # the file may have these settings; here a text is encoded whole
             self._backend.no_padding()
         with _about(f"{self.name}: an entry of tokenizer_config.json is malformed", "compare it with tokenizer.json"):
-            self.special_tokens, self.chat_templates = files.special_tokens, files.chat_templates
+            self.special_tokens = files.special_tokens
+            self.chat_templates = files.chat_templates
             self._add_declared_tokens()
         with _about(f"{self.name}: tokenizer.json cannot be used", FETCH_AGAIN):
             self.vocab: dict[str, int] = self._backend.get_vocab()
             self.vocab_size = max(self.vocab.values(), default=-1) + 1
             self._known = frozenset(self.vocab.values())
-            # Found by what `decode` skips: a flag of the config that differs from tokenizer.json's says nothing sure.
-            added = [[i] for i in self._backend.get_added_tokens_decoder()]
-            self.special_ids = frozenset(ids[0] for ids in added if self.decode(ids) != self.decode(ids, False))
-        ids = map(self._find_id, _NAMES)
-        self.bos_id, self.eos_id, self.unk_id, self.sep_id, self.pad_id, self.cls_id, self.mask_id = ids
+            self.special_ids = self._find_special_ids()
+        self.bos_id = self._find_id("bos")
+        self.eos_id = self._find_id("eos")
+        self.unk_id = self._find_id("unk")
+        self.sep_id = self._find_id("sep")
+        self.pad_id = self._find_id("pad")
+        self.cls_id = self._find_id("cls")
+        self.mask_id = self._find_id("mask")
         self.stop_ids = frozenset([*_listed(self.eos_id), *_listed(files.model_ids.get("eos_token_id"))])
 
     @classmethod
@@ -60,9 +68,9 @@ class Tokenizer:
         self._files.write(Path(folder))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text; `special` lets the post-processor add its tokens, such as a leading bos.
+        """The ids of a text. With `special`, the post-processor adds its tokens, such as a leading bos.
 
-        A special token that is spelled out in the text becomes that token either way, as in transformers.
+        A special token that is spelled out in the text always becomes that token, as in transformers.
         """
         ids: list[int] = self._run(self._backend.encode, text, special).ids
         return ids
@@ -71,22 +79,26 @@ class Tokenizer:
         return [encoding.ids for encoding in self._run(self._backend.encode_batch_fast, list(texts), special)]
 
     def encode_with_offsets(self, text: str, special: bool = True) -> tuple[list[int], list[int]]:
-        """The ids, and the character at which each begins; a token that is added begins where the last one ended."""
+        """The ids, and the character at which each begins. An added token begins where the token before it ends."""
         encoding = self._run(self._backend.encode, text, special)
-        starts, end = [], 0
+        starts = []
+        end = 0
         for added, span in zip(encoding.special_tokens_mask, encoding.offsets, strict=True):
-            start, end = (end, end) if added else span
-            starts.append(start)
+            if added:
+                starts.append(end)
+            else:
+                start, end = span
+                starts.append(start)
         return encoding.ids, starts
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        unknown = next((i for i in ids if i not in self._known), None)
-        if unknown is not None:
-            raise TokenizerError(f"id {unknown} is not in the vocabulary of {self.name} ({self.vocab_size} ids)")
+        for i in ids:
+            if i not in self._known:
+                raise TokenizerError(f"id {i} is not in the vocabulary of {self.name} ({self.vocab_size} ids)")
         try:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special)
         except BaseException as error:
-            if not _is_the_librarys(error):
+            if not _is_from_library(error):
                 raise
             raise TokenizerError(f"{self.name}: cannot decode {list(ids)!r:.80} ({error})") from error
 
@@ -99,7 +111,7 @@ class Tokenizer:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a chat; `template` is a Jinja source or the name of one of `chat_templates`."""
+        """The text of a chat. `template` is Jinja source, or the name of one of `chat_templates`."""
         source = self._choose_template(template, with_tools=tools is not None)
         given = {"documents": None, **self.special_tokens, **variables}
         given |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
@@ -109,69 +121,85 @@ class Tokenizer:
             raise describe_failure(error) from error
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The ids of `render_chat(messages, **options)`; the template writes special tokens, so none is added."""
+        """The ids of `render_chat(messages, **options)`. The template writes special tokens, so none are added."""
         return self.encode(self.render_chat(messages, **options), special=False)
 
     @functools.cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Tokens of one byte, which sentencepiece models have for characters outside their vocabulary."""
-        found = {token: self.vocab[token] for b in range(256) if (token := f"<0x{b:02X}>") in self.vocab}
-        return frozenset(i for token, i in found.items() if self.decode([i], skip_special=False) != token)
+        """The ids of single bytes (`<0xE2>`), with which sentencepiece models spell characters they do not have."""
+        ids = set()
+        for byte in range(256):
+            token = f"<0x{byte:02X}>"
+            if token in self.vocab and self.decode([self.vocab[token]], skip_special=False) != token:
+                ids.add(self.vocab[token])
+        return frozenset(ids)
 
     def _run(self, function: Callable[..., Any], text: str | list[str], special: bool) -> Any:
         try:
             return function(text, add_special_tokens=special)
         except TypeError as error:
-            raise TokenizerError(f"cannot encode {text!r:.80}: not text, or half of a surrogate pair in it") from error
+            raise TokenizerError(f"cannot encode {text!r:.80}: it is not text, or has half a surrogate pair") from error
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # plain Exceptions and, where its code panics, what is not even one
+        except BaseException as error:  # any Exception or, if the library panics, something that is not an Exception
             raise TokenizerError(f"cannot encode {text!r:.80}: {error}") from error
 
     def _add_declared_tokens(self) -> None:
-        """Tokens that only the config declares join the vocabulary, as they do in transformers."""
+        """Add tokens that only the config declares to the vocabulary, as transformers does."""
         config = self._files.config
         declared = config.get("added_tokens_decoder") or {}
         self._backend.add_tokens([tokenizers.AddedToken(**declared[i]) for i in sorted(declared, key=int)])
         present = {token.content: token for token in self._backend.get_added_tokens_decoder().values()}
-        named = [self.special_tokens[key] for name in _NAMES if (key := f"{name}_token") in self.special_tokens]
+        # Named tokens become special. Of the extra ones, those that are present already stay what they are.
+        known_names = [f"{name}_token" for name in _NAMES]
+        texts = [self.special_tokens[name] for name in known_names if name in self.special_tokens]
+        texts += self.special_tokens.values()
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        # A dict's are among the special tokens. Those that have a name become special, others stay what they were.
-        others = [] if isinstance(extra, dict) else [t for t in map(text_of, extra) if t not in present]
-        texts = dict.fromkeys([*named, *self.special_tokens.values(), *others])
-        self._backend.add_special_tokens([present.get(text, text) for text in texts])
+        if not isinstance(extra, dict):  # those of a dict are among the special tokens
+            texts += [text for text in map(text_of, extra) if text not in present]
+        self._backend.add_special_tokens([present.get(text, text) for text in dict.fromkeys(texts)])
+
+    def _find_special_ids(self) -> frozenset[int]:
+        """The ids that `decode` skips. Flags do not tell: those of the config may differ from tokenizer.json's."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(i for i in added if self.decode([i]) != self.decode([i], skip_special=False))
 
     def _find_id(self, name: str) -> int | None:
-        if f"{name}_token" in self._files.config:  # an explicit null is an answer: there is none
+        if f"{name}_token" in self._files.config:  # an explicit null means that there is no such token
             return self.vocab.get(self.special_tokens.get(f"{name}_token", ""))
-        return next(iter(_listed(self._files.model_ids.get(f"{name}_token_id"))), None)
+        ids = _listed(self._files.model_ids.get(f"{name}_token_id"))
+        return ids[0] if ids else None
 
     def _choose_template(self, template: str | None, with_tools: bool) -> str:
         if template is None:
             template = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
         if template not in self.chat_templates and "{" not in template:
-            known = f"only {sorted(self.chat_templates)}" if self.chat_templates else "nor any other"
-            raise TokenizerError(f"{self.name} has no chat template {template!r}, {known}; pass one as template=")
+            others = f"only {sorted(self.chat_templates)}" if self.chat_templates else "nor any other"
+            raise TokenizerError(f"{self.name} has no chat template {template!r}, {others}; pass one as template=")
         return self.chat_templates.get(template, template)
 
 
 @contextmanager
 def _about(what: str, advice: str) -> Iterator[None]:
-    """What the library raises inside says what it is about, and what to do."""
+    """Turn what the library raises inside into a TokenizerError that says what failed and what to do."""
     try:
         yield
     except TokenizerError:
         raise
     except BaseException as error:
-        if not _is_the_librarys(error):
+        if not _is_from_library(error):
             raise
         raise TokenizerError(f"{what} ({error}); {advice}") from error
 
 
-def _is_the_librarys(error: BaseException) -> bool:
-    """Not somebody's wish to stop: its errors are of any kind and, where its code panics, not even an Exception."""
+def _is_from_library(error: BaseException) -> bool:
+    """Whether the library raised this: any Exception, or a panic, which is not one. Ctrl-C and exits are not."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if ids is None:
+        return []
+    if isinstance(ids, list):
+        return ids
+    return [ids]

@@ -1,0 +1,93 @@
+"""Writing weights in Hugging Face's layout, so that an interrupted save never leaves a mixture of old and new files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollgraph.files import sync, write_new
+from rollgraph.model.decoder import Decoder
+from rollgraph.model.hf_weights import CONFIG, INDEX, WEIGHTS, ModelFileError, parameter_views, spell
+
+_SHARDS = "model-?????-of-?????.safetensors"
+_INCOMPLETE = ".incomplete"  # suffix of every file until all of them are written
+
+
+def save_model(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: int = 5 * 1024**3) -> None:
+    """Write a folder that Hugging Face's libraries can load, replacing the weights that it has.
+
+    Files get their final names only when all of them are written, and the file without which nothing loads gets its
+    name last. So a folder whose save was interrupted holds the old weights, none, or the new ones, never a mixture.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    for leftover in target.glob(f"model*{_INCOMPLETE}"):  # of a save that was interrupted
+        leftover.unlink()
+    shards = _split_into_shards(parameter_views(model), shard_bytes)
+    names = _shard_names(len(shards))
+    config = model.architecture.to_config()
+    config.pop("torch_dtype", None)  # the old name of dtype
+    config["dtype"] = spell(model.embed.weight.dtype)
+    config_path = target / (CONFIG + _INCOMPLETE)
+    _write_json(config_path, config)
+    for name, tensors in zip(names, shards, strict=True):
+        _write_shard(target / (name + _INCOMPLETE), tensors, like=config_path)
+    if len(shards) > 1:
+        _write_json(target / (INDEX + _INCOMPLETE), _make_index(names, shards))
+        names.append(INDEX)
+    for name in (CONFIG, *names):
+        sync(target / (name + _INCOMPLETE))
+    for old in (target / INDEX, target / WEIGHTS, *target.glob(_SHARDS)):
+        old.unlink(missing_ok=True)
+    for name in (CONFIG, *names):
+        os.replace(target / (name + _INCOMPLETE), target / name)
+    sync(target)
+
+
+def _split_into_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+    """Distribute tensors over files of at most `shard_bytes`. A larger tensor gets a file of its own."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _shard_names(number: int) -> list[str]:
+    if number == 1:
+        return [WEIGHTS]
+    return [f"model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
+
+
+def _write_shard(path: Path, tensors: dict[str, Tensor], like: Path) -> None:
+    write_new(path)  # so that nothing is written through a link of this name
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:  # a full disk, for example
+        raise ModelFileError(f"{path.parent} was not written: {error}") from error
+    shutil.copymode(like, path)  # safetensors makes files that only their owner can read
+
+
+def _make_index(names: list[str], shards: list[dict[str, Tensor]]) -> dict[str, Any]:
+    size = 0
+    places = {}
+    for name, tensors in zip(names, shards, strict=True):
+        for tensor_name, tensor in tensors.items():
+            places[tensor_name] = name
+            size += tensor.nbytes
+    return {"metadata": {"total_size": size}, "weight_map": places}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_new(path, json.dumps(content, indent=2) + "\n")
