@@ -12,8 +12,8 @@ import pytest
 
 from rollgraph.commands import doctor as command
 from rollgraph.compat import examination
+from rollgraph.compat.diagnosis import Diagnosis, RepairState
 from rollgraph.compat.examination import examine, find_installed
-from rollgraph.compat.finding import Diagnosis, RepairState
 from rollgraph.compat.megatron.patch import Patch
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(examination.__file__).parents[2])}
@@ -132,7 +132,7 @@ def test_a_config_in_which_nothing_is_known(
     assert call("--config", str(path)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"{path}: nothing in it is a setting that is known here: expected a config of NeMo")
+    assert captured.err.startswith(f"{path}: no known setting in this file: expected a config of NeMo")
     assert len(captured.err.splitlines()) == 1
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rollgraph.compat.graph_keys import contradictions, implementation, scopes
-from rollgraph.compat.graph_lint import LintKind, Remark, lint_file
+from rollgraph.compat.graph_lint import lint_file
+from rollgraph.compat.graph_remarks import LintKind, Remark
 
 
 def lint(tmp_path: Path, text: str, known: tuple[str, ...] | None = None) -> list[Remark]:
@@ -276,7 +277,7 @@ def test_advice_on_a_nemo_config_ends_in_no_remark(
 def test_a_scope_that_nemo_loses_is_not_called_eager(tmp_path: Path) -> None:
     (remark,) = lint(tmp_path, NEMO + "        cuda_graph_scope: attn\n", CURRENT)
     assert not remark.serious  # the implementation is handed over, so layers are captured
-    assert "and not cuda_graph_scope; without it, an implementation captures whole layers" in remark.text
+    assert "but not cuda_graph_scope; without it, an implementation captures whole layers" in remark.text
     checkpointing = NEMO.replace("checkpointing: false", "checkpointing: true")
     remarks = lint(tmp_path, checkpointing + "        cuda_graph_scope: full_iteration\n", CURRENT)
     assert of(remarks, LintKind.CONTRADICTORY) == [("their.yaml:4", "policy.megatron_cfg.activation_checkpointing")]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron import findings, repair, undo
 from rollgraph.compat.megatron.graph_switch import GRAPH_SWITCH
 from rollgraph.compat.megatron.input_surface import INPUT_SURFACE

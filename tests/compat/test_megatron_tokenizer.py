@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron import undo
 from rollgraph.compat.megatron.legacy_tokenizer import MegatronLegacyTokenizer as OurLegacyTokenizer
 from rollgraph.compat.megatron.tokenizer import MODULE, TOKENIZER

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from rollgraph.commands import config as command
-from rollgraph.compat.composed_yaml import load_composed, plain
+from rollgraph.compat.composed_yaml import load_composed
 from rollgraph.compat.graph_lint import lint
 from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.ledger import short
 from rollgraph.compat.nemo.translation import translate_tree
+from rollgraph.compat.yaml_tree import plain
 from rollgraph.config import Config, ConfigError, check_scopes, load_config, parse_config
 from rollgraph.config.reader import Node
 from rollgraph.rl.algorithms import load_algorithm
@@ -251,9 +252,9 @@ def test_a_key_nobody_knows(tmp_path: Path) -> None:
         ("grpo: {}\npolicy: {precision: x}\n", "their.yaml:2: policy.model_name: required, but missing"),
         (f"{SMALL}  a: ${{policy.nam}}\n", "their.yaml:5: policy.a: ${policy.nam}: there is no key policy.nam"),
         (f"{SMALL}  a: ${{pow:2,3}}\n", "their.yaml:5: policy.a: ${pow:2,3}: no resolver 'pow'"),
-        (f"{SMALL}  a: ${{oc.env:NO_SUCH_NAME}}\n", "the environment has no NO_SUCH_NAME"),
+        (f"{SMALL}  a: ${{oc.env:NO_SUCH_NAME}}\n", "the environment variable NO_SUCH_NAME is not set"),
         (f"{SMALL}  a: ${{policy.b}}\n  b: ${{policy.a}}\n", "refers to itself: policy.a -> policy.b -> policy.a"),
-        (f"{SMALL}  a: ${{policy\n", "an interpolation has no end"),
+        (f"{SMALL}  a: ${{policy\n", "an interpolation is not closed"),
         (f"{SMALL}  model_name: n\n", "their.yaml:5: model_name: given twice"),
         (f"{SMALL}  a: [\n", "not YAML"),
         ("defaults: nowhere.yaml\n", "their.yaml:1: defaults: there is no file"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron.graph_deletion import RUNNER_STATE, forget_graphs
 from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import GcStandIn, TorchStandIn, make_runner

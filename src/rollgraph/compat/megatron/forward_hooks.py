@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron.patch import CannotRepair, Patch, closure_values, need, need_parameters
 from rollgraph.compat.megatron.probe_objects import wrap_ddp
 from rollgraph.compat.megatron.repair import Repair, Verdict

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron.graph_switch import list_managers
 from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import GcStandIn, make_runner

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron.forward_hooks import find_owners, hooks_paused
 from rollgraph.compat.megatron.patch import Patch, closure_values, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import make_config, wrap_ddp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from threading import RLock
 
-from rollgraph.compat.finding import Diagnosis
+from rollgraph.compat.diagnosis import Diagnosis
 from rollgraph.compat.megatron.capture_failure import CAPTURE_FAILURE
 from rollgraph.compat.megatron.forward_hooks import FORWARD_HOOKS
 from rollgraph.compat.megatron.graph_deletion import GRAPH_DELETION

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollgraph.compat.finding import Diagnosis, RepairState
+from rollgraph.compat.diagnosis import Diagnosis, RepairState
 from rollgraph.compat.megatron.patch import CannotRepair, Installed, Patch, find_replaced, install, uninstall
 
 ADVICE = "rollgraph.compat.megatron.repair()"

@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron.legacy_tokenizer import MegatronLegacyTokenizer
 from rollgraph.compat.megatron.patch import CannotRepair, Patch
 from rollgraph.compat.megatron.repair import Repair, Verdict

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from rollgraph.compat.composed_yaml import plain
 from rollgraph.compat.nemo.keys import TABLE, Ignored, To
+from rollgraph.compat.yaml_tree import plain
 from rollgraph.config.reader import Node
 
 
