@@ -107,7 +107,7 @@ def test_a_megatron_config_with_deprecated_graph_keys(tmp_path: Path) -> None:
     assert config.optimizer.warmup_steps == 13
     assert found["policy.megatron_cfg.optimizer.min_lr"] == (Status.UNSUPPORTED, "the learning rate ends at 0")
     assert found["policy.megatron_cfg.tensor_model_parallel_size"][0] is Status.UNSUPPORTED
-    assert config.checkpoint.every == 300  # only the last
+    assert (config.checkpoint.every, config.checkpoint.keep_best) == (300, 0)  # only the last step is saved
     assert found["checkpointing.save_period"] == (Status.IGNORED, "checkpointing is off")
     assert (config.log.sinks, config.log.wandb) == (("jsonl", "wandb"), {"project": "small", "name": "run-7"})
     places = {line.key: Path(line.place).name for line in translation.lines}
@@ -181,7 +181,7 @@ def test_leave_one_out_says_what_differs(tmp_path: Path, section: str, normalize
     if normalized:
         assert "mean and standard deviation of the other samples" in reason
         return
-    assert "advantages are 3/4 of theirs; rloo has the mean of the others, but sums over the tokens" in reason
+    assert "advantages are 3/4 of NeMo-RL's; rloo subtracts the mean of the others, but sums over the tokens" in reason
     rewards = [1.0, 0.0, 0.0, 0.5]
     assert centred(rewards) == pytest.approx([3 / 4 * value for value in leave_one_out(rewards)])
     assert load_algorithm("rloo").weights([2, 6]) != load_algorithm("grpo").weights([2, 6])  # hence not rloo
@@ -202,7 +202,7 @@ def test_what_would_break_our_rules_is_adapted_and_said(tmp_path: Path) -> None:
     config, translation = read(path, tmp_path)
     assert config.train.microbatch_tokens == 128  # 64 tokens of prompt and 64 of completion
     assert config.optimizer.warmup_steps == 9
-    assert any("warmup_steps was 50, more than the 9 steps" in text for text in translation.to_do)
+    assert any("warmup_steps was 50, more than the 9 updates of the run" in text for text in translation.to_do)
 
 
 def test_another_environment_has_to_be_written(tmp_path: Path) -> None:

@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
 SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
-FLAGS = {
-    "enable_cuda_graph": "local",
-    "external_cuda_graph": "transformer_engine",
-}  # deprecated; the implementation that true means
+FLAGS = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}  # deprecated -> what true means
 SCOPE_KEYS = ("cuda_graph_scope", "cuda_graph_modules")
 DETAIL_KEYS = ("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "cuda_graph_warmup_steps")
-TRACKERS = {
+TRACKERS = {  # the model's key -> that of the RNG settings
     "use_te_rng_tracker": "te_rng_tracker",
     "inference_rng_tracker": "inference_rng_tracker",
-}  # model key: RNG key
+}
 GRAPH_KEYS = (*FLAGS, "cuda_graph_impl", *SCOPE_KEYS, *DETAIL_KEYS)
 
 
@@ -79,9 +76,9 @@ def _check_implementation(model: Mapping[str, Any], impl: str) -> list[Contradic
     if len(on) == 2:
         found.append(Contradiction(on[1], f"{on[0]} and {on[1]} are both true: {FLAGS[on[0]]} or {FLAGS[on[1]]}?"))
     for flag in on[:1]:
-        said = model.get("cuda_graph_impl")
-        if said is not None:
-            found.append(Contradiction(flag, f"{flag} means {FLAGS[flag]}, beside cuda_graph_impl: {said}"))
+        given = model.get("cuda_graph_impl")
+        if given is not None:
+            found.append(Contradiction(flag, f"{flag} means {FLAGS[flag]}, beside cuda_graph_impl: {given}"))
     if impl not in IMPLEMENTATIONS:
         words = ", ".join(IMPLEMENTATIONS)
         found.append(Contradiction("cuda_graph_impl", f"there is no implementation {impl!r}; there are {words}"))
@@ -93,19 +90,21 @@ def _check_scopes(model: Mapping[str, Any], impl: str, names: list[str]) -> list
     key = keys[-1] if keys else SCOPE_KEYS[0]
     found = []
     if len(keys) == 2 and split_scopes(model[keys[0]]) != split_scopes(model[keys[1]]):
-        found.append(Contradiction(keys[0], f"{keys[0]} and {keys[1]} are one setting with two values"))
+        found.append(
+            Contradiction(keys[0], f"{keys[0]} and {keys[1]} are two names of one setting and have two values")
+        )
     if names and impl == "none":
         found.append(Contradiction(key, f"a scope ({', '.join(names)}) without an implementation: nothing is captured"))
     if "full" in names:
-        found.append(Contradiction(key, "full is the whole layer and cannot stand beside other scopes"))
+        found.append(Contradiction(key, "full means the whole layer and excludes other scopes"))
     if names and impl == "full_iteration" and names != ["full_iteration"]:
         found.append(Contradiction(key, "with cuda_graph_impl: full_iteration there is nothing to choose"))
     if "full_iteration" in names and impl == "transformer_engine":
         found.append(Contradiction(key, "full_iteration needs cuda_graph_impl: local"))
     if {"moe", "moe_router"} <= set(names) and impl != "none":
-        found.append(Contradiction(key, "moe holds moe_router: give one of them"))
+        found.append(Contradiction(key, "moe includes moe_router: give one of them"))
     if "moe_preprocess" in names and "moe_router" not in names and impl == "transformer_engine":
-        found.append(Contradiction(key, "moe_preprocess needs moe_router beside it"))
+        found.append(Contradiction(key, "moe_preprocess needs moe_router as well"))
     return found
 
 

@@ -1,6 +1,6 @@
 """Reads YAML as OmegaConf does, into nodes that keep their file and line.
 
-`True` and `yes` are true and `1e-8` is a number, unlike in rollgraph's own files. A file that aliases blow up is refused.
+`True` and `yes` are true, and `1e-8` is a number. A file whose aliases expand to too many values is refused.
 """
 
 from __future__ import annotations
