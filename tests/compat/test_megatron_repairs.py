@@ -280,7 +280,7 @@ def move_function(monkeypatch: pytest.MonkeyPatch) -> str:
         self.wrapped, self.need_backward = getattr(base_module, function_name), need_backward
 
     monkeypatch.setattr(cuda_graphs.CudaGraphManager, "__init__", make)
-    return "knows no func"
+    return "does not mention func"
 
 
 @pytest.mark.parametrize(
