@@ -123,8 +123,8 @@ INPUT_SURFACE = Repair(
     name="input-surfaces",
     symptom="CUDA error: an illegal memory access was encountered, or wrong values, when a captured graph is replayed",
     reason=(
-        "With Transformer Engine, create_bwd_graph replaces all inputs of the graph by weak references, even those whose "
-        "memory the graph's pool does not own and other code may free."
+        "With Transformer Engine, create_bwd_graph replaces all inputs of the graph by weak references, even those "
+        "whose memory the graph's pool does not own and other code may free."
     ),
     try_it=probe,
     plan=plan,
