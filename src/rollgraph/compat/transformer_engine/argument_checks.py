@@ -47,7 +47,20 @@ def refuse_fp8(modules: int, given: dict[str, Any]) -> None:
             )
 
 
-def check_module(target: Any, where: str) -> None:
+def check_modules(targets: Sequence[Any]) -> None:
+    if not targets:
+        raise CaptureError("no modules: `modules` is empty")
+    for index, target in enumerate(targets):
+        _check_module(target, f"modules[{index}]")
+    training = targets[0].training
+    for index, target in enumerate(targets):
+        if target.training is not training:
+            raise CaptureError(
+                f"modules[0] has training={training}, but modules[{index}] does not: all modules must be in one mode"
+            )
+
+
+def _check_module(target: Any, where: str) -> None:
     if not isinstance(target, nn.Module):
         raise CaptureError(
             f"{where} is a {type(target).__name__}, not a module (pass several modules as a tuple); "
@@ -78,18 +91,6 @@ def _check_submodule(module: nn.Module, place: str) -> None:
         raise CaptureError(
             f"{place} ({kind.__name__}) computes weight gradients in backward_dw(), which no graph would hold"
         )
-
-
-def shared_training_mode(targets: Sequence[nn.Module]) -> bool:
-    """The training mode of all modules, which must be the same."""
-    training = targets[0].training
-    for index, target in enumerate(targets):
-        if target.training is not training:
-            raise CaptureError(
-                f"modules[0] has training={training}, but modules[{index}] does not: all modules must be in the same "
-                "mode"
-            )
-    return training
 
 
 def check_samples(modules: int, samples: int, order: Any, layers_per_chunk: Any) -> None:

@@ -13,16 +13,15 @@ import torch
 
 from rollgraph.compat.transformer_engine.argument_checks import (
     check_buffer_reuse,
-    check_module,
+    check_modules,
     check_pool,
     check_samples,
     read_sample_kwargs,
     refuse_fp8,
-    shared_training_mode,
 )
 from rollgraph.compat.transformer_engine.capture_time_hooks import read_capture_time_hooks
 from rollgraph.compat.transformer_engine.graphed_forward import GraphedForward
-from rollgraph.graph import CaptureError, GraphedCallable, GraphPool
+from rollgraph.graph import GraphedCallable, GraphPool
 from rollgraph.graph import make_graphed_callables as graph_callables
 
 
@@ -75,11 +74,8 @@ def make_graphed_callables(
         "fp8_weight_caching": fp8_weight_caching,
     }
     refuse_fp8(len(targets), fp8_arguments)
-    if not targets:
-        raise CaptureError("no modules: `modules` is empty")
-    for index, target in enumerate(targets):
-        check_module(target, f"modules[{index}]")
-    training = shared_training_mode(targets)
+    check_modules(targets)
+    training: bool = targets[0].training
     check_samples(len(targets), len(args), _order, _num_layers_per_chunk)
     check_buffer_reuse(_reuse_graph_input_output_buffers, _order, training)
     hooks = read_capture_time_hooks(capture_time_hooks, len(targets))
