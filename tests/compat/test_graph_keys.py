@@ -266,7 +266,7 @@ CURRENT, LATER = ("cuda_graph_impl", "cuda_graph_scope"), ("cuda_graph_impl", "c
 def test_following_the_advice_on_a_nemo_config_leaves_no_remark(
     tmp_path: Path, known: tuple[str, ...] | None, graph_keys: str, kinds: str, advice: str, obeyed: str
 ) -> None:
-    """NeMo-RL passes on `cuda_graph_modules`, under the installed Megatron's name for it, but not `cuda_graph_scope`."""
+    """NeMo-RL passes on `cuda_graph_modules`, under the name that Megatron has for it, but not `cuda_graph_scope`."""
     text = "policy: {megatron_cfg: {enabled: true, cuda_graph_KEYS}}\n"
     remarks = lint(tmp_path, text.replace("KEYS", graph_keys), known)
     remarks = [remark for remark in remarks if remark.kind not in (LintKind.DEPRECATED, LintKind.UNKNOWN)]
