@@ -18,6 +18,7 @@ from rollgraph.compat.nemo.keys import TABLE, Ignored, To, Unless
 from rollgraph.compat.nemo.outputs import MLFLOW_KEYS
 from rollgraph.config import Config, LogConfig, list_keys, load_config
 from rollgraph.distributed.world import World
+from rollgraph.rl.algorithms import ALGORITHMS, settings_of
 from rollgraph.rl.losses import k1, k2, k3
 from rollgraph.telemetry import check_sinks
 from rollgraph.telemetry.sinks import SinkError
@@ -130,6 +131,19 @@ def test_the_reasons_name_keys_that_exist() -> None:
     free = ("algorithm.options.", "log.wandb.", "log.mlflow.", "data.train.", "policy.")  # of any name, or NeMo-RL's
     assert {"memory.logits", "rollout.rows", "validation.every"} <= mentioned
     assert {key for key in mentioned - names if not key.startswith(free)} == set()
+
+
+def test_the_documentation_names_keys_that_exist() -> None:
+    """The second column of the table in docs/migrating.md."""
+    known = {key.name for key in list_keys()}
+    for make in ALGORITHMS.values():
+        known |= settings_of(make).keys()
+    text = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    _, _, table = text.partition("| NeMo-RL | rollgraph | |\n")
+    rows = [line.split("|") for line in table.partition("\n\n")[0].splitlines()[1:]]
+    named = {name.partition(":")[0] for row in rows for name in re.findall(r"`([^`]+)`", row[2])}
+    assert len(named) > 30
+    assert named - known == set()
 
 
 def test_the_kl_limits_are_those_of_the_losses() -> None:

@@ -38,8 +38,8 @@ def translate_algorithm(book: Ledger) -> None:
 def _translate_minibatches(book: Ledger) -> None:
     key = "policy.train_global_batch_size"
     size = book.count(key)
-    prompts = book.number("grpo.num_prompts_per_step") or 0
-    rollouts = prompts * (book.number("grpo.num_generations_per_prompt") or 0)
+    prompts = book.count("grpo.num_prompts_per_step") or 0
+    rollouts = prompts * (book.count("grpo.num_generations_per_prompt") or 0)
     if size and rollouts and rollouts % size == 0:
         book.translate(key, "algorithm.minibatches", rollouts // size)
     book.refuse(key, f"does not divide the {rollouts} samples of a step")
