@@ -77,7 +77,7 @@ def run_module(name: str) -> None:
         spec = find_spec(f"{name}.__main__")
     loader: Any = spec and spec.loader
     if spec is None or not hasattr(loader, "get_code"):
-        sys.exit(f"there is no runnable module {name}")
+        sys.exit(f"there is no module {name} that can run")
     sys.argv[0] = str(spec.origin)
     attributes = {"__file__": spec.origin, "__loader__": loader, "__package__": spec.parent, "__spec__": spec}
     execute(loader.get_code(spec.name), **attributes)
