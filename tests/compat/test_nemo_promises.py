@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.keys import TABLE, Ignored, To, Unless
@@ -173,7 +173,7 @@ def test_mlflow_gets_only_what_its_sink_takes(tmp_path: Path) -> None:
 
 
 def test_a_warm_up_may_take_all_updates_of_the_run(tmp_path: Path) -> None:
-    changes = {
+    changes: dict[str, Any] = {
         "policy.train_global_batch_size": 8,  # two minibatches of the 16 samples
         "policy.scheduler": [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 5}}],
     }
