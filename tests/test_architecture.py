@@ -37,7 +37,8 @@ LAYERS = (
         "files.py", "types.py",
         "config/limits.py", "config/schema.py", "config/reader.py", "config/keys.py",
         "distributed/liveness.py", "distributed/world.py",
-        "telemetry/metrics.py", "telemetry/sinks.py", "telemetry/terminal.py",
+        "telemetry/jsonl.py", "telemetry/metrics.py", "telemetry/samples.py", "telemetry/sinks.py",
+        "telemetry/terminal.py",
     ), packages=frozenset()),
     Layer("graph", (
         "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/static_outputs.py", "graph/report.py",
@@ -69,9 +70,11 @@ LAYERS = (
         "policy/weights.py", "policy/phases.py", "policy/packing.py", "policy/step_graphs.py", "policy/worker.py",
     ), packages=None),
     Layer("run", (
-        "run/checkpoints.py", "run/folder_lock.py", "run/built_in_names.py", "run/key_errors.py", "run/shapes.py",
-        "run/inputs.py", "run/setup.py", "run/memory_plan.py", "distributed/launch.py", "run/step_log.py",
-        "run/rollouts.py", "run/reference.py", "run/saving.py", "run/interrupts.py",
+        "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
+        "run/shapes.py", "run/start.py", "run/inputs.py", "run/step_floor.py", "run/memory_plan.py",
+        "distributed/launch.py",
+        "run/progress.py", "run/step_log.py", "run/setup.py", "run/failures.py", "run/reference.py",
+        "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/resume.py",
     ), packages=None),
     Layer("people", (
         "train.py", "compat/", "commands/", "cli.py",

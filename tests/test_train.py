@@ -27,7 +27,7 @@ from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.data import DataError
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints
 from rollgraph.run.setup import make_run
-from rollgraph.run.step_log import Logbook
+from rollgraph.run.step_log import StepLog
 from rollgraph.sharding import ShardedAdamW, shard_files
 from rollgraph.train import check_report, train
 from tests.sharding.worlds import run_world
@@ -139,7 +139,7 @@ def test_a_finished_run_is_left_as_it_is(
         train(config_of(folder, "checkpoint.export_at_end=true", "steps=2", "log.progress=plain"), ONE)
         with pytest.raises(DataError, match="seed"):
             train(config_of(folder, "checkpoint.export_at_end=true", "steps=2", "seed=5"), ONE)
-    assert "is finished, with 2 steps: raise `steps`" in capsys.readouterr().out
+    assert "is finished after 2 steps: raise `steps`" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()} == before
     train(config_of(folder, "checkpoint.export_at_end=true", "steps=3"), ONE)  # it goes on from there
     assert metrics_of(folder / "run")[-1]["step"] == 2
@@ -345,7 +345,7 @@ def test_where_all_checkpoints_are_broken_nothing_begins_over_them(folder: Path)
             if resume == "never":
                 assert "has checkpoints: choose another output" in str(found.value)
             else:
-                assert "has no whole checkpoint, and nothing was changed there: give another" in str(found.value)
+                assert "has no whole checkpoint; nothing was changed there. Choose another output" in str(found.value)
                 assert all(f"{place / file} is not" in str(found.value) for place in places)
             assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
         for place in places:
@@ -360,7 +360,7 @@ def test_going_back_to_an_older_checkpoint_is_told(folder: Path, file: str, caps
     capsys.readouterr()
     train(config_of(folder, *options, "steps=3"), ONE)
     lines = capsys.readouterr().out.splitlines()
-    assert "step_00000001 is passed over: " in lines[0]
+    assert "step_00000001 is skipped: " in lines[0]
     assert lines[1] == "resumed after 1 of 3 steps"
 
 
@@ -442,7 +442,7 @@ PLACES = {
     "sampling": (PolicyWorker, "generate", 5),
     "sampling for the same step or the next": (PolicyWorker, "generate", 6),
     "the batch": (GRPO, "make_batch", 4),
-    "the metrics": (Logbook, "write", 4),
+    "the metrics": (StepLog, "write", 4),
 }
 
 
@@ -507,7 +507,7 @@ def test_what_is_no_end_of_a_step_is_not_saved(
     with pytest.raises(ZeroDivisionError):
         train(config_of(folder, *options), ONE)
     assert not list((folder / "run" / "checkpoints").glob("step_*"))
-    assert "what came after the last checkpoint is lost" in capsys.readouterr().out
+    assert "progress since the last checkpoint is lost" in capsys.readouterr().out
 
 
 def test_a_save_that_failed_is_told_and_the_next_one_is_tried(
@@ -541,7 +541,8 @@ def test_a_save_that_failed_is_made_up_for_when_an_error_ends_the_run(
 
 def test_the_best_validation_is_kept_whatever_the_intervals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = iter([0.5, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5])  # before the first step, then after steps 1, 3, ...
-    monkeypatch.setattr("rollgraph.train.evaluate", lambda run, seed: {"validation/reward": next(rewards)})
+    for module in ("rollgraph.train", "rollgraph.run.resume"):
+        monkeypatch.setattr(f"{module}.evaluate", lambda run, seed: {"validation/reward": next(rewards)})
     saved = []
     original = Checkpoints.save
     monkeypatch.setattr(
@@ -562,7 +563,7 @@ def test_prompts_that_are_too_long_are_left_out_once_and_for_all(folder: Path) -
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["data.max_prompt_tokens=null", "data.prompts_per_step=2", "data.too_long=drop", "steps=2"]
     run = train(config_of(folder, *options), ONE)
-    assert [len(prompt.tokens) for prompt in run.validation] == [3, 4, 5]
+    assert [len(prompt.tokens) for prompt in run.inputs.validation] == [3, 4, 5]
     assert metrics_of(folder / "run")[-1]["dropped_prompts"] == 3
     with pytest.raises(DataError, match="jsonl:2"):
         train(config_of(folder, *options, "data.too_long=error", f"output={folder / 'other'}"), ONE)
@@ -571,12 +572,12 @@ def test_prompts_that_are_too_long_are_left_out_once_and_for_all(folder: Path) -
 def test_a_run_that_can_learn_nothing_more_ends_with_its_checkpoints(folder: Path) -> None:
     options = ["data.validation=null", "checkpoint.every=1"]
     train(config_of(folder, *options, "steps=2"), ONE)
-    with pytest.raises(RuntimeError, match="every rollout failed or the loss is not finite"):
+    with pytest.raises(RuntimeError, match="every rollout failed, or the loss is not finite"):
         train(config_of(folder, *options, "steps=9", "optimizer.lr=1e30"), ONE)
     assert (folder / "run" / "checkpoints" / "step_00000001").exists()  # the last good one was not pruned
     (folder / "broken.py").write_text("def f(prompts, completions, **columns):\n    raise RuntimeError('no idea')\n")
     broken = [f"reward.functions=[{{name: '{folder / 'broken.py'}:f'}}]", f"output={folder / 'other'}"]
-    with pytest.raises(RuntimeError, match=r"no rollout of the first step was rewarded: .*no idea"):
+    with pytest.raises(RuntimeError, match=r"no rollout of the first step got a reward: .*no idea"):
         train(config_of(folder, *broken), ONE)
 
 
@@ -588,7 +589,7 @@ def test_a_reward_that_fails_does_not_end_the_run(folder: Path, capsys: pytest.C
         "    return [1.0] * len(completions)\n"
     )
     run = train(config_of(folder, "reward.on_failure=-1.0", "log.progress=plain"), ONE)
-    failures = run.rewards.failures["raised"]
+    failures = run.inputs.rewards.failures["raised"]
     assert failures > 10
     assert len(metrics_of(folder / "run")) == 4
     lines = capsys.readouterr().out.splitlines()
@@ -633,7 +634,7 @@ def test_sigterm_ends_a_warm_start_at_once(
     warm = f"{{data: {folder / 'demonstrations.jsonl'}, steps: 30, stop_at: 2.0, check_every: 2}}"
     monkeypatch.setenv("STOP_AT", "1")  # the first look at the reward
     train(config_of(folder, f"warm_start={warm}", "log.progress=plain"), ONE)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("asked to stop: in step 2 of the warm start")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("asked to stop in step 2 of the warm start")
     assert not list((folder / "run" / "checkpoints").glob("step_*"))
     monkeypatch.delenv("STOP_AT")
     train(config_of(folder, f"warm_start={warm}", "resume=auto", "steps=1"), ONE)

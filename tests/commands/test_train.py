@@ -78,13 +78,13 @@ def test_eval_and_export_say_which_checkpoints_they_pass_over(folder: Path, caps
         capsys.readouterr()
         assert main(command) == 0
         first, second = capsys.readouterr().err.splitlines()
-        assert "step_00000001 is passed over: " in first
+        assert "step_00000001 is skipped: " in first
         assert second.startswith("step 0 of")
     flip(places / "step_00000000" / "rank0.safetensors")
     capsys.readouterr()
     assert main(["eval", str(path)]) == 1
     error = capsys.readouterr().err
-    assert error.count("is passed over") == 2
+    assert error.count("is skipped") == 2
     assert "has no whole checkpoint" in error
 
 
@@ -119,7 +119,7 @@ def test_export_does_not_write_over_what_is_there(
     capsys.readouterr()
     assert main(["export", str(trained), "--to", str(target)]) == 2
     assert capsys.readouterr().err == (
-        f"rollgraph export: --to {target}: is not empty; name another folder, or write over it with --force\n"
+        f"rollgraph export: --to {target}: is not empty; choose another folder, or overwrite it with --force\n"
     )
     assert [(file.name, file.read_text()) for file in target.iterdir()] == [("config.json", "mine")]
     assert main(["export", str(trained), "--to", str(trained)]) == 2

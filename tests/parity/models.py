@@ -218,7 +218,10 @@ def reductions(m: Any, x: Tensor) -> Tensor:
     z = y.cumsum(1).gather(-1, places) + values.logsumexp(-1, keepdim=True)
     z = torch.where(z > 0, z, z * 0.1) + torch.einsum("btd,bsd->bts", y, y).sort(-1).values[..., :3]
     middle = y.amax(-1, keepdim=True) if y.is_cuda else y.median(-1, keepdim=True).values  # CUDA's is not deterministic
-    return z + y.var(-1, keepdim=True) + middle + y.cumprod(-1)[..., :3] + y.norm()
+    product = y.cumprod(-1)[..., :3]
+    if not y.is_cuda and torch.__version__ < "2.13":  # its backward takes another formula under a dispatch mode
+        product = product.detach()
+    return z + y.var(-1, keepdim=True) + middle + product + y.norm()
 
 
 @body(one=linear, two=linear)

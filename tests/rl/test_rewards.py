@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,12 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def pids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("pids") / "pids"
+@pytest.fixture
+def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "pids"
     path.touch()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIDS", str(path))
-        yield path
+    monkeypatch.setenv("PIDS", str(path))
+    return path
 
 
 def rollout(text: str, columns: Mapping[str, Any] | None = None, tokens: int = 3) -> Rollout:

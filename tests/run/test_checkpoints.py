@@ -360,7 +360,7 @@ def test_resuming_passes_over_what_is_broken(start: Callable[..., Run], file: st
         assert run.checkpoints.load(latest) == {"cursor": 1}
         assert same(run.everything(), sound)
         (problem,) = run.checkpoints.problems
-        assert "step_00000002 is passed over" in problem
+        assert "step_00000002 is skipped" in problem
         assert file in problem
         run.checkpoints.close()
         (newest / file).write_bytes(whole)
@@ -658,7 +658,7 @@ def test_who_only_reads_leaves_no_trace(start: Callable[..., Run]) -> None:
     assert latest is not None
     assert reader.checkpoints.load(latest) == {"cursor": 1}
     assert same(reader.everything(), saved)
-    with pytest.raises(CheckpointError, match="run was opened for reading alone"):
+    with pytest.raises(CheckpointError, match="run was opened for reading only"):
         reader.save()
     reader.checkpoints.close()
     assert untouched(folder, now=False) == before

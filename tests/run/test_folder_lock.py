@@ -102,7 +102,10 @@ def test_a_lock_is_not_written_through_a_link(tmp_path: Path, to: str) -> None:
 def test_what_is_named_like_a_lock_and_is_none_stays(tmp_path: Path) -> None:
     lock = tmp_path / LOCK
     lock.write_text("process of elimination\n")
-    with pytest.raises(FolderError, match=r"run\.lock is no lock of a run: move it away"), lock_folder(tmp_path, ONE):
+    with (
+        pytest.raises(FolderError, match=r"run\.lock is not the lock of a run: move it away"),
+        lock_folder(tmp_path, ONE),
+    ):
         pass
     assert lock.read_text() == "process of elimination\n"
     lock.unlink()

@@ -31,7 +31,7 @@ WRONG: list[tuple[list[str], type[Exception], str]] = [
      r"reward\.functions: reward 'exact_match' needs the column 'answer'"),
     (["reward.functions=[{name: 'FOLDER/rewards.py:odd'}]"], LoadError, r"reward\.functions: .*has no 'odd'"),
     (["reward.functions=[{name: 'os.path:basename'}]"], LoadError, r"reward\.functions: .*is called with names"),
-    (["log.sinks=[wandb]", "log.wandb.project=p"], SinkError, r"log\.sinks names what is not installed: wandb"),
+    (["log.sinks=[wandb]", "log.wandb.project=p"], SinkError, r"log\.sinks: not installed: wandb"),
     (["resume=must"], CheckpointError, "resume: must"),
     (["warm_start.data=FOLDER/train.jsonl"], DataError, r"warm_start\.data: .*train\.jsonl:1: a warm start needs"),
     (["warm_start.data=FOLDER/long.jsonl"], DataError, r"warm_start\.data: .*long\.jsonl:2: 16 tokens.* 10 at most"),
@@ -39,10 +39,10 @@ WRONG: list[tuple[list[str], type[Exception], str]] = [
     (["algorithm.options={clip: 0.2}"], ValueError, r"algorithm: algorithm 'grpo' has no setting 'clip'"),
     (["algorithm.options={clip_low: -1}"], ValueError, r"algorithm\.options\.clip_low="),
     (["algorithm={name: dr_grpo}"], ValueError, r"^algorithm\.options\.max_tokens is required by algorithm 'dr_grpo'"),
-    (["graph.impl=cuda"], ConfigError, r"^graph\.impl: cuda needs a CUDA device, and this is on cpu"),
+    (["graph.impl=cuda"], ConfigError, r"^graph\.impl: cuda needs a CUDA device, but this run is on cpu"),
     (["rollout.stop=['']"], ValueError, r"rollout\.stop="),
     (["data.max_prompt_tokens=2"], DataError, r"data\.max_prompt_tokens is 2; .*data\.too_long='drop'"),
-    (["memory.cache_gib=1e-6"], ConfigError, r"memory\.cache_gib: 1e-06 hold 0 tokens.* can have 10"),
+    (["memory.cache_gib=1e-6"], ConfigError, r"memory\.cache_gib: 1e-06 GiB hold 0 tokens.* may have 10"),
     ([CALCULATOR % 11], ConfigError,
      r"rollout\.environment\.options\.max_tokens: data\.max_prompt_tokens \(6\) and 11 tokens after it do not fit: "
      r"model\.tiny\.max_length is 16"),
@@ -163,7 +163,7 @@ def test_an_environment_may_give_the_rewards(folder: Path) -> None:
     (values,) = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert 0 < values["reward"] < 1
     assert values["reward/environment"] == pytest.approx(values["reward"])
-    assert not run.rewards.failures
+    assert not run.inputs.rewards.failures
     (folder / "mute.py").write_text(OWN.format(gives=False))
     with pytest.raises(ConfigError, match=r"reward\.functions: is empty"):
         train(config_of(folder, *options, f"rollout.environment.name={folder / 'mute.py'}:Judge"), ONE)
@@ -184,5 +184,7 @@ def test_a_resume_with_other_rows_is_refused(folder: Path, monkeypatch: pytest.M
     rows[7]["prompt"] = "xx?"
     write_rows(folder / "train.jsonl", *rows)
     monkeypatch.setattr("rollgraph.run.setup.make_model", lambda *arguments: pytest.fail("a model was made"))
-    with pytest.raises(DataError, match=r"data\.train.* belong to .*step_00000000: .*train\.jsonl: its rows are not"):
+    with pytest.raises(
+        DataError, match=r"data\.train.* do not match .*step_00000000: .*train\.jsonl: its rows are not"
+    ):
         train(config_of(folder), ONE)

@@ -13,8 +13,9 @@ from rollgraph.commands import plan as command
 from rollgraph.config import Config, parse_config
 from rollgraph.distributed.world import World
 from rollgraph.model import Architecture, Decoder, Keys, token_logprobs
-from rollgraph.run.memory_plan import PHASES, Plan, activation_bytes, layer_bytes, make_plan, shape_model, sum_up_to
+from rollgraph.run.memory_plan import PHASES, Plan, activation_bytes, layer_bytes, make_plan, shape_model
 from rollgraph.run.setup import make_run
+from rollgraph.run.step_floor import sum_up_to
 
 GIB = 2**30
 QWEN_1_5B = {
@@ -317,12 +318,12 @@ def run_file(folder: Path) -> str:
 def test_prints_phases_and_whether_it_fits(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(run_file, "--device-gib", "139") == 0
     shown = capsys.readouterr().out
-    assert "139.00 GiB are there" in shown
+    assert "the device has 139.00 GiB: it fits" in shown
     assert "left" in shown
-    assert "785 TFLOP/s and 4.28 TB/s (one H200, measured)" in shown
+    assert "785 TFLOP/s and 4.28 TB/s (measured on an H200)" in shown
     assert call(run_file, "--device-gib", "24", "--tflops", "300") == 1
     shown = capsys.readouterr().out
-    assert "too much" in shown
+    assert "it does not fit" in shown
     assert "measured" not in shown
 
 

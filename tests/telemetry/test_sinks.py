@@ -11,7 +11,7 @@ import pytest
 
 from rollgraph.config import LogConfig
 from rollgraph.files import FileError
-from rollgraph.telemetry.sinks import SampleWriter, SinkError, check_sinks, close_sinks, make_sinks, truncate_jsonl
+from rollgraph.telemetry import SampleWriter, SinkError, check_sinks, close_sinks, make_sinks, truncate_jsonl
 from rollgraph.types import Prompt, Rollout
 
 # The part of each package's interface that a sink uses, writing down what it was told: the packages are optional.
@@ -82,7 +82,9 @@ def test_tensorboard_is_left_out_with_a_note_unless_it_was_asked_for(
     sinks[0].write(3, {"reward": 0.5})
     assert len(sinks) == 1
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 3, "reward": 0.5}]
-    assert notes == ["no tensorboard log: it is not installed (pip install 'rollgraph[tensorboard]')"]
+    assert notes == [
+        "tensorboard is not installed, so there is no tensorboard log (pip install 'rollgraph[tensorboard]')"
+    ]
     with pytest.raises(SinkError, match=r"tensorboard: pip install 'rollgraph\[tensorboard\]'"):
         make_sinks(LogConfig(sinks=("jsonl", "tensorboard")), tmp_path / "other", note=notes.append)
     assert len(notes) == 1
@@ -227,8 +229,8 @@ def test_damaged_lines_are_told_with_their_numbers(tmp_path: Path, capsys: pytes
     close_sinks([sink])
     assert [row["step"] for row in lines(path)] == [0, 2, 3, 4]
     assert notes == [
-        f"{path}:2: this line is damaged, and was taken out: " + repr('{"step": 1, "rewa\\xf2d\x02: 0.5}'),
-        f"{path}:6: the last line was cut off, and was taken out: " + repr('{"step": 5, "rew'),
+        f"{path}:2: this line is damaged, and was removed: " + repr('{"step": 1, "rewa\\xf2d\x02: 0.5}'),
+        f"{path}:6: the last line was cut off, and was removed: " + repr('{"step": 5, "rew'),
     ]
     (tmp_path / "samples.jsonl").write_bytes(b'{"step": 0}\n' + b"\0" * 5000)
     SampleWriter(tmp_path, every=1, resume_at=1)
@@ -243,7 +245,7 @@ def test_of_many_damaged_lines_the_first_are_shown_and_all_are_counted(tmp_path:
     path.write_text("".join(f"{line}\n" for line in odd) + '{"step": 0}\n')
     assert truncate_jsonl(path, 3, notes.append) == len(odd)
     assert [note.split(": ")[0] for note in notes] == [*(f"{path}:{number}" for number in range(1, 6)), str(path)]
-    assert notes[-1] == f"{path}: 3 more lines were damaged, and were taken out"
+    assert notes[-1] == f"{path}: 3 more damaged lines were removed"
     assert path.read_text() == '{"step": 0}\n'
 
 
@@ -291,7 +293,7 @@ def test_a_damaged_name_of_the_run_elsewhere_begins_no_other_run(tmp_path: Path,
     assert not mine.exists()
     whole = path.read_text()
     path.write_text(("f" if whole[0] != "f" else "e") + whole[1:])
-    with pytest.raises(SinkError, match=rf"{path.name} is not what was written: its checksum differs"):
+    with pytest.raises(SinkError, match=rf"{path.name} is damaged: its checksum differs"):
         make_sinks(log, path.parent)
     path.write_text(whole)
     close_sinks(make_sinks(log, path.parent))

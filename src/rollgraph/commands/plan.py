@@ -1,4 +1,4 @@
-"""`rollgraph plan`: the memory of each phase and the floor of a step's time, before anything is allocated."""
+"""`rollgraph plan`: the memory of each phase and the least time of a step, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ GIB = 2**30
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="memory and least time of a run, before it begins",
+        help="show the memory and the least time a run needs, before it starts",
         description="Reads the configuration and the model's config.json, and allocates nothing. "
-        f"Exit code: {DONE} it fits or nobody knows, {TOO_LARGE} it does not fit, {WRONG} something is wrong.",
+        f"Exit code: {DONE} if it fits or that is unknown, {TOO_LARGE} if it does not fit, {WRONG} if the "
+        "configuration is wrong.",
     )
     add_words(parser, "memory.cache_gib=20")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of the run (default: 1)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="what it will run on (default: cuda)")
-    parser.add_argument("--device-gib", type=float, help="memory of a GPU (default: of this machine's, if it has one)")
-    parser.add_argument("--tflops", type=float, help="of a bf16 matrix product (default: 785, one H200, measured)")
-    parser.add_argument("--tb-per-second", type=float, help="of its memory (default: 4.28, one H200, measured)")
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device to plan for (default: cuda)")
+    parser.add_argument("--device-gib", type=float, help="memory of the GPU (default: that of this machine's GPU)")
+    parser.add_argument("--tflops", type=float, help="of a bf16 matrix product (default: 785, measured on an H200)")
+    parser.add_argument("--tb-per-second", type=float, help="memory bandwidth (default: 4.28, measured on an H200)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with bytes and seconds")
     parser.set_defaults(run=run)
 
 
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     speeds = {name: value for name, value in given.items() if value is not None}
     try:
         if min(options.ranks, *speeds.values(), 1 if options.device_gib is None else options.device_gib) <= 0:
-            raise ValueError("--ranks, --device-gib, --tflops and --tb-per-second are positive")
+            raise ValueError("--ranks, --device-gib, --tflops and --tb-per-second must be positive")
         plan = make_plan(
             config,
             ranks=options.ranks,
@@ -72,8 +73,9 @@ def _device_bytes(options: argparse.Namespace) -> int | None:
 
 
 def describe(plan: Plan) -> str:
-    """A table of memory, one of time, and what follows from them."""
-    from rollgraph.run.memory_plan import PHASES, TB_PER_SECOND, TFLOPS
+    """A table of memory, whether it fits, and a table of time."""
+    from rollgraph.run.memory_plan import PHASES
+    from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS
 
     rows = [("memory of a rank", "where", *PHASES)]
     for line in plan.lines:
@@ -84,13 +86,13 @@ def describe(plan: Plan) -> str:
     text = [*_table(rows), "", _verdict(plan), ""]
     text += _table(
         [
-            ("floor of a step, seconds", "repeated prompts", "shared prompts"),
+            ("least time of a step, s", "repeated prompts", "shared prompts"),
             *((name, _seconds(slow), _seconds(plan.floor.shared[name])) for name, slow in plan.floor.repeated.items()),
             ("sum", *(_seconds(sum(parts.values())) for parts in (plan.floor.repeated, plan.floor.shared))),
         ]
     )
     speed = (plan.floor.tflops, plan.floor.tb_per_second)
-    named = " (one H200, measured)" if speed == (TFLOPS, TB_PER_SECOND) else ""
+    named = " (measured on an H200)" if speed == (TFLOPS, TB_PER_SECOND) else ""
     text.append(f"at {speed[0]:g} TFLOP/s and {speed[1]:g} TB/s{named}")
     return "\n".join([*text, *(f"note: {note}" for note in plan.notes)])
 
@@ -98,9 +100,9 @@ def describe(plan: Plan) -> str:
 def _verdict(plan: Plan) -> str:
     peak = f"peak {_size(plan.peak)} in {plan.peak_phase}"
     if plan.device_bytes is None:
-        return f"{peak}; whether it fits is not known (--device-gib)"
-    left = plan.device_bytes - plan.peak
-    return f"{peak}; {_size(plan.device_bytes)} are there: {_size(abs(left))} {'left' if left >= 0 else 'too much'}"
+        return f"{peak}; give --device-gib to see whether it fits"
+    verdict = "it fits" if plan.fits else "it does not fit"
+    return f"needs {_size(plan.peak)} in {plan.peak_phase}; the device has {_size(plan.device_bytes)}: {verdict}"
 
 
 def _size(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""`rollgraph train`: a whole run from a configuration; and `rollgraph eval` and `rollgraph export` of what it made."""
+"""`rollgraph train`, and `rollgraph eval` and `rollgraph export` for what it made."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def add_to(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="post-train a model",
-        description="A whole run from a YAML file, resumed from its last checkpoint. With several processes: "
-        "torchrun --nproc-per-node N -m rollgraph train FILE. SIGTERM ends it after the step, saved, with exit code 0; "
-        "so does Ctrl-C, with exit code 130; pressed again, it ends at once. Exit code 75: another rank was lost, and "
-        "is named; started again, the run goes on from its last checkpoint.",
+        description="Run a YAML configuration, from its last checkpoint if there is one. With several processes: "
+        "torchrun --nproc-per-node N -m rollgraph train FILE. SIGTERM ends the run after the current step, saved, with "
+        "exit code 0. Ctrl-C does the same with exit code 130; press it again to end at once. Exit code 75 means that "
+        "another rank was lost; start the run again to go on from its last checkpoint.",
     )
     evaluate = commands.add_parser(
         "eval",
-        help="reward of a run's model on held-out prompts",
-        description="Mean reward, accuracy and pass@k on data.validation, as JSON; with torchrun, ranks divide the "
-        "prompts among themselves. Accuracy is the share of samples that are right, pass@k that of prompts of which at "
-        "least one of k samples is right; k is validation.samples, sampled at validation.temperature. A sample is "
+        help="evaluate a run's model on its validation prompts",
+        description="Print the mean reward, accuracy and pass@k on data.validation as JSON. With torchrun, ranks divide "
+        "the prompts among themselves. Accuracy is the share of samples that are right; pass@k is the share of prompts "
+        "with at least one right sample out of k = validation.samples, drawn at validation.temperature. A sample is "
         "right if its reward, the weighted sum of all reward functions, is 1 or more.",
     )
     export = commands.add_parser(
         "export",
         help="write a checkpoint as a model folder",
-        description="A folder that other tools can load. The folder of the run is only read.",
+        description="Write a folder that transformers and other tools can load. The run's folder is only read.",
     )
     for parser, run in ((train, run_train), (evaluate, run_eval), (export, run_export)):
         add_words(parser, "optimizer.lr=1e-6")
         parser.set_defaults(run=run)
-    export.add_argument("--to", required=True, help="the folder to write; it must be empty or not be there yet")
-    export.add_argument("--force", action="store_true", help="write into a folder that is not empty, over its model")
+    export.add_argument("--to", required=True, help="folder to write; it must be empty or not exist")
+    export.add_argument("--force", action="store_true", help="overwrite the model in a folder that is not empty")
     for parser in (evaluate, export):
         parser.add_argument(
             "--which", choices=("latest", "best"), default="latest", help="checkpoint (default: latest)"
@@ -77,7 +77,7 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
-    """Run, and say what went wrong in one line."""
+    """Run, and report an error in one line."""
     from rollgraph.distributed.launch import LOST, end_process
     from rollgraph.distributed.liveness import RankLost
 
@@ -90,7 +90,7 @@ def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
             print(f"rollgraph {options.command}: {error}\n(ROLLGRAPH_TRACEBACK=1 shows where)", file=sys.stderr)
         return end_process(LOST if isinstance(error, RankLost) else FAILED)
     except KeyboardInterrupt:
-        print(f"rollgraph {options.command}: interrupted; what was saved is whole", file=sys.stderr)
+        print(f"rollgraph {options.command}: interrupted; saved checkpoints are whole", file=sys.stderr)
         return end_process(130)
     return DONE
 
@@ -103,7 +103,7 @@ def run_eval(options: argparse.Namespace) -> int:
         if run.world.rank == 0:
             answers.append(found)
 
-    with printing_to_stderr():  # rewards print, and so do the modules they are in
+    with printing_to_stderr():  # reward functions and their modules may print
         code = _with_checkpoint(options, act)
     for answer in answers:
         print(answer)
@@ -123,7 +123,7 @@ def run_export(options: argparse.Namespace) -> int:
         return WRONG
     if full and not options.force:
         print(
-            f"rollgraph export: --to {options.to}: is not empty; name another folder, or write over it with --force",
+            f"rollgraph export: --to {options.to}: is not empty; choose another folder, or overwrite it with --force",
             file=sys.stderr,
         )
         return WRONG
@@ -131,20 +131,20 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _evaluated(run: Any) -> dict[str, float]:
+    from rollgraph.run.failures import summarize_reward_failures
     from rollgraph.run.rollouts import evaluate
-    from rollgraph.run.step_log import count_failures
 
-    if not run.validation:
-        raise ValueError("data.validation is not given: there is nothing to evaluate on")
+    if not run.inputs.validation:
+        raise ValueError("data.validation is not set, so there is nothing to evaluate on")
     found = evaluate(run, "eval")
-    for message in (*run.rewards.unread(), count_failures(run)):
+    for message in (*run.inputs.rewards.unread(), summarize_reward_failures(run.inputs)):
         if message:
             print(message, file=sys.stderr)
     return found
 
 
 def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.Namespace], None]) -> int:
-    """Do something with the weights of a checkpoint."""
+    """Load a checkpoint and act on it."""
     config = _load(options)
     if config is None:
         return WRONG

@@ -1,15 +1,15 @@
-"""The checkpoints of a run: when one is whole, which are kept, and saving beside training.
+"""The checkpoints of a run: which are whole, which are kept, and saving in the background.
 
-Owns the folder of a run: its names, its clearing and its pruning. What a checkpoint is made of, and that it appears
-whole or not at all, is `sharding/shard_files.py`; what its `state` means is its caller's.
+Owns the names in the checkpoint folder, and clearing and pruning it. `sharding/shard_files.py` owns the contents of a
+checkpoint and makes it appear whole or not at all; the caller owns the meaning of `state`.
 
-    step_00000100/                          a checkpoint; nothing but a rename makes or unmakes this name
+    step_00000100/                          a checkpoint; only a rename creates or removes this name
     step_00000100.1f2e3d4c-7.incomplete/    being written, by the run 1f2e3d4c
     step_00000100.1f2e3d4c-7.deleted/       being deleted
-    run_1f2e3d4c.lock                       locked while that run lives, so that nobody clears away what it writes
-    run_1f2e3d4c.new                        the same, until it is locked
+    run_1f2e3d4c.lock                       locked while that run lives, so that nobody clears what it is writing
+    run_1f2e3d4c.new                        the same file before it is locked
 
-Names that differ from these are somebody else's, and are never touched. Who only reads changes nothing at all.
+Any other name belongs to somebody else and is never touched. Readers change nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, shard_files
@@ -43,11 +44,11 @@ class Saved:
     step: int
     path: Path
     score: float | None
-    due: bool = True  # else it was saved for its score alone
+    due: bool = True  # False: it was saved for its score alone
 
 
 def choose_kept(saved: Sequence[Saved], keep_last: int, keep_best: int) -> set[Saved]:
-    """The newest that were due, and those with the highest scores; of equal scores the newer."""
+    """The newest checkpoints that were due, and those with the highest scores; of equal scores, the newer one."""
     newest = sorted((one for one in saved if one.due), key=lambda one: one.step, reverse=True)[:keep_last]
     return {*newest, *_by_score(saved)[:keep_best]}
 
@@ -60,7 +61,7 @@ def _by_score(saved: Iterable[Saved]) -> list[Saved]:
 def find_complete(
     folder: Path, without: Container[Path] = (), on_broken: Callable[[Path, CheckpointError], None] | None = None
 ) -> list[Saved]:
-    """The checkpoints of a folder that have all their files, by step. What is in the files is not read."""
+    """The checkpoints of a folder that have all their files, by step. The contents of the files are not read."""
     found = []
     try:
         paths = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name) and path not in without]
@@ -70,26 +71,17 @@ def find_complete(
         try:
             found.append(_read_saved(path))
         except CheckpointError as error:
-            if on_broken is not None and path.exists():  # else it was deleted while it was read
+            if on_broken is not None and path.exists():  # otherwise it was deleted while it was read
                 on_broken(path, error)
     return sorted(found, key=lambda saved: saved.step)
-
-
-def none_whole(folder: Path, problems: Iterable[str]) -> CheckpointError:
-    """There are checkpoints, and none can be read: whoever began anew would write over what may be mended."""
-    return CheckpointError(
-        f"{folder} has no whole checkpoint, and nothing was changed there: give another output, or move these away: "
-        + "; ".join(problems)
-    )
 
 
 class Checkpoints:
     """The checkpoints of a run, in `folder`, which all ranks see.
 
-    All ranks make it, save and load together. `problems` says what was passed over or not written, and why; it is for
-    people, who have not seen those of `unread()` yet. Ranks wait for each other for `timeout` seconds, by default those
-    of the model's collectives. Without `writes` there is no `save`, and the folder, which has to be there, may be
-    read-only.
+    All ranks create it, save and load together. `problems` tells people what was skipped or not written, and why;
+    `unread()` returns the new ones. Ranks wait for each other for `timeout` seconds, by default those of the model's
+    collectives. Without `writes` nothing can be saved, and the folder, which must exist, may be read-only.
     """
 
     def __init__(
@@ -128,12 +120,14 @@ class Checkpoints:
     # -- saving ------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Mapping[str, Any], score: float | None = None, *, due: bool = True) -> None:
-        """Save what is now. Asynchronously, this waits for the copies, not for the disk; that the save before it failed
-        becomes one of the `problems`. `state` is JSON (tuples become lists), of each rank its own. A score of NaN is
-        none. What is not `due` is kept for its score alone.
+        """Save the current weights and optimizer state.
+
+        An asynchronous save waits for the copies, not for the disk. If the save before it failed, that becomes one of
+        the `problems`. `state` is JSON (tuples become lists), and each rank has its own. A score of NaN counts as none.
+        A checkpoint that is not `due` is kept for its score alone.
         """
         if not self._run:
-            raise CheckpointError(f"{self.folder} was opened for reading alone")
+            raise CheckpointError(f"{self.folder} was opened for reading only")
         self.settle()
         state = _plain(state, "state")
         target = self.folder / f"step_{step:08d}"
@@ -152,23 +146,23 @@ class Checkpoints:
             self._running = self._writer.submit(self._write, snapshot, target, state, about)
 
     def wait(self) -> None:
-        """Until the last save is on the disk, for all ranks; raises what it raised, once."""
+        """Wait until the last save is on disk for all ranks; raise what it raised, once."""
         if self._running is not None:
-            concurrent.futures.wait([self._running])  # where Ctrl-C ends this, it is still to be waited for
+            concurrent.futures.wait([self._running])  # after Ctrl-C it can be waited for again
         running, self._running = self._running, None
         self._being_saved = None
         if running is not None:
             running.result()
 
     def settle(self) -> None:
-        """Wait; that the last save failed becomes one of the `problems`. There may be room for the next one."""
+        """Wait. If the last save failed, that becomes one of the `problems`: the disk may have room for the next."""
         try:
             self.wait()
         except Exception as error:
             self._note(str(error))
 
     def close(self) -> None:
-        """Wait, and let go of the folder."""
+        """Wait, and release the folder."""
         try:
             self.wait()
         finally:
@@ -182,7 +176,7 @@ class Checkpoints:
 
     def _write(self, snapshot: shard_files.ShardSnapshot, target: Path, state: Any, about: Mapping[str, Any]) -> None:
         first = self._world.rank == 0
-        if first and target.is_dir():  # a broken one, or save() had refused
+        if first and target.is_dir():  # broken, or save() would have refused
             self._delete(target)
         temporary = self._beside(target, "incomplete")
         shard_files.write(
@@ -198,8 +192,9 @@ class Checkpoints:
         self._prune(target)
 
     def clear_surplus(self, loaded: Saved) -> None:
-        """Delete what a run that was killed after a save had still to delete. It is for after a load: of those that
-        stay, one is known to be whole by then."""
+        """Delete what a killed run did not get to delete. Call this after a load: one of those that stay is then known
+        to be whole.
+        """
         self._prune(loaded.path)
 
     def _prune(self, newest: Path) -> None:
@@ -214,7 +209,7 @@ class Checkpoints:
     def _delete(self, path: Path) -> None:
         try:
             shard_files.discard(path, self._beside(path, "deleted"))
-        except OSError as error:  # no reason to end a run
+        except OSError as error:  # not a reason to end the run
             self._note(f"{path} could not be deleted: {error}")
 
     def _beside(self, path: Path, what: str) -> Path:
@@ -223,7 +218,7 @@ class Checkpoints:
     # -- what there is -----------------------------------------------------------------------------
 
     def complete(self) -> list[Saved]:
-        """Those that have all their files, by step. What is in the files is not read."""
+        """The checkpoints that have all their files, by step. The contents of the files are not read."""
         return find_complete(self.folder, self.broken, self._distrust)
 
     def has(self, step: int) -> bool:
@@ -232,22 +227,30 @@ class Checkpoints:
         return (being is not None and being.step == step) or any(saved.step == step for saved in self.complete())
 
     def latest(self) -> Saved | None:
-        """The newest of which every byte is as it was written. Newer ones that are not are in `problems`."""
-        return self._first_sound(reversed(self.complete()))
+        """The newest checkpoint of which every byte is as it was written; newer ones that are not go to `problems`."""
+        return self.newest_sound(self.complete())
+
+    def newest_sound(
+        self, found: Sequence[Saved], broken: Mapping[Path, CheckpointError] = MappingProxyType({})
+    ) -> Saved | None:
+        """The same, for a folder that was scanned before."""
+        for path, error in broken.items():
+            self._distrust(path, error)
+        return self._first_sound(reversed(found))
 
     def best(self) -> Saved | None:
-        """The same, for the highest score."""
+        """The checkpoint with the highest score of which every byte is as it was written."""
         return self._first_sound(_by_score(self.complete()))
 
     def is_best(self, score: float | None) -> bool:
-        """Whether a checkpoint with this score would be kept for it; not where as many are as good."""
+        """Whether a checkpoint with this score would be kept for it; not if enough others are as good."""
         if score is None or math.isnan(score):
             return False
         scores = {one.step: one.score for one in (*self.complete(), *filter(None, [self._being_saved]))}
         return sum(other is not None and other >= score for other in scores.values()) < self._keep[1]
 
     def unread(self) -> list[str]:
-        """The problems that came up since the last call."""
+        """The problems since the last call."""
         found, self._told = self.problems[self._told :], len(self.problems)
         return found
 
@@ -262,9 +265,9 @@ class Checkpoints:
         return None
 
     def _distrust(self, path: Path, error: CheckpointError) -> None:
-        if path.exists():  # else it was deleted while it was read
+        if path.exists():  # otherwise it was deleted while it was read
             self.broken[path] = str(error)
-            self._note(f"{path} is passed over: {error}")
+            self._note(f"{path} is skipped: {error}")
 
     def _note(self, problem: str) -> None:
         if problem not in self.problems:
@@ -273,9 +276,9 @@ class Checkpoints:
     # -- loading -----------------------------------------------------------------------------------
 
     def load(self, saved: Saved) -> dict[str, Any]:
-        """Put a checkpoint into the memory of the model and the optimizer; gives the state that this rank saved.
+        """Copy a checkpoint into the model and the optimizer, and return the state that this rank saved.
 
-        With another number of ranks than saved it, that is the state of rank 0.
+        If another number of ranks saved it, return the state of rank 0.
         """
         states = shard_files.load(saved.path, self._model, self._optimizer)
         state: dict[str, Any] = states[self._world.rank if len(states) == self._world.size else 0]
@@ -284,7 +287,7 @@ class Checkpoints:
     # -- the folder --------------------------------------------------------------------------------
 
     def _begin(self) -> str:
-        """Take the folder for a new run, and clear away what dead ones left; gives the run's name, or what is wrong."""
+        """Open the folder for a new run and clear what dead runs left; return the run's name, or what is wrong."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             run = self._take_name()
@@ -299,20 +302,20 @@ class Checkpoints:
             new = self.folder / f"run_{run}.new"
             self._lock = new.open("x")
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel lets go when the process ends, however it ends
+                fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel releases it when the process ends
             except OSError as error:
-                self._note(f"{self.folder} knows no locks, so what is left over there stays: {error}")
+                self._note(f"{self.folder} has no file locks, so leftovers in it stay: {error}")
             try:
-                new.rename(self._lock_file(run))  # it is locked from the first moment it has its name
+                new.rename(self._lock_file(run))  # so a lock of this name is locked from the start
                 return run
-            except FileNotFoundError:  # another run took it for a left-over, before it was locked
+            except FileNotFoundError:  # another run removed it as a leftover before it was locked
                 self._lock.close()
 
     def _lock_file(self, run: str) -> Path:
         return self.folder / f"run_{run}.lock"
 
     def _clear(self) -> None:
-        # First the folders and then the locks: who has a folder by now has had a lock before.
+        # Folders first, then locks: a run that has a folder by now took its lock before.
         folders = [(path, match[1]) for path in self.folder.iterdir() if (match := _LEFT_OVER.fullmatch(path.name))]
         locks = [(path, match[1]) for path in self.folder.iterdir() if (match := _LOCK.fullmatch(path.name))]
         alive = {run for lock, run in locks if not _remove_dead(lock)}
@@ -320,16 +323,16 @@ class Checkpoints:
             if run not in alive:
                 shutil.rmtree(path, ignore_errors=True)
                 if path.exists():
-                    self._note(f"{path} is left over and could not be deleted")
+                    self._note(f"{path} is a leftover that could not be deleted")
 
 
 def _remove_dead(lock: Path) -> bool:
-    """Remove a lock that nobody holds. It is an empty file, never a link: what else has its name is not a lock."""
+    """Remove a lock that nobody holds. A lock is an empty regular file; anything else of that name is left alone."""
     try:
         handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
-    except OSError:  # we cannot know
+    except OSError:  # unknown
         return False
     try:
         found = os.fstat(handle)
@@ -337,7 +340,7 @@ def _remove_dead(lock: Path) -> bool:
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock.unlink(missing_ok=True)
-    except OSError:  # it is held, or we cannot know
+    except OSError:  # held, or unknown
         return False
     finally:
         os.close(handle)
@@ -352,7 +355,7 @@ def _read_saved(path: Path) -> Saved:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A copy as JSON will give it back. (json itself would quietly turn a key 1 into "1".)"""
+    """A copy as JSON will return it. (json itself would silently turn the key 1 into "1".)"""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""One run in a folder at a time: its lock, taken before anything else and gone with the process, however it ends.
+"""The lock of a run's folder: one run at a time may use it.
 
-Readers of a folder (`rollgraph eval`, `rollgraph export`) do not take it. What protects the checkpoints of a run that
-is being read is `checkpoint.py`'s.
+The lock is taken before anything else, and the kernel releases it when the process ends, however that happens. Readers
+of a folder (`rollgraph eval`, `rollgraph export`) do not take it; `checkpoints.py` protects what they read.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from rollgraph.files import FileError, open_own
 from rollgraph.sharding import Collectives
 
 LOCK = "run.lock"
-_OWNER = re.compile(r"(process \d+ on .*\n)?")  # what a lock says, also of a process that was killed
+_OWNER = re.compile(r"(process \d+ on .*\n)?")  # the text of a lock, even one whose owner was killed
 
 
 class FolderError(RuntimeError):
-    """The folder of a run cannot be used: it cannot be written, or another run is using it."""
+    """The folder of a run cannot be written, or another run is using it."""
 
 
 @contextmanager
 def lock_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]:
-    """Inside, the folder is there, can be written, and belongs to this run; rank 0 holds the lock for all."""
-    path, lock, problem = Path(folder), None, ""
+    """Make the folder and keep other runs out of it. Rank 0 holds the lock for all ranks."""
+    path = Path(folder)
+    lock = None
+    problem = ""
     if world.rank == 0:
         try:
             lock = _take(path)
@@ -40,7 +42,7 @@ def lock_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]:
             problem = str(error)
         except (FileError, OSError) as error:
             problem = f"output: {path} cannot be used: {error}"
-    if world.size > 1 and torch.distributed.is_initialized():  # if not, that will be said later on
+    if world.size > 1 and torch.distributed.is_initialized():  # otherwise the missing process group is reported later
         problem = Collectives(world).agree(problem)[0]
     if problem:
         raise FolderError(problem)
@@ -56,21 +58,21 @@ def _take(folder: Path) -> IO[str]:
     while True:
         lock = os.fdopen(open_own(folder / LOCK, os.O_RDWR), "r+", encoding="utf-8", errors="replace")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go when the process ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it when the process ends
         except BlockingIOError:
             owner = lock.read().strip() or "another process"
             lock.close()
             raise FolderError(
-                f"output: {folder} is in use by another run ({owner}): wait for it, or give another output"
+                f"output: {folder} is in use by another run ({owner}): wait for it to end, or choose another output"
             ) from None
         except OSError:
-            pass  # a file system without locks: nobody can be kept out
+            pass  # this file system has no locks, so nobody can be kept out
         if _is_at(folder / LOCK, lock):
             break
-        lock.close()  # its owner let go of it, and removed it, after we had opened it
+        lock.close()  # its owner removed it after we had opened it
     if not _OWNER.fullmatch(lock.read()):
         lock.close()
-        raise FolderError(f"output: {folder / LOCK} is no lock of a run: move it away, or give another output")
+        raise FolderError(f"output: {folder / LOCK} is not the lock of a run: move it away, or choose another output")
     lock.seek(0)
     lock.truncate()
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -86,7 +88,7 @@ def _is_at(path: Path, file: IO[str]) -> bool:
 
 
 def _release(folder: Path, lock: IO[str]) -> None:
-    """A folder in which nothing came to be goes as well."""
+    """Remove the lock, and the folder too if it is empty."""
     with suppress(OSError):
         (folder / LOCK).unlink()
     lock.close()

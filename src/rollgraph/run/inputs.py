@@ -1,7 +1,7 @@
-"""What a run is given, read and checked before anything is allocated: text, data, rewards, lengths, the algorithm.
+"""The inputs of a run: tokenizer, data, rewards, shapes and algorithm, read and checked before anything is allocated.
 
-Owns which class or function stands behind these keys, and that what is wrong with them is said in a second, by the
-names people wrote: keys, not arguments. The model is known by its shape alone here.
+Owns which class or function stands behind these keys, and reports mistakes within a second, by the keys that people
+wrote. Of the model, only the shape is known here.
 """
 
 from __future__ import annotations
@@ -20,38 +20,37 @@ from rollgraph.rl.algorithms import Algorithm, load_algorithm
 from rollgraph.rl.data import DataError, PromptData, Row, load_rows
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
-from rollgraph.run.checkpoints import CheckpointError, Saved, find_complete, none_whole
+from rollgraph.run.checkpoints import Saved
 from rollgraph.run.key_errors import about
 from rollgraph.run.shapes import check_buckets, check_cache, longest_prompt, make_limits
-from rollgraph.sharding.shard_files import read_states
+from rollgraph.run.start import check_data
 from rollgraph.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from rollgraph.types import Prompt
+from rollgraph.types import Prompt, Rollout
 
 
-@dataclass
+@dataclass(frozen=True)
 class Inputs:
-    """Everything but the model and what is made of it."""
+    """Everything but the model and what is made from it."""
 
     scopes: tuple[str, ...]
     tokenizer: Tokenizer
     algorithm: Algorithm
     environment: Environment
-    examiner: Environment  # the same, with as many samples as a validation takes
+    examiner: Environment  # the same environment, with as many samples per prompt as validation takes
     sampling: SamplingParams
     limits: Limits
     rewards: RewardFunctions
     data: PromptData
     validation: list[Prompt]
-    left_out: int  # prompts of the held-out file that are no part of `validation`
-    demonstrations: list[Row]  # of the warm start
+    left_out: int  # prompts of the validation file that are too long
+    demonstrations: list[Rollout]  # for the warm start
 
 
-def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inputs:
-    """Read everything that is cheap to read; what cannot be trained on raises here, before a model is loaded.
+def check_inputs(config: Config, world: World, resume_from: Saved | None = None) -> Inputs:
+    """Read everything that is cheap to read. What cannot be trained on raises here, before a model is loaded.
 
-    With `resumes` the run goes on from its checkpoints, so these are looked at, too.
+    The data must be what the checkpoint `resume_from` was made with.
     """
-    saved = find_saved(config) if resumes else None
     check_device(config, world)
     scopes = check_scopes(config, world.size) or (("step",) if world.size == 1 else ("layer",))
     with about("tokenizer.path"):
@@ -71,13 +70,16 @@ def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inpu
         data = make_data(config, tokenizer, world, limits)
         held_out = make_held_out(config, tokenizer, limits)
         check_buckets(config, limits, data, held_out)
-        if saved is not None:
-            check_saved(saved, data)
+        if resume_from is not None:
+            check_data(resume_from, data)
         with about("reward.functions"):
             for each in filter(None, (data, held_out)):
                 rewards.check_columns(each.columns)
         undo.pop_all()
-    validation = [prompt for _ in range(len(held_out)) for prompt in held_out.next_prompts()] if held_out else []
+    validation: list[Prompt] = []
+    if held_out is not None:
+        for _ in range(len(held_out)):
+            validation += held_out.next_prompts()
     return Inputs(
         scopes=scopes,
         tokenizer=tokenizer,
@@ -94,42 +96,14 @@ def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inpu
     )
 
 
-# -- the output folder -----------------------------------------------------------------------------
-
-
-def find_saved(config: Config) -> Saved | None:
-    """The newest checkpoint, where `resume` allows one. Nothing begins over checkpoints that are all broken."""
-    folder, broken = Path(config.output) / "checkpoints", list[str]()
-    found = find_complete(folder, on_broken=lambda path, error: broken.append(str(error))) if folder.is_dir() else []
-    if config.resume == "never" and (found or broken):
-        raise CheckpointError(f"resume: never, but {folder} has checkpoints: choose another output")
-    if broken and not found:
-        raise none_whole(folder, broken)
-    if config.resume == "must" and not found:
-        raise CheckpointError(f"resume: must, but {folder} has no whole checkpoint")
-    return found[-1] if found else None
-
-
-def check_saved(saved: Saved, data: PromptData) -> None:
-    """A checkpoint belongs to its data."""
-    try:
-        state = read_states(saved.path)[0]
-    except CheckpointError:
-        return  # an older one may be whole, which is found out when they are verified
-    try:
-        data.check_state(state["data"])
-    except DataError as error:
-        raise DataError(
-            f"data.train, seed and data.shuffle belong to {saved.path}: {error}; give another output"
-        ) from None
-
-
 # -- device, text and model ------------------------------------------------------------------------
 
 
 def check_device(config: Config, world: World) -> None:
     if config.graph.impl == "cuda" and not world.device.startswith("cuda"):
-        raise ConfigError([f"graph.impl: cuda needs a CUDA device, and this is on {world.device}: use auto or tape"])
+        raise ConfigError(
+            [f"graph.impl: cuda needs a CUDA device, but this run is on {world.device}: use auto or tape"]
+        )
 
 
 def make_tokenizer(config: Config) -> Tokenizer:
@@ -138,11 +112,12 @@ def make_tokenizer(config: Config) -> Tokenizer:
 
 
 def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Architecture, str | None]:
-    """Of the model that will be loaded, or made for this tokenizer; and its dtype, as far as a file says it."""
-    tiny, given = config.model.tiny, None if config.model.dtype == "auto" else config.model.dtype
+    """The architecture and, if known, the dtype of the model that will be loaded, or made for this tokenizer."""
+    tiny = config.model.tiny
+    given = None if config.model.dtype == "auto" else config.model.dtype
     if tiny is not None:
         assert tokenizer is not None, "a tiny model has the vocabulary of its tokenizer"
-        # Written with the model: where they are missing, other tools assume some of their own.
+        # These are exported with the model: without them, other tools assume ids of their own.
         special = (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id))
         architecture = Architecture(
             "llama",
@@ -165,7 +140,7 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
 
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Architecture) -> None:
-    """A model may have more ids than its tokenizer, whose ids it must all have."""
+    """Refuse a tokenizer with ids that the model does not have; the model may have more."""
     if tokenizer.vocab_size > architecture.vocabulary:
         raise ValueError(
             f"tokenizer.path: the tokenizer of {config.tokenizer_path} has ids up to {tokenizer.vocab_size - 1}, but "
@@ -177,26 +152,26 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 
 
 def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits) -> PromptData:
-    d = config.data
+    settings = config.data
     with about("data.train"):
-        rows = load_rows(d.train)
+        rows = load_rows(settings.train)
     with about("data", "prompts_per_step", "max_prompt_tokens", "too_long"):
         return PromptData(
             rows,
             tokenizer,
-            prompts_per_step=d.prompts_per_step,
+            prompts_per_step=settings.prompts_per_step,
             seed=config.seed,
-            shuffle=d.shuffle,
+            shuffle=settings.shuffle,
             max_prompt_tokens=longest_prompt(config, limits),
-            too_long=d.too_long,
-            chat=d.chat,
+            too_long=settings.too_long,
+            chat=settings.chat,
             rank=world.rank,
             ranks=world.size,
         )
 
 
 def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> PromptData | None:
-    """The first prompts of the held-out file; every rank has all of them."""
+    """The first prompts of the validation file; every rank has all of them."""
     if config.data.validation is None:
         return None
     with about("data.validation"):
@@ -214,34 +189,46 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> Promp
         )
 
 
-def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) -> list[Row]:
-    """The rows of the warm start, each short enough."""
+def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) -> list[Rollout]:
+    """The rows of the warm start as rollouts, each short enough to train on."""
     if config.warm_start is None:
         return []
     most = min(limits.max_length, limits.token_buckets[-1])
     with about("warm_start.data"):
         rows = load_rows(config.warm_start.data)
-        for row in rows:
-            completion = row.columns.get("completion")
-            if not isinstance(row.prompt, str) or not isinstance(completion, str):
-                raise DataError(f"{row.place}: a warm start needs `prompt` and `completion`, both text")
-            try:
-                count = len(tokenizer.encode(row.prompt)) + len(tokenizer.encode(completion, special=False)) + 1
-            except ValueError as error:
-                raise DataError(f"{row.place}: {error}") from error
+        found = [_read_demonstration(index, row, tokenizer) for index, row in enumerate(rows)]
+        for row, rollout in zip(rows, found, strict=True):
+            count = len(rollout.prompt.tokens) + len(rollout.tokens)
             if count > most:
-                raise DataError(f"{row.place}: {count} tokens, and a sequence of this run has {most} at most")
-    return rows
+                raise DataError(f"{row.place}: {count} tokens, but a sequence of this run has at most {most}")
+    return found
+
+
+def _read_demonstration(index: int, row: Row, tokenizer: Tokenizer) -> Rollout:
+    completion = row.columns.get("completion")
+    if not isinstance(row.prompt, str) or not isinstance(completion, str):
+        raise DataError(f"{row.place}: a warm start needs `prompt` and `completion`, both text")
+    try:
+        prompt = Prompt(index, tuple(tokenizer.encode(row.prompt)), row.prompt)
+        tokens = tokenizer.encode(completion, special=False)
+    except ValueError as error:
+        raise DataError(f"{row.place}: {error}") from error
+    if tokenizer.eos_id is not None:
+        tokens = [*tokens, tokenizer.eos_id]
+    return Rollout(prompt, tokens, [True] * len(tokens), [0.0] * len(tokens))
 
 
 # -- rewards, environment, sampling, algorithm ------------------------------------------------------
 
 
 def make_rewards(config: Config, environment: Environment) -> RewardFunctions:
-    given, adds = config.rollout.environment, getattr(environment, "gives_rewards", False)
+    given = config.rollout.environment
+    adds = getattr(environment, "gives_rewards", False)
     if not config.reward.functions and not adds:
-        gives = f"{given.name} gives none itself (it has no `gives_rewards = True`)" if given else "there is no other"
-        raise ConfigError([f"reward.functions: is empty, and rollout.environment: {gives}"])
+        reason = "there is no rollout.environment that gives rewards"
+        if given is not None:
+            reason = f"rollout.environment {given.name} gives no rewards (it does not set `gives_rewards = True`)"
+        raise ConfigError([f"reward.functions: is empty, and {reason}"])
     with about("reward.functions"):
         return RewardFunctions(
             [_reward_spec(reward) for reward in config.reward.functions],
@@ -265,15 +252,15 @@ def make_environment(config: Config, tokenizer: Tokenizer, samples: int) -> Envi
 
 
 def make_sampling(config: Config, environment: Environment) -> SamplingParams:
-    r = config.rollout
+    rollout = config.rollout
     with about("rollout", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop"):
         return SamplingParams(
-            max_tokens=r.max_tokens,
-            temperature=r.temperature,
-            top_k=r.top_k,
-            top_p=r.top_p,
-            min_p=r.min_p,
-            stop=(*r.stop, *environment.stop),
+            max_tokens=rollout.max_tokens,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            stop=(*rollout.stop, *environment.stop),
         )
 
 
@@ -286,9 +273,9 @@ def make_algorithm(config: Config) -> Algorithm:
 
 
 def scores_old(config: Config, algorithm: Algorithm) -> bool:
-    """Whether the policy is scored before it is trained.
+    """Whether old log-probabilities are computed before training.
 
-    What rollouts know of their log-probabilities does for one update, unless they were drawn from some of the tokens.
+    Those of the rollouts will do for a single update, unless sampling was restricted to some of the tokens.
     """
     several = config.algorithm.minibatches * config.algorithm.epochs > 1
     return algorithm.needs_old_logprobs or several or config.rollout.filtered

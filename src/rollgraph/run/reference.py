@@ -6,7 +6,6 @@ A run that made its reference itself, at random or by a warm start, keeps it in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from rollgraph.config import Config
@@ -20,17 +19,17 @@ from rollgraph.sharding import shard_files
 def keep_reference(run: Run) -> None:
     """Of a run that begins: the policy as it is now."""
     folder = _own_folder(run.config)
-    if run.algorithm.needs_reference:
+    if run.inputs.algorithm.needs_reference:
         run.policy.weights.save("reference")
     if folder is not None:
         with run.policy.phases.enter("save"):
             if run.world.rank == 0:
                 save_model(run.policy.model, folder)
     if run.world.rank == 0:
-        run.reference = _record(run)
+        run.progress.reference_files = _record(run)
 
 
-def restore_reference(run: Run, saved: Saved, note: Callable[[str], None]) -> None:
+def restore_reference(run: Run, saved: Saved) -> None:
     """Of a run that goes on. Files that are not those it began with are an error, on all ranks.
 
     The weights of the policy are the reference's afterwards: a checkpoint is loaded next.
@@ -38,12 +37,12 @@ def restore_reference(run: Run, saved: Saved, note: Callable[[str], None]) -> No
     problem = ""
     if run.world.rank == 0:
         try:
-            _check(run, saved, note)
+            _check(run, saved)
         except (CheckpointError, ValueError, OSError) as error:
             problem = str(error)
     if found := run.policy.sharded.collectives.agree(problem)[0]:
         raise CheckpointError(f"{found}. It holds the reference policy: put it back as it was, or give another output")
-    if not run.algorithm.needs_reference:
+    if not run.inputs.algorithm.needs_reference:
         return
     folder = _own_folder(run.config)
     if folder is not None:
@@ -51,15 +50,15 @@ def restore_reference(run: Run, saved: Saved, note: Callable[[str], None]) -> No
     run.policy.weights.save("reference")
 
 
-def _check(run: Run, saved: Saved, note: Callable[[str], None]) -> None:
-    run.reference = shard_files.read_states(saved.path)[0].get("reference", [])
-    if not run.algorithm.needs_reference:
+def _check(run: Run, saved: Saved) -> None:
+    run.progress.reference_files = shard_files.read_states(saved.path)[0].get("reference", [])
+    if not run.inputs.algorithm.needs_reference:
         return
-    if run.reference:
-        shard_files.check_files(_folder(run.config), run.reference)
+    if run.progress.reference_files:
+        shard_files.check_files(_folder(run.config), run.progress.reference_files)
         return
-    note(f"{saved.path} has no checksums of the reference policy: {_folder(run.config)} was not checked")
-    run.reference = _record(run)
+    run.log.note(f"{saved.path} has no checksums of the reference policy: {_folder(run.config)} was not checked")
+    run.progress.reference_files = _record(run)
 
 
 def _record(run: Run) -> list[shard_files.Sealed]:
@@ -67,7 +66,7 @@ def _record(run: Run) -> list[shard_files.Sealed]:
     folder, own = _folder(run.config), _own_folder(run.config)
     if own is not None:
         return shard_files.seal_files(folder, [folder / CONFIG, *weight_files(folder)])
-    if run.algorithm.needs_reference:
+    if run.inputs.algorithm.needs_reference:
         return shard_files.seal_files(folder, weight_files(folder))
     return []
 

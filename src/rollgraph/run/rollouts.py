@@ -1,4 +1,4 @@
-"""Rollouts of a step, and of held-out prompts: sampled, rewarded, scored, and those of all ranks together."""
+"""The rollouts of a step and of a validation: sampled, rewarded, kept or dropped, and scored."""
 
 from __future__ import annotations
 
@@ -7,76 +7,122 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from rollgraph.inference import Progress
+from rollgraph.inference import Progress as Sampling
+from rollgraph.rl.algorithms.batches import describe
+from rollgraph.run.failures import count_failures, share_failures, show_reward_failures
+from rollgraph.run.progress import Group
 from rollgraph.run.setup import Run
-from rollgraph.run.step_log import describe_sampling, share_troubles, tell_failures, troubles
-from rollgraph.telemetry import View
 from rollgraph.types import Prompt, Rollout
 
-RIGHT = 1 - 1e-6  # the reward of a right answer: weights that add up to 1 do so but for rounding
-MOST_ROUNDS = 8  # of sampling for one step, where an algorithm keeps only some groups
+RIGHT = 1 - 1e-6  # the reward of a right answer; weights that should add up to 1 may do so only up to rounding
+MAX_ROUNDS = 8  # of sampling for one step, if the algorithm drops groups
 
 
-def collect(run: Run, step: int, view: View) -> list[Rollout]:
-    """The rollouts of a step, scored: as many groups as it has prompts, of those that the algorithm keeps."""
-    wanted, groups, before = run.config.data.prompts_per_step, run.surplus, troubles(run)
+def collect(run: Run, step: int) -> list[Rollout]:
+    """Sample until the algorithm has kept a group for each prompt of the step; groups beyond that wait for the next."""
+    wanted = run.config.data.prompts_per_step
+    groups = run.progress.surplus
+    failures_before = count_failures(run.inputs)
     sampled: list[Rollout] = []
-    rounds = dropped = 0
-    while len(groups) < wanted and rounds < MOST_ROUNDS:
-        rollouts = sample(run, run.data.next_prompts(), f"{run.config.seed}/{step}/{rounds}", view)
-        found = grouped(rollouts)
-        kept = [group for group in found if run.algorithm.keeps(group)]
-        groups, sampled = groups + kept, sampled + rollouts
-        rounds, dropped = rounds + 1, dropped + len(found) - len(kept)
-    run.pending |= describe_sampling(run, sampled, rounds, dropped) | share_troubles(run, before, len(sampled))
-    tell_failures(run, view)
+    rounds = 0
+    dropped = 0
+    while len(groups) < wanted and rounds < MAX_ROUNDS:
+        prompts = run.inputs.data.next_prompts()
+        rollouts = sample(run, prompts, seed=f"{run.config.seed}/{step}/{rounds}")
+        kept, others = keep(run, rollouts)
+        groups = groups + kept
+        dropped += others
+        sampled += rollouts
+        rounds += 1
+    run.log.pending |= {"rounds": float(rounds), "groups_dropped": float(dropped)}
+    run.log.pending |= _describe(run, sampled)
+    run.log.pending |= share_failures(run, failures_before, len(sampled))
+    show_reward_failures(run)
     if not groups:
-        why = "; ".join(run.rewards.messages.values()) or "the rewards of each group are all equal"
-        raise RuntimeError(f"{MOST_ROUNDS} rounds of sampling gave no group that the algorithm keeps: {why}")
-    run.surplus = groups[wanted:]
+        why = "; ".join(run.inputs.rewards.messages.values()) or "the rewards within each group are all equal"
+        raise RuntimeError(f"the algorithm kept no group of {MAX_ROUNDS} rounds of sampling: {why}")
+    run.progress.surplus = groups[wanted:]
     return [replace(rollout, group=index) for index, group in enumerate(groups[:wanted]) for rollout in group]
 
 
-def sample(run: Run, prompts: Sequence[Prompt], seed: str, view: View) -> list[Rollout]:
-    """Rollouts of prompts, with rewards and, where KL needs it, with the reference's log-probabilities."""
+def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
+    """Rollouts of these prompts with rewards, and those of the other ranks.
 
-    def show(progress: Progress) -> None:
-        view.phase("generate", progress.finished, progress.finished + progress.running + progress.waiting)
+    Where KL needs it, those that the algorithm keeps also have the reference's log-probabilities.
+    """
 
-    with run.timed("generate"):
-        rollouts = run.environment.run(partial(run.policy.generate, seed=seed, on_progress=show), prompts)
-    with run.timed("reward"):
-        run.rewards.score(rollouts)
-    tell_failures(run, view)
-    if run.algorithm.needs_reference:
-        with run.timed("score"):
-            run.policy.score(rollouts, "reference")
+    def show(progress: Sampling) -> None:
+        total = progress.finished + progress.running + progress.waiting
+        run.log.view.phase("generate", progress.finished, total)
+
+    with run.log.timed("generate"):
+        generate = partial(run.policy.generate, seed=seed, on_progress=show)
+        rollouts = run.inputs.environment.run(generate, prompts)
+    with run.log.timed("reward"):
+        run.inputs.rewards.score(rollouts)
+    show_reward_failures(run)
+    if run.inputs.algorithm.needs_reference:
+        kept, _ = keep(run, rollouts)
+        with run.log.timed("score"):
+            run.policy.score([rollout for group in kept for rollout in group], "reference")
     return run.policy.gather_rollouts(rollouts)
 
 
-def grouped(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    groups: dict[int, list[Rollout]] = {}
+def keep(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Group], int]:
+    """The groups that are worth training on, and the number of the others."""
+    groups = group_by_prompt(rollouts)
+    kept = [group for group in groups if run.inputs.algorithm.keeps(group)]
+    return kept, len(groups) - len(kept)
+
+
+def group_by_prompt(rollouts: Sequence[Rollout]) -> list[Group]:
+    groups: dict[int, Group] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
     return list(groups.values())
 
 
+def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of everything that all ranks sampled in a step, whether it is trained on or not."""
+    found = {"generate_tokens": float(sum(sum(rollout.sampled) for rollout in sampled))}
+    if run.inputs.algorithm.needs_reference:
+        scored = [rollout for rollout in sampled if rollout.reference_logprobs is not None]
+        found["score_tokens"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
+    if sampled:
+        found["sampled_reward"] = describe(sampled)["reward"]
+    return found
+
+
 def evaluate(run: Run, seed: str) -> dict[str, float]:
-    """Of the held-out prompts, which ranks divide among themselves."""
-    v, world = run.config.validation, run.world
-    params = replace(run.policy.sampling, temperature=v.temperature)
-    with run.timed("validate"):
-        mine = run.validation[world.rank :: world.size]
-        rollouts = run.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
-        run.rewards.score(rollouts)
+    """Metrics of the validation prompts, which ranks divide among themselves.
+
+    A sample is right if its reward is 1 or more; pass@k is the share of prompts with at least one right sample.
+    """
+    inputs, world = run.inputs, run.world
+    settings = run.config.validation
+    params = replace(run.policy.sampling, temperature=settings.temperature)
+    with run.log.timed("validate"):
+        mine = inputs.validation[world.rank :: world.size]
+        rollouts = inputs.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
+        inputs.rewards.score(rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)
-    right = [[rollout.reward >= RIGHT for rollout in group] for group in grouped(rollouts)]
-    names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
-    parts = {name: [r.rewards[name] for r in rollouts if name in r.rewards] for name in names}
-    left_out = {"validation/dropped_prompts": float(run.left_out)} if run.left_out else {}
-    return left_out | {
-        "validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts),
-        **{f"validation/reward/{name}": math.fsum(part) / len(part) for name, part in parts.items() if len(parts) > 1},
-        "validation/accuracy": sum(map(sum, right)) / len(rollouts),
-        f"validation/pass@{v.samples}": sum(map(any, right)) / len(right),
-    }
+    right = [[rollout.reward >= RIGHT for rollout in group] for group in group_by_prompt(rollouts)]
+    found: dict[str, float] = {}
+    if inputs.left_out:
+        found["validation/dropped_prompts"] = float(inputs.left_out)
+    found["validation/reward"] = math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)
+    found |= _rewards_by_function(rollouts)
+    found["validation/accuracy"] = sum(map(sum, right)) / len(rollouts)
+    found[f"validation/pass@{settings.samples}"] = sum(map(any, right)) / len(right)
+    return found
+
+
+def _rewards_by_function(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The mean reward of each function, if there are several; not every rollout has one of each."""
+    given: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, reward in rollout.rewards.items():
+            given.setdefault(name, []).append(reward)
+    if len(given) < 2:
+        return {}
+    return {f"validation/reward/{name}": math.fsum(rewards) / len(rewards) for name, rewards in given.items()}

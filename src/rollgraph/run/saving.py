@@ -1,104 +1,96 @@
-"""When a run saves: every so often, for a better validation, and when it ends by an exception."""
+"""When a run saves: at intervals, for a better validation, when asked to stop, and when an exception ends it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from rollgraph.config import to_dict
 from rollgraph.run.setup import Run
-from rollgraph.telemetry import View
 
-LOST = "what came after the last checkpoint is lost"
+LOST = "progress since the last checkpoint is lost"
 
 
-def maybe_save(run: Run, step: int, score: float | None, now: bool = False) -> None:
-    """Every so often, after the last step, and wherever validation is better than it was in what is kept."""
-    due = now or (step + 1) % run.config.checkpoint.every == 0 or step == run.config.steps - 1
-    if due or (score is not None and is_best(run, score)):
+def save_after_step(run: Run, step: int, score: float | None, stopping: bool) -> None:
+    """Save at every interval, after the last step, and when validation beats the checkpoints that are kept for it."""
+    at_interval = (step + 1) % run.config.checkpoint.every == 0
+    due = stopping or at_interval or step == run.config.steps - 1
+    if due or (score is not None and _is_best(run, score)):
         save(run, score, due)
+    show_checkpoint_problems(run)
 
 
-def is_best(run: Run, score: float) -> bool:
-    """Whether a checkpoint is kept for it: what rank 0 says, because all ranks save together."""
+def _is_best(run: Run, score: float) -> bool:
+    """Rank 0 decides, because all ranks save together."""
     return run.on_any_rank(run.world.rank == 0 and run.checkpoints.is_best(score))
 
 
 def save(run: Run, score: float | None = None, due: bool = True) -> None:
-    """The end of the last step."""
-    assert run.end is not None
-    state = {
-        "data": run.end.data,
-        "surplus": [[rollout.to_dict() for rollout in group] for group in run.end.surplus],
-        "config": to_dict(run.config),
-        "reference": run.reference,
-    }
-    with run.timed("save"), run.policy.phases.enter("save"):
-        run.checkpoints.settle()  # a slow disk may take its time: here Ctrl-C is heard
-        with run.uninterrupted():
-            _save(run, state, score, due)
+    """Save the end of the last step."""
+    assert run.progress.end is not None
+    step = run.progress.end.step
+    state = run.progress.state()
+    with run.log.timed("save"), run.policy.phases.enter("save"):
+        run.checkpoints.settle()  # a slow disk may take its time, so Ctrl-C is allowed here
+        with run.stop.uninterrupted():
+            try:
+                run.checkpoints.save(step, state, score, due=due)
+            except Exception:
+                run.progress.save_failed = True
+                raise
 
 
-def _save(run: Run, state: dict[str, Any], score: float | None, due: bool) -> None:
-    assert run.end is not None
-    try:
-        run.checkpoints.save(run.end.step, state, score, due=due)
-    except Exception:
-        run.save_failed = True
-        raise
-
-
-def save_end(run: Run, view: View) -> None:
-    """Where a run was asked to stop: the end of its last step is on the disk, and then that is said."""
-    if run.end is None:
-        view.note("asked to stop: before the end of the first step, so there is nothing new to save")
+def save_before_stop(run: Run) -> None:
+    """Put the end of the last step on disk, and say so once it is there."""
+    end = run.progress.end
+    if end is None:
+        run.log.note("asked to stop before the end of the first step: there is nothing new to save")
         return
-    has = run.world.rank == 0 and run.checkpoints.has(run.end.step)  # what rank 0 says: all ranks save together
-    if not run.on_any_rank(has):
+    saved = run.world.rank == 0 and run.checkpoints.has(end.step)  # rank 0 decides: all ranks save together
+    if not run.on_any_rank(saved):
         save(run)
     run.checkpoints.wait()
-    tell_problems(run, view)
-    view.note(f"asked to stop: saved after {run.end.step + 1} of {run.config.steps} steps")
+    show_checkpoint_problems(run)
+    run.log.note(f"asked to stop: saved after {end.step + 1} of {run.config.steps} steps")
 
 
 @contextmanager
-def saved_on_error(run: Run, view: View) -> Iterator[None]:
-    """Whatever ends the loop, what was learned is saved: the end of its last step, if the weights are still those.
+def saved_on_error(run: Run) -> Iterator[None]:
+    """If an exception ends the loop, save the end of the last step, provided the weights still belong to it.
 
-    Not with several ranks: those where nothing happened would be waited for. What is lost is told.
+    With several ranks nothing is saved, because the ranks without an exception would be waited for. What is lost is
+    reported.
     """
     try:
         yield
     except BaseException:
         try:
             run.checkpoints.settle()
-            save_rest(run, view)
+            _save_unsaved(run)
         except KeyboardInterrupt:
-            view.note(f"interrupted while it was saved: {LOST}")
-        except Exception as error:  # the first one is the one to raise
-            view.note(f"and what was learned could not be saved: {error}")
-        tell_problems(run, view)
+            run.log.note(f"interrupted while saving: {LOST}")
+        except Exception as error:  # the first exception is the one to raise
+            run.log.note(f"saving failed, too: {error}")
+        show_checkpoint_problems(run)
         raise
 
 
-def save_rest(run: Run, view: View) -> None:
-    """What no checkpoint has yet."""
-    if run.end is None or run.end.step in [saved.step for saved in run.checkpoints.complete()]:
+def _save_unsaved(run: Run) -> None:
+    end = run.progress.end
+    if end is None or any(saved.step == end.step for saved in run.checkpoints.complete()):
         return
     if run.world.size > 1:
-        view.note(f"with several ranks nothing is saved after an error: {LOST}")
+        run.log.note(f"several ranks do not save after an error: {LOST}")
         return
-    if run.save_failed:  # which is the error, or was told
+    if run.progress.save_failed:  # that is the exception, or it was reported
         return
-    if run.policy.optimizer.steps != run.end.updates:
-        view.note(f"step {run.end.step + 1} ended between its updates: {LOST}")
+    if run.policy.optimizer.steps != end.updates:
+        run.log.note(f"step {end.step + 1} ended between its updates: {LOST}")
         return
     save(run)
     run.checkpoints.wait()
-    view.note(f"saved after {run.end.step + 1} of {run.config.steps} steps")
+    run.log.note(f"saved after {end.step + 1} of {run.config.steps} steps")
 
 
-def tell_problems(run: Run, view: View) -> None:
+def show_checkpoint_problems(run: Run) -> None:
     for problem in run.checkpoints.unread():
-        view.note(problem)
+        run.log.note(problem)

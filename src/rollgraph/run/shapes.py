@@ -1,4 +1,4 @@
-"""The static shapes of a run, and that everything fits them: prompts, completions, turns, microbatches, the cache."""
+"""The static shapes of a run: limits of prompts and sequences, and whether microbatches and the cache can hold them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK_SIZE: int = inspect.signature(Engine).parameters["block_size"].default  # 
 
 
 def completion_tokens(config: Config) -> tuple[str, int]:
-    """What can follow a prompt, and the key that says so: a completion, or all turns with their replies."""
+    """The key that limits what follows a prompt, and the limit: of a completion, or of all turns with their replies."""
     given = config.rollout.environment
     if given is not None:
         with about("rollout.environment"):
@@ -30,15 +30,15 @@ def completion_tokens(config: Config) -> tuple[str, int]:
 
 
 def make_limits(config: Config, architecture: Architecture, device: str, ranks: int = 1) -> Limits:
-    """The static shapes of a run."""
     key, after = completion_tokens(config)
-    longest, prompt = architecture.max_length, config.data.max_prompt_tokens
+    longest = architecture.max_length
+    prompt = config.data.max_prompt_tokens
     if (prompt or 1) + after > longest:
-        most = (
-            "model.tiny.max_length is" if config.model.tiny else f"the model of model.path ({config.model.path}) takes"
-        )
-        told = f"data.max_prompt_tokens ({prompt})" if prompt else "a prompt"
-        raise ConfigError([f"{key}: {told} and {after} tokens after it do not fit: {most} {longest}"])
+        limit = f"the model of model.path ({config.model.path}) takes {longest}"
+        if config.model.tiny:
+            limit = f"model.tiny.max_length is {longest}"
+        before = f"data.max_prompt_tokens ({prompt})" if prompt else "a prompt"
+        raise ConfigError([f"{key}: {before} and {after} tokens after it do not fit: {limit}"])
     if prompt is not None:
         longest = min(longest, prompt + after)
     largest = max(config.train.largest_bucket, longest)
@@ -49,7 +49,7 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
         max_length=longest,
         rows=max(1, min(config.rollout.rows, -(-samples // ranks))),
         token_buckets=tuple(buckets),
-        tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every place a sequence could have
+        tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every slot that a sequence could have
         cache_bytes=int(config.memory.cache_gib * 2**30) if config.memory.cache_gib else None,
         prefill_tokens=512 if on_cpu else 8192,
         whole_logits={"auto": None, "whole": True, "chunks": False}[config.memory.logits],
@@ -57,13 +57,17 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
 
 
 def longest_prompt(config: Config, limits: Limits) -> int:
-    """As configured, or what leaves room for all turns, or for one token of a completion."""
+    """The configured limit, or else what leaves room for all turns of an environment or one token of a completion."""
+    if config.data.max_prompt_tokens:
+        return config.data.max_prompt_tokens
     key, after = completion_tokens(config)
-    return config.data.max_prompt_tokens or limits.max_length - (1 if key == "rollout.max_tokens" else after)
+    if key == "rollout.max_tokens":
+        return limits.max_length - 1
+    return limits.max_length - after
 
 
 def check_cache(config: Config, limits: Limits, architecture: Architecture, dtype: str | None) -> None:
-    """A cache that was given a size has to hold one sequence, however long."""
+    """Refuse a cache that cannot hold one sequence of the greatest length."""
     if limits.cache_bytes is None or dtype is None:
         return
     plan = CachePlan.within(architecture, getattr(torch, dtype), BLOCK_SIZE, limits.cache_bytes)
@@ -71,17 +75,20 @@ def check_cache(config: Config, limits: Limits, architecture: Architecture, dtyp
         least = CachePlan(architecture, plan.dtype, BLOCK_SIZE, 1 - -limits.max_length // BLOCK_SIZE).nbytes / 2**30
         raise ConfigError(
             [
-                f"memory.cache_gib: {config.memory.cache_gib:g} hold {max(0, plan.tokens)} tokens, but a prompt with "
-                f"its completion can have {limits.max_length}: give {least:.2g} or more, or a smaller "
+                f"memory.cache_gib: {config.memory.cache_gib:g} GiB hold {max(0, plan.tokens)} tokens, but a prompt "
+                f"with its completion may have {limits.max_length}: set {least:.2g} or more, or a smaller "
                 "data.max_prompt_tokens"
             ]
         )
 
 
 def check_buckets(config: Config, limits: Limits, data: PromptData, held_out: PromptData | None) -> None:
-    """The longest sequence that can come has to fit a microbatch: it is never split."""
+    """Refuse token buckets that cannot hold the longest sequence: a sequence is never split."""
     key, after = completion_tokens(config)
-    longest = min(max(data.longest, held_out.longest if held_out else 0) + after, limits.max_length)
+    longest_prompt = data.longest
+    if held_out is not None:
+        longest_prompt = max(longest_prompt, held_out.longest)
+    longest = min(longest_prompt + after, limits.max_length)
     if longest > limits.token_buckets[-1]:
         raise ConfigError(
             [

@@ -1,68 +1,99 @@
-"""What people see of a run, step by step: the terminal, metrics, samples, and what went wrong without ending it."""
+"""The log of a run: the terminal, metrics and sample completions, step by step.
+
+Owns the view, the sinks, and the metrics and times of the step in progress. Only rank 0 writes.
+"""
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from rollgraph.config import to_dict
-from rollgraph.rl.algorithms.batches import describe
-from rollgraph.run.setup import Run
+from rollgraph.config import Config, to_dict
+from rollgraph.distributed.world import World
 from rollgraph.telemetry import SampleWriter, View, close_sinks, make_sinks
-from rollgraph.telemetry.metrics import Metrics
+from rollgraph.telemetry.metrics import Metrics, Sink
 from rollgraph.types import Batch, Rollout
 
-REWARD_FAILURES = "reward_failures/"  # metrics: counts of a step, by kind
-ENVIRONMENT_FAILURES = "environment_failures/"
-UNREWARDED = "unrewarded"  # the share of rollouts that no function had a reward for
 
+class StepLog:
+    """What people see of each step."""
 
-class Logbook:
-    """What people see of each step: the terminal, metrics and samples, on rank 0."""
-
-    def __init__(self, run: Run, view: View, first_step: int) -> None:
-        self._run, self._view, self._log = run, view, run.config.log
-        folder, first = Path(run.config.output), run.world.rank == 0
-        self._sinks = (
-            make_sinks(self._log, folder, resume_at=first_step, run_config=to_dict(run.config)) if first else []
-        )
-        self._samples = SampleWriter(folder, self._log.samples_every, resume_at=first_step) if first else None
+    def __init__(self, config: Config, world: World, view: View | None = None) -> None:
+        self.view = view or View()
+        self.pending: dict[str, float] = {}  # metrics of the step in progress
+        self.seconds: dict[str, float] = defaultdict(float)  # of the step in progress, by phase
+        self._config = config
+        self._world = world
+        self._sinks: list[Sink] = []
         self._metrics = Metrics(self._sinks)
+        self._samples: SampleWriter | None = None
+        self._started = 0.0
+
+    @contextmanager
+    def writing(self, first_step: int) -> Iterator[None]:
+        """Open the files of the run; what they hold of `first_step` and later is cut off."""
+        if self._world.rank == 0:
+            folder = Path(self._config.output)
+            log = self._config.log
+            self._sinks += make_sinks(log, folder, resume_at=first_step, run_config=to_dict(self._config))
+            self._samples = SampleWriter(folder, log.samples_every, resume_at=first_step)
+        self.seconds.clear()  # a warm start and the validation before the first step are not part of it
         self._started = time.perf_counter()
-        run.seconds.clear()  # a warm start, and what was held out before the first step, are no part of it
+        try:
+            yield
+        finally:
+            close_sinks(self._sinks)
 
-    def __enter__(self) -> Logbook:
-        return self
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._world.device.startswith("cuda"):
+                torch.cuda.synchronize()
+            self.seconds[phase] += time.perf_counter() - start
 
-    def __exit__(self, *error: object) -> None:
-        close_sinks(self._sinks)
+    def note(self, text: str) -> None:
+        """Show one line that stays."""
+        self.view.note(text)
 
-    def write(self, step: int, rollouts: Sequence[Rollout], batch: Batch, values: dict[str, float]) -> None:
-        """Everything about a step that has been taken; the next one's time begins here."""
-        run, now = self._run, time.perf_counter()
-        values = {**run.pending, **batch.metrics, **values}
-        values |= {"dropped_prompts": float(run.data.dropped)} if run.data.dropped else {}
-        values |= speed(run, rollouts, values, now - self._started)
-        due = step % self._log.every == 0 or step == run.config.steps - 1
-        if due or any(name.startswith("validation/") for name in values):
+    def write(self, step: int, rollouts: Sequence[Rollout], batch: Batch, values: Mapping[str, float]) -> None:
+        """Log a finished step. The time of the next one begins here."""
+        now = time.perf_counter()
+        values = {**self.pending, **batch.metrics, **values}
+        values |= self._speed(rollouts, values, now - self._started)
+        validated = any(name.startswith("validation/") for name in values)
+        if validated or step % self._config.log.every == 0 or step == self._config.steps - 1:
             self._metrics.log(step, values)
-        self._view.step(step, values, run.seconds)
+        self.view.step(step, values, self.seconds)
         if self._samples is not None:
             self._samples.write(step, rollouts, advantages_of(rollouts, batch))
-        run.pending.clear()
-        run.seconds.clear()
+        self.pending.clear()
+        self.seconds.clear()
         self._started = now
+
+    def _speed(self, rollouts: Sequence[Rollout], values: Mapping[str, float], seconds: float) -> dict[str, float]:
+        """Times and memory of this rank. Tokens are those of all ranks, for each phase that counts its own."""
+        tokens = sum(len(rollout.tokens) for rollout in rollouts)
+        found = {"seconds": seconds, "tokens/s": tokens / seconds}
+        for phase, taken in self.seconds.items():
+            found[f"seconds/{phase}"] = taken
+            if f"{phase}_tokens" in values:
+                found[f"tokens/s/{phase}"] = values[f"{phase}_tokens"] / taken
+        found["memory_gib"] = peak_memory(self._world.device) / 2**30
+        return found
 
 
 def advantages_of(rollouts: Sequence[Rollout], batch: Batch) -> list[float]:
-    """In the order of the rollouts; minibatches have another one."""
+    """The advantage of each rollout, in their order; minibatches have another order."""
     found = [0.0] * len(rollouts)
     for sample in batch.samples:
         if sample.rollout is not None:
@@ -70,62 +101,9 @@ def advantages_of(rollouts: Sequence[Rollout], batch: Batch) -> list[float]:
     return found
 
 
-def tell_failures(run: Run, view: View) -> None:
-    """What rewards raised, as soon as it is known; of a run, the first few that differ."""
-    for message in run.rewards.unread():
-        view.note(f"a reward failed and counts as {run.config.reward.on_failure:g}: {message}")
-
-
-def count_failures(run: Run) -> str:
-    """At the end, in one line; empty where nothing failed."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in run.rewards.failures.items())
-    return f"rewards failed for {run.rewards.failures.total()} rollouts: {kinds}" if kinds else ""
-
-
-def troubles(run: Run) -> Counter[str]:
-    """What went wrong without ending the run, by the name of its metric, counted since this process began."""
-    found = Counter({REWARD_FAILURES + kind: count for kind, count in run.rewards.failures.items()})
-    failures = getattr(run.environment, "failures", {})
-    found.update({ENVIRONMENT_FAILURES + kind: count for kind, count in failures.items()})
-    found[UNREWARDED] = run.rewards.unrewarded
-    return found
-
-
-def share_troubles(run: Run, before: Counter[str], sampled: int) -> dict[str, float]:
-    """As metrics, those since `before` of all ranks together, which have sampled so many rollouts; each rank hears
-    which rewards of the others failed."""
-    mine, found = troubles(run) - before, Counter[str]()
-    for rank, said in enumerate(run.policy.sharded.collectives.agree(json.dumps([mine, run.rewards.messages]))):
-        counts, messages = json.loads(said)
-        found.update(counts)
-        if rank != run.world.rank:
-            kinds = {name: count for name, count in counts.items() if name.startswith(REWARD_FAILURES)}
-            run.rewards.hear({name.removeprefix(REWARD_FAILURES): kinds[name] for name in kinds}, messages)
-    return {**found, UNREWARDED: found[UNREWARDED] / max(1, sampled)}
-
-
-def describe_sampling(run: Run, sampled: Sequence[Rollout], rounds: int, dropped: int) -> dict[str, float]:
-    """Of all that was sampled in a step, by all ranks, whether it is trained on in this step or not."""
-    found = {"rounds": float(rounds), "groups_dropped": float(dropped)}
-    found["generate_tokens"] = float(sum(sum(rollout.sampled) for rollout in sampled))
-    if run.algorithm.needs_reference:
-        found["score_tokens"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in sampled))
-    return found | ({"sampled_reward": describe(sampled)["reward"]} if sampled else {})
-
-
-def speed(run: Run, rollouts: Sequence[Rollout], values: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Times and memory of this rank; tokens are those of all ranks, of a phase as far as it has counted them."""
-    tokens = sum(len(rollout.tokens) for rollout in rollouts)
-    found = {"seconds": seconds, "tokens/s": tokens / seconds}
-    for phase, taken in run.seconds.items():
-        found[f"seconds/{phase}"] = taken
-        if f"{phase}_tokens" in values:
-            found[f"tokens/s/{phase}"] = values[f"{phase}_tokens"] / taken
-    return {**found, "memory_gib": peak_memory(run.world.device) / 2**30}
-
-
 def peak_memory(device: str) -> int:
-    """Bytes that this process had at most: of a GPU, or of the machine."""
+    """The most bytes this process has used, on its GPU or else on the host."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

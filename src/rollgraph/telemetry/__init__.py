@@ -1,6 +1,8 @@
-"""What people see of a run: the terminal, metrics in other tools, sample completions."""
+"""What people see of a run: the terminal, metrics, and sample completions."""
 
-from rollgraph.telemetry.sinks import SampleWriter, SinkError, check_sinks, close_sinks, make_sinks, truncate_jsonl
+from rollgraph.telemetry.jsonl import truncate_jsonl
+from rollgraph.telemetry.samples import SampleWriter
+from rollgraph.telemetry.sinks import SinkError, check_sinks, close_sinks, make_sinks
 from rollgraph.telemetry.terminal import View, make_view
 
 __all__ = [

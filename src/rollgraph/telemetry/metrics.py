@@ -1,15 +1,14 @@
-"""Metrics: tensors stay on their device until one transfer for each step; sinks write what arrived."""
+"""Metrics: tensors stay on their device until one transfer per step, after which sinks write the numbers."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
-from rollgraph.files import open_own
+from rollgraph.telemetry.jsonl import open_to_append
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,24 +35,22 @@ class JsonlSink:
         self._file.close()
 
 
-def open_to_append(path: Path) -> IO[str]:
-    """A file that grows line by line. A link of that name is refused: what it points to is somebody else's."""
-    return open(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
-
-
 class LineSink:
-    """One readable line for a step: `step    3  loss 0.5000  tokens/s 1.2e+04`."""
+    """One readable line per step: `step    3  loss 0.5000  tokens/s 1.2e+04`."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self._stream = stream or sys.stdout
 
     def write(self, step: int, values: Values) -> None:
-        cells = [f"{name} {value:.4f}" if abs(value) < 1e4 else f"{name} {value:.3g}" for name, value in values.items()]
+        cells = []
+        for name, value in values.items():
+            number = f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
+            cells.append(f"{name} {number}")
         print(f"step {step:4d}  " + "  ".join(cells), file=self._stream, flush=True)
 
 
 class Metrics:
-    """Collects the values of a step, on the device or off it, and hands them to the sinks at once."""
+    """Hands the values of a step, on the device or not, to all sinks."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
@@ -73,6 +70,8 @@ def to_host(values: Mapping[str, float | Tensor]) -> Values:
     several = [name for name, tensor in tensors.items() if tensor.numel() != 1]
     if several:
         raise ValueError(f"metrics must be single numbers: {', '.join(several)}")
-    fetched = torch.stack([t.detach().float().reshape(()) for t in tensors.values()]).tolist() if tensors else []
-    numbers = dict(zip(tensors, fetched, strict=True))
-    return {name: numbers[name] if name in numbers else float(value) for name, value in values.items()}
+    numbers = {name: float(value) for name, value in values.items() if name not in tensors}
+    if tensors:
+        fetched = torch.stack([tensor.detach().float().reshape(()) for tensor in tensors.values()]).tolist()
+        numbers |= zip(tensors, fetched, strict=True)
+    return {name: numbers[name] for name in values}  # in the order they were given

@@ -1,7 +1,7 @@
-"""Where metrics and sample completions go: JSON lines, TensorBoard, Weights & Biases, MLflow.
+"""Where metrics go: JSON lines, TensorBoard, Weights & Biases, MLflow.
 
-Owns the files `metrics.jsonl`, `samples.jsonl` and `tensorboard/` of a run's folder, and how they go on after a
-resume. Other packages are imported when a sink of theirs is made. Only the first rank makes sinks.
+Owns `metrics.jsonl` and `tensorboard/` in a run's folder, and how each sink continues after a resume. A package is
+imported when a sink that needs it is made. Only rank 0 makes sinks.
 """
 
 from __future__ import annotations
@@ -10,56 +10,46 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
-import json
-import os
 import re
-import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollgraph.files import write_atomically, write_new
-from rollgraph.telemetry.metrics import JsonlSink, Sink, Values, open_to_append
+from rollgraph.files import write_atomically
+from rollgraph.telemetry.jsonl import Note, tell, truncate_jsonl
+from rollgraph.telemetry.metrics import JsonlSink, Sink, Values
 
 if TYPE_CHECKING:
     from rollgraph.config import LogConfig, SinkName
-    from rollgraph.types import Rollout
-
-Note = Callable[[str], None]
 
 DEFAULT_SINKS: tuple[SinkName, ...] = ("jsonl", "tensorboard")
-PACKAGES = {  # any one of them will do
+PACKAGES = {  # a sink needs any one of its packages
     "tensorboard": ("tensorboard", "tensorboardX"),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
 }
-TOLD = 5  # damaged lines of a file that are shown; of more, the number is
 
 
 class SinkError(RuntimeError):
-    """A sink that was asked for cannot be made."""
-
-
-def tell(text: str) -> None:
-    print(text, file=sys.stderr)
+    """A sink that was configured cannot be made."""
 
 
 def check_sinks(log: LogConfig, note: Note = tell) -> tuple[SinkName, ...]:
-    """The sinks there will be. One that was asked for and cannot be imported raises, as does an option it has not."""
+    """The names of the sinks to make; SinkError if a configured one cannot be imported or an option is unknown."""
     names = log.sinks if log.sinks is not None else DEFAULT_SINKS
     missing = [name for name in names if name in PACKAGES and not any(map(_installed, PACKAGES[name]))]
     if log.sinks is None:
         names = tuple(name for name in names if name not in missing)
         for name in missing:
-            note(f"no {name} log: it is not installed (pip install 'rollgraph[{name}]')")
+            note(f"{name} is not installed, so there is no {name} log (pip install 'rollgraph[{name}]')")
     elif missing:
         commands = "; ".join(f"{name}: pip install 'rollgraph[{name}]'" for name in missing)
-        raise SinkError(f"log.sinks names what is not installed: {commands}")
+        raise SinkError(f"log.sinks: not installed: {commands}")
     for name in names:
         try:
             _import(name)
-        except Exception as error:  # a package that is there and broken
+        except Exception as error:  # installed, but broken
             raise SinkError(f"log.sinks: {name} cannot be imported: {type(error).__name__}: {error}") from error
     if unknown := log.mlflow.keys() - {"tracking_uri", "experiment", "run_name"}:
         raise SinkError(f"log.mlflow has unknown options: {', '.join(sorted(unknown))}")
@@ -74,11 +64,10 @@ def make_sinks(
     run_config: Mapping[str, Any] | None = None,
     note: Note = tell,
 ) -> list[Sink]:
-    """The sinks of `log.sinks`; close them by `close_sinks`.
+    """Make the configured sinks; close them with `close_sinks`.
 
-    `resume_at` is the first step that will be written: what is there of it and of later steps goes away, and so does,
-    with a note, what is damaged.
-    `run_config` is shown beside the metrics by W&B and MLflow.
+    `resume_at` is the first step that will be written: entries of that step and later ones are removed, and so are
+    damaged ones, with a note. W&B and MLflow show `run_config` beside the metrics.
     """
     names = check_sinks(log, note)
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +82,7 @@ def make_sinks(
 
 
 def close_sinks(sinks: Iterable[Sink]) -> None:
-    """Every sink, also after one has failed."""
+    """Close every sink, even if one of them fails."""
     with contextlib.ExitStack() as stack:
         for sink in sinks:
             if close := getattr(sink, "close", None):
@@ -103,7 +92,7 @@ def close_sinks(sinks: Iterable[Sink]) -> None:
 class TensorBoardSink:
     def __init__(self, folder: Path, resume_at: int | None = None) -> None:
         writer = _import("tensorboard").SummaryWriter
-        # It hides steps from `purge_step` on that an earlier process wrote into the same folder.
+        # TensorBoard hides what an earlier process wrote for `purge_step` and later.
         self._writer = writer(str(folder), purge_step=resume_at, flush_secs=10)
 
     def write(self, step: int, values: Values) -> None:
@@ -115,7 +104,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A resumed run goes on with the same id; W&B itself ignores steps that it has."""
+    """A resumed run keeps its id; W&B ignores steps that it already has."""
 
     def __init__(self, folder: Path, options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         known = _remembered(folder / "wandb_run.txt") or _remember(folder / "wandb_run.txt", uuid.uuid4().hex[:12])
@@ -150,87 +139,6 @@ class MlflowSink:
         self._mlflow.end_run()
 
 
-class SampleWriter:
-    """Some rollouts of every so many steps, one JSON object each, in `samples.jsonl`."""
-
-    def __init__(
-        self, folder: Path, every: int, most: int = 64, resume_at: int | None = None, note: Note = tell
-    ) -> None:
-        self._path, self._every, self._most = folder / "samples.jsonl", every, most
-        folder.mkdir(parents=True, exist_ok=True)
-        if resume_at is not None:
-            truncate_jsonl(self._path, resume_at - 1, note)
-
-    def write(self, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> bool:
-        """Whether it was such a step. `advantages` has one number for each rollout."""
-        if len(rollouts) != len(advantages):
-            raise ValueError(f"{len(rollouts)} rollouts with {len(advantages)} advantages")
-        if self._every == 0 or step % self._every:
-            return False
-        with open_to_append(self._path) as file:
-            for rollout, advantage in list(zip(rollouts, advantages, strict=True))[: self._most]:
-                row = {
-                    "step": step,
-                    "prompt": rollout.prompt.text,
-                    "completion": rollout.text,
-                    "reward": rollout.reward,
-                    "rewards": rollout.rewards,
-                    "advantage": advantage,
-                    "finish_reason": rollout.finish_reason,
-                    "tokens": len(rollout.tokens),
-                    "prompt_id": rollout.prompt.id,
-                }
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        return True
-
-
-def truncate_jsonl(path: Path, step: int, note: Note = tell) -> int:
-    """Take away the lines of steps after `step`, and those that are damaged; the number of both.
-
-    Damaged ones are told, by their numbers: the last one where a crash tore it, others where the disk failed. The file
-    is replaced in one go: after a crash in here it is the old one or the new one.
-    """
-    if not path.exists():
-        return 0
-    open_to_append(path).close()  # or it is none of ours
-    dropped, damaged = 0, list[str]()
-    temporary = path.with_name(f".{path.name}.tmp")
-    write_new(temporary)
-    # Bytes, because a torn line may end inside a character.
-    with path.open("rb") as old, temporary.open("r+b") as new:
-        for number, line in enumerate(old, start=1):
-            found = _step_of(line)
-            if found is not None and found <= step:
-                new.write(line)
-                continue
-            dropped += 1
-            if found is None:
-                damaged.append(f"{path}:{number}: {_described(line)}")
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(temporary, path)
-    for text in damaged[:TOLD]:
-        note(text)
-    if len(damaged) > TOLD:
-        note(f"{path}: {len(damaged) - TOLD} more lines were damaged, and were taken out")
-    return dropped
-
-
-def _step_of(line: bytes) -> int | None:
-    """None of a line that is no record of a step."""
-    try:
-        return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
-
-
-def _described(line: bytes) -> str:
-    """What is wrong with a line that was taken out, and what there was of it."""
-    what = "this line is damaged" if line.endswith(b"\n") else "the last line was cut off"
-    text = line.decode("utf-8", "backslashreplace").strip()
-    return f"{what}, and was taken out: {text[:100]!r}{' and so on' * (len(text) > 100)}"
-
-
 def _continue_jsonl(path: Path, resume_at: int | None, note: Note) -> JsonlSink:
     if resume_at is not None:
         truncate_jsonl(path, resume_at - 1, note)
@@ -249,12 +157,13 @@ def _installed(package: str) -> bool:
 
 
 def _remembered(path: Path) -> str | None:
-    """The name that a run has elsewhere. One that is damaged would begin another run there."""
+    """The id that this run has in another tool. A damaged id would start a second run there."""
     if not path.exists():
         return None
-    text, sum_file = path.read_bytes(), _sum_file(path)
+    text = path.read_bytes()
+    sum_file = _sum_file(path)
     if sum_file.exists() and sum_file.read_bytes() != _checksum(text):
-        raise SinkError(f"{path} is not what was written: its checksum differs. Mend it, or remove it to begin anew")
+        raise SinkError(f"{path} is damaged: its checksum differs. Repair it, or remove it to start a new run there")
     return text.decode().strip()
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rollgraph.distributed.world import World
 from rollgraph.run.checkpoints import Checkpoints
-from rollgraph.run.interrupts import Interrupts
+from rollgraph.run.stop import StopSignals
 from rollgraph.train import train
 from tests.run.test_checkpoints import Run
 from tests.test_train import ONE, config_of, folder
@@ -61,7 +61,7 @@ def test_pressed_once_the_step_ends_first(
     with pytest.raises(KeyboardInterrupt):
         train(config_of(folder, *QUICK), ONE)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert "Ctrl-C: the run is saved and ends after this step; once more, and it ends at once" in capfd.readouterr().err
+    assert "Ctrl-C: the run will save and end after this step; press again to end it at once" in capfd.readouterr().err
     assert saved_steps(folder) == ["step_00000001"]
 
 
@@ -76,7 +76,7 @@ def test_an_update_and_the_note_of_it_are_one(
     assert saved_steps(folder) == ["step_00000001"]
     found = capfd.readouterr()
     assert "is lost" not in found.out
-    assert ("Ctrl-C: the run ends after this update" in found.err) == (times == 2)
+    assert ("Ctrl-C: the run will end after this update" in found.err) == (times == 2)
 
 
 def test_pressed_three_times_in_an_update_the_loss_is_told(
@@ -86,7 +86,7 @@ def test_pressed_three_times_in_an_update_the_loss_is_told(
     with pytest.raises(KeyboardInterrupt):
         train(config_of(folder, *QUICK), ONE)
     assert saved_steps(folder) == []
-    assert "step 1 ended between its updates: what came after the last checkpoint is lost" in capsys.readouterr().out
+    assert "step 1 ended between its updates: progress since the last checkpoint is lost" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -100,7 +100,7 @@ def test_what_waits_for_a_slow_disk_is_saved_or_the_loss_is_told(
     out = capsys.readouterr().out
     if again:
         assert saved_steps(folder) == ["step_00000000"]
-        assert "interrupted while it was saved: what came after the last checkpoint is lost" in out
+        assert "interrupted while saving: progress since the last checkpoint is lost" in out
     else:
         assert saved_steps(folder) == ["step_00000000", "step_00000001"]
         assert "saved after 2 of 4 steps" in out
@@ -129,32 +129,32 @@ def wait_after(start: Callable[[], None], wait: Callable[[], None]) -> None:
 
 
 def test_before_the_first_step_it_ends_at_once() -> None:
-    asked: list[int] = []
-    with pytest.raises(KeyboardInterrupt), Interrupts(lambda: asked.append(1), ONE):
+    stop = StopSignals(ONE)
+    with pytest.raises(KeyboardInterrupt), stop:
         press()
-    assert asked == []
+    assert not stop.requested
 
 
 def test_two_that_are_one_where_torchrun_hands_it_on() -> None:
-    asked: list[int] = []
-    ctrl_c = Interrupts(lambda: asked.append(1), World(1, 2, "cpu"))
-    ctrl_c.begin()
+    stop = StopSignals(World(1, 2, "cpu"))
+    stop.begin_steps()
     with ExitStack() as stack:
-        stack.enter_context(ctrl_c)
+        stack.enter_context(stop)
         press(2)
         stack.pop_all()  # the step went on
     with pytest.raises(KeyboardInterrupt):
-        ctrl_c.__exit__(None)
-    assert asked == [1]
+        stop.__exit__(None)
+    assert stop.requested
 
 
 def test_what_others_do_with_ctrl_c_stays() -> None:
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
-        with Interrupts(lambda: pytest.fail("asked"), ONE) as ctrl_c:
-            ctrl_c.begin()
+        with StopSignals(ONE) as stop:
+            stop.begin_steps()
             press()
+        assert not stop.requested
         assert pressed == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)

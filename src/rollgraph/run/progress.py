@@ -1,0 +1,56 @@
+"""How far a run has come: everything a checkpoint holds besides weights and optimizer state.
+
+Knows neither the loop nor the checkpoint files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollgraph.config import Config, to_dict
+from rollgraph.rl.data import PromptData
+from rollgraph.sharding.shard_files import Sealed
+from rollgraph.types import Rollout
+
+Group = list[Rollout]  # the rollouts of one prompt
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """A finished step, and which weights belong to it."""
+
+    step: int
+    updates: int  # made by the optimizer so far; after another one, the weights no longer belong to this step
+    data: dict[str, Any]
+    surplus: list[Group]
+
+
+class Progress:
+    """Changes as a run takes its steps; `state()` is what a checkpoint saves of it."""
+
+    def __init__(self, config: Config, data: PromptData) -> None:
+        self._config = config
+        self._data = data
+        self.surplus: list[Group] = []  # groups that were sampled and not used yet
+        self.reference_files: list[Sealed] = []  # on rank 0: checksums of the files that hold the reference policy
+        self.end: StepEnd | None = None  # of the last step that this process took
+        self.save_failed = False
+
+    def finish_step(self, step: int, updates: int) -> None:
+        self.end = StepEnd(step, updates, self._data.state(), self.surplus)
+
+    def state(self) -> dict[str, Any]:
+        """The end of the last step, as JSON can hold it."""
+        assert self.end is not None
+        return {
+            "data": self.end.data,
+            "surplus": [[rollout.to_dict() for rollout in group] for group in self.end.surplus],
+            "config": to_dict(self._config),
+            "reference": self.reference_files,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._data.load_state(state["data"])
+        self.surplus = [[Rollout.from_dict(entry) for entry in group] for group in state["surplus"]]

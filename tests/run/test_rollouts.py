@@ -1,0 +1,34 @@
+"""Rollouts are kept or dropped before they are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollgraph.policy import PolicyWorker
+from rollgraph.train import train
+from rollgraph.types import Rollout
+from tests.test_train import ONE, folder, metrics_of, sparse_config
+
+__all__ = ["folder"]
+
+
+def test_only_groups_that_are_kept_are_scored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scored: list[int] = []
+    original = PolicyWorker.score
+
+    def score(self: PolicyWorker, rollouts: Sequence[Rollout], weights: str = "reference") -> None:
+        scored.append(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in rollouts))
+        groups: dict[int, set[float]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.group, set()).add(rollout.reward)
+        assert all(len(rewards) > 1 for rewards in groups.values()), "a group of equal rewards teaches nothing"
+        original(self, rollouts, weights)
+
+    monkeypatch.setattr(PolicyWorker, "score", score)
+    train(sparse_config(folder, "graph.impl=none"), ONE)
+    metrics = metrics_of(folder / "run")
+    assert sum(values["groups_dropped"] for values in metrics) > 0
+    assert sum(values["score_tokens"] for values in metrics) == sum(scored)
