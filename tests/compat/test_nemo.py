@@ -15,7 +15,7 @@ from rollgraph.compat.graph_lint import lint
 from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.ledger import short
 from rollgraph.compat.nemo.translation import translate_tree
-from rollgraph.compat.yaml_tree import plain
+from rollgraph.compat.omegaconf_yaml import plain
 from rollgraph.config import Config, ConfigError, check_scopes, load_config, parse_config
 from rollgraph.config.reader import Node
 from rollgraph.rl.algorithms import load_algorithm

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from rollgraph.compat.interpolation import Resolver
-from rollgraph.compat.yaml_tree import parse_tree, plain
+from rollgraph.compat.omegaconf_yaml import parse_tree, plain
 from rollgraph.config.reader import Chain, ConfigError, Node, merge_bases, read_text
 
 

@@ -13,7 +13,7 @@ from rollgraph.compat.composed_yaml import load_composed
 from rollgraph.compat.graph_keys import GRAPH_KEYS, TRACKERS, implementation
 from rollgraph.compat.graph_remarks import LintKind, Remark
 from rollgraph.compat.graph_section import GraphSection
-from rollgraph.compat.yaml_tree import entries, node_at, section_at
+from rollgraph.compat.omegaconf_yaml import entries, node_at, section_at
 from rollgraph.config.reader import ConfigError, Node
 
 KNOWN_KEYS = {*GRAPH_KEYS, *TRACKERS, *TRACKERS.values()}

@@ -21,7 +21,7 @@ from rollgraph.compat.graph_keys import (
     split_scopes,
 )
 from rollgraph.compat.graph_remarks import LintKind, Remark
-from rollgraph.compat.yaml_tree import node_at, plain, section_at
+from rollgraph.compat.omegaconf_yaml import node_at, plain, section_at
 from rollgraph.config.reader import Node
 
 NEMO_PASSES_ON = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps")  # the latter two only lately

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from rollgraph.compat.yaml_tree import NUMBER
+from rollgraph.compat.omegaconf_yaml import NUMBER
 from rollgraph.config.reader import LARGEST_NUMBER, MOST_VALUES, ConfigError, Node
 
 RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {  # those that NeMo-RL registers

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from rollgraph.compat.nemo.keys import TABLE, Ignored, Rule, To
-from rollgraph.compat.yaml_tree import plain
+from rollgraph.compat.omegaconf_yaml import plain
 from rollgraph.config.reader import Node
 
 
