@@ -32,10 +32,10 @@ def add_to(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval",
         help="evaluate a run's model on its validation prompts",
-        description="Print the mean reward, accuracy and pass@k on data.validation as JSON. With torchrun, ranks divide "
-        "the prompts among themselves. Accuracy is the share of samples that are right; pass@k is the share of prompts "
-        "with at least one right sample out of k = validation.samples, drawn at validation.temperature. A sample is "
-        "right if its reward, the weighted sum of all reward functions, is 1 or more.",
+        description="Print the mean reward, accuracy and pass@k on data.validation as JSON. With torchrun, ranks "
+        "divide the prompts among themselves. Accuracy is the share of samples that are right; pass@k is the share of "
+        "prompts with at least one right sample out of k = validation.samples, drawn at validation.temperature. A "
+        "sample is right if its reward, the weighted sum of all reward functions, is 1 or more.",
     )
     export = commands.add_parser(
         "export",
