@@ -1,11 +1,12 @@
-"""Generate, score with a reference and train, five times over, on megatron-core with everything switched on.
+"""Five rollouts of generating, scoring with a reference and training, on megatron-core with graphs and overlap.
 
-A GPT of 4 layers in Megatron's DDP with both overlaps, its distributed optimizer and `cuda_graph_impl="local"`. Graphs
-are off while it generates and scores, and on while it trains; the train() is one-shot, like those of Megatron-LM and
-slime. It learns to write even tokens. Needs a GPU and megatron-core, not Transformer Engine.
+The model is a GPT with 4 layers in Megatron's DDP with both overlaps, the distributed optimizer and
+`cuda_graph_impl="local"`. Graphs are off while it generates and scores, and on while it trains; train() is one-shot,
+like those of Megatron-LM and slime. The model learns to write even tokens. Needs a GPU and megatron-core, but not
+Transformer Engine.
 
     python examples/megatron_repeated_rollouts.py                    # five rollouts
-    python examples/megatron_repeated_rollouts.py --without-repair   # the AssertionError that people report
+    python examples/megatron_repeated_rollouts.py --without-repair   # the AssertionError that users report
 """
 
 from __future__ import annotations
@@ -32,15 +33,21 @@ from torch import Tensor
 
 from rollgraph.compat.megatron import reference_weights, repair, repeatable_train
 
-LAYERS, WIDTH, HEADS, VOCABULARY = 4, 128, 4, 64
-ROWS, LENGTH, MICROBATCHES, STEPS = 32, 16, 2, 4
+LAYERS = 4
+WIDTH = 128
+HEADS = 4
+VOCABULARY = 64
+ROWS = 32
+LENGTH = 16
+MICROBATCHES = 2
+STEPS = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Five rollouts on megatron-core with graphs and overlap.")
-    parser.add_argument("--without-repair", action="store_true", help="run into the failure")
+    parser.add_argument("--without-repair", action="store_true", help="show the failure")
     parser.add_argument("--rollouts", type=int, default=5)
-    parser.add_argument("--reset-graphs", action="store_true", help="capture anew in every rollout")
+    parser.add_argument("--reset-graphs", action="store_true", help="capture again in every rollout")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this example needs a GPU: it captures CUDA graphs")
@@ -103,7 +110,7 @@ def make_model() -> Any:
         cuda_graph_impl="local",
     )
     gpt = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, position_embedding_type="rope")
-    gpt = gpt.cuda().bfloat16()  # its norms are made in fp32
+    gpt = gpt.cuda().bfloat16()  # its norms are created in fp32
     overlap = DistributedDataParallelConfig(
         overlap_grad_reduce=True,
         overlap_param_gather=True,
@@ -140,7 +147,7 @@ def generate(model: Any) -> Tensor:
 
 @torch.no_grad()
 def score(model: Any, ids: Tensor) -> Tensor:
-    """Negative log-probability of each token given those before it, [rows, tokens]; of the last, that of the first."""
+    """The negative log-probability of each next token, [rows, tokens]; after the last token, of the first one."""
     return model(ids, positions_of(ids), None, labels=ids.roll(-1, 1))
 
 
@@ -150,7 +157,7 @@ def reward(ids: Tensor) -> Tensor:
 
 
 def train(model: Any, optimizer: Any, ids: Tensor, rewards: Tensor) -> list[float]:
-    """One-shot, as in Megatron-LM: plants functions in the config, and has hooks off for the first step."""
+    """One-shot, as in Megatron-LM: puts functions into the config, and disables hooks for the first step."""
     config = model.config
     assert config.no_sync_func is None, "When overlap_grad_reduce is True, config.no_sync_func must be None"
     config.no_sync_func = model.no_sync
@@ -191,7 +198,7 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Ten
 
 @contextmanager
 def swap_by_hand(model: Any, weights: dict[str, Any]) -> Iterator[None]:
-    """Reference weights without a guard, as it is usually written."""
+    """Swap reference weights without a guard, as most training loops do."""
     model.disable_forward_pre_hook()
     policy = {name: clone(tensor) for name, tensor in model.state_dict().items()}
     model.load_state_dict(weights)
@@ -217,7 +224,7 @@ def count_managers(model: Any) -> int:
 
 
 def count_graphs(model: Any) -> int:
-    """Layers whose forward and backward graphs exist."""
+    """How many layers have a forward and a backward graph."""
     runners = [runner for manager in list_managers(model) for runner in manager.cudagraph_runners]
     return sum(runner.cudagraph_created and runner.bwd_graph is not None for runner in runners)
 

@@ -236,6 +236,17 @@ def test_the_table_names_each_file_once() -> None:
     assert all(file.endswith((".py", "/")) for file in files)
 
 
+def test_only_its_two_commands_know_compat() -> None:
+    files = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")}
+    importers = set()
+    for file in files:
+        imports = read_imports((SOURCE / file).read_text(encoding="utf-8"), file)
+        targets = [find_file(item, files) for item in imports if item.module.split(".")[0] == PACKAGE]
+        if part_of(file) != "compat" and any(target and part_of(target) == "compat" for target in targets):
+            importers.add(file)
+    assert importers == {"commands/config.py", "commands/doctor.py"}
+
+
 # The checker itself, on small trees.
 
 

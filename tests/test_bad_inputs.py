@@ -174,7 +174,7 @@ def test_interpolations_that_double(
     ("text", "said"),
     [
         ("a: ${mul:abc,100000000000}\n", ":1: a: ${mul:abc,100000000000}: expected a number"),
-        ("a: " + "${" * 2000 + "}" * 2000 + "\n", ":1: a: interpolations stand for one another too deeply"),
+        ("a: " + "${" * 2000 + "}" * 2000 + "\n", ":1: a: interpolations are nested too deeply"),
         (f"a: ${{mul:{DIGITS},2}}\n", ":1: a: 999"),
         ("a: 0x" + "f" * 5000 + "\n", ":1: '0xfff"),
         ("b: 1\na: !!int abc\n", ":2: 'abc' is no int"),

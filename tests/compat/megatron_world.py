@@ -1,7 +1,7 @@
-"""A small megatron-core model in a world of one, on the CPU, for the tests of its repairs. Imports it lazily.
+"""A small megatron-core model on one CPU rank, for the tests of its repairs. Imports megatron lazily.
 
-What CPU builds of PyTorch lack is stood in for, by name: the current device, and capture (`CaptureStandIn`), which runs
-what it is given and records nothing.
+Replaces what CPU builds of PyTorch lack: the current device, and capture (`CaptureStandIn`), which runs the function
+and records nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CaptureStandIn(TorchStandIn):
 
 
 class QuietCuda(CudaStandIn):
-    """A device that does nothing, for the calls around a capture."""
+    """A CUDA device whose calls around a capture do nothing."""
 
     def __init__(self) -> None:
         stats = dict.fromkeys(("allocated_bytes.all.current", "reserved_bytes.all.current"), 0)
@@ -49,7 +49,7 @@ def unrepaired() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of one, Megatron's groups on it, and graph managers that can be made without a GPU."""
+    """A process group of one, with Megatron's groups, and graph managers that can be made without a GPU."""
     store = dist.HashStore()
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     with megatron_world(monkeypatch):
@@ -78,7 +78,7 @@ def megatron_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def reset_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's process-wide state of graphs, empty for one test."""
+    """Empty Megatron's process-wide graph state for one test."""
     from megatron.core.transformer import cuda_graphs
 
     record, pool = cuda_graphs._CudagraphGlobalRecord, cuda_graphs.TensorReusePool
@@ -96,7 +96,7 @@ def reset_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_gpt(cuda_graph_impl: str = "local", **settings: Any) -> nn.Module:
-    """The model of the report: a GPT of 4 layers. On the CPU, in fp32."""
+    """The model of the bug report: a GPT with 4 layers, on the CPU in fp32."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -120,7 +120,7 @@ def make_gpt(cuda_graph_impl: str = "local", **settings: Any) -> nn.Module:
 
 
 def wrap_ddp(model: Any, kind: Any = None, **settings: Any) -> Any:
-    """Megatron's DDP, or a kind of it, with both overlaps, in several buckets."""
+    """Megatron's DDP, or a subclass, with both overlaps and several buckets."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     both = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
@@ -139,7 +139,7 @@ def make_batch(seed: int = 0) -> dict[str, Tensor]:
 
 
 def compute_gradients(ddp: Any, seed: int = 0) -> float:
-    """Forward, backward, and gradients reduced."""
+    """Run forward and backward, and reduce gradients."""
     ddp.zero_grad_buffer()
     loss = ddp(**make_batch(seed)).mean()
     loss.backward()
@@ -148,7 +148,7 @@ def compute_gradients(ddp: Any, seed: int = 0) -> float:
 
 
 def update_shard(ddp: Any, lr: float = 0.1) -> None:
-    """What a distributed optimizer does: each rank writes its own shard, and nothing is gathered."""
+    """Do what a distributed optimizer does: each rank writes its own shard, and nothing is gathered."""
     rank, size = ddp.dp_group.rank(), ddp.dp_group.size()
     for group in ddp.bucket_groups:
         for bucket in group.buckets:

@@ -12,8 +12,8 @@ import pytest
 
 from rollgraph.commands import doctor as command
 from rollgraph.compat import examination
+from rollgraph.compat.diagnosis import Diagnosis, RepairState
 from rollgraph.compat.examination import examine, find_installed
-from rollgraph.compat.finding import Diagnosis, RepairState
 from rollgraph.compat.megatron.patch import Patch
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(examination.__file__).parents[2])}
@@ -34,7 +34,7 @@ def call(*arguments: str) -> int:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes the installation have megatron-core and these findings; the second list is with repairs."""
+    """Pretend that megatron-core is installed and has these findings; the second list is with repairs."""
 
     def set_findings(plain: list[Diagnosis], repaired: list[Diagnosis] | None = None) -> None:
         installed = {**find_installed(), "megatron-core": "0.16.1"}
@@ -102,7 +102,7 @@ def test_json(found: Callable[..., None], tmp_path: Path, capsys: pytest.Capture
     assert {remark["place"] for remark in report["config"]} == {f"{path}:1"}
 
 
-def test_a_config_that_is_merely_old_is_no_failure(
+def test_deprecated_keys_alone_are_not_a_failure(
     found: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "their.yaml"
@@ -123,7 +123,7 @@ def test_a_config_that_cannot_be_read(found: Callable[..., None], capsys: pytest
 
 
 @pytest.mark.parametrize("text", ["", "steps: 3\nmodel: {path: x}\npolicy: null\n"])
-def test_a_config_in_which_nothing_is_known(
+def test_a_config_without_known_keys(
     found: Callable[..., None], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ours.yaml"
@@ -132,7 +132,7 @@ def test_a_config_in_which_nothing_is_known(
     assert call("--config", str(path)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"{path}: nothing in it is a setting that is known here: expected a config of NeMo")
+    assert captured.err.startswith(f"{path}: no known setting in this file: expected a config of NeMo")
     assert len(captured.err.splitlines()) == 1
 
 
@@ -158,10 +158,10 @@ def test_nothing_of_the_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.parametrize("name", ["nemo-rl", "transformer-engine", "megatron-bridge"])
-def test_a_family_without_megatron_core_is_no_clean_bill(
+def test_without_megatron_core_the_family_is_not_reported_healthy(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As where workers have an environment of their own: there is something to try, but not here."""
+    """As in NeMo-RL, whose workers have their own environment: there is something to try, but not here."""
     installed = dict.fromkeys(find_installed()) | {name: "1.0"}
     monkeypatch.setattr(examination, "find_installed", lambda: installed)
     assert call() == 3
@@ -198,7 +198,7 @@ def test_an_installation_that_is_broken(tmp_path: Path, file: str) -> None:
         assert item["repair"].startswith("cannot repair: ")
 
 
-def test_a_probe_that_raises_ends_nothing() -> None:
+def test_a_probe_that_raises_does_not_abort_the_examination() -> None:
     def broken_probe() -> list[Diagnosis]:
         raise RuntimeError("no such attribute")
 
@@ -263,7 +263,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_the_real_package_is_affected_and_repaired(capsys: pytest.CaptureFixture[str]) -> None:
-    """First in a process of its own: nothing but JSON on standard output, whatever is imported."""
+    """First in a separate process: standard output has nothing but JSON, whatever is imported."""
     pytest.importorskip("megatron.core")
     words = [sys.executable, "-m", "rollgraph", "doctor", "--json"]
     ran = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rollgraph.compat.graph_keys import contradictions, implementation, scopes
-from rollgraph.compat.graph_lint import LintKind, Remark, lint_file
+from rollgraph.compat.graph_lint import lint_file
+from rollgraph.compat.graph_remarks import LintKind, Remark
 
 
 def lint(tmp_path: Path, text: str, known: tuple[str, ...] | None = None) -> list[Remark]:
@@ -33,13 +34,13 @@ def of(remarks: list[Remark], kind: LintKind) -> list[tuple[str, str]]:
         ({"enable_cuda_graph": False, "cuda_graph_scope": None}, "none", []),
     ],
 )
-def test_meaning(model: dict[str, Any], impl: str, names: list[str]) -> None:
+def test_implementation_and_scopes(model: dict[str, Any], impl: str, names: list[str]) -> None:
     assert (implementation(model), scopes(model)) == (impl, names)
     assert contradictions(model, {}) == []
 
 
 def test_agrees_with_megatron_core_on_what_is_contradictory() -> None:
-    """Every combination, against TransformerConfig itself: what it refuses is found, what it takes is not."""
+    """Compare every combination with TransformerConfig itself: we report what it refuses, and nothing else."""
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -156,7 +157,7 @@ def test_spaces_between_scopes(tmp_path: Path) -> None:
 
 
 def test_the_single_mempool_is_never_read() -> None:
-    """What the remark about it says of megatron-core 0.16.1."""
+    """The remark about this key says so of megatron-core 0.16.1."""
     core = pytest.importorskip("megatron.core")
     if core.__version__ != "0.16.1":
         pytest.skip(f"megatron-core is {core.__version__}")
@@ -262,10 +263,10 @@ CURRENT, LATER = ("cuda_graph_impl", "cuda_graph_scope"), ("cuda_graph_impl", "c
         ),
     ],
 )
-def test_advice_on_a_nemo_config_ends_in_no_remark(
+def test_following_the_advice_on_a_nemo_config_leaves_no_remark(
     tmp_path: Path, known: tuple[str, ...] | None, graph_keys: str, kinds: str, advice: str, obeyed: str
 ) -> None:
-    """NeMo-RL hands `cuda_graph_modules` to Megatron under whichever name that has, and `cuda_graph_scope` never."""
+    """NeMo-RL passes on `cuda_graph_modules`, under the name that Megatron has for it, but not `cuda_graph_scope`."""
     text = "policy: {megatron_cfg: {enabled: true, cuda_graph_KEYS}}\n"
     remarks = lint(tmp_path, text.replace("KEYS", graph_keys), known)
     remarks = [remark for remark in remarks if remark.kind not in (LintKind.DEPRECATED, LintKind.UNKNOWN)]
@@ -273,17 +274,17 @@ def test_advice_on_a_nemo_config_ends_in_no_remark(
     assert lint(tmp_path, text.replace("KEYS", obeyed), known) == []
 
 
-def test_a_scope_that_nemo_loses_is_not_called_eager(tmp_path: Path) -> None:
+def test_a_scope_that_nemo_drops_is_not_reported_as_eager(tmp_path: Path) -> None:
     (remark,) = lint(tmp_path, NEMO + "        cuda_graph_scope: attn\n", CURRENT)
     assert not remark.serious  # the implementation is handed over, so layers are captured
-    assert "and not cuda_graph_scope; without it, an implementation captures whole layers" in remark.text
+    assert "but not cuda_graph_scope; without it, an implementation captures whole layers" in remark.text
     checkpointing = NEMO.replace("checkpointing: false", "checkpointing: true")
     remarks = lint(tmp_path, checkpointing + "        cuda_graph_scope: full_iteration\n", CURRENT)
     assert of(remarks, LintKind.CONTRADICTORY) == [("their.yaml:4", "policy.megatron_cfg.activation_checkpointing")]
 
 
 @pytest.mark.parametrize("flag", ["enable_cuda_graph", "external_cuda_graph"])
-def test_flags_that_nemo_does_not_hand_over(tmp_path: Path, flag: str) -> None:
+def test_flags_that_nemo_does_not_pass_on(tmp_path: Path, flag: str) -> None:
     remarks = lint(tmp_path, NEMO.replace("cuda_graph_impl: local", f"{flag}: true"))
     assert [remark.kind for remark in remarks] == [LintKind.DEPRECATED, LintKind.CAPTURES_NOTHING]
     assert {remark.advice for remark in remarks} == {"write cuda_graph_impl: local"}  # not what captures nothing there

@@ -53,7 +53,7 @@ def test_settings_of_a_mapping(cfg: dict[str, Any], impl: str, scope: list[str],
     assert [member.name for member in made.cuda_graph_scope] == scope
 
 
-def test_where_settings_are_looked_for() -> None:
+def test_where_settings_are_found() -> None:
     graphs = {"cuda_graph_impl": "local"}
     expected = graph_overrides(graphs)
     assert graph_overrides({"policy": {"megatron_cfg": graphs}}) == expected
@@ -99,7 +99,7 @@ def test_applying_to_a_config_with_the_later_name() -> None:
     assert (later.cuda_graph_impl, later.cuda_graph_modules) == ("full_iteration", [])
 
 
-def test_nothing_changes_where_something_does_not_fit() -> None:
+def test_nothing_changes_if_a_setting_does_not_fit() -> None:
     config = transformer_config()
     before = dict(vars(config))
     with pytest.warns(UserWarning, match="unknown graph scope vision: passed through"):
@@ -156,7 +156,7 @@ def test_a_config_that_is_wrong_in_another_way_is_not_judged() -> None:
     assert config.cuda_graph_impl == "local"
 
 
-def test_contradictory_settings_are_refused_with_all_that_is_wrong() -> None:
+def test_the_error_lists_all_contradictions() -> None:
     cfg = {"enable_cuda_graph": True, "external_cuda_graph": True, "use_te_rng_tracker": False}
     with pytest.raises(GraphSettingsError) as raised:
         graph_overrides(cfg)
@@ -166,7 +166,7 @@ def test_contradictory_settings_are_refused_with_all_that_is_wrong() -> None:
 
 @pytest.mark.gpu  # a CPU build of PyTorch has no graph-safe generators
 def test_the_tracker_that_these_arguments_make_can_be_captured() -> None:
-    """Without Transformer Engine, te_rng_tracker alone gives one that cannot: graphs are refused then."""
+    """Without Transformer Engine, te_rng_tracker alone gives a tracker that cannot be captured."""
     pytest.importorskip("megatron.core")
     from megatron.core.tensor_parallel import random
 
@@ -185,7 +185,7 @@ def test_the_tracker_that_these_arguments_make_can_be_captured() -> None:
 
 @pytest.mark.gpu
 def test_a_layer_is_built_with_these_settings() -> None:
-    """The manager of a graph checks the RNG tracker; so this fails with any of the settings left out."""
+    """A graph manager checks the RNG tracker, so this fails if any of the settings is left out."""
     pytest.importorskip("megatron.core")
     import torch
     from megatron.core import parallel_state

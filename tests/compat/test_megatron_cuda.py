@@ -1,4 +1,4 @@
-"""The example as people run it, with real captures: five rollouts with the repairs, the reported error without."""
+"""Runs the example as users do, with real captures: five rollouts with the repairs, the reported error without."""
 
 from __future__ import annotations
 

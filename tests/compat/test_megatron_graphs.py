@@ -1,6 +1,6 @@
 """Switching, deleting and capturing megatron-core's local graphs: each failure on the real package, then repaired.
 
-Capture itself is stood in for (`CaptureStandIn`: it runs the function and records nothing), all around it is theirs.
+`CaptureStandIn` replaces capture itself: it runs the function and records nothing. All other code is Megatron's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron import findings, repair, undo
 from rollgraph.compat.megatron.graph_switch import GRAPH_SWITCH
 from rollgraph.compat.megatron.input_surface import INPUT_SURFACE
@@ -51,7 +51,7 @@ def toggle(model: nn.Module, to: str, reset: bool = True) -> None:
 
 
 def record_step(ddp: Any) -> int:
-    """A training step; how many graphs it asks for."""
+    """Run a training step, and return how many graphs it asks for."""
     compute_gradients(ddp)
     return len(graphs()._CudagraphGlobalRecord.cudagraph_record)
 
@@ -67,7 +67,7 @@ def train_delete_train(ddp: Any) -> int:
     return record_step(ddp)
 
 
-def test_training_is_eager_for_ever_after_a_deletion_until_repaired() -> None:
+def test_training_is_eager_forever_after_a_deletion_until_repaired() -> None:
     assert train_delete_train(wrap_ddp(make_gpt())) == 0
     with pytest.MonkeyPatch.context() as monkeypatch:
         reset_graphs(monkeypatch)
@@ -91,7 +91,7 @@ def test_graphs_switched_off_with_a_reset_and_on_without_are_captured_again() ->
 
 
 def keep_a_runner_for_each_microbatch(ddp: Any) -> None:
-    """As with pipeline parallelism."""
+    """As in pipeline parallelism."""
     for manager in list_managers(ddp.module):
         manager.reuse_cudagraphs = False  # type: ignore[assignment]
 
@@ -101,7 +101,7 @@ def replays_what_was_captured(ddp: Any) -> bool:
     return len(runners) == 4 and all(runner.fwd_graph is not None for runner in runners)
 
 
-def test_with_a_runner_for_each_microbatch_the_deleted_are_not_asked_again() -> None:
+def test_deleted_runners_of_single_microbatches_are_not_reused() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     keep_a_runner_for_each_microbatch(ddp)
@@ -119,7 +119,7 @@ def test_an_engine_that_imported_the_function_by_name_deletes_them_too() -> None
     assert engine.delete_cuda_graphs is graphs().delete_cuda_graphs is before
 
 
-def test_existing_graphs_are_not_risked_for_a_probe() -> None:
+def test_a_probe_does_not_risk_existing_graphs() -> None:
     ddp = wrap_ddp(make_gpt())
     record_step(ddp)
     graphs().create_cudagraphs()
@@ -147,7 +147,7 @@ def test_graphs_kept_while_off_are_the_same_graphs_when_on_again() -> None:
     assert graphs()._CudagraphGlobalRecord.cudagraph_created
 
 
-def test_graphs_captured_anew_and_kept_while_off_are_the_ones_that_come_back() -> None:
+def test_graphs_captured_again_and_kept_while_off_are_restored() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     toggle(ddp.module, "none")
@@ -174,7 +174,7 @@ def test_graphs_that_are_on_and_kept_stay_the_ones_that_were_captured() -> None:
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
 
 
-def test_what_was_switched_repaired_is_switched_on_after_undo() -> None:
+def test_graphs_switched_off_under_the_repair_can_be_switched_on_after_undo() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     toggle(ddp.module, "none")
@@ -188,7 +188,7 @@ def test_what_was_switched_repaired_is_switched_on_after_undo() -> None:
     assert set(list_managers(ddp.module)) == set(renewed)
 
 
-def test_hooks_made_repaired_can_be_switched_after_undo() -> None:
+def test_hooks_made_under_the_repair_can_be_switched_after_undo() -> None:
     repair()
     ddps = [wrap_ddp(make_gpt()), wrap_ddp(make_gpt())]
     toggle(ddps[0].module, "none")
@@ -349,7 +349,7 @@ def test_hooks_stay_off_where_they_were_off() -> None:
     assert len(list_managers(ddp)) == 5
 
 
-def test_switching_alone_leaves_hooks_that_even_their_own_code_can_disable() -> None:
+def test_after_switching_unrepaired_code_can_disable_hooks() -> None:
     GRAPH_SWITCH.apply()
     try:
         ddp = wrap_ddp(make_gpt())
@@ -369,7 +369,7 @@ class OutOfMemory(Exception):
 
 
 def fail_a_capture(ddp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third of the graphs cannot be made, when the output of the second waits to be its input."""
+    """The third graph cannot be made, while the output of the second waits to become its input."""
     make, attempts = graphs().torch.cuda.CUDAGraph, []
 
     def make_two() -> Any:
@@ -449,7 +449,7 @@ def test_the_warm_up_flag_ends_with_the_capture(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_parameter_of_a_captured_layer_loses_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms that are recomputed outside of captures: inside, that would hide them from the graph of the backward."""
+    """Norms are recomputed only outside of captures: inside, that would hide them from the backward graph."""
     from megatron.core.tensor_parallel import random
 
     for name in ("_get_all_rng_states", "_set_all_rng_states"):  # which need a device
@@ -467,7 +467,7 @@ def test_no_parameter_of_a_captured_layer_loses_its_gradient(monkeypatch: pytest
 
 
 def test_a_failed_capture_by_transformer_engine_leaves_no_flag() -> None:
-    """Their helper, from the point where it needs Transformer Engine."""
+    """Megatron's helper, from the point where it needs Transformer Engine."""
     helper = object.__new__(graphs().TECudaGraphHelper)
     helper._start_capturing = graphs()._set_capture_start
     with pytest.raises(AttributeError):
@@ -494,7 +494,7 @@ def test_a_refusal_without_a_capture_keeps_the_record(monkeypatch: pytest.Monkey
 
 
 def te_weak_reference_stand_in(tensor: Tensor) -> Tensor:
-    """Stands in for Transformer Engine's make_weak_ref: a tensor on the same memory that does not keep it alive."""
+    """Replaces Transformer Engine's make_weak_ref: a tensor on the same memory that does not keep it alive."""
     if tensor.numel() == 0:
         return torch.empty_like(tensor)
     address = tensor.detach().numpy().__array_interface__["data"][0]
@@ -503,7 +503,7 @@ def te_weak_reference_stand_in(tensor: Tensor) -> Tensor:
 
 
 class Memory(np.ndarray):
-    """Memory whose end can be seen."""
+    """Memory that can be weakly referenced, so that a test sees when it is freed."""
 
 
 @pytest.fixture
@@ -517,7 +517,7 @@ def weak_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def capture_and_move_weights(then: Callable[[nn.Module], None] = lambda model: None) -> tuple[bool, Any]:
-    """Whether the memory that the graphs of the last layer were captured with is still there once weights moved."""
+    """Whether the memory that the last layer's graphs were captured with survives a move of the weights."""
     model = make_gpt()
     weight = model.decoder.layers[-1].mlp.linear_fc2.weight
     memory = weight.detach().numpy().copy().view(Memory)

@@ -1,4 +1,4 @@
-"""DDP's forward pre-hooks while graph managers come and go, on the real package: as reported, then repaired."""
+"""DDP's forward pre-hooks while graph managers come and go, on the real package: as reported, and repaired."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def toggle(model: torch.nn.Module, to: str) -> None:
     toggle_cuda_graphs(model, to)
 
 
-def test_the_report_as_it_was_made() -> None:
+def test_the_reported_failure() -> None:
     model = make_gpt()
     ddp = wrap_ddp(model)
     assert len(list_managers(model)) == 5
@@ -53,7 +53,7 @@ def test_the_report_as_it_was_made() -> None:
 
 
 @pytest.mark.parametrize("when", ["before the model is made", "after it failed"])
-def test_the_report_repaired(when: str) -> None:
+def test_the_reported_failure_repaired(when: str) -> None:
     if when == "before the model is made":
         repair()
     model = make_gpt()
@@ -96,7 +96,7 @@ def test_a_module_that_left_the_tree_keeps_no_hook() -> None:
 
 @pytest.mark.parametrize("pauses", ["a switch", "reference weights", "a train()"])
 def test_hooks_of_others_stay_before_and_behind(pauses: str) -> None:
-    """A hook that somebody registered after the DDP's sees gathered parameters, as before."""
+    """A hook that other code registered after the DDP's still sees gathered parameters."""
     repair()
     model = make_gpt()
     linear = model.decoder.layers[0].mlp.linear_fc1
@@ -129,7 +129,7 @@ def test_without_overlap_there_are_still_no_hooks_to_switch() -> None:
 
 
 def train_healthily() -> dict[str, torch.Tensor]:
-    """Losses, gradients and weights, with hooks and graphs switched in the order that the package expects."""
+    """Losses, gradients and weights of a run that switches hooks and graphs in the order that the package expects."""
     ddp = wrap_ddp(make_gpt())
     seen = {}
     ddp.disable_forward_pre_hook(param_sync=False)
@@ -159,7 +159,7 @@ def test_with_healthy_use_results_are_the_same_bit_for_bit() -> None:
 
 
 def switch_on_two_ranks(world: World) -> dict[str, bool]:
-    """Each rank updates its own shard; is the other one's update there after hooks were disabled?"""
+    """Each rank updates its own shard; return whether the other rank's update arrived after hooks were disabled."""
     with pytest.MonkeyPatch.context() as monkeypatch, megatron_world(monkeypatch):
         seen = {"healthy use is the same": repair_changes_no_bit()}
         for synced in (True, False):

@@ -33,9 +33,9 @@ PLANTED = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_
 
 
 def one_shot_train(model: list[Any], config: Any, seeds: Iterable[int], fail_at: int | None = None) -> None:
-    """Stands in for the train() of Megatron-LM and slime: small, and faithful in what it expects and leaves behind.
+    """Replaces the train() of Megatron-LM and slime: small, but with the same expectations and the same leftovers.
 
-    It wants no `no_sync_func`, plants functions in the config, disables hooks for the first step, enables them for
+    It expects no `no_sync_func`, puts functions into the config, disables hooks for the first step, enables them for
     the others, and disables them at the end.
     """
     assert config.no_sync_func is None, "a custom no_sync_func is not supported when overlapping grad-reduce"
@@ -70,7 +70,7 @@ def finish_gradients(model: list[Any]) -> None:
         chunk.finish_grad_sync()
 
 
-def test_a_second_train_fails_as_people_report() -> None:
+def test_a_second_train_fails_as_reported() -> None:
     ddp = wrap_ddp(make_gpt("none"))
     one_shot_train([ddp], ddp.config, [0, 1])
     with pytest.raises(AssertionError, match="a custom no_sync_func is not supported"):
@@ -128,7 +128,7 @@ def test_a_module_inside_of_a_ddp_whose_hooks_are_off(inside: str) -> None:
 
 
 @pytest.mark.parametrize(("enabled", "fail_at", "noted"), [(False, 1, True), (False, 0, False), (True, 1, False)])
-def test_after_a_failure_it_is_said_that_nothing_will_gather(enabled: bool, fail_at: int, noted: bool) -> None:
+def test_after_a_failure_a_note_says_that_nothing_was_gathered(enabled: bool, fail_at: int, noted: bool) -> None:
     ddp = wrap_ddp(make_gpt("none"))
     if not enabled:
         ddp.disable_forward_pre_hook()
@@ -138,7 +138,7 @@ def test_after_a_failure_it_is_said_that_nothing_will_gather(enabled: bool, fail
     assert [("start_param_sync(force_sync=True)" in note) for note in notes] == [True] * noted
 
 
-def test_a_model_without_hooks_is_only_saved_from_its_config() -> None:
+def test_without_hooks_only_the_config_is_restored() -> None:
     ddp = wrap_ddp(make_gpt("none"), overlap_param_gather=False)
     ddp.config.finalize_model_grads_func = print
     with repeatable_train(ddp, ddp.config):
@@ -148,7 +148,7 @@ def test_a_model_without_hooks_is_only_saved_from_its_config() -> None:
     assert ddp.config.no_sync_func is None
 
 
-def test_what_the_config_lacked_it_lacks_again() -> None:
+def test_attributes_that_the_config_lacked_are_removed_again() -> None:
     ddp, config = wrap_ddp(make_gpt("none")), SimpleNamespace(no_sync_func=1)
     with repeatable_train(ddp, config):
         assert config.no_sync_func is None
@@ -156,7 +156,7 @@ def test_what_the_config_lacked_it_lacks_again() -> None:
     assert vars(config) == {"no_sync_func": 1}
 
 
-def test_what_a_subclass_overrides_is_still_called() -> None:
+def test_methods_that_a_subclass_overrides_are_still_called() -> None:
     from megatron.core.distributed import DistributedDataParallel
 
     class Counting(DistributedDataParallel):
@@ -238,7 +238,7 @@ def test_frozen_weights_may_be_the_models_own() -> None:
         assert model.bias.eq(1).all()
 
 
-def test_what_is_no_tensor_in_the_model_is_left_alone() -> None:
+def test_entries_that_are_not_tensors_are_left_alone() -> None:
     class Noted(torch.nn.Linear):
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             return {**super().state_dict(*args, **kwargs), "note": b"of the checkpoint", "a._extra_state": None}
@@ -312,7 +312,7 @@ def test_weights_that_do_not_fit_change_nothing(change: Any, error: type[Excepti
 
 
 def swap_on_two_ranks(world: World, inside: bool = False) -> bool:
-    """The policy that comes back is the gathered one: both ranks' updates, on both ranks."""
+    """The restored policy is the gathered one: both ranks' updates, on both ranks."""
     with pytest.MonkeyPatch.context() as monkeypatch, megatron_world(monkeypatch):
         ddp = wrap_ddp(make_gpt("none"))
         ddp.zero_grad_buffer()
@@ -330,7 +330,7 @@ def swap_on_two_ranks(world: World, inside: bool = False) -> bool:
 
 
 @pytest.mark.multi
-def test_parameters_are_gathered_before_they_are_put_aside(tmp_path: Path) -> None:
+def test_parameters_are_gathered_before_the_swap(tmp_path: Path) -> None:
     assert run_world(2, tmp_path, swap_on_two_ranks) == [True, True]
 
 

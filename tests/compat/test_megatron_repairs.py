@@ -1,4 +1,4 @@
-"""What holds for every repair: found, applied once, taken back, left alone where healthy, refused where it cannot."""
+"""What holds for every repair: found, applied once, undone, and no change to healthy or unknown code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rollgraph.compat import megatron as compat
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron import findings, repair, undo
 from rollgraph.compat.megatron.capture_failure import CAPTURE_FAILURE
 from rollgraph.compat.megatron.patch import ABSENT, CannotRepair, Patch, install, read_raw, uninstall
@@ -46,7 +46,7 @@ def states() -> dict[str, RepairState]:
 
 
 def snapshot() -> dict[tuple[str, str], Any]:
-    """Every name of every loaded module of megatron, and every attribute of its classes."""
+    """Every name in every loaded megatron module, and every attribute of its classes."""
     seen = {}
     for module in [m for name, m in sys.modules.items() if name.startswith("megatron.") and m is not None]:
         for name, value in vars(module).items():
@@ -63,7 +63,7 @@ def changes(before: dict[tuple[str, str], Any]) -> set[str]:
     return {f"{o}.{n}" for o, n in before.keys() | after.keys() if before.get((o, n)) is not after.get((o, n))}
 
 
-def test_what_is_broken_is_found_repaired_and_broken_again() -> None:
+def test_failures_are_found_repaired_and_restored_by_undo() -> None:
     assert {name for name, state in states().items() if state is RepairState.AFFECTED} == BROKEN
     assert {finding.name for finding in repair() if finding.state is RepairState.REPAIRED} == BROKEN
     assert {name for name, state in states().items() if state is RepairState.REPAIRED} == BROKEN
@@ -72,7 +72,7 @@ def test_what_is_broken_is_found_repaired_and_broken_again() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_same_after_the_user_has_initialised() -> None:
+def test_failures_are_found_after_the_user_initialised_megatron() -> None:
     assert {name for name, state in states().items() if state is RepairState.AFFECTED} == BROKEN
     assert {finding.name for finding in repair() if finding.state is RepairState.REPAIRED} == BROKEN
 
@@ -104,15 +104,15 @@ def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture, monkeypatch: py
     assert random._CUDA_RNG_STATE_TRACKER is before["megatron.core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER"]
 
 
-def test_no_probe_asks_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking fixes which devices the process sees, and a launcher may not have chosen them yet."""
+def test_no_probe_queries_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query fixes which devices the process sees, and a launcher may not have chosen them yet."""
     findings()  # imports
     for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: pytest.fail(name))
     assert {finding.name for finding in repair() if finding.state is RepairState.REPAIRED} == BROKEN
 
 
-def test_twice_is_once_and_undo_leaves_nothing() -> None:
+def test_repair_is_idempotent_and_undo_leaves_nothing() -> None:
     findings()
     before = snapshot()
     repair()
@@ -145,7 +145,7 @@ def test_threads_that_repair_at_once_repair_once() -> None:
     assert changes(before) == set()
 
 
-def test_what_somebody_patched_over_stays_and_all_else_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undo_leaves_patches_of_other_code_and_reverts_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import cuda_graphs
 
     findings()
@@ -162,7 +162,7 @@ def test_what_somebody_patched_over_stays_and_all_else_is_undone(monkeypatch: py
     assert changes(before) == set()
 
 
-def test_a_repair_that_was_patched_over_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_that_was_patched_over_is_not_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed import DistributedDataParallel as DDP
 
     findings()
@@ -194,7 +194,7 @@ def test_signatures_and_documentation_stay() -> None:
 
 
 def test_a_version_without_the_failure_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A future version: its hooks know their handles, its flags are reset."""
+    """A future version, whose hooks know their handles and whose flags are reset."""
     from megatron.core.distributed import DistributedDataParallel as DDP
     from megatron.core.transformer import cuda_graphs
 
@@ -271,7 +271,7 @@ def move_record(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def move_function(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a repair needs of objects that no probe can make: a graph manager needs a GPU."""
+    """Attributes that a repair needs of objects that no probe can make: a graph manager needs a GPU."""
     from megatron.core.transformer import cuda_graphs
 
     def make(
@@ -280,7 +280,7 @@ def move_function(monkeypatch: pytest.MonkeyPatch) -> str:
         self.wrapped, self.need_backward = getattr(base_module, function_name), need_backward
 
     monkeypatch.setattr(cuda_graphs.CudaGraphManager, "__init__", make)
-    return "knows no func"
+    return "does not mention func"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_internals_that_moved_are_refused_by_name(name: str, move: Any, monkeypa
 
 
 def list_internals() -> list[tuple[Any, str]]:
-    """Whatever of megatron-core's modules and classes has a name that the repairs use, in whatever sense."""
+    """The modules and classes of megatron-core that have a name which the repairs use, in any sense."""
     from megatron.core import distributed
     from megatron.core.transformer import cuda_graphs, utils
 
@@ -413,14 +413,14 @@ class Refuses(SimpleNamespace):
         raise PermissionError(name)
 
 
-def test_a_patch_that_fails_takes_back_those_before_it() -> None:
+def test_a_failing_patch_reverts_those_before_it() -> None:
     first, table = SimpleNamespace(a=1), {"b": 2}
     with pytest.raises(PermissionError):
         install([Patch(first, "a", 10), Patch(table, "b", 20), Patch(first, "new", 30), Patch(Refuses(), "c", 40)])
     assert (vars(first), table) == ({"a": 1}, {"b": 2})
 
 
-def test_what_was_replaced_since_is_not_undone_by_halves() -> None:
+def test_undo_is_all_or_nothing_if_a_patch_was_replaced() -> None:
     owner = SimpleNamespace(a=1, b=2)
     installed = install([Patch(owner, "a", 10), Patch(owner, "b", 20)])
     owner.b = 99
@@ -429,7 +429,7 @@ def test_what_was_replaced_since_is_not_undone_by_halves() -> None:
     assert vars(owner) == {"a": 10, "b": 99}
 
 
-def test_a_repair_that_does_not_help_is_taken_back() -> None:
+def test_a_repair_that_does_not_help_is_reverted() -> None:
     owner = SimpleNamespace(a=1)
     useless = Repair("x", "", "", lambda: Verdict(RepairState.AFFECTED, "still"), lambda: [Patch(owner, "a", 2)])
     with pytest.raises(CannotRepair, match="still there with the repair: still"):
@@ -458,7 +458,7 @@ def test_absent_attributes_are_absent_again() -> None:
     assert read_raw(owner, "a") is ABSENT
 
 
-def test_importing_imports_nothing_of_theirs() -> None:
+def test_importing_does_not_import_megatron() -> None:
     code = "import sys, rollgraph.compat.megatron; print([m for m in sys.modules if m.startswith('megatron')])"
     source = Path(__file__).parents[2] / "src"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""`python -m rollgraph.compat run …`: the script sees a repaired package and itself as the main program."""
+"""`python -m rollgraph.compat run …`: the script sees a repaired package, and is itself the main program."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_sitecustomize_that_comes_later_on_the_path_runs(tmp_path: Path) -> No
 
 
 def make_megatron(folder: Path) -> None:
-    """A package of the name, to be imported where nothing that rollgraph needs can be."""
+    """A package of that name, for an environment that lacks all of rollgraph's dependencies."""
     (folder / "megatron" / "core").mkdir(parents=True)
     (folder / "megatron" / "core" / "__init__.py").write_text("HERE = True\n")
 
@@ -130,7 +130,7 @@ def test_a_process_that_cannot_be_repaired_says_so_once_and_goes_on(tmp_path: Pa
 
 
 def test_looking_for_megatron_does_not_repair_but_importing_does(tmp_path: Path) -> None:
-    """In a process that could not import rollgraph by itself."""
+    """In a process that could not import rollgraph on its own."""
     pytest.importorskip("megatron.core", reason=REASON)
     (tmp_path / "rollgraph").mkdir()  # some other folder
     code = """
@@ -147,7 +147,7 @@ print({str(finding.state) for finding in repair()} == {str(finding.state) for fi
     assert done.stderr.count("rollgraph: ") == 1
 
 
-def test_repairing_by_hand_is_told_right_with_the_hook(tmp_path: Path) -> None:
+def test_repair_by_hand_reports_correctly_beside_the_hook(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason=REASON)
     code = "from rollgraph.compat.megatron import repair; print([str(found.state) for found in repair()])"
     done = python(tmp_path, "-c", code, paths=[FOLDER, SOURCE])
@@ -170,8 +170,8 @@ if "raise" in sys.argv:
 
 @pytest.mark.parametrize("options", [[], ["-P"]], ids=["", "safe path"])
 @pytest.mark.parametrize("target", [["folder/facts.py", "raise"], ["-m", "facts", "1"], ["-m", "folder", "1"]])
-def test_what_runs_cannot_tell_the_difference(tmp_path: Path, target: list[str], options: list[str]) -> None:
-    """A script, a module and a package, compared with Python's own way to start them; nothing is repaired here."""
+def test_a_script_cannot_tell_the_difference(tmp_path: Path, target: list[str], options: list[str]) -> None:
+    """A script, a module and a package run as if Python had started them; nothing is repaired here."""
     inside = tmp_path / "folder"
     inside.mkdir()
     for file in (inside / "facts.py", inside / "__main__.py", tmp_path / "facts.py"):
@@ -209,7 +209,7 @@ def test_a_wrong_call_says_what_is_wrong(tmp_path: Path, arguments: list[str], m
 
 
 @pytest.mark.parametrize("name", ["absent", pytest.param("absent.part", marks=pytest.mark.slow)])
-def test_a_module_that_is_not_there_is_one_line(tmp_path: Path, name: str) -> None:
+def test_a_missing_module_is_one_line(tmp_path: Path, name: str) -> None:
     done = start(tmp_path, "run", "-m", name)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -217,7 +217,7 @@ def test_a_module_that_is_not_there_is_one_line(tmp_path: Path, name: str) -> No
 
 
 def test_without_megatron_the_install_command_is_shown(folder: Path) -> None:
-    """An empty package of the name stands in for an environment without it."""
+    """An empty package of that name simulates an environment without megatron-core."""
     (folder / "megatron").mkdir()
     (folder / "megatron" / "__init__.py").write_text("")
     done = start(folder, "run", "scripts/train.py", path=str(folder))

@@ -1,4 +1,4 @@
-"""The legacy tokenizer base under both of its names, with its module, without a name, and without the module."""
+"""The legacy tokenizer base class: with both names, with one of them missing, and without its module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron import undo
 from rollgraph.compat.megatron.legacy_tokenizer import MegatronLegacyTokenizer as OurLegacyTokenizer
 from rollgraph.compat.megatron.tokenizer import MODULE, TOKENIZER
@@ -33,7 +33,7 @@ def import_both() -> tuple[Any, Any]:
 
 
 class Hidden(MetaPathFinder):
-    """Hides the module, as a version without it does."""
+    """Hide the module, as in a version without it."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name == MODULE:
@@ -102,7 +102,7 @@ def make_tokenizer(base: Any) -> Any:
     return Letters("one", "two", lower=True, seed=3)
 
 
-def test_ours_is_theirs_in_its_whole_interface() -> None:
+def test_our_base_class_has_the_whole_interface() -> None:
     theirs = importlib.import_module(MODULE).MegatronLegacyTokenizer
     public = {name for name in vars(theirs) if not name.startswith("_")}
     assert public == {name for name in vars(OurLegacyTokenizer) if not name.startswith("_")}
@@ -124,7 +124,7 @@ def offsets(tokenizer: Any) -> None:
     tokenizer.offsets([0], "a")
 
 
-def test_what_is_abstract_must_be_written() -> None:
+def test_abstract_methods_must_be_implemented() -> None:
     with pytest.raises(TypeError, match="abstract"):
         OurLegacyTokenizer()
     assert make_tokenizer(OurLegacyTokenizer).tokenize("ba").tolist() == [1, 0]

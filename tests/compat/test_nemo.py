@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from rollgraph.commands import config as command
-from rollgraph.compat.composed_yaml import load_composed, plain
+from rollgraph.compat.composed_yaml import load_composed
 from rollgraph.compat.graph_lint import lint
 from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.ledger import short
 from rollgraph.compat.nemo.translation import translate_tree
+from rollgraph.compat.omegaconf_yaml import plain
 from rollgraph.config import Config, ConfigError, check_scopes, load_config, parse_config
 from rollgraph.config.reader import Node
 from rollgraph.rl.algorithms import load_algorithm
@@ -31,7 +32,7 @@ policy:
 
 
 def read(path: Path, tmp_path: Path) -> tuple[Config, Translation]:
-    """Through a file, as people do it."""
+    """Through a file, as users do it."""
     translation = import_nemo(path)
     ours = tmp_path / "ours.yaml"
     ours.write_text(translation.to_yaml())
@@ -106,7 +107,7 @@ def test_a_megatron_config_with_deprecated_graph_keys(tmp_path: Path) -> None:
     assert config.optimizer.warmup_steps == 13
     assert found["policy.megatron_cfg.optimizer.min_lr"] == (Status.UNSUPPORTED, "the learning rate ends at 0")
     assert found["policy.megatron_cfg.tensor_model_parallel_size"][0] is Status.UNSUPPORTED
-    assert config.checkpoint.every == 300  # only the last
+    assert (config.checkpoint.every, config.checkpoint.keep_best) == (300, 0)  # only the last step is saved
     assert found["checkpointing.save_period"] == (Status.IGNORED, "checkpointing is off")
     assert (config.log.sinks, config.log.wandb) == (("jsonl", "wandb"), {"project": "small", "name": "run-7"})
     places = {line.key: Path(line.place).name for line in translation.lines}
@@ -180,7 +181,7 @@ def test_leave_one_out_says_what_differs(tmp_path: Path, section: str, normalize
     if normalized:
         assert "mean and standard deviation of the other samples" in reason
         return
-    assert "advantages are 3/4 of theirs; rloo has the mean of the others, but sums over the tokens" in reason
+    assert "advantages are 3/4 of NeMo-RL's; rloo subtracts the mean of the others, but sums over the tokens" in reason
     rewards = [1.0, 0.0, 0.0, 0.5]
     assert centred(rewards) == pytest.approx([3 / 4 * value for value in leave_one_out(rewards)])
     assert load_algorithm("rloo").weights([2, 6]) != load_algorithm("grpo").weights([2, 6])  # hence not rloo
@@ -193,7 +194,7 @@ def test_overlong_shaping_is_dapos(tmp_path: Path) -> None:
     assert config.algorithm.options == {"dynamic_sampling": False, "max_tokens": 32, "overlong_buffer": 8}
 
 
-def test_what_would_break_our_rules_is_adapted_and_said(tmp_path: Path) -> None:
+def test_values_that_break_our_rules_are_adapted_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "their.yaml"
     path.write_text(
         SMALL + "  train_micro_batch_size: 1\n" + "  megatron_cfg: {enabled: true, scheduler: {lr_warmup_iters: 50}}\n"
@@ -201,7 +202,7 @@ def test_what_would_break_our_rules_is_adapted_and_said(tmp_path: Path) -> None:
     config, translation = read(path, tmp_path)
     assert config.train.microbatch_tokens == 128  # 64 tokens of prompt and 64 of completion
     assert config.optimizer.warmup_steps == 9
-    assert any("warmup_steps was 50, more than the 9 steps" in text for text in translation.to_do)
+    assert any("warmup_steps was 50, more than the 9 updates of the run" in text for text in translation.to_do)
 
 
 def test_another_environment_has_to_be_written(tmp_path: Path) -> None:
@@ -213,8 +214,8 @@ def test_another_environment_has_to_be_written(tmp_path: Path) -> None:
     assert config.reward.workers == 0
 
 
-def test_a_verifier_that_scores_otherwise_is_said(tmp_path: Path) -> None:
-    """The public grpo_math_1B_dapo_megatron.yaml has it, and warns that hf_math_verify scores higher."""
+def test_a_verifier_that_scores_differently_is_reported(tmp_path: Path) -> None:
+    """NeMo-RL's public grpo_math_1B_dapo_megatron.yaml uses it, and warns that hf_math_verify scores higher."""
     path = tmp_path / "their.yaml"
     path.write_text(SMALL + "env: {math: {math_verify_impl: dapo_math_verify, verifier_type: english_multichoice}}\n")
     config, translation = read(path, tmp_path)
@@ -236,7 +237,7 @@ def test_no_validation(tmp_path: Path, period: int) -> None:
     assert found["grpo.val_period"] == (Status.TRANSLATED, "data.validation: null (no validation)")
 
 
-def test_a_key_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_key(tmp_path: Path) -> None:
     _, found = translate(tmp_path, SMALL + "  brand_new: 3\n")
     assert found["policy.brand_new"] == (Status.UNSUPPORTED, "not known here")
 
@@ -251,9 +252,9 @@ def test_a_key_nobody_knows(tmp_path: Path) -> None:
         ("grpo: {}\npolicy: {precision: x}\n", "their.yaml:2: policy.model_name: required, but missing"),
         (f"{SMALL}  a: ${{policy.nam}}\n", "their.yaml:5: policy.a: ${policy.nam}: there is no key policy.nam"),
         (f"{SMALL}  a: ${{pow:2,3}}\n", "their.yaml:5: policy.a: ${pow:2,3}: no resolver 'pow'"),
-        (f"{SMALL}  a: ${{oc.env:NO_SUCH_NAME}}\n", "the environment has no NO_SUCH_NAME"),
+        (f"{SMALL}  a: ${{oc.env:NO_SUCH_NAME}}\n", "the environment variable NO_SUCH_NAME is not set"),
         (f"{SMALL}  a: ${{policy.b}}\n  b: ${{policy.a}}\n", "refers to itself: policy.a -> policy.b -> policy.a"),
-        (f"{SMALL}  a: ${{policy\n", "an interpolation has no end"),
+        (f"{SMALL}  a: ${{policy\n", "an interpolation is not closed"),
         (f"{SMALL}  model_name: n\n", "their.yaml:5: model_name: given twice"),
         (f"{SMALL}  a: [\n", "not YAML"),
         ("defaults: nowhere.yaml\n", "their.yaml:1: defaults: there is no file"),
@@ -285,7 +286,7 @@ def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
         ("loss_fn.reference_policy_kl_type", "k9", "algorithm.options.kl_estimator='k9': expected k1 or k2 or k3"),
     ],
 )
-def test_a_value_that_ours_refuses_is_that_one_key(key: str, value: Any, reason: str) -> None:
+def test_a_refused_value_makes_only_its_key_unsupported(key: str, value: Any, reason: str) -> None:
     whole = plain(load_composed(DATA / "grpo_megatron_current.yaml"))
     whole["checkpointing"]["enabled"] = True
     whole["policy"]["train_global_batch_size"] = 16  # one sample of each prompt
@@ -300,15 +301,15 @@ def test_a_value_that_ours_refuses_is_that_one_key(key: str, value: Any, reason:
     assert {key for key in after if after[key][0] is not before[key][0]} == {key}
 
 
-def test_a_dataset_that_is_no_path(tmp_path: Path) -> None:
+def test_a_dataset_path_that_is_not_text(tmp_path: Path) -> None:
     config, found = translate(tmp_path, SMALL + "data: {train: {data_path: 5}}\n")
     assert found["data.train.data_path"] == (Status.UNSUPPORTED, "expected the path of a file")
     assert config.data.train == "data/train.jsonl"
 
 
 @pytest.mark.parametrize("odd", [None, -1, "x", [1]], ids=repr)
-def test_no_value_ends_a_translation(odd: Any) -> None:
-    """Whatever stands where a setting of theirs is translated, the rest is, and passes the checks of a run."""
+def test_no_value_aborts_a_translation(odd: Any) -> None:
+    """Whatever the value of a translated key is, the others are still translated, and pass a run's checks."""
     whole = plain(load_composed(DATA / "grpo_base.yaml"))
     lines = translate_tree(as_node(whole), "their.yaml").lines
     keys = [line.key for line in lines if line.status is Status.TRANSLATED and line.key != "policy.model_name"]
@@ -351,8 +352,8 @@ def test_checkpointing_only_where_it_can_run(tmp_path: Path, graph_keys: str, ra
 
 
 @pytest.mark.parametrize("odd", [None, True, 0, -1, 1.5, "x", "", [], [1], {"a": 1}, [{"a": [1]}]], ids=repr)
-def test_a_section_that_is_something_else_is_an_error_or_listed(tmp_path: Path, odd: Any) -> None:
-    """Never a traceback, whatever stands in the place of a section or of a setting that others depend on."""
+def test_a_section_of_another_type_is_an_error_or_listed(tmp_path: Path, odd: Any) -> None:
+    """Never a traceback, whatever the value of a section, or of a setting on which others depend."""
     whole = plain(load_composed(DATA / "grpo_megatron.yaml"))
     sections = [path for path, value in walk(whole) if isinstance(value, dict) or path[-1] in ("env_name", "scheduler")]
     assert len(sections) > 30
@@ -393,7 +394,7 @@ def test_files_that_name_each_other(tmp_path: Path) -> None:
 
 
 def test_composition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merging, replacing, words, relative references and resolvers, as OmegaConf has them."""
+    """OmegaConf's merging, replacing, words, relative references and resolvers."""
     monkeypatch.setenv("WHERE", "/data")
     (tmp_path / "first.yaml").write_text("a: {x: 1, y: [1, 2]}\nb: {x: 1}\nc: {x: 1}\nn: 3\n")
     (tmp_path / "sub").mkdir()

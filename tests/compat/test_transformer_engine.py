@@ -1,4 +1,4 @@
-"""Transformer Engine's `make_graphed_callables` for plain modules: their arguments, eager's numbers."""
+"""Transformer Engine's `make_graphed_callables` for plain modules: its arguments, and eager's numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERLEAVED = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The default device of the test, with deterministic kernels: the tape on a CPU, CUDA graphs on a GPU."""
+    """Set the default device and deterministic kernels: the tape on a CPU, CUDA graphs on a GPU."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two inputs, of which it uses one."""
+    """A module with two inputs that uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def gradients(*modules: nn.Module) -> list[Tensor | None]:
 def run_pipeline(
     forwards: Callable[[int, int], Sequence[Callable[[Tensor], Tensor]]], order: Sequence[int], step: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """A rank of a pipeline: chunk c of microbatch m gets an input of its own and a gradient of its own.
+    """Run one rank of a pipeline, with a separate input and gradient for each chunk and microbatch.
 
     Returns, in the order of execution, each forward's output and each backward's gradient of its input.
     """
@@ -136,7 +136,7 @@ def test_an_interleaved_pipeline_equals_eager(device: torch.device, reuse: bool,
 def test_reuse_lets_passes_that_are_never_open_together_share_an_input(
     device: torch.device, reuse: bool, buffers: int
 ) -> None:
-    """Of 6 passes, 4 are open at a time: two microbatches of both chunks."""
+    """Of the 6 passes, at most 4 are open at a time: two microbatches of both chunks."""
     pool = GraphPool()
     make_graphed_callables(
         layers(2), [(sample(),)] * 6, _order=INTERLEAVED, _reuse_graph_input_output_buffers=reuse, pool=pool
@@ -204,7 +204,7 @@ def test_layers_per_chunk_without_an_order_is_refused() -> None:
 
 
 def test_an_argument_that_only_steers_fp8_is_dropped_at_replay(device: torch.device) -> None:
-    """Megatron passes it to each graph of a schedule, and it means nothing where weights are not cached in FP8."""
+    """Megatron passes it to each graph of a schedule; it only matters if weights are cached in FP8."""
     (layer,), (eager,) = layers(1), layers(1)
     (graph,) = make_graphed_callables((layer,), [(sample(),)], _order=[1, -1])
     x = data(0)
@@ -389,7 +389,7 @@ def test_a_graphed_module_is_not_graphed_twice() -> None:
 # -- pool, reset -------------------------------------------------------------------------------------
 
 
-def test_the_pool_is_ours_or_none() -> None:
+def test_a_foreign_pool_is_refused() -> None:
     pool = GraphPool()
     make_graphed_callables(layers(2), ((sample(),), (sample(),)), pool=pool)
     assert len(pool.graphs) == 2
@@ -442,7 +442,7 @@ PROPOSED = ("forward_pre", "forward", "pre_backward", "backward")
 
 
 def recording() -> bool:
-    """Whether a backend is recording what runs now."""
+    """Whether a backend is recording at the moment."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return capturing or bool(modes)
@@ -530,7 +530,7 @@ def test_a_hook_that_takes_more_than_the_module_gets_what_a_module_hook_gets(dev
 
 
 def test_hooks_as_merged_are_called_as_module_hooks_are(device: torch.device) -> None:
-    """Written for Transformer Engine, as those of Megatron's FSDP are: who takes kwargs is said by its id."""
+    """Hooks as Megatron's FSDP writes them for Transformer Engine: ids tell which of them take kwargs."""
     (layer,) = layers(1)
     seen: dict[str, tuple[Any, ...]] = {}
 
@@ -604,7 +604,7 @@ def one(module: nn.Module) -> None:
         ([one], r"capture_time_hooks\[0\] is a list"),
     ],
 )
-def test_hooks_that_cannot_be_meant_are_refused(hooks: Any, message: str) -> None:
+def test_malformed_hooks_are_refused(hooks: Any, message: str) -> None:
     (layer,) = layers(1)
     with pytest.raises(CaptureError, match=message):
         make_graphed_callables(layer, (sample(),), capture_time_hooks=[hooks])
@@ -713,8 +713,8 @@ def test_fp8_arguments_that_ask_for_nothing_are_accepted() -> None:
     assert "forward" in vars(layer)
 
 
-def test_their_modules_are_refused_by_class() -> None:
-    """A stand-in for their Linear: what is looked at is the package of a class or of one of its bases."""
+def test_transformer_engine_modules_are_refused_by_class() -> None:
+    """Replaces Transformer Engine's Linear: only the package of a class, or of one of its bases, matters."""
     theirs = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
     derived = type("ColumnLinear", (theirs,), {"__module__": __name__})
     for inner in (theirs, derived):
@@ -723,7 +723,7 @@ def test_their_modules_are_refused_by_class() -> None:
             make_graphed_callables(model, (sample(),))
 
 
-def test_a_weight_gradient_that_waits_is_refused() -> None:
+def test_delayed_weight_gradients_are_refused() -> None:
     class Delayed(Layer):
         def need_backward_dw(self) -> bool:
             return True
@@ -732,7 +732,7 @@ def test_a_weight_gradient_that_waits_is_refused() -> None:
         make_graphed_callables(Delayed(), (sample(),))
 
 
-def test_positional_arguments_are_in_their_order() -> None:
+def test_positional_arguments_have_transformer_engines_order() -> None:
     assert list(inspect.signature(make_graphed_callables).parameters)[:20] == [
         "modules", "sample_args", "num_warmup_iters", "allow_unused_input", "sample_kwargs",
         "fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group", "fp8_weight_caching",
@@ -802,7 +802,7 @@ def test_a_later_microbatch_leaves_a_retained_one_alone(device: torch.device, re
     torch.testing.assert_close(gradients(layer), gradients(eager), rtol=0, atol=0)
 
 
-def test_without_it_a_second_backward_is_refused(device: torch.device) -> None:
+def test_without_retain_graph_a_second_backward_is_refused(device: torch.device) -> None:
     (layer,) = layers(1)
     make_graphed_callables(layer, (sample(),))
     y = layer(data(0).requires_grad_())

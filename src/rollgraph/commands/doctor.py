@@ -1,4 +1,4 @@
-"""`rollgraph doctor`: what is broken in an installation of the Megatron family, and what to do about it."""
+"""`rollgraph doctor`: reports what is broken in an installation of the Megatron family, and how to repair it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 WELL, AFFECTED, BROKEN, UNTRIED = 0, 1, 2, 3
 ELSEWHERE = (
     "megatron-core is not installed here: run this with the Python of the environment that trains; NeMo-RL's Megatron "
-    "workers have one of their own, in the folder NEMO_RL_VENV_DIR"
+    "workers have their own, in the folder NEMO_RL_VENV_DIR"
 )
 COLOURS = {"affected": "red", "not affected": "green", "repaired": "green", "cannot tell here": "yellow"}
 
@@ -24,14 +24,14 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="find what breaks in an installed Megatron, Megatron-Bridge or NeMo-RL",
-        description="Try known failures of CUDA graphs and overlap on what is installed here, and look for mistakes in "
-        f"the graph keys of a config. Exit code: {WELL} nothing is affected, or nothing of the family is installed, "
-        f"{AFFECTED} something is affected and not repaired, {BROKEN} the config cannot be read, or nothing in it is "
-        f"known, {UNTRIED} nothing could be tried here, as where megatron-core is in another environment.",
+        description="Try known failures of CUDA graphs and overlap on what is installed here, and check the graph keys "
+        f"of a config. Exit code: {WELL} if nothing is affected, or nothing of the family is installed; {AFFECTED} if "
+        f"something is affected and not repaired; {BROKEN} if the config cannot be read, or has no known key; "
+        f"{UNTRIED} if nothing could be tried here, for example because megatron-core is in another environment.",
     )
-    parser.add_argument("--config", metavar="YAML", help="of NeMo-RL or Megatron: its graph keys are looked at")
-    parser.add_argument("--repaired", action="store_true", help="look again with the repairs of rollgraph in force")
-    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+    parser.add_argument("--config", metavar="YAML", help="check the graph keys of a NeMo-RL or Megatron config")
+    parser.add_argument("--repaired", action="store_true", help="examine with rollgraph's repairs in force")
+    parser.add_argument("--json", action="store_true", help="print JSON to standard output")
     parser.set_defaults(run=run)
 
 
@@ -69,9 +69,7 @@ def show(found: Examination, *, has_config: bool = False, repaired: bool = False
             _row(console, label, getattr(finding, label))
     if has_config:
         _print(console, "")
-        _print(
-            console, f"config: {len(found.remarks) or 'no'} remarks" if len(found.remarks) != 1 else "config: 1 remark"
-        )
+        _print(console, f"config: {count_remarks(len(found.remarks))}")
     for remark in found.remarks:
         _print(console, f"{remark.place}: {remark.key}: {remark.kind}", "red" if remark.serious else "yellow")
         _row(console, "reason", remark.text)
@@ -81,15 +79,24 @@ def show(found: Examination, *, has_config: bool = False, repaired: bool = False
     _print(console, summary(found, repaired=repaired), f"{colour} bold")
 
 
+def count_remarks(count: int) -> str:
+    if count == 0:
+        return "no remarks"
+    return "1 remark" if count == 1 else f"{count} remarks"
+
+
 def summary(found: Examination, *, repaired: bool = False) -> str:
+    """The last line: how many findings have which state, and what to do next."""
     states = [finding.state.value for finding in found.findings]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in COLOURS if state in states)
-    serious = sum(remark.serious for remark in found.remarks)
-    parts = [counts] if counts else []
+    parts = []
+    counts = [f"{states.count(state)} {state}" for state in COLOURS if state in states]
+    if counts:
+        parts.append(", ".join(counts))
     if found.remarks:
-        parts.append(f"{serious} of {len(found.remarks)} remarks on the config are serious")
+        serious = sum(remark.serious for remark in found.remarks)
+        parts.append(f"{count_remarks(len(found.remarks))} on the config, {serious} serious")
     if "affected" in states and not repaired:
-        parts.append("call rollgraph.compat.megatron.repair() before anything else; --repaired shows what that gives")
+        parts.append("call rollgraph.compat.megatron.repair() before the model is built; --repaired shows the result")
     if not found.tried:
         parts.append("nothing could be tried here")
     if found.family and not found.installed["megatron-core"]:
@@ -98,13 +105,14 @@ def summary(found: Examination, *, repaired: bool = False) -> str:
 
 
 def _print(console: Any, text: str, style: str = "") -> None:
-    """Whole lines where nobody reads them in a terminal."""
+    """Print wrapped lines to a terminal, and unwrapped ones to a pipe or a file."""
     console.print(text, style=style or None, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _row(console: Any, label: str, text: str) -> None:
     if not console.is_terminal:
-        return _print(console, f"  {label:<8} {' '.join(text.split())}")
+        _print(console, f"  {label:<8} {' '.join(text.split())}")
+        return
     from rich.table import Table
     from rich.text import Text
 
@@ -112,4 +120,4 @@ def _row(console: Any, label: str, text: str) -> None:
     table.add_column(width=9)
     table.add_column()
     table.add_row(Text(f"  {label}", style="dim"), Text(text))
-    return console.print(table)
+    console.print(table)

@@ -1,4 +1,5 @@
-"""Guards for the Megatron family: what breaks in a stack people already run, and repairs that need no edit of it.
+"""Help for people who run Megatron, NeMo-RL or Transformer Engine today: diagnosis, repairs and a config importer.
 
-Nothing else of rollgraph imports this package, and importing it imports none of theirs.
+Only two commands import this package, as its door: `commands/config.py` and `commands/doctor.py`. Nothing else in
+rollgraph may know about it, and the architecture test enforces that. Importing it imports none of those packages.
 """

@@ -1,4 +1,4 @@
-"""`python -m rollgraph.compat run script.py …`: repairs first, then runs a script as if it had been started itself."""
+"""`python -m rollgraph.compat run script.py …`: repairs megatron-core, then runs a script as Python would."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ USAGE = """usage: python -m rollgraph.compat run script.py [argument ...]
        python -m rollgraph.compat run -m module [argument ...]
        python -m rollgraph.compat path
 
-run   repairs megatron-core in this process, then runs the script or module in it; Python processes that it starts
-      are repaired as well, when they import megatron-core
-path  prints the folder that `run` puts in front of PYTHONPATH for that, for launchers that set PYTHONPATH themselves"""
+run   repair megatron-core in this process, then run the script or module in it; Python processes that it starts are
+      repaired as well, when they import megatron-core
+path  print the folder that `run` prepends to PYTHONPATH to reach them, for launchers that set PYTHONPATH themselves"""
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> int:
     if arguments == ["path"]:
         print(FOLDER)
         return 0
-    command, target = arguments[:1], arguments[1:]
+    command = arguments[:1]
+    target = arguments[1:]
     as_module = target[:1] == ["-m"]
     if as_module:
         target = target[1:]
@@ -52,11 +53,12 @@ def main(arguments: list[str]) -> int:
 
 
 def run(target: list[str], as_module: bool) -> None:
-    """As Python starts them: a script's folder, or the working directory, is the first place to import from."""
+    """Run as Python would: the script's folder, or the working directory for a module, comes first on sys.path."""
     sys.argv = target
     path = Path(target[0]).absolute()
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path.cwd() if as_module else path.resolve().parent)
+        first = Path.cwd() if as_module else path.resolve().parent
+        sys.path[0] = str(first)
     if as_module:
         run_module(target[0])
     elif path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
@@ -75,14 +77,14 @@ def run_module(name: str) -> None:
         spec = find_spec(f"{name}.__main__")
     loader: Any = spec and spec.loader
     if spec is None or not hasattr(loader, "get_code"):
-        sys.exit(f"there is no module {name} that can be run")
+        sys.exit(f"there is no module {name} that can run")
     sys.argv[0] = str(spec.origin)
     attributes = {"__file__": spec.origin, "__loader__": loader, "__package__": spec.parent, "__spec__": spec}
     execute(loader.get_code(spec.name), **attributes)
 
 
 def execute(code: CodeType, **attributes: Any) -> None:
-    """In a main module that stays after its last line, as runpy's does not: threads and exit handlers still pickle."""
+    """Execute in a `__main__` that outlives the script, unlike runpy's: its threads and exit handlers can pickle."""
     main_module = ModuleType("__main__")
     vars(main_module).update(attributes)
     sys.modules["__main__"] = main_module

@@ -1,7 +1,7 @@
-"""An examination: what of the family is installed, which known failures it has, and what is wrong with a config.
+"""`rollgraph doctor`'s examination: what is installed, which known failures it has, and what is wrong with a config.
 
-Owns which probes there are and that none of them can end the examination; the probes are in `megatron/`. Theirs is
-imported only while examining.
+Owns the list of probes, and ensures that none of them can abort the examination; the probes themselves are in
+`megatron/`. Imports Megatron only while examining.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from typing import Any
 
-from rollgraph.compat.finding import Diagnosis, RepairState
-from rollgraph.compat.graph_lint import Remark, lint_file
+from rollgraph.compat.diagnosis import Diagnosis, RepairState
+from rollgraph.compat.graph_lint import lint_file
+from rollgraph.compat.graph_remarks import Remark
 
-FAMILY = {  # module: the distributions it may come from
+FAMILY = {  # module -> the distributions it may come from
     "megatron.core": ("megatron-core",),
     "transformer_engine": ("transformer-engine", "transformer-engine-torch"),
     "megatron.bridge": ("megatron-bridge",),
@@ -28,23 +29,23 @@ Probe = Callable[[], Iterable[Diagnosis]]
 
 @dataclass(frozen=True)
 class Examination:
-    installed: dict[str, str | None]  # name: version, None where it is not there
+    installed: dict[str, str | None]  # name -> version, or None if it is not installed
     findings: tuple[Diagnosis, ...]
-    remarks: tuple[Remark, ...] = ()  # of the config, if one was given
+    remarks: tuple[Remark, ...] = ()  # on the config, if one was given
 
     @property
     def family(self) -> list[str]:
-        """What of the family is installed."""
+        """The installed packages of the Megatron family."""
         return [names[0] for names in FAMILY.values() if self.installed.get(names[0])]
 
     @property
     def tried(self) -> bool:
-        """Whether one failure at least could be tried here."""
+        """Whether at least one failure could be tried here."""
         return any(finding.state is not RepairState.UNKNOWN for finding in self.findings)
 
     @property
     def affected(self) -> bool | None:
-        """None where nothing is known to be wrong because nothing could be tried."""
+        """Whether something is wrong; None if nothing is known to be, but nothing could be tried either."""
         broken = any(finding.state is RepairState.AFFECTED for finding in self.findings)
         if broken or any(remark.serious for remark in self.remarks):
             return True
@@ -62,24 +63,28 @@ class Examination:
 def examine(
     config: str | os.PathLike[str] | None = None, *, repaired: bool = False, probes: Sequence[Probe] | None = None
 ) -> Examination:
-    """Look at this installation; with `repaired`, after the repairs, which are taken back at the end if
-    they were not in force before.
+    """Examine this installation and, if given, a config.
 
-    A probe that raises is a finding that cannot be told here. A config that cannot be read,
-    or in which nothing is known, raises ConfigError.
+    With `repaired`, the repairs are applied first, and undone at the end unless they were in force before. A probe
+    that raises becomes a finding with the state `cannot tell here`. A config that cannot be read, or that has no known
+    key, raises ConfigError.
     """
     installed = find_installed()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of their imports; a finding says what matters
-        remarks = () if config is None else tuple(lint_file(config, _known_fields(installed)))
+        warnings.simplefilter("ignore")  # warnings of imported packages; the findings say what matters
+        remarks: list[Remark] = []
+        if config is not None:
+            remarks = lint_file(config, _known_fields(installed))
         if probes is None:
-            probes = (_megatron_core_repaired if repaired else _megatron_core,) if installed["megatron-core"] else ()
-        findings = tuple(finding for probe in probes for finding in _run(probe))
-    return Examination(installed, findings, remarks)
+            probes = _choose_probes(installed, repaired)
+        findings: list[Diagnosis] = []
+        for probe in probes:
+            findings += _run(probe)
+    return Examination(installed, tuple(findings), tuple(remarks))
 
 
 def find_installed() -> dict[str, str | None]:
-    """Versions of the family, of torch, and of the CUDA that torch can use here."""
+    """The versions of the family, of torch, and of the CUDA that torch can use here."""
     found = {names[0]: _version(module, names) for module, names in FAMILY.items()}
     return {**found, "torch": _version("torch", ("torch",)), "cuda": _cuda()}
 
@@ -92,7 +97,7 @@ def _version(module: str, distributions: tuple[str, ...]) -> str | None:
             continue
     try:
         return "from source" if importlib.util.find_spec(module) else None
-    except Exception:  # its parent is not there, or is broken
+    except Exception:  # the parent package is missing or broken
         return None
 
 
@@ -112,9 +117,15 @@ def _known_fields(installed: dict[str, str | None]) -> frozenset[str] | None:
         from megatron.core.transformer.transformer_config import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
             TransformerConfig,
         )
-    except Exception:  # a probe says why
+    except Exception:  # a probe reports why
         return None
     return frozenset(field.name for field in fields(TransformerConfig))
+
+
+def _choose_probes(installed: dict[str, str | None], repaired: bool) -> tuple[Probe, ...]:
+    if not installed["megatron-core"]:
+        return ()
+    return (_megatron_core_repaired,) if repaired else (_megatron_core,)
 
 
 def _run(probe: Probe) -> list[Diagnosis]:

@@ -1,7 +1,7 @@
-"""Repairs megatron-core in the process that imports it, right after its import. Owns the import hook.
+"""Repairs megatron-core in the process that imports it, right after the import. Owns the import hook.
 
-`every_process/` runs this file at the start of a Python process that may never import megatron, and may be unable to
-import rollgraph: so it imports the standard library only, and whatever goes wrong is said and not raised.
+`every_process/` runs this file at the start of Python processes that may never import megatron, and that may be unable
+to import rollgraph. So it imports only the standard library, and reports errors instead of raising them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # typing and importlib.util are half of the time that a small Python process takes to start
+TYPE_CHECKING = False  # importing typing and importlib.util would double the start-up time of a small Python process
 if TYPE_CHECKING:
     from typing import Any
 
@@ -19,21 +19,28 @@ FOLDER = os.path.join(ROLLGRAPH, "compat", "every_process")
 
 
 def install() -> None:
-    """`repair()` as soon as megatron.core has been imported: now, if it has been. Twice is once."""
+    """Call `repair()` as soon as megatron.core is imported, or now if it already is. Calling this twice is safe."""
     if PACKAGE in sys.modules:
         repair_here()
-    elif not any(type(finder).__name__ == RepairingFinder.__name__ for finder in sys.meta_path):
-        sys.meta_path.insert(0, RepairingFinder())  # not isinstance: this file can be two modules of a process
+        return
+    # Compared by name, not by isinstance: a process can have this file as two modules.
+    installed = any(type(finder).__name__ == RepairingFinder.__name__ for finder in sys.meta_path)
+    if not installed:
+        sys.meta_path.insert(0, RepairingFinder())
 
 
 class RepairingFinder:
-    """Finds megatron.core where the others find it, and has it repaired once it is loaded."""
+    """Lets the other finders find megatron.core, and has it repaired once it is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != PACKAGE:
             return None
-        others = (finder for finder in list(sys.meta_path) if finder is not self and hasattr(finder, "find_spec"))
-        spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
+        spec = None
+        for finder in list(sys.meta_path):
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(name, path, target)
+                if spec:
+                    break
         try:
             repair_once_loaded(spec)
         except Exception as error:
@@ -42,8 +49,8 @@ class RepairingFinder:
 
 
 def repair_once_loaded(spec: Any) -> None:
-    """The loader stays theirs, as resources and source are asked of it."""
-    if spec is None or spec.loader is None:  # not there
+    """Wrap the loader's `exec_module` and keep the loader, which is also asked for resources and source."""
+    if spec is None or spec.loader is None:  # megatron.core is not installed
         return
     execute = spec.loader.exec_module
 
@@ -58,7 +65,7 @@ def repair_once_loaded(spec: Any) -> None:
 def repair_here() -> None:
     try:
         make_importable()
-        from rollgraph.compat.finding import RepairState
+        from rollgraph.compat.diagnosis import RepairState
         from rollgraph.compat.megatron import repair
 
         found = repair()
@@ -74,17 +81,18 @@ def repair_here() -> None:
 
 
 def make_importable() -> None:
-    """A worker can have an environment of its own, without rollgraph: then it is the one that this file is of."""
+    """Make `rollgraph` importable in a worker whose own environment lacks it, from the folder of this file."""
     import importlib.util
 
     found = importlib.util.find_spec("rollgraph")
-    if found is not None and found.origin is not None:  # None: some folder of that name
+    if found is not None and found.origin is not None:  # an origin of None is just a folder with that name
         return
     file = os.path.join(ROLLGRAPH, "__init__.py")
     spec = importlib.util.spec_from_file_location("rollgraph", file, submodule_search_locations=[ROLLGRAPH])
     assert spec is not None
     assert spec.loader is not None
-    sys.modules["rollgraph"] = module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["rollgraph"] = module
     spec.loader.exec_module(module)
 
 
@@ -98,7 +106,7 @@ def say(text: str) -> None:
 
 
 def reach_children() -> None:
-    """Python processes started from here on, and those that they start, find the hook on their PYTHONPATH."""
+    """Put the hook on PYTHONPATH, so that Python processes started from here on, and their children, install it."""
     before = os.environ.get("PYTHONPATH")
     if before is None or FOLDER not in before.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (FOLDER, before)))

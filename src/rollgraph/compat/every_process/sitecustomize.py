@@ -1,5 +1,6 @@
-"""Run by every Python process that has this folder on its PYTHONPATH. Installs `../import_hook.py`, then lets the
-sitecustomize that it stands before have its turn.
+"""Python runs this file at the start of every process that has its folder on PYTHONPATH.
+
+It installs `../import_hook.py`, then runs the `sitecustomize` that it shadows.
 """
 
 from __future__ import annotations
@@ -12,27 +13,30 @@ HERE = path.dirname(path.abspath(__file__))
 
 
 def install_hook() -> None:
-    """From its file: this process may be of an environment without rollgraph."""
+    """Load the hook from its file, because this process may be in an environment without rollgraph."""
     loader = SourceFileLoader("_rollgraph_import_hook", path.join(path.dirname(HERE), "import_hook.py"))
     hook = type(sys)(loader.name)
-    hook.__file__, hook.__spec__ = loader.path, ModuleSpec(loader.name, loader, origin=loader.path)
+    hook.__file__ = loader.path
+    hook.__spec__ = ModuleSpec(loader.name, loader, origin=loader.path)
     sys.modules[loader.name] = hook
     loader.exec_module(hook)
     hook.install()
 
 
-def run_the_other() -> None:
+def run_shadowed() -> None:
+    """Run the next `sitecustomize` on the path, which Python would have run without this one."""
     others = [entry for entry in sys.path if path.abspath(entry) != HERE]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         from importlib.util import module_from_spec
 
-        sys.modules["sitecustomize"] = other = module_from_spec(spec)
-        spec.loader.exec_module(other)
+        shadowed = module_from_spec(spec)
+        sys.modules["sitecustomize"] = shadowed
+        spec.loader.exec_module(shadowed)
 
 
 try:
     install_hook()
-except Exception as error:  # this process has to start in any case
+except Exception as error:  # the process must start in any case
     print(f"rollgraph: megatron-core will not be repaired: {type(error).__name__}: {error}", file=sys.stderr)
-run_the_other()
+run_shadowed()

@@ -1,7 +1,7 @@
-"""Repairs for megatron-core: one call before the model is built, and no edit of the code that uses it.
+"""Repairs for megatron-core: one call before the model is built, without edits to the code that uses it.
 
-`findings` says what is broken in this process, `repair` repairs it, `undo` takes that back. `repeatable_train` and
-`reference_weights` are for training loops of one's own. Importing this imports nothing of megatron.
+`findings` reports what is broken in this process, `repair` repairs it, and `undo` reverts that. `repeatable_train` and
+`reference_weights` are context managers for your own training loop. Importing this package does not import megatron.
 """
 
 from rollgraph.compat.megatron.graph_settings import graph_overrides

@@ -1,23 +1,21 @@
-"""DDP's forward pre-hooks, owned by their handles: neither enabling nor disabling looks them up through the tree."""
+"""Repairs DDP's forward pre-hooks: their handles own them, and nothing looks them up through the module tree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from itertools import takewhile
 from typing import Any
 
 from torch import nn
 
-from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron.patch import CannotRepair, Patch, closure_values, need, need_parameters
 from rollgraph.compat.megatron.probe_objects import wrap_ddp
-from rollgraph.compat.megatron.repair import Repair, Verdict
+from rollgraph.compat.megatron.repair import Repair, Verdict, verdict_on
 
 
 def add_hooks(ddp: Any) -> None:
-    """A hook on every module of the tree that has none, and on no module that left it."""
+    """Add a hook to every module of the tree that has none, and remove those of modules that left the tree."""
     handles = ddp.remove_forward_pre_hook_handles
     modules = list(ddp.module.modules())
     for gone in handles.keys() - set(modules):
@@ -51,7 +49,7 @@ def has_hooks(ddp: Any) -> bool:
 
 @contextmanager
 def hooks_paused(ddps: Iterable[Any]) -> Iterator[None]:
-    """No hooks inside; afterwards on those that had them, on the modules that are in the tree by then."""
+    """Remove all hooks inside; afterwards, DDPs that had hooks have them on the modules that are then in the tree."""
     with hooks_as_found(ddps) as found:
         for ddp in found:
             remove_hooks(ddp)
@@ -60,8 +58,10 @@ def hooks_paused(ddps: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def hooks_as_found(ddps: Iterable[Any]) -> Iterator[list[Any]]:
-    """Whatever is enabled and disabled inside, hooks are afterwards where they were. Gathers nothing."""
-    found = {ddp: list_in_front(ddp) if has_hooks(ddp) else None for ddp in ddps}
+    """Restore hooks afterwards, whatever is enabled and disabled inside. Gathers nothing."""
+    found: dict[Any, dict[Any, set[int]] | None] = {}
+    for ddp in ddps:
+        found[ddp] = list_in_front(ddp) if has_hooks(ddp) else None
     try:
         yield list(found)
     finally:
@@ -74,33 +74,39 @@ def hooks_as_found(ddps: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def list_in_front(ddp: Any) -> dict[Any, set[int]]:
-    """For each module, the hooks that run before the DDP's; those after it read parameters that are gathered."""
-    handles = ddp.remove_forward_pre_hook_handles
-    return {
-        module: set(takewhile(lambda key, own=handle.id: key != own, module._forward_pre_hooks))  # type: ignore[misc]
-        for module, handle in handles.items()
-    }
+    """For each module, the ids of the hooks that run before the DDP's. Later hooks read gathered parameters."""
+    in_front: dict[Any, set[int]] = {}
+    for module, handle in ddp.remove_forward_pre_hook_handles.items():
+        ids = list(module._forward_pre_hooks)
+        own = ids.index(handle.id) if handle.id in ids else len(ids)
+        in_front[module] = set(ids[:own])
+    return in_front
 
 
 def restore_order(ddp: Any, in_front: dict[Any, set[int]]) -> None:
     for module, handle in ddp.remove_forward_pre_hook_handles.items():
         if module in in_front:
             hooks = module._forward_pre_hooks
-            for key in [key for key in hooks if key != handle.id and key not in in_front[module]]:
-                hooks.move_to_end(key)
+            for key in list(hooks):
+                if key != handle.id and key not in in_front[module]:
+                    hooks.move_to_end(key)
 
 
 def find_owners(model: nn.Module) -> list[Any]:
-    """The DDPs whose hooks are on the model's modules: a module inside a DDP does not know it, its hooks do."""
-    found: dict[Any, None] = {}  # in order
+    """The DDPs whose hooks are on the model's modules. A module does not know the DDP around it; its hooks do."""
+    found: dict[Any, None] = {}  # a set that keeps its order
     for module in model.modules():
-        held = (value for hook in module._forward_pre_hooks.values() for value in closure_values(hook))
-        found.update((owner, None) for owner in (module, *held) if overlaps_gather(owner))
+        candidates = [module]
+        for hook in module._forward_pre_hooks.values():
+            candidates += closure_values(hook)
+        for owner in candidates:
+            if overlaps_gather(owner):
+                found[owner] = None
     return list(found)
 
 
 def overlaps_gather(module: Any) -> bool:
-    """Whether it is a DDP that overlaps the parameter all-gather: only those have forward pre-hooks."""
+    """Whether this is a DDP that overlaps the parameter all-gather: only those have forward pre-hooks."""
     return isinstance(module, nn.Module) and bool(getattr(module, "use_forward_hook", False))
 
 
@@ -112,7 +118,7 @@ def probe() -> Verdict:
             attempt(ddp)
         except (AssertionError, KeyError) as error:
             failures.append(f"{what}: {type(error).__name__}")
-    return Verdict(RepairState.AFFECTED, "; ".join(failures)) if failures else Verdict(RepairState.CLEAR)
+    return verdict_on(failures)
 
 
 def disable_after_removal(ddp: Any) -> None:
@@ -165,8 +171,8 @@ FORWARD_HOOKS = Repair(
         "whole model, in enable_forward_pre_hook or disable_forward_pre_hook"
     ),
     reason=(
-        "Handles are looked up by walking the modules that are in the tree now, and CUDA graph managers are modules "
-        "that come and go; disabling twice finds no handle. The all-gather that was asked for is then skipped."
+        "Handles are looked up by walking the current module tree, but CUDA graph managers are modules that come and "
+        "go, and disabling twice finds no handle. The all-gather that was asked for is then skipped."
     ),
     try_it=probe,
     plan=plan,

@@ -1,7 +1,7 @@
-"""The graph and RNG settings that an RL worker should put into Megatron, from whatever its config says.
+"""Derives the graph and RNG settings that an RL worker should pass to Megatron from its config.
 
-Workers copy single keys from their YAML into a TransformerConfig, and what they forget is silently eager, or trips
-"RNG tracker does not support cudagraphs!". This derives all of them together, and refuses what cannot be meant.
+Workers copy single keys from their YAML into a TransformerConfig; what they forget runs eagerly without an error, or
+raises "RNG tracker does not support cudagraphs!". This derives all settings together and refuses contradictions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollgraph.compat.graph_keys import (
 )
 from rollgraph.compat.megatron.probe_objects import quietly
 
-SURROUNDINGS = ("cpu_offloading", "recompute_granularity")  # what a graph does not go with
+SURROUNDINGS = ("cpu_offloading", "recompute_granularity")  # keys that can conflict with graphs
 
 
 class GraphSettingsError(ValueError):
@@ -34,7 +34,7 @@ class GraphSettingsError(ValueError):
 
 @dataclass(frozen=True)
 class GraphOverrides:
-    """What to set, True and False alike, so that nothing is left over from a checkpoint or a recipe.
+    """All settings, including those that are off, so that nothing is left over from a checkpoint or a recipe.
 
     For `{"enable_cuda_graph": True, "cuda_graph_scope": "attn"}`:
 
@@ -50,102 +50,130 @@ class GraphOverrides:
     def seed_arguments(self) -> dict[str, bool]:
         """For `model_parallel_cuda_manual_seed(seed, **overrides.seed_arguments)`.
 
-        That call, not the TransformerConfig, decides which tracker there is. Without Transformer Engine it silently
-        falls back on Megatron's own, which a graph can use only with `use_cudagraphable_rng`.
+        That call, not the TransformerConfig, decides which tracker is used. Without Transformer Engine it falls back,
+        without a word, to Megatron's own tracker, which a graph can use only with `use_cudagraphable_rng`.
         """
         return {**self.rng, "use_cudagraphable_rng": self.transformer["cuda_graph_impl"] != "none"}
 
     def apply(self, config: Any, rng: Any = None) -> None:
         """Set them on a TransformerConfig (or a provider derived from it) and, if given, on an RNGConfig.
 
-        A finished config is not checked again by Megatron, and compares scopes as enum members: a text would match
-        nothing, silently. So they are converted here, a copy goes through Megatron's own construction, and what that
-        makes of the settings is set. Where the config has `cuda_graph_modules`, that is set instead of
-        `cuda_graph_scope`. Nothing is changed if something does not fit. A provider that is finished later
-        (Megatron-Bridge's `finalize`) is checked then.
+        Megatron does not check a finished config again, and compares scopes as enum members, so that a text would
+        match nothing. So this converts scopes, runs Megatron's own construction on a copy, and sets the result. If the
+        config has `cuda_graph_modules`, that is set instead of `cuda_graph_scope`. Nothing is changed if a setting
+        does not fit. A provider that is finished later (Megatron-Bridge's `finalize`) is checked then.
         """
-        values = dict(self.transformer)
-        names = values.pop("cuda_graph_scope")
-        key = SCOPE_KEYS[hasattr(config, "cuda_graph_modules")]
-        if key == "cuda_graph_modules" and "full_iteration" in names:
-            values["cuda_graph_impl"], names = "full_iteration", []
-        values[key] = _members(names)
-        targets = [(config, values)] if rng is None else [(config, values), (rng, dict(self.rng))]
+        values = self._spell_for(config)
+        key = _scope_key(config)
+        targets: list[tuple[Any, dict[str, Any]]] = [(config, values)]
+        if rng is not None:
+            targets.append((rng, dict(self.rng)))
         for target, wanted in targets:
-            if missing := [name for name in wanted if not hasattr(target, name)]:
+            missing = [name for name in wanted if not hasattr(target, name)]
+            if missing:
                 raise GraphSettingsError(f"{type(target).__name__} has no {', '.join(missing)}")
-        values |= {flag: False for flag in FLAGS if hasattr(config, flag)}  # beside cuda_graph_impl they are refused
+        for flag in FLAGS:
+            if hasattr(config, flag):
+                values[flag] = False  # Megatron refuses it beside cuda_graph_impl
         values.update(_settle(config, values, without_graphs={**values, "cuda_graph_impl": "none", key: []}))
         for target, wanted in targets:
             for name, value in wanted.items():
                 setattr(target, name, value)
 
+    def _spell_for(self, config: Any) -> dict[str, Any]:
+        """The settings in the spelling of the config's version of megatron-core."""
+        values = dict(self.transformer)
+        names = values.pop("cuda_graph_scope")
+        key = _scope_key(config)
+        if key == "cuda_graph_modules" and "full_iteration" in names:
+            values["cuda_graph_impl"] = "full_iteration"
+            names = []
+        values[key] = _members(names)
+        return values
+
 
 def graph_overrides(cfg: Any) -> GraphOverrides:
     """The settings of a config: a mapping, or an object with attributes such as parsed arguments.
 
-    Looked for in `cfg` itself, in `cfg.model` with `cfg.rng` beside it (Megatron-Bridge), and in `cfg.megatron_cfg`
-    or `cfg.policy.megatron_cfg` (NeMo-RL). Understood are `cuda_graph_impl`, `cuda_graph_scope` and
-    `cuda_graph_modules`, the deprecated `enable_cuda_graph` and `external_cuda_graph`, `use_te_rng_tracker`,
-    `inference_rng_tracker`, and of the RNG settings `te_rng_tracker` and `inference_rng_tracker`. With an
-    implementation, Transformer Engine's tracker is used unless something says otherwise. A scope nobody here knows is
-    passed through with a warning. Contradictory settings raise GraphSettingsError with all that is wrong.
+    Looks in `cfg` itself, in `cfg.model` with `cfg.rng` beside it (Megatron-Bridge), and in `cfg.megatron_cfg` or
+    `cfg.policy.megatron_cfg` (NeMo-RL). Reads `cuda_graph_impl`, `cuda_graph_scope` and `cuda_graph_modules`, the
+    deprecated `enable_cuda_graph` and `external_cuda_graph`, `use_te_rng_tracker` and `inference_rng_tracker`, and
+    `te_rng_tracker` and `inference_rng_tracker` of the RNG settings. With an implementation, the default is
+    Transformer Engine's tracker. An unknown scope is passed through with a warning. Contradictory settings raise
+    GraphSettingsError, which lists all contradictions.
 
     >>> overrides = graph_overrides(cfg["policy"])
     >>> overrides.apply(model_config, rng_config)
     """
     model, rng = _read(cfg)
-    if wrong := contradictions(model, rng):
+    wrong = contradictions(model, rng)
+    if wrong:
         raise GraphSettingsError("; ".join(f"{key}: {text}" for key, text in wrong))
-    impl, names = implementation(model), scopes(model)
+    impl = implementation(model)
+    names = scopes(model)
     if impl == "full_iteration":
-        impl, names = "local", ["full_iteration"]
-    if unknown := [name for name in names if name not in SCOPES]:
+        impl = "local"
+        names = ["full_iteration"]
+    unknown = [name for name in names if name not in SCOPES]
+    if unknown:
         warnings.warn(f"unknown graph scope {', '.join(unknown)}: passed through", stacklevel=2)
-    trackers = {name: _tracker(model, rng, name) for name in TRACKERS}
-    if trackers["use_te_rng_tracker"] is None:
-        trackers["use_te_rng_tracker"] = impl != "none"
-    found = {name: bool(value) for name, value in trackers.items()}
+    for_transformer: dict[str, bool] = {}
+    for_rng: dict[str, bool] = {}
+    for model_key, rng_key in TRACKERS.items():
+        on = model.get(model_key)
+        if on is None:
+            on = rng.get(rng_key)
+        if on is None and model_key == "use_te_rng_tracker":
+            on = impl != "none"
+        for_transformer[model_key] = for_rng[rng_key] = bool(on)
     return GraphOverrides(
-        transformer={"cuda_graph_impl": impl, "cuda_graph_scope": names, **found},
-        rng={theirs: found[ours] for ours, theirs in TRACKERS.items()},
+        transformer={"cuda_graph_impl": impl, "cuda_graph_scope": names, **for_transformer}, rng=for_rng
     )
 
 
-def _tracker(model: Mapping[str, Any], rng: Mapping[str, Any], name: str) -> bool | None:
-    said = model.get(name)
-    return said if said is not None else rng.get(TRACKERS[name])
-
-
 def _read(cfg: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys of the model and of the RNG settings, wherever the config has them."""
     policy = _get(cfg, "policy")
-    cfg = cfg if policy is None else policy
-    model = next((part for name in ("megatron_cfg", "model") if (part := _get(cfg, name)) is not None), cfg)
-    rng = _get(cfg, "rng")
+    if policy is not None:
+        cfg = policy
+    model = cfg
+    for name in ("model", "megatron_cfg"):  # the latter wins
+        if _get(cfg, name) is not None:
+            model = _get(cfg, name)
     found = _values(model, (*GRAPH_KEYS, *TRACKERS, *SURROUNDINGS))
+    rng = _get(cfg, "rng")
     random = {} if rng is None else _values(rng, tuple(TRACKERS.values()))
-    if _get(model, "te_rng_tracker") is not None:  # flat, as Megatron-LM's arguments are
+    if _get(model, "te_rng_tracker") is not None:  # a flat config, like Megatron-LM's arguments
         random.setdefault("te_rng_tracker", _get(model, "te_rng_tracker"))
     return found, random
 
 
 def _values(part: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    values = {name: value for name in names if (value := _get(part, name)) is not None}
+    values = {name: _get(part, name) for name in names}
+    values = {name: value for name, value in values.items() if value is not None}
     if isinstance(part, Mapping):
         return values
-    # An object has all its defaults, so False, "none" and "full" say nothing; and a finished TransformerConfig has
-    # both the deprecated flag and the implementation it stood for.
+    # An object has all its defaults, so False, "none" and "full" mean nothing. And a finished TransformerConfig has
+    # both a deprecated flag and the implementation that it stands for.
     values = {name: value for name, value in values.items() if value not in (False, "none", "full", [])}
-    impl = values.get("cuda_graph_impl")
-    return {name: value for name, value in values.items() if not (name in FLAGS and FLAGS[name] == impl)}
+    for flag, means in FLAGS.items():
+        if values.get("cuda_graph_impl") == means:
+            values.pop(flag, None)
+    return values
 
 
 def _get(part: Any, name: str) -> Any:
     return part.get(name) if isinstance(part, Mapping) else getattr(part, name, None)
 
 
+def _scope_key(config: Any) -> str:
+    """How the config's version of megatron-core calls the scope."""
+    old, new = SCOPE_KEYS
+    return new if hasattr(config, new) else old
+
+
 def _settle(config: Any, values: dict[str, Any], without_graphs: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron makes of the values. A config that it refuses for another reason than graphs is not judged here."""
+    """What Megatron makes of the values. Accepts a config that it refuses for another reason than its graphs."""
     try:
         return _construct(config, values)
     except Exception as error:
@@ -153,13 +181,18 @@ def _settle(config: Any, values: dict[str, Any], without_graphs: dict[str, Any])
             _construct(config, without_graphs)
         except Exception:
             return values
-        said = {name: split_scopes(value) if name in SCOPE_KEYS else value for name, value in values.items()}
-        wanted = ", ".join(f"{name}: {said[name]}" for name in GRAPH_KEYS if said.get(name))
-        raise GraphSettingsError(f"{type(config).__name__} refuses {wanted}: {error}") from error
+        wanted = []
+        for name in GRAPH_KEYS:
+            value = values.get(name)
+            if name in SCOPE_KEYS and value:
+                value = split_scopes(value)
+            if value:
+                wanted.append(f"{name}: {value}")
+        raise GraphSettingsError(f"{type(config).__name__} refuses {', '.join(wanted)}: {error}") from error
 
 
 def _construct(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """On a copy, with lists of its own: construction appends to some."""
+    """Run Megatron's construction on a copy with its own lists, because construction appends to some of them."""
     trial = copy.copy(config)
     for name, value in {**vars(config), **values}.items():
         setattr(trial, name, copy.copy(value) if isinstance(value, list | dict) else value)
@@ -173,7 +206,8 @@ def _members(names: list[str]) -> list[Any]:
     from megatron.core.transformer import enums  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     kind = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
-    if unknown := [name for name in names if name not in kind.__members__]:
+    unknown = [name for name in names if name not in kind.__members__]
+    if unknown:
         known = ", ".join(kind.__members__)
         raise GraphSettingsError(f"the megatron-core installed here has no scope {', '.join(unknown)}; it has {known}")
     return [kind[name] for name in names]

@@ -1,4 +1,4 @@
-"""toggle_cuda_graphs with hooks paused, for every graph manager a module has, and with state that was really reset."""
+"""Repairs toggle_cuda_graphs: it pauses hooks, switches every graph manager of a module, and really resets state."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollgraph.compat.finding import RepairState
 from rollgraph.compat.megatron.forward_hooks import find_owners, hooks_paused
 from rollgraph.compat.megatron.patch import Patch, closure_values, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import make_config, wrap_ddp
-from rollgraph.compat.megatron.repair import Repair, Verdict
+from rollgraph.compat.megatron.repair import Repair, Verdict, verdict_on
 
 PARKED = "_rollgraph_parked_managers"
 
 
 @dataclass(frozen=True)
 class Parked:
-    """A manager that is out of the tree while graphs are off."""
+    """A graph manager that is outside of the tree while graphs are off."""
 
-    attribute: str  # cudagraph_manager_router
+    attribute: str  # such as cudagraph_manager_router
     manager: Any
-    function: str | None  # _forward_mlp_router; None where the manager is called for the whole module
-    wrapper: Any = None  # what calls the manager in place of the function
+    function: str | None  # such as _forward_mlp_router; None for a manager of the whole module
+    wrapper: Any = None  # calls the manager in place of the function
 
 
 def park_managers(model: nn.Module) -> None:
-    """Managers leave the tree, and functions that were wrapped are the modules' own again."""
+    """Take all managers out of the tree, and give modules their unwrapped functions back."""
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
     module: Any
     manager: Any
     for module in list(model.modules()):
         for attribute, manager in list(module._modules.items()):
-            if isinstance(manager, CudaGraphManager):
-                delattr(module, attribute)
-                others = [parked for parked in vars(module).get(PARKED, ()) if parked.attribute != attribute]
-                vars(module)[PARKED] = [*others, unwrap(module, attribute, manager)]
+            if not isinstance(manager, CudaGraphManager):
+                continue
+            delattr(module, attribute)
+            others = [parked for parked in vars(module).get(PARKED, ()) if parked.attribute != attribute]
+            vars(module)[PARKED] = [*others, unwrap(module, attribute, manager)]
 
 
 def unwrap(module: Any, attribute: str, manager: Any) -> Parked:
@@ -58,9 +58,9 @@ def unwrap(module: Any, attribute: str, manager: Any) -> Parked:
 
 
 def run_whole(layer: Any) -> None:
-    """A mixture-of-experts layer that ran in parts, around its graphs. Generation refuses to run one in parts."""
+    """Run a mixture-of-experts layer as a whole again. Generation refuses a layer that runs in parts."""
     layer.use_partial_cudagraphs = False
-    if hasattr(layer.mlp, "fwd_execution_map"):  # which still says the last part
+    if hasattr(layer.mlp, "fwd_execution_map"):  # still set to the last part
         layer.mlp.fwd_execution_map = ["route", "expert_compute", "postprocess"]
 
 
@@ -70,7 +70,7 @@ def run_in_parts(layer: Any) -> None:
 
 
 def unpark_managers(model: nn.Module, anew: bool) -> None:
-    """The managers that left come back, or new ones in their place where theirs has not made them."""
+    """Put the parked managers back or, with `anew`, make new ones where Megatron has not."""
     module: Any
     for module in list(model.modules()):
         parking = vars(module).get(PARKED, [])
@@ -85,7 +85,7 @@ def unpark_managers(model: nn.Module, anew: bool) -> None:
 
 
 def put_back(module: Any, parked: Parked) -> None:
-    """Also over the one that theirs has put there, which is the first that the module ever had."""
+    """Put a manager back, also over the one that Megatron restored, which is the first the module ever had."""
     if parked.function is not None:
         setattr(module, parked.function, parked.wrapper)
         run_in_parts(module)
@@ -95,16 +95,22 @@ def put_back(module: Any, parked: Parked) -> None:
 def make_anew(module: Any, parked: Parked) -> None:
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
-    function = {} if parked.function is None else {"base_module": module, "function_name": parked.function}
-    manager = CudaGraphManager(module.config, need_backward=parked.manager.need_backward, **function)
+    need_backward = parked.manager.need_backward
+    if parked.function is None:
+        manager = CudaGraphManager(module.config, need_backward=need_backward)
+    else:
+        manager = CudaGraphManager(
+            module.config, base_module=module, function_name=parked.function, need_backward=need_backward
+        )
     setattr(module, parked.attribute, manager)
     if parked.function is not None:
         run_in_parts(module)
 
 
 def release_parked() -> None:
-    """For theirs alone: it takes away only the managers called for a whole module, and has its own copy of those."""
-    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and PARKED in vars(thing)]:
+    """Leave everything as the unpatched function expects it: it parks only managers of whole modules, in its cache."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and PARKED in vars(thing)]
+    for module in modules:
         parking = vars(module).pop(PARKED)
         with hooks_paused(find_owners(module)):
             for parked in parking:
@@ -113,7 +119,7 @@ def release_parked() -> None:
 
 
 def list_managers(module: nn.Module) -> list[Any]:
-    """Of this module, in the tree or out of it."""
+    """The managers of this module, in the tree or parked."""
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
     inside = [child for child in module._modules.values() if isinstance(child, CudaGraphManager)]
@@ -121,7 +127,7 @@ def list_managers(module: nn.Module) -> list[Any]:
 
 
 def find_wrapped(module: nn.Module, manager: Any) -> str | None:
-    """The name of the function of the module that calls the manager instead."""
+    """The name of the module's function that is wrapped to call the manager."""
     for name, value in vars(module).items():
         if any(held is manager for held in closure_values(value)):
             return name
@@ -129,7 +135,7 @@ def find_wrapped(module: nn.Module, manager: Any) -> str | None:
 
 
 def drop_stale_cache(model: nn.Module) -> None:
-    """Their cache is keyed by id(model), which a later model can have: it would switch the modules of the dead one."""
+    """Drop Megatron's cache entry of a dead model: the cache is keyed by id(model), which a later model can reuse."""
     from megatron.core.transformer import utils
 
     cached = (utils.cuda_graph_attr_cache or {}).get(id(model), {})
@@ -146,21 +152,21 @@ def plan() -> list[Patch]:
     need(cuda_graphs._CudagraphGlobalRecord, "cudagraph_created")
     original = utils.toggle_cuda_graphs
     need_parameters(original, "model", "set_to", "reset_cuda_graphs")
-    parameters = ("self", "config", "base_module", "function_name", "need_backward")
-    need_parameters(cuda_graphs.CudaGraphManager.__init__, *parameters)
-    need_names(cuda_graphs.CudaGraphManager.__init__, "func", "need_backward")
+    constructor = cuda_graphs.CudaGraphManager.__init__
+    need_parameters(constructor, "self", "config", "base_module", "function_name", "need_backward")
+    need_names(constructor, "func", "need_backward")
 
     @wraps(original)
     def toggle_cuda_graphs(model: Any, set_to: str = "none", reset_cuda_graphs: bool = True) -> None:
         drop_stale_cache(model)
-        utils.init_cuda_graph_cache(model)  # while the managers are still to be seen
+        utils.init_cuda_graph_cache(model)  # while the managers are still in the tree
         before = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         was_on = any(isinstance(module, cuda_graphs.CudaGraphManager) for module in model.modules())
         with hooks_paused(find_owners(model)):
             try:
-                park_managers(model)  # also where they stay on: theirs would put the first ones it saw in their place
+                park_managers(model)  # even if graphs stay on: Megatron would restore the first managers it saw
                 if set_to == "local" and reset_cuda_graphs and cuda_graphs._CudagraphGlobalRecord.cudagraph_created:
-                    cuda_graphs.delete_cuda_graphs()  # or the new managers are asked to replay what they do not have
+                    cuda_graphs.delete_cuda_graphs()  # or new managers are asked to replay graphs they do not have
                 original(model, set_to, reset_cuda_graphs)
                 if set_to == "local":
                     unpark_managers(model, anew=reset_cuda_graphs)
@@ -168,9 +174,9 @@ def plan() -> list[Patch]:
                 if was_on:
                     unpark_managers(model, anew=False)
                 else:
-                    park_managers(model)  # those that were made before it failed
+                    park_managers(model)  # the managers that were made before the failure
                 raise
-        # The first new manager changes the current stream, and nothing else makes it wait for work under way.
+        # The first new manager changes the current stream, and nothing makes that wait for the work in progress.
         if before is not None and torch.cuda.current_stream() != before:
             torch.cuda.current_stream().wait_stream(before)
 
@@ -187,12 +193,12 @@ def probe() -> Verdict:
         utils.toggle_cuda_graphs(model, "none", reset_cuda_graphs=False)
     failures = []
     if any(isinstance(module, CudaGraphManager) for module in model.modules()):
-        failures.append("a graph manager stays that is not called cudagraph_manager")
+        failures.append("graph managers not called cudagraph_manager stay")
     try:
         ddp.disable_forward_pre_hook(param_sync=False)
     except (AssertionError, KeyError) as error:
-        failures.append(f"hooks cannot be disabled after it: {type(error).__name__}")
-    return Verdict(RepairState.AFFECTED, "; ".join(failures)) if failures else Verdict(RepairState.CLEAR)
+        failures.append(f"hooks cannot be disabled afterwards: {type(error).__name__}")
+    return verdict_on(failures)
 
 
 def make_switchable() -> tuple[nn.Module, Any]:
@@ -212,7 +218,7 @@ def make_switchable() -> tuple[nn.Module, Any]:
 
 
 def make_manager() -> Any:
-    """Without its constructor, which asks for a GPU and settles the random number tracker of the process."""
+    """A manager made without its constructor, which needs a GPU and sets the process's RNG tracker."""
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
     manager = CudaGraphManager.__new__(CudaGraphManager)
@@ -228,8 +234,8 @@ GRAPH_SWITCH = Repair(
         "cudagraph runners were found"
     ),
     reason=(
-        "toggle_cuda_graphs removes and replaces modules under DDP's hooks, knows one attribute name of the three "
-        "that hold graph managers, and makes new managers while the old graphs still count as created."
+        "toggle_cuda_graphs removes and replaces modules that DDP's hooks are on, knows only one of the three "
+        "attributes that hold graph managers, and makes new managers while the old graphs still count as created."
     ),
     try_it=probe,
     plan=plan,

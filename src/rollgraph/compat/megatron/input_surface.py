@@ -1,4 +1,4 @@
-"""A graph's inputs stay in memory: what its pool does not own is held strongly where weak references are made."""
+"""Repairs freed graph inputs: holds those that the graph's pool does not own where Megatron makes weak references."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron.patch import Patch, kept, need, need_names, need_parameters, swapped
 from rollgraph.compat.megatron.probe_objects import CudaStandIn, TorchStandIn, make_runner
 from rollgraph.compat.megatron.repair import Repair, Verdict
@@ -20,13 +20,16 @@ HELD = "_rollgraph_held_inputs"
 
 
 def find_borrowed(surface: Any, pool: Any) -> tuple[Tensor, ...]:
-    """The tensors whose memory is not the graph pool's.
+    """The tensors whose memory the graph pool does not own.
 
-    An input that Megatron resolved is marked `can_skip_replay_copy`: it comes from its reuse pool, which is ordinary
-    memory, or is the output of an earlier graph, which the graph pool owns. Parameters are not marked.
+    Megatron marks inputs that it resolved with `can_skip_replay_copy`: they come from its reuse pool, which is ordinary
+    memory, or are outputs of an earlier graph, which the graph pool owns. Parameters are not marked.
     """
-    borrowed = (tensor for tensor in surface if not hasattr(tensor, "can_skip_replay_copy") or pool.owns(tensor))
-    return tuple(tensor.detach() for tensor in borrowed)  # the memory: a parameter may get another later
+    borrowed = []
+    for tensor in surface:
+        if not hasattr(tensor, "can_skip_replay_copy") or pool.owns(tensor):
+            borrowed.append(tensor.detach())  # holds the memory, which a parameter may exchange for another later
+    return tuple(borrowed)
 
 
 def plan() -> list[Patch]:
@@ -46,7 +49,7 @@ def plan() -> list[Patch]:
         pool = cuda_graphs._CudagraphGlobalRecord.tensor_reuse_pool
         held = find_borrowed(self.fwd_graph_input_surface, pool)
         result = original(self)
-        for graph in (self.fwd_graph, self.bwd_graph):  # not by the runner, which outlives graphs that are deleted
+        for graph in (self.fwd_graph, self.bwd_graph):  # not on the runner, which outlives deleted graphs
             setattr(graph, HELD, held)
         return result
 
@@ -57,22 +60,27 @@ def probe() -> Verdict:
     from megatron.core.transformer import cuda_graphs
 
     if not cuda_graphs.HAVE_TE_GRAPHS:
-        return Verdict(RepairState.CLEAR, "without Transformer Engine no weak references are made")
+        return Verdict(RepairState.CLEAR, "without Transformer Engine, Megatron makes no weak references")
     need(cuda_graphs, "make_weak_ref", "create_cudagraphs", "TensorReusePool")
     runner, memory = make_captured_forward()
     pool = cuda_graphs.TensorReusePool()
-    pool.pool, pool.tensor_strong_refs, pool.tensor_strong_refs_dataptrs = [], [], set()
+    pool.pool = []
+    pool.tensor_strong_refs = []
+    pool.tensor_strong_refs_dataptrs = set()
+    stand_ins = {
+        "torch": TorchStandIn(),
+        "get_all_rng_states": dict,
+        "make_weak_ref": lambda tensor: tensor.new_zeros(1),
+    }
     with (
         kept(cuda_graphs, "bwd_buffer_reuse_ref_count"),
         kept(cuda_graphs._CudagraphGlobalRecord, "tensor_reuse_pool"),
-        swapped(
-            cuda_graphs, torch=TorchStandIn(), get_all_rng_states=dict, make_weak_ref=lambda tensor: tensor.new_zeros(1)
-        ),
+        swapped(cuda_graphs, **stand_ins),
         torch.enable_grad(),
     ):
         cuda_graphs._CudagraphGlobalRecord.tensor_reuse_pool = pool
         runner.create_bwd_graph()
-    runner.base_module.weight.data = torch.zeros(2)  # as when weights are moved away and back
+    runner.base_module.weight.data = torch.zeros(2)  # as when weights are offloaded and reloaded
     del runner.params_to_backprop
     gc.collect()
     if memory() is None:
@@ -81,11 +89,11 @@ def probe() -> Verdict:
 
 
 class RecordedInputs(np.ndarray):
-    """RecordedInputs whose end can be seen."""
+    """Memory that can be weakly referenced, so that the probe sees when it is freed."""
 
 
 def make_captured_forward() -> tuple[Any, weakref.ref[RecordedInputs]]:
-    """A runner as create_fwd_graph leaves it: `x * weight` with one input from the reuse pool, one parameter."""
+    """A runner as create_fwd_graph leaves it, for `x * weight`: one input from the reuse pool and one parameter."""
     from megatron.core.transformer.cuda_graphs import ArgMetadata, CudagraphBufferMetadata
 
     memory = np.zeros(2, dtype=np.float32).view(RecordedInputs)
@@ -97,10 +105,16 @@ def make_captured_forward() -> tuple[Any, weakref.ref[RecordedInputs]]:
         x.can_skip_replay_copy = False  # type: ignore[attr-defined]
         out = x * weight
         out.cg_buffer_metadata = CudagraphBufferMetadata(is_cudagraph_output=True)  # type: ignore[attr-defined]
-    runner.args, runner.kwargs, runner.outputs = (ArgMetadata(x),), {}, (ArgMetadata(out),)
-    runner.fwd_graph_input_args, runner.fwd_graph_input_kwargs = (x,), {}
-    runner.fwd_graph_input_surface, runner.fwd_graph_output_surface = (x, weight), (out,)
-    runner.params_to_backprop, runner.num_dgrads, runner.num_wgrads = (weight,), 1, 1
+    runner.args = (ArgMetadata(x),)
+    runner.kwargs = {}
+    runner.outputs = (ArgMetadata(out),)
+    runner.fwd_graph_input_args = (x,)
+    runner.fwd_graph_input_kwargs = {}
+    runner.fwd_graph_input_surface = (x, weight)
+    runner.fwd_graph_output_surface = (out,)
+    runner.params_to_backprop = (weight,)
+    runner.num_dgrads = 1
+    runner.num_wgrads = 1
     runner.fwd_graph = CudaStandIn.CUDAGraph()
     return runner, weakref.ref(memory)
 
@@ -109,8 +123,8 @@ INPUT_SURFACE = Repair(
     name="input-surfaces",
     symptom="CUDA error: an illegal memory access was encountered, or wrong values, when a captured graph is replayed",
     reason=(
-        "With Transformer Engine, create_bwd_graph replaces all inputs of the graph by weak references, also those "
-        "whose memory the graph's pool does not own and somebody else may free."
+        "With Transformer Engine, create_bwd_graph replaces all inputs of the graph by weak references, even those "
+        "whose memory the graph's pool does not own and other code may free."
     ),
     try_it=probe,
     plan=plan,

@@ -1,4 +1,4 @@
-"""The abstract base that tokenizers written for older megatron-core versions derive from. Imports nothing of theirs."""
+"""The abstract base class of tokenizers written for older versions of megatron-core. Does not import megatron."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 class MegatronLegacyTokenizer(ABC):
     """A tokenizer that is identified by its class, its paths and its options.
 
-    Dataset caches are named by a hash of `unique_description`, so its text is the one that those versions wrote.
+    Dataset caches are named by a hash of `unique_description`, so it must be the text that those versions wrote.
     """
 
     def __init__(self, *tokenizer_paths: str, **tokenizer_options: Any) -> None:
@@ -26,7 +26,7 @@ class MegatronLegacyTokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> np.ndarray:
-        """Token ids of the text."""
+        """The token ids of a text."""
 
     @property
     @abstractmethod
@@ -42,7 +42,7 @@ class MegatronLegacyTokenizer(ABC):
     @abstractmethod
     def vocab_size(self) -> int: ...
 
-    # What a tokenizer may leave out:
+    # Subclasses may leave out everything below.
 
     def detokenize(self, ids: np.ndarray) -> str:
         self._lacks("method", "detokenize")

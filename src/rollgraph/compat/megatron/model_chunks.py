@@ -1,4 +1,4 @@
-"""What may be passed as a model: one, or the list of chunks that Megatron's training loops pass around."""
+"""The model argument of this package: one module, or the list of chunks that Megatron's training loops pass around."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ def list_chunks(model: Model) -> list[nn.Module]:
 
 
 def list_hooked(model: Model) -> list[Any]:
-    """The DDPs with forward pre-hooks, enabled or not: the chunks themselves, or those that a chunk is inside of."""
-    chunks = list_chunks(model)
-    hooked = list(dict.fromkeys(owner for chunk in chunks for owner in find_owners(chunk) or find_around(chunk)))
-    for ddp in hooked:
-        need(ddp, "remove_forward_pre_hook_handles", "start_param_sync")
-    return hooked
+    """The DDPs with forward pre-hooks, enabled or not: the chunks themselves, or those around them."""
+    hooked: dict[Any, None] = {}  # a set that keeps its order
+    for chunk in list_chunks(model):
+        for ddp in find_owners(chunk) or find_around(chunk):
+            need(ddp, "remove_forward_pre_hook_handles", "start_param_sync")
+            hooked[ddp] = None
+    return list(hooked)
 
 
 def find_around(chunk: nn.Module) -> list[Any]:
-    """The DDPs around a module none of whose hooks says so. Theirs has no way up, so all objects are looked at."""
-    if not any(hasattr(parameter, "main_grad") for parameter in chunk.parameters()):  # which a DDP gives them
+    """The DDPs around a module that has none of their hooks. Modules do not know their parents: search all objects."""
+    if not any(hasattr(parameter, "main_grad") for parameter in chunk.parameters()):  # set by a DDP
         return []
-    around = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and overlaps_gather(thing))
-    return [ddp for ddp in around if any(module is chunk for module in ddp.modules())]
+    ddps = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and overlaps_gather(thing)]
+    return [ddp for ddp in ddps if any(module is chunk for module in ddp.modules())]

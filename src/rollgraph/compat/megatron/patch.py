@@ -1,4 +1,4 @@
-"""Setting attributes of somebody else's modules, all or none, and putting them back. Knows nothing of Megatron."""
+"""Sets attributes of other packages' modules, all or none, and restores them. Knows nothing about Megatron."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ABSENT: Any = object()
 
 
 class CannotRepair(RuntimeError):
-    """The internals a repair is written for are not there. Nothing was changed."""
+    """The internals that a repair needs are missing. Nothing was changed."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """`owner.name = value`, or `owner[name] = value` where the owner is a dictionary.
+    """`owner.name = value`, or `owner[name] = value` if the owner is a dictionary.
 
-    With `everywhere`, modules that imported the old value by name get the new one as well.
+    With `everywhere`, modules that imported the old value by name get the new one, too.
     """
 
     owner: Any  # a module, a class or a dictionary
@@ -33,7 +33,7 @@ class Patch:
 @dataclass(frozen=True)
 class Installed:
     patch: Patch
-    before: Any  # ABSENT where the attribute is new
+    before: Any  # ABSENT if the attribute is new
 
     def stands(self) -> bool:
         return read_raw(self.patch.owner, self.patch.name) is self.patch.value
@@ -55,13 +55,14 @@ def install(patches: list[Patch]) -> list[Installed]:
 
 
 def uninstall(installed: list[Installed]) -> None:
-    if replaced := find_replaced(installed):
+    replaced = find_replaced(installed)
+    if replaced:
         raise RuntimeError(f"cannot undo: {replaced}")
     put_back(installed)
 
 
 def find_replaced(installed: list[Installed]) -> str:
-    """What somebody else has set over a patch, in words; empty where nothing."""
+    """A sentence that names the patches which other code has replaced; empty if there are none."""
     names = [f"{spell(entry.patch.owner)}.{entry.patch.name}" for entry in installed if not entry.stands()]
     return f"{', '.join(names)} was replaced since" if names else ""
 
@@ -74,7 +75,7 @@ def put_back(installed: list[Installed]) -> None:
 
 
 def rebind(old: Any, new: Any) -> None:
-    """`from module import function` made copies of a name; a patch of the module alone would miss them."""
+    """Follow `from module import function`, whose copies of the name a patch of the module alone would miss."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):
             names = [name for name, value in list(vars(module).items()) if value is old]
@@ -82,8 +83,9 @@ def rebind(old: Any, new: Any) -> None:
 
 
 def read_raw(owner: Any, name: str) -> Any:
-    """What is stored under the name: of a class the classmethod object rather than the bound method."""
-    return (owner if isinstance(owner, dict) else vars(owner)).get(name, ABSENT)
+    """The stored value, without binding: for a class, the classmethod object rather than the bound method."""
+    stored = owner if isinstance(owner, dict) else vars(owner)
+    return stored.get(name, ABSENT)
 
 
 def write_raw(owner: Any, name: str, value: Any) -> None:
@@ -111,9 +113,10 @@ def need_parameters(function: Callable[..., Any], *names: str) -> None:
 
 
 def need_names(function: Callable[..., Any], *names: str) -> None:
-    """Attributes of objects that exist only later, in the code that sets or reads them."""
-    if missing := [name for name in names if name not in function.__code__.co_names]:
-        raise CannotRepair(f"{spell(function)} knows no {', '.join(missing)}")
+    """Require attributes of objects that do not exist yet, by looking at the code that sets or reads them."""
+    missing = [name for name in names if name not in function.__code__.co_names]
+    if missing:
+        raise CannotRepair(f"{spell(function)} does not mention {', '.join(missing)}")
 
 
 def spell(thing: Any) -> str:
@@ -125,17 +128,17 @@ def spell(thing: Any) -> str:
 
 
 def closure_values(function: Any) -> list[Any]:
-    """What a function holds of where it was defined; an empty list for anything else."""
+    """The values that a function closes over; empty for anything that is not a function."""
     values = []
     for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # not yet filled
+        with suppress(ValueError):  # the cell is still empty
             values.append(cell.cell_contents)
     return values
 
 
 @contextmanager
 def swapped(owner: Any, **values: Any) -> Iterator[None]:
-    """The owner's attributes for as long as a probe runs."""
+    """Set the owner's attributes inside the context."""
     with kept(owner, *values):
         for name, value in values.items():
             write_raw(owner, name, value)
@@ -144,7 +147,7 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextmanager
 def kept(owner: Any, *names: str) -> Iterator[None]:
-    """Whatever happens to these attributes inside, they are afterwards what they were, or not there as before."""
+    """Restore these attributes afterwards, and remove those that did not exist before."""
     before = {name: read_raw(owner, name) for name in names}
     try:
         yield

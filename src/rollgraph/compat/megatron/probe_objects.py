@@ -1,4 +1,4 @@
-"""The smallest real objects that probes run the real code on. They need neither a GPU nor a process group."""
+"""The smallest real objects on which probes can run the real code, without a GPU or a process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class LoneGroup:
-    """Stands in for a process group of one, where only its size and rank are asked for."""
+    """Stands in for a process group of one, for code that only asks for its size and rank."""
 
     def size(self) -> int:
         return 1
@@ -26,7 +26,7 @@ class LoneGroup:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """What theirs logs and warns of while a probe makes its objects is not about the user's."""
+    """Silence Megatron's logs and warnings about a probe's objects, which would look as if they were the user's."""
     loggers = [
         logger
         for name, logger in logging.root.manager.loggerDict.items()
@@ -51,7 +51,7 @@ def make_config() -> Any:
 
 
 def wrap_ddp(module: nn.Module) -> Any:
-    """Megatron's DDP with forward pre-hooks, around a module without parameters: nothing to allocate or gather."""
+    """Megatron's DDP with forward pre-hooks, around a module without parameters to allocate or gather."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     group = LoneGroup()
@@ -63,7 +63,7 @@ def wrap_ddp(module: nn.Module) -> Any:
 
 
 def make_runner(need_backward: bool = False) -> Any:
-    """A graph runner of `x * 2`, as a graph manager makes one at the first call of its module."""
+    """A graph runner of `x * 2`, as a graph manager makes it at the first call of its module."""
     from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
     module: Any = nn.Identity()
@@ -72,7 +72,7 @@ def make_runner(need_backward: bool = False) -> Any:
 
 
 class GcStandIn:
-    """`gc`, except that nothing is collected: that takes longer than all else a probe does."""
+    """`gc` without collections, which take longer than everything else that a probe does."""
 
     def collect(self) -> int:
         return 0
@@ -82,7 +82,7 @@ class GcStandIn:
 
 
 class TorchStandIn:
-    """`torch`, except for what only works on a GPU or in a process group: capture records nothing, the rank is 1."""
+    """`torch` without what needs a GPU or a process group: capture records nothing, and the rank is 1."""
 
     def __init__(self) -> None:
         self.distributed = SimpleNamespace(get_rank=lambda *group: 1)

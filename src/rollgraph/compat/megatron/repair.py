@@ -1,11 +1,11 @@
-"""A repair: a known failure, the probe that shows it here, and the patches that end it. Owns their lifecycle."""
+"""A repair: a known failure, the probe that reproduces it, and the patches that fix it. Owns their lifecycle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rollgraph.compat.finding import Diagnosis, RepairState
+from rollgraph.compat.diagnosis import Diagnosis, RepairState
 from rollgraph.compat.megatron.patch import CannotRepair, Installed, Patch, find_replaced, install, uninstall
 
 ADVICE = "rollgraph.compat.megatron.repair()"
@@ -13,10 +13,17 @@ ADVICE = "rollgraph.compat.megatron.repair()"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a probe saw; `note` says which part fails, or why it could not be tried."""
+    """The result of a probe; `note` says which part fails, or why the probe could not run."""
 
     state: RepairState
     note: str = ""
+
+
+def verdict_on(failures: list[str]) -> Verdict:
+    """Affected if anything failed, with all failures in the note."""
+    if failures:
+        return Verdict(RepairState.AFFECTED, "; ".join(failures))
+    return Verdict(RepairState.CLEAR)
 
 
 @dataclass
@@ -24,9 +31,9 @@ class Repair:
     name: str
     symptom: str
     reason: str
-    try_it: Callable[[], Verdict]  # runs the real code on small objects and leaves the process as it was
-    plan: Callable[[], list[Patch]]  # raises CannotRepair where something it needs is not there; changes nothing
-    clean: Callable[[], None] = lambda: None  # after the patches are gone: what they left on the user's objects
+    try_it: Callable[[], Verdict]  # runs the real code on small objects, and leaves the process unchanged
+    plan: Callable[[], list[Patch]]  # changes nothing; raises CannotRepair if something that it needs is missing
+    clean: Callable[[], None] = lambda: None  # removes what the patches left on the user's objects, after `undo`
     installed: list[Installed] = field(default_factory=list)
 
     @property
@@ -36,11 +43,11 @@ class Repair:
     def probe(self) -> Verdict:
         try:
             return self.try_it()
-        except Exception as error:  # a probe on internals that moved
+        except Exception as error:  # the internals that it uses have moved
             return Verdict(RepairState.UNKNOWN, f"the probe does not run here: {type(error).__name__}: {error}")
 
     def apply(self) -> None:
-        """Raises CannotRepair, with nothing changed, where it cannot."""
+        """Install the patches; raises CannotRepair, and changes nothing, if that does not fix the failure."""
         if self.in_force:
             return
         if self.installed:
@@ -72,7 +79,7 @@ class Repair:
         return self.describe(verdict.state, verdict.note)
 
     def mend(self) -> Diagnosis:
-        """Applied only where the probe fails: what is healthy, or cannot be tried, stays untouched."""
+        """Apply the repair only if the probe fails; code that works, or that cannot be tried, is left alone."""
         found = self.find()
         if found.state is not RepairState.AFFECTED:
             return found
@@ -83,11 +90,16 @@ class Repair:
         return self.describe(RepairState.REPAIRED)
 
     def describe(self, state: RepairState, note: str = "") -> Diagnosis:
+        reason = self.reason
         if state is RepairState.AFFECTED:
-            return Diagnosis(
-                self.name, state, self.symptom, f"{self.reason} Here: {note}." if note else self.reason, ADVICE
-            )
-        if state is RepairState.REPAIRED:
-            return Diagnosis(self.name, state, self.symptom, self.reason, "in force; rollgraph.compat.megatron.undo()")
-        advice = "nothing to do" if state is RepairState.CLEAR else "cannot repair: what cannot be tried is left alone"
-        return Diagnosis(self.name, state, self.symptom, note or self.reason, advice)
+            if note:
+                reason = f"{reason} Here: {note}."
+            advice = ADVICE
+        elif state is RepairState.REPAIRED:
+            advice = "in force; rollgraph.compat.megatron.undo() reverts it"
+        else:
+            reason = note or reason
+            advice = "nothing to do"
+            if state is RepairState.UNKNOWN:
+                advice = "cannot repair: what cannot be tried is left alone"
+        return Diagnosis(self.name, state, self.symptom, reason, advice)

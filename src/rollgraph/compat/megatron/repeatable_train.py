@@ -1,4 +1,4 @@
-"""A one-shot train(), once per rollout: the functions it plants in the config, and hooks it disables a second time."""
+"""Makes a one-shot train() repeatable: removes the functions it puts into the config, and guards DDP's hooks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rollgraph.compat.megatron.patch import kept, swapped
 PLANTED = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
 
 NOT_GATHERED = (
-    "rollgraph: hooks are off, as before train(), and what they would have gathered is not: call "
-    "start_param_sync(force_sync=True) of the DDP on all ranks before the model is used again"
+    "rollgraph: hooks are off, as before train(), and the parameters are not gathered: call the DDP's "
+    "start_param_sync(force_sync=True) on all ranks before the model is used again"
 )
 
 
 @contextmanager
 def repeatable_train(model: Model, config: Any) -> Iterator[None]:
-    """Inside, `config` is as train() expects it; afterwards config and hooks are what they were.
+    """Give train() the `config` that it expects; afterwards, config and hooks are what they were.
 
-    Enabling and disabling hooks is safe in any order inside, with or without `repair()`, except that methods which a
-    subclass of DDP overrides need it. Hooks that train() leaves behind are removed with the parameters gathered; after
-    an exception without, as other ranks may not take part, and the exception gets a note that says so.
+    Inside, hooks can be enabled and disabled in any order, with or without `repair()`; only methods that a subclass of
+    DDP overrides need it. Hooks that train() leaves behind are removed and the parameters gathered. After an exception
+    nothing is gathered, because other ranks may not take part, and a note on the exception says so.
     """
     with hooks_as_found(list_hooked(model)) as hooked, kept(config, *PLANTED), ExitStack() as guards:
         had_hooks = {ddp for ddp in hooked if has_hooks(ddp)}
@@ -51,14 +51,15 @@ def repeatable_train(model: Model, config: Any) -> Iterator[None]:
 
 
 def hooks_guarded(ddp: Any) -> AbstractContextManager[None]:
-    """The object's own methods, in place of its class's."""
+    """Override the class's hook methods on this object, unless a subclass has its own."""
     from megatron.core.distributed import DistributedDataParallel as DDP
 
-    methods = (enable_forward_pre_hook, disable_forward_pre_hook)
-    names = ("enable_forward_pre_hook", "disable_forward_pre_hook")
-    inherited = {
-        name: MethodType(method, ddp)
-        for name, method in zip(names, methods, strict=True)
-        if getattr(type(ddp), name) is getattr(DDP, name)
+    methods = {
+        "enable_forward_pre_hook": enable_forward_pre_hook,
+        "disable_forward_pre_hook": disable_forward_pre_hook,
     }
-    return swapped(ddp, **inherited)
+    overrides = {}
+    for name, method in methods.items():
+        if getattr(type(ddp), name) is getattr(DDP, name):
+            overrides[name] = MethodType(method, ddp)
+    return swapped(ddp, **overrides)

@@ -1,4 +1,4 @@
-"""The import of the legacy tokenizer base, on versions that renamed it and on those that removed its module."""
+"""Repairs the import of the legacy tokenizer base class, which versions renamed and later removed with its module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from rollgraph.compat.finding import RepairState
+from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron.legacy_tokenizer import MegatronLegacyTokenizer
 from rollgraph.compat.megatron.patch import CannotRepair, Patch
 from rollgraph.compat.megatron.repair import Repair, Verdict
@@ -40,7 +40,7 @@ def plan() -> list[Patch]:
     if module is None:
         package, _, name = MODULE.rpartition(".")
         made = ModuleType(MODULE, "The legacy tokenizer base, from rollgraph.compat.megatron.")
-        made.__spec__ = ModuleSpec(MODULE, None)  # without one, find_spec raises
+        made.__spec__ = ModuleSpec(MODULE, None)  # find_spec raises if a module has none
         vars(made).update(dict.fromkeys(NAMES, MegatronLegacyTokenizer))
         return [Patch(sys.modules, MODULE, made), Patch(importlib.import_module(package), name, made)]
     present = [getattr(module, name) for name in NAMES if hasattr(module, name)]
@@ -55,7 +55,7 @@ TOKENIZER = Repair(
         f"ImportError: cannot import name 'MegatronTokenizer' from '{MODULE}', or "
         f"ModuleNotFoundError: No module named '{MODULE}'"
     ),
-    reason="The abstract base of tokenizers was renamed MegatronLegacyTokenizer, and later removed with its module.",
+    reason="The abstract base class was renamed to MegatronLegacyTokenizer, and later removed with its module.",
     try_it=probe,
     plan=plan,
 )

@@ -1,4 +1,4 @@
-"""NeMo-RL's GRPO configs in our keys."""
+"""Translates NeMo-RL's GRPO configs into rollgraph's keys."""
 
 from rollgraph.compat.nemo.ledger import LedgerLine, Status
 from rollgraph.compat.nemo.translation import Translation, import_nemo

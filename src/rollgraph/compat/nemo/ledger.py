@@ -1,6 +1,6 @@
-"""The ledger of a translation: their keys, what became of each, and our keys as they come together.
+"""The ledger of a translation: NeMo-RL's keys, what became of each, and rollgraph's keys as they accumulate.
 
-Owns that every key of theirs gets exactly one line: the first that is written stays.
+Owns the rule that each of NeMo-RL's keys gets exactly one line: the first one written stays.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from rollgraph.compat.composed_yaml import plain
-from rollgraph.compat.nemo.keys import TABLE, Ignored, To
+from rollgraph.compat.nemo.keys import TABLE, Ignored, Rule, To
+from rollgraph.compat.omegaconf_yaml import plain
 from rollgraph.config.reader import Node
 
 
@@ -30,21 +30,23 @@ class LedgerLine:
     place: str  # file:line
     key: str
     value: Any
-    text: str  # our key and its value, or the reason
+    text: str  # rollgraph's key and its value, or the reason
 
 
 class Ledger:
+    """In its methods, `key` is one of NeMo-RL's keys and `ours` one of rollgraph's, both with dots."""
+
     def __init__(self, tree: Node) -> None:
         self.tree = tree
         self.leaves = dict(_leaves(tree, ""))
         self.lines: dict[str, LedgerLine] = {}
         self.ours: dict[str, Any] = {}
-        self.causes: dict[str, list[str]] = {}  # of a key of ours: those of theirs
+        self.causes: dict[str, list[str]] = {}  # a key of rollgraph's -> the keys that set it
         self.to_do: list[str] = []
 
     @property
     def megatron(self) -> bool:
-        """Which of their two backends the file is for."""
+        """Whether the file uses the Megatron backend; otherwise it uses DTensor's."""
         return bool(self.get("policy.megatron_cfg.enabled"))
 
     @property
@@ -52,7 +54,7 @@ class Ledger:
         return (self.count("cluster.num_nodes") or 1) * (self.count("cluster.gpus_per_node") or 1)
 
     def node(self, key: str) -> Node:
-        """Of a key with dots; null at the place of what should hold it, where it is not there."""
+        """The node of a key, or a null node at the place of the section where it is missing."""
         node = self.tree
         for name in key.split("."):
             if not isinstance(node.value, dict) or name not in node.value:
@@ -64,7 +66,7 @@ class Ledger:
         return plain(self.node(key))
 
     def number(self, key: str) -> int | None:
-        """A whole number; anything else is refused, and as good as not there."""
+        """A whole number; anything else is refused and treated as missing."""
         value = self.get(key)
         if value is not None and type(value) is not int:
             self.refuse(key, f"expected a whole number, got {value!r}")
@@ -72,7 +74,7 @@ class Ledger:
         return value
 
     def count(self, key: str) -> int | None:
-        """The same, from 1."""
+        """A whole number of at least 1; anything else is refused and treated as missing."""
         value = self.number(key)
         if value is not None and value < 1:
             self.refuse(key, f"expected a whole number ≥ 1, got {value}")
@@ -80,11 +82,11 @@ class Ledger:
         return value
 
     def below(self, *prefixes: str) -> list[str]:
-        """Their keys that begin so."""
+        """NeMo-RL's keys with one of these prefixes."""
         return [key for key in self.leaves if key.startswith(prefixes)]
 
     def put(self, ours: str, value: Any) -> None:
-        """Set a key of ours, to what it can take."""
+        """Set one of rollgraph's keys, to a value that it accepts."""
         *sections, name = ours.split(".")
         inside = self.ours
         for section in sections:
@@ -92,14 +94,18 @@ class Ledger:
         inside[name] = value
 
     def translate(self, key: str, ours: str, value: Any, note: str = "") -> None:
-        """Set a key of ours because of one of theirs, if that is there and has no line yet.
+        """Set one of rollgraph's keys because of `key`, if the file has that and it has no line yet.
 
-        A value that ours cannot take is taken back when everything is there.
+        If rollgraph does not accept the value, `take_back` unsets it once the translation is complete.
         """
-        if key in self.leaves and key not in self.lines:
-            self.put(ours, value)
-            self.causes.setdefault(ours, []).append(key)
-            self.write(Status.TRANSLATED, key, f"{ours}: {short(value)}{f' ({note})' if note else ''}")
+        if key not in self.leaves or key in self.lines:
+            return
+        self.put(ours, value)
+        self.causes.setdefault(ours, []).append(key)
+        text = f"{ours}: {short(value)}"
+        if note:
+            text += f" ({note})"
+        self.write(Status.TRANSLATED, key, text)
 
     def ignore(self, key: str, reason: str) -> None:
         self.write(Status.IGNORED, key, reason)
@@ -107,16 +113,25 @@ class Ledger:
     def refuse(self, key: str, reason: str) -> None:
         self.write(Status.UNSUPPORTED, key, reason)
 
+    def write(self, status: Status, key: str, text: str) -> None:
+        """Write the line of a key, if the file has it and it has none yet."""
+        if key in self.leaves and key not in self.lines:
+            node = self.leaves[key]
+            self.lines[key] = LedgerLine(status, node.place, key, plain(node), text)
+
     def finish(self) -> None:
-        """Look up in the table what has no line yet; then every key has one."""
+        """Look up the keys without a line in the table; afterwards every key has one."""
         for key in self.leaves:
             if key not in self.lines:
-                self._by_table(key, plain(self.leaves[key]))
+                self._apply(_find_rule(key), key, plain(self.leaves[key]))
 
     def take_back(self, ours: str, reason: str) -> bool:
-        """Unset a key of ours, or the one that holds it, and refuse those of theirs that set it; False if none did."""
+        """Unset a key of rollgraph's, or the nearest one above it that was set, and refuse the keys that set it.
+
+        Returns False if no key of NeMo-RL's set it.
+        """
         while ours and ours not in self.causes:
-            ours = ours.rpartition(".")[0]
+            ours = ours[: max(ours.rfind("."), ours.rfind("["), 0)]
         for key in self.causes.pop(ours, ()):
             self.lines[key] = replace(self.lines[key], status=Status.UNSUPPORTED, text=reason)
         if ours:
@@ -126,16 +141,10 @@ class Ledger:
     def _unset(self, inside: dict[str, Any], names: list[str]) -> None:
         if names[1:]:
             self._unset(inside[names[0]], names[1:])
-        if not names[1:] or not inside[names[0]]:  # no section is left empty
+        if not names[1:] or not inside[names[0]]:  # leave no empty section
             del inside[names[0]]
 
-    def write(self, status: Status, key: str, text: str) -> None:
-        if key in self.leaves and key not in self.lines:
-            node = self.leaves[key]
-            self.lines[key] = LedgerLine(status, node.place, key, plain(node), text)
-
-    def _by_table(self, key: str, value: Any) -> None:
-        rule = next((rule for pattern, rule in TABLE if fnmatch.fnmatchcase(key, pattern)), None)
+    def _apply(self, rule: Rule | None, key: str, value: Any) -> None:
         if rule is None:
             self.refuse(key, "not known here")
         elif isinstance(rule, To):
@@ -146,9 +155,16 @@ class Ledger:
         elif isinstance(rule, Ignored):
             self.ignore(key, rule.reason)
         elif any(type(value) is type(known) and value == known for known in rule.values):
-            self.ignore(key, "as it is here anyway")
+            self.ignore(key, "same as in rollgraph")
         else:
             self.refuse(key, rule.reason)
+
+
+def _find_rule(key: str) -> Rule | None:
+    for pattern, rule in TABLE:
+        if fnmatch.fnmatchcase(key, pattern):
+            return rule
+    return None
 
 
 def _leaves(node: Node, key: str) -> Iterator[tuple[str, Node]]:
@@ -161,5 +177,10 @@ def _leaves(node: Node, key: str) -> Iterator[tuple[str, Node]]:
 
 
 def short(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """A value as YAML would spell it, cut to 80 characters."""
+    text = str(value)
+    if value is None:
+        text = "null"
+    elif isinstance(value, bool):
+        text = text.lower()
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""What a run leaves: checkpoints, and metrics in their sinks."""
+"""Translates what a run leaves behind: checkpoints, and metrics in their sinks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from rollgraph.compat.nemo.ledger import Ledger
 from rollgraph.config import Config
 
 SINKS = ("tensorboard", "wandb", "mlflow")
+MLFLOW_KEYS = {"tracking_uri": "tracking_uri", "experiment_name": "experiment", "run_name": "run_name"}
 
 
 def translate_checkpoints(book: Ledger) -> None:
-    every, best = "checkpointing.save_period", "checkpointing.keep_top_k"
+    every = "checkpointing.save_period"
+    best = "checkpointing.keep_top_k"
     steps = book.count("grpo.max_num_steps") or Config.steps
     if book.get("checkpointing.enabled") is False:
-        book.translate("checkpointing.enabled", "checkpoint.every", steps, "the last step always has one")
+        book.translate("checkpointing.enabled", "checkpoint.every", steps, "only the last step is saved")
+        book.put("checkpoint.keep_best", 0)  # a new best would be saved at once
         book.ignore(every, "checkpointing is off")
-    book.ignore("checkpointing.enabled", "on, as always")
+        book.ignore(best, "checkpointing is off")
+    book.ignore("checkpointing.enabled", "rollgraph always saves checkpoints")
     book.translate(every, "checkpoint.every", book.number(every))
     if book.get(best) is None:
-        book.refuse(best, "not all are kept: checkpoint.keep_best is a number")
+        book.refuse(best, "rollgraph never keeps all checkpoints: set checkpoint.keep_best to a number")
 
 
 def translate_sinks(book: Ledger) -> None:
@@ -26,7 +30,12 @@ def translate_sinks(book: Ledger) -> None:
         if name in on:
             book.translate(f"logger.{name}_enabled", "log.sinks", ["jsonl", *on])
         book.ignore(f"logger.{name}_enabled", "off")
-    for name in [name for name in on if name != "tensorboard"]:
-        for key in book.below(f"logger.{name}."):
-            ours = key.removeprefix("logger.")
-            book.translate(key, f"log.{ours}".replace("mlflow.experiment_name", "mlflow.experiment"), book.get(key))
+    if "wandb" in on:
+        for key in book.below("logger.wandb."):
+            book.translate(key, f"log.{key.removeprefix('logger.')}", book.get(key))
+    if "mlflow" in on:
+        for key in book.below("logger.mlflow."):
+            name = key.removeprefix("logger.mlflow.")
+            if name in MLFLOW_KEYS:
+                book.translate(key, f"log.mlflow.{MLFLOW_KEYS[name]}", book.get(key))
+            book.refuse(key, f"log.mlflow takes {', '.join(MLFLOW_KEYS.values())}")

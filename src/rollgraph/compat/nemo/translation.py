@@ -1,7 +1,7 @@
-"""A NeMo-RL GRPO config in our keys, and what became of each of theirs.
+"""Translates a NeMo-RL GRPO config into rollgraph's keys, and reports what became of each of its keys.
 
-The authority for our keys are the checks of a run, in `checks.py`: what they refuse is taken back, so that what is
-written loads and can be planned.
+A run's own checks, in `checks.py`, have the last word: what they refuse is taken back, so that the result loads and
+can be planned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollgraph.config import Config, ConfigError
 from rollgraph.config.reader import Node
 
 PARTS = (
-    translate_graphs,  # before the backend, which settles all keys of the one that is not used
+    translate_graphs,  # before translate_backend, which ignores all keys of the backend that is not used
     translate_backend,
     translate_model,
     translate_algorithm,
@@ -50,18 +50,18 @@ ORDER = (
 @dataclass(frozen=True)
 class Translation:
     ours: dict[str, Any]
-    lines: tuple[LedgerLine, ...]  # one for each key of theirs, in their order
-    to_do: tuple[str, ...]  # what has to be brought before a run can start
+    lines: tuple[LedgerLine, ...]  # one for each key of NeMo-RL's, in the order of the file
+    to_do: tuple[str, ...]  # what the user has to do before a run can start
 
     def to_yaml(self) -> str:
-        """What differs from our defaults or is theirs explicitly, with what is to do above it."""
+        """rollgraph's config, below comments that list what is left to do."""
         import yaml  # type: ignore[import-untyped, unused-ignore]
 
         notes = "".join(f"# To do: {text}\n" for text in self.to_do)
         return notes + str(yaml.safe_dump(self.ours, sort_keys=False, allow_unicode=True, width=110))
 
     def describe(self) -> str:
-        """Every key of theirs, those that need attention last."""
+        """What became of every key, with those that need attention last."""
         blocks = []
         for status in (Status.IGNORED, Status.TRANSLATED, Status.UNSUPPORTED):
             lines = [line for line in self.lines if line.status is status]
@@ -72,24 +72,31 @@ class Translation:
 
 
 def import_nemo(path: str | os.PathLike[str]) -> Translation:
-    """Translate a file; ConfigError if it cannot be read, or is no GRPO config."""
+    """Translate a file. Raises ConfigError if it cannot be read, or is not a GRPO config."""
     return translate_tree(load_composed(path), path)
 
 
 def translate_tree(tree: Node, path: str | os.PathLike[str]) -> Translation:
     book = Ledger(tree)
-    if missing := [name for name in ("grpo", "policy") if not isinstance(book.get(name), dict)]:
-        there = ", ".join(tree.value) or "nothing"
-        sections = " and no ".join(f"`{name}`" for name in missing)
-        raise ConfigError([f"{path}: not a GRPO config of NeMo-RL: it has no {sections}, but {there}"])
+    _require_sections(book, path)
     for translate in PARTS:
         translate(book)
     book.finish()
     _cut_warmup(book)
-    while problems := find_problems(_as_it_stands(book).to_yaml(), book.ranks):
-        if not any(book.take_back(problem.key, problem.text) for problem in problems):  # one, and look again
-            raise ConfigError([f"{path}: its translation is no valid config: {text}" for _, text in problems])
+    problems = find_problems(_as_it_stands(book).to_yaml(), book.ranks)
+    while problems:
+        if not any(book.take_back(problem.key, problem.text) for problem in problems):  # take back one, and look again
+            raise ConfigError([f"{path}: its translation is not a valid config: {text}" for _, text in problems])
+        problems = find_problems(_as_it_stands(book).to_yaml(), book.ranks)
     return _as_it_stands(book)
+
+
+def _require_sections(book: Ledger, path: str | os.PathLike[str]) -> None:
+    missing = [name for name in ("grpo", "policy") if not isinstance(book.get(name), dict)]
+    if missing:
+        present = ", ".join(book.tree.value) or "nothing"
+        sections = " and no ".join(f"`{name}`" for name in missing)
+        raise ConfigError([f"{path}: not a GRPO config of NeMo-RL: it has no {sections}, but {present}"])
 
 
 def _as_it_stands(book: Ledger) -> Translation:
@@ -98,9 +105,11 @@ def _as_it_stands(book: Ledger) -> Translation:
 
 
 def _cut_warmup(book: Ledger) -> None:
-    """Theirs may be longer than the run."""
-    steps, optimizer = book.ours.get("steps") or Config.steps, book.ours.get("optimizer", {})
+    """NeMo-RL allows a warm-up that is longer than the run."""
+    optimizer = book.ours.get("optimizer", {})
     warmup = optimizer.get("warmup_steps")
-    if warmup is not None and warmup > steps:
-        book.to_do.append(f"optimizer.warmup_steps was {warmup}, more than the {steps} steps")
-        optimizer["warmup_steps"] = steps
+    steps = book.ours.get("steps") or Config.steps
+    updates = steps * book.ours.get("algorithm", {}).get("minibatches", 1)
+    if warmup is not None and warmup > updates:
+        book.to_do.append(f"optimizer.warmup_steps was {warmup}, more than the {updates} updates of the run")
+        optimizer["warmup_steps"] = updates

@@ -1,9 +1,9 @@
-"""Transformer Engine's `capture_time_hooks` as graph hooks, in the spelling of its proposal and as it was merged.
+"""Turns Transformer Engine's `capture_time_hooks` into graph hooks, in the proposed and in the merged spelling.
 
-Owns the names of the keys and what a hook is called with. Either spelling takes, for each module, a dictionary of
-kinds; a kind has a dictionary (id -> hook) or a list. A hook is called as PyTorch's own module hooks are, or with less
-if it takes less. Gradients are never handed out, because a hook that held one would keep the memory of a graph: in
-their place it gets empty tuples. (Theirs get uninitialised memory there, in warm-up and capture.)
+Owns the names of the keys and the arguments a hook gets. In both spellings, each module has a dictionary of kinds, and
+each kind a dictionary (id -> hook) or a list. A hook is called as PyTorch's module hooks are, or with fewer arguments
+if it takes fewer. Gradients are replaced by empty tuples, because a hook that held one would pin a graph's memory.
+(Transformer Engine passes uninitialised memory there in warm-up and capture.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = {
     "backward": "post_backward",
 }
 _WITH_KWARGS = ("forward_pre_hooks_with_kwargs", "forward_hooks_with_kwargs")
-# By the number of arguments of a hook: the places, in what a graph hook gets, of those it is called with.
+# For each kind: number of arguments a hook takes -> which of the graph hook's arguments it gets.
 _CALLED_WITH: dict[str, dict[int, tuple[int, ...]]] = {
     "pre_forward": {1: (0,), 2: (0, 1), 3: (0, 1, 2)},  # module, args, kwargs
     "post_forward": {1: (0,), 2: (0, 1), 3: (0, 1, 3), 4: (0, 1, 2, 3)},  # module, args, kwargs, output
@@ -35,7 +35,7 @@ _CALLED_WITH: dict[str, dict[int, tuple[int, ...]]] = {
     "post_backward": {1: (0,), 2: (0, 1), 3: (0, 1, 2)},  # module, (), ()
 }
 _GRADIENTS = ((), ())
-# As merged, unless the id of a hook is in the dictionary of those that take keyword arguments.
+# In the merged spelling; one more if the hook's id is listed as taking keyword arguments.
 _USUAL = {"forward_pre_hooks": 2, "forward_hooks": 3, "backward_pre_hooks": 2, "backward_hooks": 3}
 
 
@@ -69,15 +69,16 @@ def _read_entry(entry: Any, where: str) -> GraphHooks | None:
             raise CaptureError(f"{where} has {key!r} and {spelled[kind]!r}, which are two names of the same kind")
         spelled[kind] = key
         with_kwargs = _read_with_kwargs(entry, key, where)
-        found[kind] = [
-            _adapt(hook, kind, f"{where}[{key!r}]", _USUAL.get(key, 1) + (name in with_kwargs))
-            for name, hook in _listed(given, f"{where}[{key!r}]")
-        ]
+        place = f"{where}[{key!r}]"
+        found[kind] = []
+        for name, hook in _list_hooks(given, place):
+            usual = _USUAL.get(key, 1) + (name in with_kwargs)
+            found[kind].append(_adapt(hook, kind, place, usual))
     return GraphHooks(**found)
 
 
 def _read_with_kwargs(entry: Mapping[str, Any], key: str, where: str) -> Collection[Any]:
-    """The ids of the hooks that take keyword arguments; PyTorch keeps them as keys of a dictionary."""
+    """The ids of the hooks that take keyword arguments; PyTorch keeps them as the keys of a dictionary."""
     name = f"{key}_with_kwargs"
     ids = entry.get(name) or ()
     if not isinstance(ids, (Mapping, set, frozenset, list, tuple)):
@@ -85,7 +86,7 @@ def _read_with_kwargs(entry: Mapping[str, Any], key: str, where: str) -> Collect
     return ids
 
 
-def _listed(given: Any, where: str) -> Iterable[tuple[Any, Any]]:
+def _list_hooks(given: Any, where: str) -> Iterable[tuple[Any, Any]]:
     if given is None:
         return ()
     if isinstance(given, Mapping):
@@ -93,14 +94,15 @@ def _listed(given: Any, where: str) -> Iterable[tuple[Any, Any]]:
     if isinstance(given, (list, tuple)):
         return enumerate(given)
     what = "one function" if callable(given) else f"a {type(given).__name__}"
-    raise CaptureError(f"{where} is {what}; expected a dictionary of hooks by id, or a list of them")
+    raise CaptureError(f"{where} is {what}; expected a dictionary of hooks by id, or a list of hooks")
 
 
 def _adapt(hook: Any, kind: str, where: str, usual: int) -> Hook:
     if not callable(hook):
         raise CaptureError(f"{where} has a {type(hook).__name__} where a hook should be")
     name = getattr(hook, "__qualname__", repr(hook))
-    count, called_with = _count(hook, usual), _CALLED_WITH[kind]
+    count = _count_arguments(hook, usual)
+    called_with = _CALLED_WITH[kind]
     if count == 0:
         raise CaptureError(f"{where}: hook {name} takes no argument; a hook is called with its module")
     if count not in called_with:
@@ -112,12 +114,12 @@ def _adapt(hook: Any, kind: str, where: str, usual: int) -> Hook:
         given = (*arguments, *_GRADIENTS)
         return hook(*[given[place] for place in places])
 
-    call.__qualname__ = name  # what an error names
+    call.__qualname__ = name  # so that errors name the user's hook
     return call
 
 
-def _count(hook: Hook, usual: int) -> int:
-    """How many positional arguments a hook is called with: as many as is usual, or else those it cannot do without."""
+def _count_arguments(hook: Hook, usual: int) -> int:
+    """How many positional arguments to call a hook with: the usual number if it takes them, else those it requires."""
     try:
         signature = inspect.signature(hook)
     except (TypeError, ValueError):
@@ -127,5 +129,6 @@ def _count(hook: Hook, usual: int) -> int:
     except TypeError:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         named = [parameter for parameter in signature.parameters.values() if parameter.kind in positional]
-        return sum(parameter.default is parameter.empty for parameter in named) or len(named[:1])
+        required = sum(parameter.default is parameter.empty for parameter in named)
+        return required or len(named[:1])
     return usual

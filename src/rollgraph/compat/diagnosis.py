@@ -1,4 +1,4 @@
-"""A finding: one known failure, and whether this installation has it. Owns the four states and nothing else."""
+"""A diagnosis: one known failure, and whether this installation has it. Owns the four states and nothing else."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ class RepairState(StrEnum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One known failure as it stands here.
+    """The state of one known failure in this process.
 
     For example `Diagnosis("forward-pre-hooks", RepairState.AFFECTED, symptom="AssertionError: ...", reason="hooks are
     looked up through the module tree ...", repair="rollgraph.compat.megatron.repair()")`.
     """
 
-    name: str  # kebab-case, stable: what --json prints and docs/megatron.md is searched by
+    name: str  # kebab-case and stable: --json prints it, and docs/megatron.md lists failures under it
     state: RepairState
-    symptom: str  # what people see, with the exact error text
-    reason: str  # why it happens; with UNKNOWN, why it could not be tried
+    symptom: str  # what the user sees, with the exact error text
+    reason: str  # why it happens; for UNKNOWN, why the probe could not run
     repair: str  # what to do about it
 
     @property
     def summary(self) -> str:
-        """One line, after an attempt to repair it."""
-        if self.state is RepairState.AFFECTED:  # and could not be repaired
+        """One line for a log, after a repair was attempted."""
+        if self.state is RepairState.AFFECTED:  # the repair failed
             return f"{self.name}: {self.state}; {self.repair}"
         if self.state is RepairState.UNKNOWN:
             return f"{self.name}: {self.state}: {self.reason}"
