@@ -1,7 +1,8 @@
-"""Makes the data of the quickstart: two-digit additions, `python examples/arithmetic.py FOLDER [SEED]`.
+"""Make the data for the quickstart, two-digit additions: `python examples/arithmetic.py FOLDER [SEED]`.
 
-8,000 problems to train on, 2,000 held out, and demonstrations for the warm start whose digits are often wrong: they
-teach the form of an answer, and some arithmetic, and leave the rest to be learned from rewards.
+There are 8,000 problems to train on, 2,000 held-out problems, and demonstrations for the warm start. Many digits of the
+demonstrations are wrong: they teach the form of an answer and some arithmetic, and leave the rest to be learned from
+rewards.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import random
 import sys
 from pathlib import Path
 
-NOISE = 0.4  # of a demonstration's digits
+NOISE = 0.4  # probability that a digit of a demonstration is replaced by a random one
+TRAINED = 8_000
+DEMONSTRATIONS = 100_000
 
 
 def main(folder: Path, seed: int = 0) -> None:
@@ -19,15 +22,31 @@ def main(folder: Path, seed: int = 0) -> None:
     problems = [(a, b) for a in range(100) for b in range(100)]
     generator.shuffle(problems)
     rows = [{"prompt": f"{a:02}+{b:02}=", "answer": str(a + b)} for a, b in problems]
-    train, held_out = rows[:8000], rows[8000:]
+    train = rows[:TRAINED]
+    held_out = rows[TRAINED:]
+
     demonstrations = []
-    for row in generator.choices(train, k=100_000):
-        digits = [generator.choice("0123456789") if generator.random() < NOISE else digit for digit in row["answer"]]
-        demonstrations.append({"prompt": row["prompt"], "completion": "".join(digits)})
+    for row in generator.choices(train, k=DEMONSTRATIONS):
+        completion = add_noise(row["answer"], generator)
+        demonstrations.append({"prompt": row["prompt"], "completion": completion})
+
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("train", train), ("held_out", held_out), ("demonstrations", demonstrations)):
-        lines = "".join(json.dumps(row) + "\n" for row in content)
-        (folder / f"{name}.jsonl").write_text(lines)
+    write_lines(folder / "train.jsonl", train)
+    write_lines(folder / "held_out.jsonl", held_out)
+    write_lines(folder / "demonstrations.jsonl", demonstrations)
+
+
+def add_noise(answer: str, generator: random.Random) -> str:
+    digits = []
+    for digit in answer:
+        if generator.random() < NOISE:
+            digit = generator.choice("0123456789")
+        digits.append(digit)
+    return "".join(digits)
+
+
+def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

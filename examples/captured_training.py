@@ -1,7 +1,7 @@
 """Train a small transformer with a captured step: forward, backward and optimizer in one graph.
 
-It learns to reverse strings of digits. The same steps are run eagerly for comparison, and at the end the graph report
-says what was captured and replayed. Runs anywhere: on CUDA graphs if there is a GPU, else on the tape.
+The model learns to reverse strings of digits. The same steps also run eagerly, for comparison, and at the end the graph
+report says what was captured and replayed. It runs anywhere: with CUDA graphs on a GPU, with the tape on a CPU.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool, capture
 from rollgraph.telemetry.metrics import JsonlSink, LineSink, Metrics
 
-DIGITS, LENGTH, WIDTH, HEADS = 10, 8, 64, 4
+DIGITS = 10
+LENGTH = 8  # digits in a string
+WIDTH = 64
+HEADS = 4
 SEPARATOR = DIGITS  # the token between a string and its reverse
+LEARNING_RATE = 3e-3  # in the first step; it falls to 0
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm1 = nn.RMSNorm(WIDTH)
+        self.norm2 = nn.RMSNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, tokens, width]
@@ -42,7 +48,8 @@ class Block(nn.Module):
 class Reverser(nn.Module):
     def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(DIGITS + 1, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
+        self.tokens = nn.Embedding(DIGITS + 1, WIDTH)
+        self.places = nn.Embedding(2 * LENGTH, WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
         self.norm = nn.RMSNorm(WIDTH)
 
@@ -52,19 +59,23 @@ class Reverser(nn.Module):
 
 
 def make_batch(generator: torch.Generator, batch: int, device: str) -> Tensor:
-    """`31..7|7..13` as ids [batch, 2 * LENGTH + 1]."""
+    """Return random strings with their reverse, `31..7|7..13`, as ids [batch, 2 * LENGTH + 1]."""
     digits = torch.randint(DIGITS, (batch, LENGTH), generator=generator)
     separator = torch.full((batch, 1), SEPARATOR)
     return torch.cat([digits, separator, digits.flip(1)], dim=1).to(device)
 
 
 class Trainer:
-    """A model and its optimizer. What varies from step to step, the learning rate, is a tensor."""
+    """A model and its optimizer. The learning rate changes from step to step, so it is a tensor."""
 
     def __init__(self, model: nn.Module, device: str) -> None:
         self.model = model
-        self.rate = torch.tensor(3e-3, device=device)
+        self.rate = torch.tensor(LEARNING_RATE, device=device)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=self.rate, fused=True, capturable=True)
+
+    def set_rate(self, done: float) -> None:
+        """Set the learning rate for a moment of training, from 0 (the start) to 1 (the end)."""
+        self.rate.fill_(LEARNING_RATE * (1 - done))
 
     def step(self, ids: Tensor) -> dict[str, Tensor]:
         self.optimizer.zero_grad()
@@ -77,16 +88,17 @@ class Trainer:
 
 
 def build() -> tuple[nn.Module, Callable[[Tensor], dict[str, Tensor]], tuple[Tensor]]:
-    """What `rollgraph check examples/captured_training.py:build` looks at."""
+    """Return what `rollgraph check examples/captured_training.py:build` checks."""
     device = World.current().device
     trainer = Trainer(Reverser().to(device), device)
-    return trainer.model, trainer.step, (make_batch(torch.Generator().manual_seed(1), 8, device),)
+    batch = make_batch(torch.Generator().manual_seed(1), 8, device)
+    return trainer.model, trainer.step, (batch,)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=400, help="number of steps (default: 400)")
+    parser.add_argument("--batch", type=int, default=64, help="strings in a batch (default: 64)")
     parser.add_argument("--backend", default="auto", choices=("auto", "cuda", "tape", "eager"))
     parser.add_argument("--metrics", type=Path, help="also write every step to this JSONL file")
     options = parser.parse_args()
@@ -101,30 +113,32 @@ def main() -> None:
     pool = GraphPool()
     step = capture(captured.step, (batches[0],), pool=pool, backend=options.backend, name="train step")
 
-    lines, files = Metrics([LineSink()]), Metrics([JsonlSink(options.metrics)] if options.metrics else [])
+    printed = Metrics([LineSink()])
+    written = Metrics([JsonlSink(options.metrics)]) if options.metrics else None
     torch.manual_seed(2)
     start = time.perf_counter()
     for number, ids in enumerate(batches):
-        captured.rate.fill_(3e-3 * (1 - number / options.steps))
+        captured.set_rate(number / options.steps)
         metrics = step(ids)
         if number % 50 == 0 or number == options.steps - 1:
-            lines.log(number, metrics)
-        if options.metrics:
-            files.log(number, metrics)
+            printed.log(number, metrics)
+        if written is not None:
+            written.log(number, metrics)
     final = metrics["loss"].item()
     seconds = time.perf_counter() - start
 
-    torch.manual_seed(2)
+    torch.manual_seed(2)  # the same dropout masks
     start = time.perf_counter()
     for number, ids in enumerate(batches):
-        eager.rate.fill_(3e-3 * (1 - number / options.steps))
+        eager.set_rate(number / options.steps)
         eager_metrics = eager.step(ids)
     eager_final = eager_metrics["loss"].item()
     eager_seconds = time.perf_counter() - start
 
-    same = all(torch.equal(p, q) for p, q in zip(captured.model.parameters(), eager.model.parameters(), strict=True))
+    pairs = zip(captured.model.parameters(), eager.model.parameters(), strict=True)
+    verdict = "bit-identical" if all(torch.equal(ours, theirs) for ours, theirs in pairs) else "differ"
     print(f"\n{options.steps} captured steps in {seconds:.1f} s, the same steps eagerly in {eager_seconds:.1f} s")
-    print(f"final loss {final:.6f}, eager {eager_final:.6f}; parameters {'bit-identical' if same else 'differ'}\n")
+    print(f"final loss {final:.6f}, eager {eager_final:.6f}; parameters {verdict}\n")
     print(pool.report())
 
 

@@ -1,4 +1,4 @@
-"""What people copy and look up: examples load, one has every key, and messages in the documentation are real."""
+"""Examples load, the long one has every key, and the documentation quotes messages and configurations that exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = ROOT / "examples"
 LONG = EXAMPLES / "grpo_math_1b.yaml"
 
 
-def test_the_benchmark_of_a_step_says_what_trl_needs() -> None:
+def test_the_step_benchmark_says_that_trl_needs_a_gpu() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "grpo_step.py"), "--tiny", "--trl"]
     without_gpu = {**os.environ, "PYTHONPATH": "src", "CUDA_VISIBLE_DEVICES": ""}
     found = subprocess.run(command, env=without_gpu, cwd=ROOT, capture_output=True, text=True, timeout=900)
@@ -30,11 +30,11 @@ def test_the_benchmark_of_a_step_says_what_trl_needs() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
-def test_loads(path: Path) -> None:
+def test_example_loads(path: Path) -> None:
     load_config(path)
 
 
-def test_the_long_example_has_the_shape_it_says() -> None:
+def test_the_long_example_has_the_shape_that_its_header_states() -> None:
     config = load_config(LONG)
     assert (config.data.prompts_per_step, config.rollout.samples_per_prompt) == (32, 16)
     assert config.data.max_prompt_tokens is not None
@@ -49,8 +49,9 @@ def test_the_long_example_has_every_key_and_no_other() -> None:
     assert [name for name in found if name not in expected] == []
 
 
-def test_the_long_example_says_what_each_key_is_for() -> None:
-    assert [name for name, comment in keys_of(LONG.read_text(encoding="utf-8")).items() if len(comment) < 4] == []
+def test_the_long_example_explains_every_key() -> None:
+    comments = keys_of(LONG.read_text(encoding="utf-8"))
+    assert [name for name, comment in comments.items() if len(comment) < 4] == []
 
 
 @pytest.mark.parametrize(
@@ -61,8 +62,8 @@ def test_the_long_example_says_what_each_key_is_for() -> None:
         ("warm_start: null #", "warm_start: #", "warm_start"),
     ],
 )
-def test_what_is_commented_out_can_be_used(before: str, after: str, key: str, tmp_path: Path) -> None:
-    """A section that is null, with its comments taken away."""
+def test_commented_out_sections_can_be_used(before: str, after: str, key: str, tmp_path: Path) -> None:
+    """Replace a null section by its keys, uncommented, and load the file."""
     start, _, rest = LONG.read_text(encoding="utf-8").partition(before)
     section = re.match(r"[^\n]*\n((?: *#   .*\n)+)", rest)
     assert section is not None
@@ -80,21 +81,23 @@ def test_what_is_commented_out_can_be_used(before: str, after: str, key: str, tm
 
 
 def test_the_documentation_quotes_messages_that_exist() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "src").rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    said = "\n".join(texts)
+    said = "\n".join(text for path in (ROOT / "src").rglob("*.py") for text in string_constants(path))
     guide = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    messages = [line for block in re.findall(r"```\n(.*?)```", guide, re.DOTALL) for line in block.splitlines()]
+    messages = []
+    for block in re.findall(r"```\n(.*?)```", guide, re.DOTALL):
+        messages += block.splitlines()
     assert len(messages) > 20
-    parts = {part: message for message in messages for part in message.split("…") if len(part) > 4}
-    assert [(part, message) for part, message in parts.items() if part not in said] == []
+    missing = []
+    for message in messages:
+        fixed = [part for part in message.split("…") if len(part) > 4]
+        missing += [(part, message) for part in fixed if part not in said]
+    assert missing == []
 
 
 def test_configurations_in_the_documentation_load(tmp_path: Path) -> None:
     found = [(path, text) for path in (ROOT / "docs").glob("*.md") for text in yaml_blocks(path)]
     assert {path.name for path, _ in found} >= {"config.md", "rewards.md"}
-    (tmp_path / "base.yaml").write_text("")  # which one of them builds on
+    (tmp_path / "base.yaml").write_text("")  # one of the blocks has it in its `defaults`
     for path, text in found:
         file = tmp_path / f"{path.stem}.yaml"
         file.write_text(text)
@@ -105,14 +108,20 @@ def test_configurations_in_the_documentation_load(tmp_path: Path) -> None:
             assert completion_tokens(config) == ("rollout.environment.options.max_tokens", 1024)
 
 
+def string_constants(path: Path) -> list[str]:
+    """Return all string literals of a Python file, the fixed parts of f-strings included."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
 def yaml_blocks(path: Path) -> list[str]:
     return re.findall(r"```yaml\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def keys_of(text: str) -> dict[str, str]:
-    """Every key of a file, with dots, and its comment; keys in comments of three spaces or more are keys as well."""
+    """Return the comment of every key of a file, by dotted name. Keys that are commented out with `#   ` count, too."""
     found: dict[str, str] = {}
-    above: list[tuple[int, str]] = []  # indentation and name of the sections around
+    above: list[tuple[int, str]] = []  # indentation and name of the enclosing sections
     for line in text.splitlines():
         match = re.fullmatch(r"(?P<indent> *(?:#  )? *)(?P<entry>- )?(?P<key>[a-z_]+):(?P<rest>(?: .*)?)", line)
         if match is None:

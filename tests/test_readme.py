@@ -1,17 +1,77 @@
-"""The README's tour names files that exist, and its links lead somewhere."""
+"""What the README, the index and the prompt's path name exists: files, links, functions and configuration keys."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
+import pytest
+
+from rollgraph.config import load_config
+
 ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "rollgraph"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+NAMED_FILE = re.compile(r"`((?:src|examples|benchmarks|docs|tests)/[\w/.-]+)`")
+LINK = re.compile(r"\]\(([\w/.-]+)(#[\w-]+)?\)")
+# `policy/packing.py`, `pack` and `fill`
+NAMED_FUNCTION = re.compile(r"`([\w/]+\.py)`, `([\w.]+)`(?: (?:and|or) `([\w.]+)`)?")
 
 
 def test_named_files_exist() -> None:
-    text = (ROOT / "README.md").read_text()
-    named = re.findall(r"`((?:src|examples|benchmarks|docs|tests)/[\w/.-]+)`", text) + re.findall(
-        r"\]\(([\w/.-]+)\)", text
-    )
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = NAMED_FILE.findall(text) + [link for link, _ in LINK.findall(text)]
     assert len(named) > 8
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_index_names_files_that_exist_and_every_page() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    named = NAMED_FILE.findall(text)
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages - {link for link, _ in LINK.findall(text)} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert [link for link, _ in LINK.findall(text) if not (page.parent / link).exists()] == []
+    for link, anchor in [*LINK.findall(text), *(("", found) for found in re.findall(r"\]\((#[\w-]+)\)", text))]:
+        if anchor:
+            target = page.parent / link if link else page
+            assert anchor in anchors(target), f"{link}{anchor}"
+
+
+def test_the_configuration_in_the_readme_loads(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    path = tmp_path / "my.yaml"
+    path.write_text(block)
+    assert load_config(path).algorithm.name == "grpo"
+
+
+def test_the_path_of_a_prompt_names_functions_that_exist() -> None:
+    text = (ROOT / "docs" / "prompt_path.md").read_text(encoding="utf-8")
+    found = NAMED_FUNCTION.findall(text)
+    assert len(found) > 20
+    named = [(file, name) for file, *names in found for name in names if name]
+    assert [(file, name) for file, name in named if name not in definitions(SOURCE / file)] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def definitions(file: Path) -> set[str]:
+    """The functions and classes of a file, methods as `Class.method`."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found

@@ -1,12 +1,12 @@
 """Run the test suite as other machines would: `make sweep`.
 
-Instruction sets (default, avx2, avx512) times threads (1, 2, 4) are nine runs. What else may differ is folded into
-them, each with other instruction sets and threads: a random order (two seeds), load (eight busy processes beside the
-tests) and, where root runs this, a user without rights. Every run has a copy of the working tree of its own, in a
-folder with a space in its name, and uses the environment of the Python that runs this. `--cross` gives every run
-of the nine all of those factors in turn instead.
+Three instruction sets (default, avx2, avx512) times three numbers of threads (1, 2, 4) make nine runs. Other factors
+are spread over these nine: a random order of the tests (two seeds), load (eight busy processes beside the tests) and,
+if root runs the sweep, a user without root's rights. `--cross` combines each of the nine with each factor instead.
 
-A run that fails does not end the sweep; its output is kept and named. The exit status is 1 if any failed.
+Every run has its own copy of the working tree, in a folder with a space in its name, and uses the environment of the
+Python that runs the sweep. A run that fails does not end the sweep; its output is kept and its path is printed. The
+exit status is 1 if any run failed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Run:
 
     instructions: str
     threads: int
-    seed: int | None = None  # of a random order
+    seed: int | None = None  # seed of a random order; None keeps the order
     load: bool = False
     unprivileged: bool = False
 
@@ -70,9 +70,11 @@ def cross_product() -> list[Run]:
     runs = []
     for instructions in INSTRUCTION_SETS:
         for threads in THREADS:
-            plain = Run(instructions, threads)
-            factors = [{}, {"seed": 1}, {"seed": 2}, {"load": True}, {"unprivileged": True}]
-            runs += [Run(plain.instructions, plain.threads, **factor) for factor in factors]  # type: ignore[arg-type]
+            runs.append(Run(instructions, threads))
+            runs.append(Run(instructions, threads, seed=1))
+            runs.append(Run(instructions, threads, seed=2))
+            runs.append(Run(instructions, threads, load=True))
+            runs.append(Run(instructions, threads, unprivileged=True))
     return runs
 
 
@@ -80,7 +82,10 @@ def cross_product() -> list[Run]:
 
 
 def supported_instructions(python: str) -> Sequence[str]:
-    """PyTorch does not check what it is asked for, and a processor without it would end the process."""
+    """Return the instruction sets that this processor has.
+
+    PyTorch does not check the one it is asked for: on a processor without it, the process would crash.
+    """
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
     best = subprocess.check_output([python, "-c", program], env=environment, text=True).strip().lower()
@@ -90,18 +95,19 @@ def supported_instructions(python: str) -> Sequence[str]:
 
 
 def without_rights(python: str) -> tuple[list[str], str]:
-    """The command that drops root's rights, or none and the reason.
+    """Return the command that drops root's rights, or an empty command and the reason why there is none.
 
-    In a user namespace without a mapping, root is nobody: permission bits hold, and what root owns can still be read.
+    In a user namespace without a mapping, root becomes nobody: permission bits apply, and files that root owns can
+    still be read.
     """
     if os.geteuid() != 0:
-        return [], "it has no more rights than others"
+        return [], "this user has no special rights"
     command = ["unshare", "--user"]
     program = "import os, sys; sys.exit(os.geteuid() == 0)"
     try:
         tried = subprocess.run([*command, python, "-c", program], capture_output=True)
     except FileNotFoundError:
-        return [], "there is no unshare"
+        return [], "the command unshare is missing"
     if tried.returncode != 0:
         return [], "user namespaces are not allowed here"
     return command, ""
@@ -111,7 +117,7 @@ def without_rights(python: str) -> tuple[list[str], str]:
 
 
 def copy_tree(target: Path) -> None:
-    """What git tracks or would, as it is now."""
+    """Copy all files that git tracks or would track, in their current state."""
     listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, text=True)
     for name in filter(None, listed.split("\0")):
         if not (ROOT / name).is_file():  # deleted, and not yet committed
@@ -132,7 +138,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def run_suite(run: Run, python: str, prefix: list[str], arguments: str, folder: Path) -> tuple[bool, str]:
-    """Whether it passed, and pytest's last line."""
+    """Run the tests in a copy of the tree; return whether they passed, and pytest's summary line."""
     tree = folder / "a copy" / "rollgraph"
     copy_tree(tree)
     environment = {
@@ -147,28 +153,40 @@ def run_suite(run: Run, python: str, prefix: list[str], arguments: str, folder: 
         [*prefix, python, "-c", "import rollgraph; print(rollgraph.__file__)"], cwd=tree, env=environment, text=True
     )
     if not Path(found.strip()).is_relative_to(tree):
-        raise SystemExit(f"the copy in {tree} would be tested with {found.strip()}")
+        raise SystemExit(f"the tests in {tree} would import {found.strip()}, which is not the copy")
     if run.seed is not None:
         arguments = f"{arguments} --shuffle {run.seed}"
     command = ["make", "test", f"PY={shlex.join([*prefix, python])}", f"ARGS={arguments}"]
     with busy(BUSY_PROCESSES if run.load else 0), (folder / "output").open("w") as output:
         done = subprocess.run(command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    lines = [line for line in (folder / "output").read_text().splitlines() if " in " in line and "=" * 4 in line]
-    return done.returncode == 0, lines[-1].strip("= ") if lines else "no result"
+    return done.returncode == 0, find_summary((folder / "output").read_text())
+
+
+def find_summary(output: str) -> str:
+    """Return the last line of pytest's output that looks like `==== 12 passed in 3.4s ====`."""
+    for line in reversed(output.splitlines()):
+        if " in " in line and "====" in line:
+            return line.strip("= ")
+    return "no result"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--quick", action="store_true", help="three runs, in which every value of each factor occurs")
-    which.add_argument("--cross", action="store_true", help="each of the nine with each other factor: 45 runs")
-    parser.add_argument("--only", metavar="TEXT", help="the runs whose name contains this, such as avx2-1 or load")
-    parser.add_argument("--list", action="store_true", help="name the runs and do nothing")
+    which.add_argument("--quick", action="store_true", help="three runs that cover every factor")
+    which.add_argument("--cross", action="store_true", help="each of the nine with each factor: 45 runs")
+    parser.add_argument("--only", metavar="TEXT", help="only runs whose name contains this, such as avx2-1 or load")
+    parser.add_argument("--list", action="store_true", help="print the names of the runs and exit")
     parser.add_argument("--pytest", metavar="ARGUMENTS", default="", help='more arguments for pytest: "-k hooks"')
     given = parser.parse_args()
 
-    runs = QUICK if given.quick else cross_product() if given.cross else FOLDED
-    runs = [run for run in runs if given.only is None or given.only in run.name]
+    runs = FOLDED
+    if given.quick:
+        runs = QUICK
+    elif given.cross:
+        runs = cross_product()
+    if given.only is not None:
+        runs = [run for run in runs if given.only in run.name]
     if given.list:
         print("\n".join(run.name for run in runs))
         return 0
@@ -179,7 +197,7 @@ def main() -> int:
     for run in runs:
         print(f"{run.name:28}", end="", flush=True)
         if run.instructions not in supported:
-            print("skipped: this processor does not have it", flush=True)
+            print("skipped: this processor does not have these instructions", flush=True)
             continue
         if run.unprivileged and reason:
             print(f"(as this user: {reason}) ", end="", flush=True)
