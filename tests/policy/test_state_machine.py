@@ -1,12 +1,12 @@
 """Any order of calls, changes and failures on three ranks gives the bits of a plain model, and leaks no hook.
 
 A script of transitions is drawn from a seed, by a small model of what is allowed when. A plain replicated model, with
-plain AdamW and sums in the order of ranks, follows it first. Then three simulated ranks do, through hooks, buckets,
-slots and phases, and must agree with it bit for bit wherever they look.
+plain AdamW and sums in the order of ranks, runs it first. Then three simulated ranks run it through hooks, buckets,
+slots and phases, and must agree with the plain model bit for bit.
 
     ROLLGRAPH_TRANSITIONS=20000 ROLLGRAPH_SEED=7 python -m pytest tests/policy/test_state_machine.py
 
-sets how many transitions are run and which. A failure names its seed and the transitions that led to it.
+chooses how many transitions to run and which. A failure reports its seed and the transitions that led to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rollgraph.distributed.world import World
 from rollgraph.policy import PhaseError, Phases, SlotError, WeightSlots
 from rollgraph.policy.phases import PHASES, READING
-from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StaleWeights, StepGivenUp, load, save
+from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StaleWeights, StepAborted, load, save
 from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
 
 RANKS, EPISODE = 3, 250  # transitions between two fresh models
@@ -40,14 +40,14 @@ INPUTS = [torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(i)) for
 
 
 class Injected(Exception):
-    """A failure in somebody's own code."""
+    """A failure in user code."""
 
 
 # -- the model -------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Only operations on single elements and sums over a fixed shape: the same bits at any address."""
+    """Uses only elementwise operations and sums over a fixed shape, so the bits do not depend on addresses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Net(nn.Module):
         self.ice = Block().requires_grad_(False)
 
     def forward(self, x: Tensor, fail: str = "") -> Tensor:
-        x = x * self.scale  # so the gradient of scale is the last one
+        x = x * self.scale  # so that the gradient of scale comes last
         if fail == "backward":
             x.register_hook(_raise)
         for block in self.blocks.values():
@@ -90,7 +90,7 @@ def _raise(gradient: Tensor) -> None:
 
 
 class Tree:
-    """A model and the changes of its tree: the same for the plain model and for each rank."""
+    """A model and the changes of its module tree, for the plain model and for each rank."""
 
     def __init__(self, seed: int) -> None:
         self.model = Net()
@@ -141,7 +141,7 @@ class Tree:
             raise AssertionError(what)
 
     def tidy(self) -> None:
-        """As it was made, but for the order of blocks."""
+        """Undo all changes, except for the order of blocks."""
         for name in sorted(self.away):
             self.put(name, self.away.pop(name))
         for name, (weight, bias) in self.own.items():
@@ -166,12 +166,13 @@ Transition = tuple[Any, ...]
 
 
 class Script:
-    """Transitions drawn from a seed, and as much of a state as it takes to know what each should do."""
+    """Transitions drawn from a seed, with as much state as is needed to know what each of them should do."""
 
     def __init__(self, seed: int, length: int) -> None:
         self.random = random.Random(seed)
         self.seed = seed
-        self.hooks_on, self.round = True, "empty"
+        self.hooks_on = True
+        self.gradients = "empty"  # then "open", "synced", "finished"
         self.open: list[tuple[str, Any, bool]] = []  # contexts: kind, argument, whether hooks were on at entry
         self.slots: set[str] = set()
         self.kept = self.saved = False
@@ -204,12 +205,12 @@ class Script:
 
     @property
     def active(self) -> bool:
-        """Whether hooks run."""
+        """Whether hooks run now."""
         reading = self.has("phase") and self.phase in READING
         return self.hooks_on and not reading and not self.has("paused", "hooks_paused")
 
     def failure(self) -> tuple[str, int] | None:
-        """Perhaps a collective fails, on all ranks."""
+        """Sometimes a collective fails, on all ranks."""
         if self.random.random() < 0.85:
             return None
         return self.random.choice(["start", "wait"]), self.random.randrange(4)
@@ -223,45 +224,45 @@ class Script:
         return ("forward", self.random.randrange(len(INPUTS)), self.active)
 
     def draw_backward(self) -> Transition | None:
-        if self.round not in ("empty", "open"):
+        if self.gradients not in ("empty", "open"):
             return None
-        self.round = "synced" if self.active and not self.has("no_sync") else "open"
+        self.gradients = "synced" if self.active and not self.has("no_sync") else "open"
         return ("backward", self.random.randrange(len(INPUTS)), self.active)
 
     draw_backward.weight = 4  # type: ignore[attr-defined]
 
     def draw_finish(self) -> Transition | None:
-        if self.round == "finished":
+        if self.gradients == "finished":
             return ("finish_twice",)
         failure = self.failure()
-        if failure is not None and failure[0] == "wait":  # what was lost cannot be waited for again
-            self.round = "empty"
+        if failure is not None and failure[0] == "wait":  # a lost result cannot be waited for again
+            self.gradients = "empty"
             return ("finish_and_drop", failure)
-        self.round = "finished"
+        self.gradients = "finished"
         return ("finish", failure)
 
     draw_finish.weight = 3  # type: ignore[attr-defined]
 
     def draw_step(self) -> Transition:
-        if self.lent or self.round in ("open", "synced"):
+        if self.lent or self.gradients in ("open", "synced"):
             return ("refused_step",)
-        self.round = "empty"
+        self.gradients = "empty"
         return ("step", self.failure())
 
     draw_step.weight = 4  # type: ignore[attr-defined]
 
     def draw_late(self) -> Transition | None:
-        if self.round not in ("synced", "finished"):
+        if self.gradients not in ("synced", "finished"):
             return None
-        self.round = "empty"
+        self.gradients = "empty"
         return ("late", self.random.randrange(len(INPUTS)))
 
     def draw_drop(self) -> Transition:
-        self.round = "empty"
+        self.gradients = "empty"
         return ("drop",)
 
     def draw_zero(self) -> Transition:
-        self.round = "empty" if self.round == "finished" else self.round
+        self.gradients = "empty" if self.gradients == "finished" else self.gradients
         return ("zero",)
 
     def draw_gather(self) -> Transition:
@@ -274,13 +275,13 @@ class Script:
 
     def draw_failing_pass(self) -> Transition:
         where = self.random.choice(["forward", "backward"])
-        self.round = "empty"
+        self.gradients = "empty"
         return ("failing_pass", where, self.random.randrange(len(INPUTS)))
 
     def draw_failing_rank(self) -> Transition | None:
-        if not self.active or self.round not in ("empty", "open"):
+        if not self.active or self.gradients not in ("empty", "open"):
             return None
-        self.round = "empty"
+        self.gradients = "empty"
         where = self.random.choice(["before", "forward", "backward"])
         return ("failing_rank", where, self.random.randrange(RANKS), self.random.randrange(len(INPUTS)))
 
@@ -325,7 +326,7 @@ class Script:
         elif kind == "use":
             argument = self.random.choice([*SLOTS, "policy"])
             absent = argument not in self.slots and argument != "policy"
-            # The policy inside of another slot is as wrong as another slot there.
+            # Using the policy inside another slot is refused like using a third slot there.
             if (self.lent or "policy") != argument and (absent or self.lent):
                 return ("refused_use", argument)
             if argument == "policy":
@@ -351,7 +352,7 @@ class Script:
         fails = self.random.random() < 0.3
         drops = fails and kind == "phase" and argument == "train"
         if drops:
-            self.round = "empty"
+            self.gradients = "empty"
         return ("leave", fails, drops)
 
     draw_leave.weight = 3  # type: ignore[attr-defined]
@@ -400,11 +401,11 @@ class Script:
         return ("tidy",)
 
     def draw_stranger(self) -> Transition | None:
-        return None if self.round == "finished" else ("stranger",)
+        return None if self.gradients == "finished" else ("stranger",)
 
     def draw_moved(self) -> Transition:
         way = self.random.choice(["load", "save", "finish"])
-        if (way == "finish" and self.round == "finished") or (way == "save" and self.lent):
+        if (way == "finish" and self.gradients == "finished") or (way == "save" and self.lent):
             way = "load"
         return ("moved", way, self.random.randrange(1000), self.random.choice(["data", "to"]))
 
@@ -416,7 +417,7 @@ class Script:
 
 
 class Plain:
-    """One copy of everything, which does what the script says in the plainest way; keeps what ranks should find."""
+    """One copy of everything, which runs the script in the simplest way and records what the ranks should find."""
 
     def __init__(self, seed: int) -> None:
         self.tree = Tree(seed)
@@ -428,7 +429,7 @@ class Plain:
         ]
         self.adamw = torch.optim.AdamW(groups, lr=torch.tensor(RATE), fused=True, capturable=True)
         self.drop()
-        self.step()  # on zero gradients, without decay: all state is there from the start
+        self.step()  # creates all optimizer state; the weights are restored below
         with torch.no_grad():
             for master, parameter in zip(self.masters, Tree(seed).trained, strict=True):
                 master.copy_(parameter)
@@ -465,7 +466,9 @@ class Plain:
 
     def drop(self) -> None:
         self.buffers = [[torch.zeros_like(p) for p in self.tree.trained] for _ in range(RANKS)]
-        self.left: list[dict[int, Tensor]] = [{} for _ in range(RANKS)]  # where no hook took it: param.grad
+        self.left: list[dict[int, Tensor]] = [
+            {} for _ in range(RANKS)
+        ]  # gradients in param.grad, which no hook has moved
         self.sums: list[Tensor] | None = None
 
     def step(self) -> None:
@@ -586,7 +589,7 @@ class Plain:
 
 
 class Rank:
-    """One of the three, with everything that rollgraph has around a model."""
+    """One of the three ranks, with everything that rollgraph puts around a model."""
 
     def __init__(self, script: Script, expected: list[Any], rank: int, room: Room, folder: Path) -> None:
         self.script, self.expected, self.rank, self.folder = script, expected, rank, folder
@@ -607,7 +610,7 @@ class Rank:
         self.phases = Phases(self.sharded)
         self.contexts: list[AbstractContextManager[None]] = []
         self.kept: Any = None
-        self.uneven = False  # ranks have landed different gathers
+        self.uneven = False  # ranks have completed different gathers
         self.done: Counter[str] = Counter()
         self.at = 0
 
@@ -633,15 +636,15 @@ class Rank:
         return INPUTS[(number + self.rank) % len(INPUTS)]
 
     def break_collective(self, failure: tuple[Any, int]) -> None:
-        """Make one fail, the same on all ranks: so none of them may be behind the others, or before them."""
-        self.sharded._settle()
+        """Make the same collective fail on all ranks, which therefore must be at the same point."""
+        self.sharded._gradients.join_abort()
         if self.uneven:
             self.sharded.gather()
             self.uneven = False
         self.collectives.fail_at(*failure)
 
-    def insist(self, call: Callable[[], Any], failure: tuple[Any, int] | None) -> Any:
-        """Call it; again, if a collective was made to fail in it."""
+    def call_with_failure(self, call: Callable[[], Any], failure: tuple[Any, int] | None) -> Any:
+        """Call it, and once more if a collective was made to fail in it."""
         if failure is None:
             return call()
         self.break_collective(failure)
@@ -661,7 +664,7 @@ class Rank:
         assert not any(p._post_accumulate_grad_hooks for p in self.tree.all)
 
     def check_hooks(self) -> None:
-        """No module outside of the tree has any hook once they were put in place, and nobody has one twice."""
+        """No module and no parameter has a hook twice."""
         for module in self.tree.seen:
             assert len(module._forward_pre_hooks) <= 2 + (module is self.model), module
         for parameter in self.tree.all:
@@ -675,7 +678,7 @@ class Rank:
             assert torch.equal(found, value), f"{name} differs by {(found - value).abs().max()}"
 
     def stale(self) -> bool:
-        return any(self.sharded._of[p].stale for p in self.model.parameters())
+        return any(self.sharded._gathers.bucket_of[p].stale for p in self.model.parameters())
 
     def do_forward(self, number: int, active: bool) -> None:
         refused = not active and self.stale()
@@ -693,7 +696,7 @@ class Rank:
         loss_of(self.model(self.input(number))).backward()
 
     def do_finish(self, failure: Any) -> None:
-        self.insist(self.sharded.finish_gradients, failure)
+        self.call_with_failure(self.sharded.finish_gradients, failure)
 
     def do_finish_twice(self) -> None:
         with pytest.raises(RuntimeError, match="are finished"):
@@ -715,7 +718,7 @@ class Rank:
             if self.optimizer.steps == before:
                 self.optimizer.step()
 
-        self.insist(once, failure)
+        self.call_with_failure(once, failure)
         assert self.optimizer.steps == before + 1
 
     def do_refused_step(self) -> None:
@@ -738,10 +741,10 @@ class Rank:
         self.sharded.flat.zero_gradients()
 
     def do_gather(self, failure: Any) -> None:
-        self.insist(self.sharded.gather, failure)
+        self.call_with_failure(self.sharded.gather, failure)
 
     def do_prefetch(self, number: int) -> None:
-        self.sharded.before_reading([self.tree.trained[number % len(self.tree.trained)]])
+        self.sharded.ensure_gathered([self.tree.trained[number % len(self.tree.trained)]])
 
     # Failures
 
@@ -754,12 +757,12 @@ class Rank:
         self.uneven = True
         if rank != self.rank:
             loss_of(self.model(self.input(number))).backward()
-            with pytest.raises(StepGivenUp, match=rf"rank {rank} gave up the step \(Injected"):
+            with pytest.raises(StepAborted, match=rf"rank {rank} aborted the step \(Injected"):
                 self.sharded.finish_gradients()
             return
         try:
             if where == "before":
-                self.sharded.gather()  # the step has begun
+                self.sharded.gather()  # the step has started
                 raise Injected("before anything")
             loss_of(self.model(self.input(number), fail=where)).backward()
         except Injected:
@@ -820,7 +823,7 @@ class Rank:
             context.__enter__()
             return context
 
-        self.contexts.append(self.insist(enter, failure))
+        self.contexts.append(self.call_with_failure(enter, failure))
 
     def do_leave(self, fails: bool, drops: bool) -> None:
         context = self.contexts.pop()
@@ -856,7 +859,7 @@ class Rank:
 
     def do_stranger(self) -> None:
         self.tree.put("stranger", Block())
-        with pytest.raises(RuntimeError, match=r"stranger.weight, .* requires grad and did not"):
+        with pytest.raises(RuntimeError, match=r"stranger.weight, .* requires grad but did not"):
             self.sharded.finish_gradients()
         del self.model.blocks["stranger"]
 
@@ -891,7 +894,7 @@ def follow_as_rank(rank: int, room: Room, script: Script, expected: list[Any], f
 
 
 def run_machine(transitions: int, seed: int, folder: Path) -> Counter[str]:
-    """Follow scripts until there were so many transitions."""
+    """Run scripts until there were at least so many transitions."""
     done: Counter[str] = Counter()
     while done["transitions"] < transitions:
         script = Script(seed, EPISODE)

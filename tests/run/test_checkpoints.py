@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from rollgraph.distributed.world import World
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints, Saved, choose_kept
-from rollgraph.sharding import ShardedAdamW, ShardedModel, shard_files
-from tests.sharding.test_shard_files import make, same, state, steps
+from rollgraph.sharding import ShardedAdamW, ShardedModel
+from rollgraph.sharding.manifest import manifest_checksum, read_states
+from tests.sharding.test_checkpoint_writer import make, same, state, steps
 from tests.sharding.test_sharded_model import ALONE
 from tests.sharding.worlds import run_world
 
@@ -229,7 +230,7 @@ def test_one_rank_then_two_then_one(start: Callable[..., Run], tmp_path: Path) -
     again = start()
     newest = next(one for one in again.checkpoints.complete() if one.step == 9)
     assert again.checkpoints.load(newest) == {"rank": 0}
-    assert shard_files.read_states(newest.path) == [{"rank": 0}, {"rank": 1}]
+    assert read_states(newest.path) == [{"rank": 0}, {"rank": 1}]
     assert same(state(again.model, again.sharded), results[0]["saved"])
 
 
@@ -398,9 +399,9 @@ def test_a_manifest_without_a_part_is_no_manifest(start: Callable[..., Run], fie
     run.checkpoints.wait()
     place = run.checkpoints.folder / "step_00000000" / "manifest.json"
     manifest = {key: value for key, value in json.loads(place.read_text()).items() if key != field}
-    place.write_text(json.dumps({**manifest, "sha256": shard_files._seal(manifest)}))
+    place.write_text(json.dumps({**manifest, "sha256": manifest_checksum(manifest)}))
     assert run.checkpoints.latest() is None
-    assert run.checkpoints.broken[place.parent] == f"{place} is not that of a checkpoint: it has no {field}"
+    assert run.checkpoints.broken[place.parent] == f"{place} is not a checkpoint's manifest: it has no {field}"
 
 
 def test_a_checkpoint_under_another_name_is_none(start: Callable[..., Run]) -> None:

@@ -1,4 +1,4 @@
-"""Sharded data parallel on gloo: the same bits as one process, with and without overlap and graphs."""
+"""Sharded data parallel on gloo gives the same bits as one process, with and without overlap and graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS, RATE, DECAY = 3, 0.05, 0.1
 
 
 class Net(nn.Module):
-    """Tied, frozen and plain layers."""
+    """Has tied, frozen and plain layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ class Case(NamedTuple):
 
 
 CASES = [Case(*flags, accumulation) for flags in itertools.product((False, True), repeat=3) for accumulation in (1, 4)]
-# A library adds up in an order of its own. With so large an eps Adam does not make a step of the rounding.
+# A library sums in its own order. With such a large eps Adam does not amplify the rounding.
 CASES += [Case(True, True, False, 1, "library", eps=1.0), Case(True, True, True, 1, "ordered", 10**9)]
 
 
 def measured_bytes(sharded: ShardedModel, optimizer: ShardedAdamW) -> int:
-    """The storages behind the parameters, the gradients and the optimizer's state."""
+    """The bytes of the storages behind the parameters, the gradients and the optimizer state."""
     tensors = [*sharded.model.parameters(), *sharded.flat.grad_buffers.values(), *optimizer.masters]
     tensors += [t for piece in optimizer.pieces for t in piece.state.values() if t.dim()]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
@@ -160,7 +160,7 @@ def run_cases(world: World, cases: list[Case]) -> list[dict[str, Tensor]]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_way_gives_the_bits_of_one_process(size: int, tmp_path: Path) -> None:
+def test_every_setting_gives_the_bits_of_one_process(size: int, tmp_path: Path) -> None:
     found = run_world(size, tmp_path, run_cases, CASES)
     assert not any(isinstance(result, str) for result in found), next(r for r in found if isinstance(r, str))
     wanted = {(case.accumulation, case.eps) for case in CASES}
@@ -174,8 +174,8 @@ def test_every_way_gives_the_bits_of_one_process(size: int, tmp_path: Path) -> N
                     torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def rounds(world: World, phases: bool) -> tuple[dict[str, Tensor], int]:
-    """Train, generate with graphs switched and modules coming and going, swap, train."""
+def train_and_generate(world: World, phases: bool) -> tuple[dict[str, Tensor], int]:
+    """Train for 100 steps; with `phases`, generate in between, switch graphs, add and remove modules, swap weights."""
     model = build()
     sharded = ShardedModel(model, world, bucket_bytes=400, reduction="ordered")
     optimizer, pool = ShardedAdamW(sharded, RATE), GraphPool()
@@ -213,15 +213,15 @@ def rounds(world: World, phases: bool) -> tuple[dict[str, Tensor], int]:
 
 
 def both_ways(world: World) -> Any:
-    return rounds(world, phases=True), rounds(world, phases=False)
+    return train_and_generate(world, phases=True), train_and_generate(world, phases=False)
 
 
 @pytest.mark.multi
-def test_a_hundred_rounds(tmp_path: Path) -> None:
+def test_generation_between_a_hundred_steps_changes_nothing(tmp_path: Path) -> None:
     for found in run_world(2, tmp_path, both_ways):
         assert not isinstance(found, str), found
         (with_phases, left), (alone, _) = found
-        assert left == 0  # neither a capture after the first round nor a handle at the end
+        assert left == 0  # neither a later capture nor a handle at the end
         assert all(torch.equal(with_phases[name], alone[name]) for name in alone)
 
 
@@ -234,7 +234,7 @@ def stale_reads(world: World) -> list[str]:
     loss(model, ids).backward()
     sharded.finish_gradients()
     optimizer.step()
-    reads = (lambda: model(ids), lambda: graph(ids), lambda: sharded.full_parameters("raise"), model.state_dict)
+    reads = (lambda: model(ids), lambda: graph(ids), lambda: sharded.require_full_parameters("raise"), model.state_dict)
     with sharded.paused(gather=False), torch.no_grad():
         for read in reads:
             try:
@@ -242,14 +242,14 @@ def stale_reads(world: World) -> list[str]:
                 said.append("read")
             except (StaleWeights, StaleGraph) as error:
                 said.append(str(error))
-    sharded.full_parameters("gather")
+    sharded.require_full_parameters("gather")
     with sharded.paused(gather=False), torch.no_grad():
         said.append(str(torch.equal(graph(ids), model(ids))))
     return said
 
 
 @pytest.mark.multi
-def test_parameters_that_were_not_gathered_cannot_be_read(tmp_path: Path) -> None:
+def test_stale_parameters_cannot_be_read(tmp_path: Path) -> None:
     for said in run_world(2, tmp_path, stale_reads):
         assert isinstance(said, list), said
         *refused, same = said
@@ -272,7 +272,7 @@ def mismatched(world: World, what: str) -> None:
         ("bucket_bytes", "bucket_bytes 100", "bucket_bytes 101"),
     ],
 )
-def test_ranks_that_differ_are_named(what: str, here: str, there: str, tmp_path: Path) -> None:
+def test_the_first_difference_between_ranks_is_named(what: str, here: str, there: str, tmp_path: Path) -> None:
     first, second = run_world(2, tmp_path, mismatched, what)
     assert f"rank 0 has {here!r} where rank 1 has {there!r}" in first
     assert f"rank 1 has {there!r} where rank 0 has {here!r}" in second
@@ -293,33 +293,33 @@ def lose_rank_1(world: World, how: str) -> str:
             optimizer.step()
         except CommunicationError as error:
             return f"{time.monotonic() - started:.1f}|{error}"
-    return "nothing happened"
+    return "no error"
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_rank_that_is_lost_is_named_by_the_others(how: str, tmp_path: Path) -> None:
+def test_a_lost_rank_is_named_by_the_others(how: str, tmp_path: Path) -> None:
     found = run_world_with_a_loss(3, tmp_path, lose_rank_1, how)
     assert set(found) == {0, 2}
     for rank, said in found.items():
         seconds, _, message = said.partition("|")
         assert float(seconds) < 30, said  # the timeout is 5 seconds
         assert message.startswith(f"rank {rank}: "), said
-        assert "rank 1 got no further than" in message, said
+        assert "rank 1 (last operation: " in message, said
         assert "bucket" in message
 
 
 ALONE = World(0, 1, "cpu")
 
 
-def test_a_late_gradient_is_refused() -> None:
+def test_a_gradient_after_the_reduction_is_refused() -> None:
     model = ShardedModel(build(), ALONE).model
     loss(model, microbatch(0, 0, 0)).backward()
     with pytest.raises(RuntimeError, match=r"no_sync\(\)"):
         loss(model, microbatch(0, 0, 1)).backward()
 
 
-def test_clipping_and_averaging_by_tokens() -> None:
+def test_gradients_are_averaged_over_tokens_and_clipped() -> None:
     model, twin = build(), build()
     sharded = ShardedModel(model, ALONE)
     ids = microbatch(0, 0, 0)
@@ -332,7 +332,7 @@ def test_clipping_and_averaging_by_tokens() -> None:
     torch.testing.assert_close(sharded.gradient_norm(), torch.tensor(0.01), rtol=1e-3, atol=0)
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
+def test_a_non_finite_gradient_skips_the_step() -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     optimizer = ShardedAdamW(sharded, RATE)
@@ -355,7 +355,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
     assert not torch.equal(model.head.weight, before["embedding.weight"])
 
 
-def test_schedules() -> None:
+def test_the_schedules_and_their_warm_up() -> None:
     schedule = warm_up(4, cosine(10, floor=0.1))
     values = [schedule(step) for step in range(20)]
     assert values[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
@@ -370,7 +370,7 @@ def test_schedules() -> None:
     assert optimizer.rate.item() == pytest.approx(0.5 * 0.75)
 
 
-def test_a_captured_update_follows_rate_and_step() -> None:
+def test_a_captured_update_follows_the_rate_and_the_step_count() -> None:
     def run(captured: bool) -> list[Tensor]:
         model = build()
         sharded = ShardedModel(model, ALONE)
@@ -386,7 +386,7 @@ def test_a_captured_update_follows_rate_and_step() -> None:
     assert all(torch.equal(p, q) for p, q in zip(run(True), run(False), strict=True))
 
 
-def test_a_step_that_is_given_up_can_be_dropped() -> None:
+def test_an_aborted_step_can_be_dropped() -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     loss(model, microbatch(0, 0, 0)).backward()
@@ -400,7 +400,7 @@ def test_a_step_that_is_given_up_can_be_dropped() -> None:
     assert torch.equal(gradient, twin.head.weight.grad)
 
 
-def test_weights_loaded_for_good() -> None:
+def test_read_shards_makes_loaded_weights_permanent() -> None:
     model, other = build(), Net()
     sharded = ShardedModel(model, ALONE)
     optimizer = ShardedAdamW(sharded, RATE)
@@ -410,7 +410,7 @@ def test_weights_loaded_for_good() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_buckets_follow_the_order_of_execution() -> None:
+def test_buckets_follow_the_execution_order() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -428,7 +428,7 @@ def test_buckets_follow_the_order_of_execution() -> None:
     assert named == order[::-1]
 
 
-def test_a_copy_of_a_sharded_model_is_an_ordinary_one() -> None:
+def test_a_copy_of_a_sharded_model_is_an_ordinary_model() -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     twin = copy.deepcopy(model)
@@ -438,7 +438,7 @@ def test_a_copy_of_a_sharded_model_is_an_ordinary_one() -> None:
 
 
 def uneven(world: World) -> Any:
-    """On rank 1 a layer in the middle gets no gradient."""
+    """Train such that a layer in the middle gets no gradient on rank 1."""
     model = build()
     sharded = ShardedModel(model, world, bucket_bytes=400, reduction="ordered")
     optimizer = ShardedAdamW(sharded, RATE)
@@ -455,7 +455,7 @@ def uneven(world: World) -> Any:
 
 
 @pytest.mark.multi
-def test_gradients_that_are_missing_on_one_rank(tmp_path: Path) -> None:
+def test_a_gradient_that_is_missing_on_one_rank_counts_as_zero(tmp_path: Path) -> None:
     first, second = run_world(2, tmp_path, uneven)
     assert not isinstance(first, str), first
     assert not isinstance(second, str), second
@@ -463,7 +463,7 @@ def test_gradients_that_are_missing_on_one_rank(tmp_path: Path) -> None:
 
 
 def clip_by_tokens(world: World) -> tuple[Tensor, Tensor]:
-    """Ranks with different numbers of tokens, averaged over all of them and clipped."""
+    """Average over the tokens of all ranks, which have different numbers of them, and clip."""
     model = build()
     sharded = ShardedModel(model, world, bucket_bytes=400)
     ids = microbatch(0, world.rank, 0)[: world.rank + 1]
@@ -474,7 +474,7 @@ def clip_by_tokens(world: World) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.multi
-def test_tokens_and_norms_of_all_ranks(tmp_path: Path) -> None:
+def test_tokens_and_norms_are_summed_over_all_ranks(tmp_path: Path) -> None:
     model = build()
     batches = [microbatch(0, rank, 0)[: rank + 1] for rank in range(2)]
     total = sum(loss(model, ids) * ids.numel() for ids in batches) / sum(ids.numel() for ids in batches)
@@ -486,7 +486,7 @@ def test_tokens_and_norms_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_bf16_parameters_have_fp32_masters() -> None:
-    """Steps too small for bf16 add up in the master weights."""
+    """Updates too small for bf16 accumulate in the master weights."""
     model = nn.Linear(8, 8, dtype=torch.bfloat16)
     twin = copy.deepcopy(model).float()
     sharded = ShardedModel(model, ALONE)
@@ -506,7 +506,7 @@ def test_bf16_parameters_have_fp32_masters() -> None:
 
 
 @pytest.mark.parametrize("how", ["added", "unfrozen"])
-def test_a_parameter_that_came_later_is_refused(how: str) -> None:
+def test_a_parameter_that_requires_grad_later_is_refused(how: str) -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     if how == "added":
@@ -514,11 +514,11 @@ def test_a_parameter_that_came_later_is_refused(how: str) -> None:
     else:
         model.frozen.requires_grad_(True)
     loss(model, microbatch(0, 0, 0)).backward()
-    with pytest.raises(RuntimeError, match=r"(adapter|frozen).weight, .* requires grad and did not"):
+    with pytest.raises(RuntimeError, match=r"(adapter|frozen).weight, .* requires grad but did not"):
         sharded.finish_gradients()
 
 
-def test_a_model_is_sharded_once() -> None:
+def test_a_model_can_be_sharded_only_once_at_a_time() -> None:
     with pytest.raises(ValueError, match="Identity has no parameters"):
         ShardedModel(nn.Identity(), ALONE)
     model = build()
@@ -530,11 +530,11 @@ def test_a_model_is_sharded_once() -> None:
     ShardedModel(model, ALONE).close()
 
 
-# -- what is in flight while somebody writes, and trees that change ---------------------------------
+# -- writes during collectives, and trees that change ----------------------------------------------
 
 
 def simulated(rank: int, room: Room, bucket_bytes: int = 400) -> tuple[Net, ShardedModel, ShardedAdamW]:
-    """One of three ranks in this process; see `lockstep.py`."""
+    """One of three ranks in this process, see `lockstep.py`."""
     model = Net()
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
@@ -558,8 +558,8 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_an_update_comes_after_the_gathers_that_are_in_flight() -> None:
-    """Two updates with nothing read in between, but for one bucket: the others are still on their way."""
+def test_an_update_waits_for_the_gathers_in_flight() -> None:
+    """Only one bucket is read between the updates: the gathers of the others are still in flight."""
 
     def work(rank: int, room: Room, reads: bool) -> dict[str, Tensor]:
         model, sharded, optimizer = simulated(rank, room)
@@ -568,8 +568,8 @@ def test_an_update_comes_after_the_gathers_that_are_in_flight() -> None:
             if reads:
                 sharded.gather()
             else:
-                sharded.before_reading([model.embedding.weight])
-            optimizer.step()  # on zero gradients: moments and decay
+                sharded.ensure_gathered([model.embedding.weight])
+            optimizer.step()  # on zero gradients; moments and weight decay still change the weights
         sharded.gather()
         return values(model)
 
@@ -580,7 +580,7 @@ def test_an_update_comes_after_the_gathers_that_are_in_flight() -> None:
 
 
 @pytest.mark.parametrize("how", ["load", "restore", "load_state_dict"])
-def test_weights_that_come_after_a_step_stay(how: str) -> None:
+def test_weights_that_are_loaded_after_a_step_stay(how: str) -> None:
     def work(rank: int, room: Room) -> bool:
         model, sharded, optimizer = simulated(rank, room)
         kept, first = sharded.flat.snapshot(), values(model)
@@ -597,11 +597,11 @@ def test_weights_that_come_after_a_step_stay(how: str) -> None:
     assert all(run_ranks(3, work))
 
 
-def test_a_snapshot_of_stale_weights_is_refused() -> None:
+def test_a_snapshot_of_stale_parameters_is_refused() -> None:
     def work(rank: int, room: Room) -> bool:
         model, sharded, optimizer = simulated(rank, room)
         one_step(model, sharded, optimizer, 0)
-        with pytest.raises(StaleWeights, match=r"step 0, the model is at step 1: gather\(\) first"):
+        with pytest.raises(StaleWeights, match=r"step 0, the model is at step 1: call gather\(\) first"):
             sharded.flat.snapshot()
         sharded.gather()
         kept = sharded.flat.snapshot()
@@ -610,7 +610,7 @@ def test_a_snapshot_of_stale_weights_is_refused() -> None:
     assert all(run_ranks(3, work))
 
 
-def test_a_parameter_written_by_hand_while_it_is_gathered_is_named() -> None:
+def test_a_write_to_a_parameter_during_its_gather_is_an_error() -> None:
     def work(rank: int, room: Room) -> None:
         model, sharded, optimizer = simulated(rank, room)
         one_step(model, sharded, optimizer, 0)
@@ -626,7 +626,7 @@ def test_a_parameter_written_by_hand_while_it_is_gathered_is_named() -> None:
     run_ranks(3, work)
 
 
-def test_gradients_are_zeroed_after_the_reductions_that_read_them() -> None:
+def test_zeroing_gradients_waits_for_the_reductions() -> None:
     def work(rank: int, room: Room) -> Tensor:
         model, sharded, _ = simulated(rank, room)
         loss(model, microbatch(0, rank, 0)).backward()
@@ -637,7 +637,7 @@ def test_gradients_are_zeroed_after_the_reductions_that_read_them() -> None:
     assert run_ranks(3, work) == [0, 0, 0]
 
 
-def test_a_step_needs_finished_gradients_and_takes_them_once() -> None:
+def test_a_step_needs_finished_gradients_and_uses_them_once() -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     optimizer, before = ShardedAdamW(sharded, RATE), values(model)
@@ -652,12 +652,12 @@ def test_a_step_needs_finished_gradients_and_takes_them_once() -> None:
     optimizer.step()
     assert not same(values(model), before)
     with sharded.hooks.paused():
-        loss(model, microbatch(1, 0, 0)).backward()  # in param.grad, where no hook has found it
+        loss(model, microbatch(1, 0, 0)).backward()  # stays in param.grad, because no hook moved it
     with pytest.raises(RuntimeError, match=r"finish_gradients\(\) first"):
         optimizer.step()
 
 
-def test_a_backward_over_an_update_raises_as_it_does_without_sharding() -> None:
+def test_a_backward_across_an_update_raises_as_without_sharding() -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     optimizer = ShardedAdamW(sharded, RATE)
@@ -668,7 +668,7 @@ def test_a_backward_over_an_update_raises_as_it_does_without_sharding() -> None:
 
 
 def plain_gradient(change: Any) -> dict[str, Tensor]:
-    """Of a plain model whose tree was changed the same way."""
+    """The gradients of a plain model whose tree was changed in the same way."""
     model = build()
     change(model)
     loss(model, microbatch(0, 0, 0)).backward()
@@ -676,7 +676,7 @@ def plain_gradient(change: Any) -> dict[str, Tensor]:
 
 
 def untie(model: Net) -> None:
-    """The embedding leaves the tree; its weight stays with the head."""
+    """Remove the embedding from the tree; its weight stays in the head."""
     weight = model.embedding.weight
     model.embedding = nn.Embedding.from_pretrained(torch.ones(13, 8))
     assert model.head.weight is weight
@@ -689,13 +689,13 @@ def freeze_and_unfreeze(model: Net) -> None:
 
 @pytest.mark.parametrize("change", [untie, freeze_and_unfreeze])
 @pytest.mark.parametrize("covers", ["enable", "pause", "forward"])
-def test_a_parameter_is_trained_whoever_has_it_now(change: Any, covers: str) -> None:
+def test_a_parameter_is_trained_whichever_module_has_it_now(change: Any, covers: str) -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     if change is freeze_and_unfreeze:
         model.layers.requires_grad_(False)
         with sharded.paused(gather=True):
-            pass  # when it ends, hooks are put on what is trained
+            pass  # its end registers the hooks on what is trained
         model.layers.requires_grad_(True)
     else:
         change(model)
@@ -715,7 +715,7 @@ def test_a_parameter_is_trained_whoever_has_it_now(change: Any, covers: str) -> 
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_the_guard_follows_a_module_that_was_replaced(gather: bool) -> None:
+def test_the_guard_covers_a_replaced_module(gather: bool) -> None:
     def work(rank: int, room: Room) -> None:
         model, sharded, optimizer = simulated(rank, room)
         with sharded.paused(gather=False):
@@ -762,7 +762,7 @@ MOVES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", MOVES)
-def test_parameters_that_left_their_memory_are_named_before_anything_is_done(how: str) -> None:
+def test_a_parameter_that_left_its_memory_is_named_before_anything_changes(how: str) -> None:
     model, other = build(), build()
     sharded = ShardedModel(model, ALONE)
     optimizer = ShardedAdamW(sharded, RATE)

@@ -1,7 +1,7 @@
 """The checkpoints of a run: when one is whole, which are kept, and saving beside training.
 
 Owns the folder of a run: its names, its clearing and its pruning. What a checkpoint is made of, and that it appears
-whole or not at all, is `sharding/shard_files.py`; what its `state` means is its caller's.
+whole or not at all, is `sharding/checkpoint_writer.py`; what its `state` means is its caller's.
 
     step_00000100/                          a checkpoint; nothing but a rename makes or unmakes this name
     step_00000100.1f2e3d4c-7.incomplete/    being written, by the run 1f2e3d4c
@@ -29,7 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, shard_files
+from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, checkpoint_loader, checkpoint_writer
+from rollgraph.sharding.manifest import read_manifest, verify
+from rollgraph.sharding.shard_snapshot import ShardSnapshot, take_snapshot
 
 _COMPLETE = re.compile(r"step_\d{8,}")
 _LEFT_OVER = re.compile(r"step_\d{8,}\.([0-9a-f]{8})-\d+\.(incomplete|deleted)")
@@ -114,7 +116,7 @@ class Checkpoints:
         self._timeout = model.collectives.timeout if timeout is None else timeout
         self.broken: dict[Path, str] = {}  # those that were passed over, and why
         self._saves = 0
-        self._memory: shard_files.ShardSnapshot | None = None
+        self._memory: ShardSnapshot | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous and writes else None
         self._running: Future[None] | None = None
         self._being_saved: Saved | None = None
@@ -140,7 +142,7 @@ class Checkpoints:
         if any(saved.path == target for saved in self.complete()):
             raise CheckpointError(f"{target} exists already")
         self._saves += 1
-        self._memory = snapshot = shard_files.take_snapshot(self._model, self._optimizer, self._memory)
+        self._memory = snapshot = take_snapshot(self._model, self._optimizer, self._memory)
         about = {"step": step, "score": None if score is None or math.isnan(score) else float(score), "due": due}
         self._being_saved = Saved(step, target, about["score"], due)
         if self._writer is None:
@@ -180,12 +182,12 @@ class Checkpoints:
                 self._lock.close()
                 self._lock = None
 
-    def _write(self, snapshot: shard_files.ShardSnapshot, target: Path, state: Any, about: Mapping[str, Any]) -> None:
+    def _write(self, snapshot: ShardSnapshot, target: Path, state: Any, about: Mapping[str, Any]) -> None:
         first = self._world.rank == 0
         if first and target.is_dir():  # a broken one, or save() had refused
             self._delete(target)
         temporary = self._beside(target, "incomplete")
-        shard_files.write(
+        checkpoint_writer.write(
             snapshot,
             temporary,
             target,
@@ -213,7 +215,7 @@ class Checkpoints:
 
     def _delete(self, path: Path) -> None:
         try:
-            shard_files.discard(path, self._beside(path, "deleted"))
+            checkpoint_writer.discard(path, self._beside(path, "deleted"))
         except OSError as error:  # no reason to end a run
             self._note(f"{path} could not be deleted: {error}")
 
@@ -254,7 +256,7 @@ class Checkpoints:
     def _first_sound(self, candidates: Iterable[Saved]) -> Saved | None:
         for saved in candidates:
             try:
-                shard_files.verify(saved.path)
+                verify(saved.path)
             except CheckpointError as error:
                 self._distrust(saved.path, error)
             else:
@@ -277,7 +279,7 @@ class Checkpoints:
 
         With another number of ranks than saved it, that is the state of rank 0.
         """
-        states = shard_files.load(saved.path, self._model, self._optimizer)
+        states = checkpoint_loader.load(saved.path, self._model, self._optimizer)
         state: dict[str, Any] = states[self._world.rank if len(states) == self._world.size else 0]
         return state
 
@@ -345,7 +347,7 @@ def _remove_dead(lock: Path) -> bool:
 
 
 def _read_saved(path: Path) -> Saved:
-    manifest, step = shard_files.read_manifest(path), int(path.name.removeprefix("step_"))
+    manifest, step = read_manifest(path), int(path.name.removeprefix("step_"))
     if manifest.get("step") != step:
         raise CheckpointError(f"{path} was saved as step {manifest.get('step')}")
     return Saved(step, path, manifest.get("score"), manifest.get("due", True))

@@ -23,7 +23,7 @@ from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import CheckpointError, Saved, find_complete, none_whole
 from rollgraph.run.key_errors import about
 from rollgraph.run.shapes import check_buckets, check_cache, longest_prompt, make_limits
-from rollgraph.sharding.shard_files import read_states
+from rollgraph.sharding.manifest import read_states
 from rollgraph.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from rollgraph.types import Prompt
 

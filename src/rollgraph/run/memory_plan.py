@@ -23,8 +23,7 @@ from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture, scores_old
 from rollgraph.run.shapes import BLOCK_SIZE, make_limits
-from rollgraph.sharding import ShardedModel
-from rollgraph.sharding.flat_buffer import BucketPlan, plan_buckets, specs_of
+from rollgraph.sharding import BucketPlan, ShardedModel, plan_buckets, specs_of
 
 Phase = Literal["generate", "score", "train"]
 Place = Literal["device", "host"]

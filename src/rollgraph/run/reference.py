@@ -14,7 +14,7 @@ from rollgraph.model import load_weights, save_model, weight_files
 from rollgraph.model.hf_weights import CONFIG
 from rollgraph.run.checkpoints import CheckpointError, Saved
 from rollgraph.run.setup import Run
-from rollgraph.sharding import shard_files
+from rollgraph.sharding.manifest import FileRecord, check_files, read_states, record_files
 
 
 def keep_reference(run: Run) -> None:
@@ -52,23 +52,23 @@ def restore_reference(run: Run, saved: Saved, note: Callable[[str], None]) -> No
 
 
 def _check(run: Run, saved: Saved, note: Callable[[str], None]) -> None:
-    run.reference = shard_files.read_states(saved.path)[0].get("reference", [])
+    run.reference = read_states(saved.path)[0].get("reference", [])
     if not run.algorithm.needs_reference:
         return
     if run.reference:
-        shard_files.check_files(_folder(run.config), run.reference)
+        check_files(_folder(run.config), run.reference)
         return
     note(f"{saved.path} has no checksums of the reference policy: {_folder(run.config)} was not checked")
     run.reference = _record(run)
 
 
-def _record(run: Run) -> list[shard_files.Sealed]:
+def _record(run: Run) -> list[FileRecord]:
     """The checksums of what a resumed run will read."""
     folder, own = _folder(run.config), _own_folder(run.config)
     if own is not None:
-        return shard_files.seal_files(folder, [folder / CONFIG, *weight_files(folder)])
+        return record_files(folder, [folder / CONFIG, *weight_files(folder)])
     if run.algorithm.needs_reference:
-        return shard_files.seal_files(folder, weight_files(folder))
+        return record_files(folder, weight_files(folder))
     return []
 
 

@@ -24,7 +24,7 @@ from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.run.checkpoints import Checkpoints
 from rollgraph.run.inputs import Inputs, check_inputs, read_architecture
 from rollgraph.sharding import constant, cosine, linear, warm_up
-from rollgraph.sharding.shard_files import Sealed
+from rollgraph.sharding.manifest import FileRecord
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Rollout
 
@@ -53,7 +53,7 @@ class Run(Inputs):
     threads_before: int  # of PyTorch, which are its again when the run is closed
     surplus: list[list[Rollout]] = field(default_factory=list)  # groups that were sampled and not used yet
     end: StepEnd | None = None  # of the last step that this process took
-    reference: list[Sealed] = field(default_factory=list)  # on rank 0: the files of the reference, for checkpoints
+    reference: list[FileRecord] = field(default_factory=list)  # on rank 0: the files of the reference, for checkpoints
     save_failed: bool = False
     uninterrupted: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # for Ctrl-C
     pending: dict[str, float] = field(default_factory=dict)  # metrics of the step that is being taken
