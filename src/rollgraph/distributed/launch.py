@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed.rendezvous import rendezvous
 
 from rollgraph.distributed.connection import first_line, rank_0_silent
 from rollgraph.distributed.liveness import Liveness
@@ -48,7 +49,7 @@ def _find_store(world: World, timeout: float) -> Any:
     """The key-value store where the ranks find each other. It lives in rank 0 or in `torchrun`."""
     limit = timedelta(seconds=timeout)
     try:
-        store, _, _ = next(torch.distributed.rendezvous("env://", world.rank, world.size, timeout=limit))
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
     except RuntimeError as error:
         raise rank_0_silent(world.rank, timeout, first_line(error)) from error
     return store
