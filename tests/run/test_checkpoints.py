@@ -173,7 +173,7 @@ def two_ranks(world: World, folder: Path) -> dict[str, Any]:
         checkpoints.save(optimizer.steps, {"rank": world.rank}, score=0.0)
         steps(world, model, sharded, optimizer, 2)  # collectives, beside the writing
     checkpoints.wait()
-    sharded.collectives.agree("all have written, and rank 0 has deleted")
+    sharded.collectives.all_gather_text("all have written, and rank 0 has deleted")
     found["complete"] = [saved.step for saved in checkpoints.complete()]
     newest = checkpoints.latest()
     assert newest is not None
@@ -181,14 +181,14 @@ def two_ranks(world: World, folder: Path) -> dict[str, Any]:
     found["saved"] = state(model, sharded)
     before = everything(sharded, optimizer)
 
-    sharded.collectives.agree("all have loaded")
+    sharded.collectives.all_gather_text("all have loaded")
     if world.rank == 0:  # only the rank whose share of the files this is will find it
         flip(newest.path / "rank1.safetensors")
-    sharded.collectives.agree("it is broken")
+    sharded.collectives.all_gather_text("it is broken")
     found["broken"] = error_of(lambda: checkpoints.load(newest))
     fallback = checkpoints.latest()
     found["fallback"] = fallback and fallback.step
-    sharded.collectives.agree("looked at")
+    sharded.collectives.all_gather_text("looked at")
     if world.rank == 0:
         flip(newest.path / "rank1.safetensors")
 

@@ -149,7 +149,7 @@ class RoomCollectives(Collectives):
             total += part
         return total
 
-    def agree(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         self.before_blocking()
         return self._begin("the exchange of strings", text)()
 

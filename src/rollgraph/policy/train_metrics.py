@@ -52,7 +52,7 @@ def summarize(
     capacity = totals.capacity
     if ranks > 1:
         mine = [tokens, capacity, *torch.stack([largest, *sums]).tolist()]
-        everyone = [json.loads(text) for text in collectives.agree(json.dumps(mine))]
+        everyone = [json.loads(text) for text in collectives.all_gather_text(json.dumps(mine))]
         tokens = sum(theirs[0] for theirs in everyone)
         capacity = sum(theirs[1] for theirs in everyone)
         gathered = torch.tensor([theirs[2:] for theirs in everyone], device=sums.device)

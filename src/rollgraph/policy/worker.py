@@ -216,7 +216,7 @@ class PolicyWorker:
         samples = self._local_samples(minibatch)
         microbatches = self._steps.plan(samples)
         if self.world.size > 1:  # every rank runs as many, because each one takes part in the same collectives
-            counts = self.sharded.collectives.agree(str(len(microbatches)))
+            counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
             missing = max(int(count) for count in counts) - len(microbatches)
             microbatches += [([], self._steps.buckets[-1])] * missing
         for number, (indices, bucket) in enumerate(microbatches, 1):
@@ -244,7 +244,7 @@ class PolicyWorker:
             return rollouts
         gathered: list[Rollout] = []
         mine = json.dumps([rollout.to_dict() for rollout in rollouts])
-        for text in self.sharded.collectives.agree(mine):
+        for text in self.sharded.collectives.all_gather_text(mine):
             offset = 1 + max((rollout.group for rollout in gathered), default=-1)
             theirs = [Rollout.from_dict(entry) for entry in json.loads(text)]
             gathered += [replace(rollout, group=rollout.group + offset) for rollout in theirs]

@@ -123,7 +123,7 @@ class Checkpoints:
         self._lock: IO[str] | None = None
         self._run = ""  # the name of this run, where it writes
         if writes:
-            self._run = model.collectives.agree(self._begin() if self._world.rank == 0 else "")[0]
+            self._run = model.collectives.all_gather_text(self._begin() if self._world.rank == 0 else "")[0]
             if not re.fullmatch("[0-9a-f]{8}", self._run):
                 raise CheckpointError(self._run)
 

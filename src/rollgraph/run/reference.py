@@ -41,7 +41,7 @@ def restore_reference(run: Run, saved: Saved, note: Callable[[str], None]) -> No
             _check(run, saved, note)
         except (CheckpointError, ValueError, OSError) as error:
             problem = str(error)
-    if found := run.policy.sharded.collectives.agree(problem)[0]:
+    if found := run.policy.sharded.collectives.all_gather_text(problem)[0]:
         raise CheckpointError(f"{found}. It holds the reference policy: put it back as it was, or give another output")
     if not run.algorithm.needs_reference:
         return

@@ -95,7 +95,9 @@ def share_troubles(run: Run, before: Counter[str], sampled: int) -> dict[str, fl
     """As metrics, those since `before` of all ranks together, which have sampled so many rollouts; each rank hears
     which rewards of the others failed."""
     mine, found = troubles(run) - before, Counter[str]()
-    for rank, said in enumerate(run.policy.sharded.collectives.agree(json.dumps([mine, run.rewards.messages]))):
+    for rank, said in enumerate(
+        run.policy.sharded.collectives.all_gather_text(json.dumps([mine, run.rewards.messages]))
+    ):
         counts, messages = json.loads(said)
         found.update(counts)
         if rank != run.world.rank:

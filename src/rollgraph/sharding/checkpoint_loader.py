@@ -62,7 +62,7 @@ def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
 def _check_all_ranks(source: Path, model: ShardedModel, checksum: str, problem: str) -> None:
     """Raise if any rank has a problem, or if the ranks see different checkpoints."""
     mine = json.dumps({"checksum": checksum, "problem": problem})
-    found = [json.loads(text) for text in model.collectives.agree(mine)]
+    found = [json.loads(text) for text in model.collectives.all_gather_text(mine)]
     for verdict in found:
         if verdict["problem"]:
             raise CheckpointError(verdict["problem"])

@@ -47,7 +47,7 @@ def save(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
     target = Path(folder)
     if target.exists():
         raise CheckpointError(f"{target} exists already")
-    token = model.collectives.agree(uuid.uuid4().hex[:8])[0]
+    token = model.collectives.all_gather_text(uuid.uuid4().hex[:8])[0]
     write(
         take_snapshot(model, optimizer),
         target.with_name(f"{target.name}.{token}.incomplete"),

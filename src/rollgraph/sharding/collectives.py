@@ -114,7 +114,7 @@ class Collectives:
             total += part
         return total
 
-    def agree(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Exchange strings: what each rank passed, in the order of ranks."""
         if self._world.size == 1:
             return [text]

@@ -20,7 +20,7 @@ def check_same_on_all_ranks(
         trained = "trained" if spec.trainable else ""
         mine.append(f"{spec.name} {spec.dtype} {tuple(spec.shape)} {trained}")
     names = []
-    for other, text in enumerate(collectives.agree("\n".join([uuid.uuid4().hex, *mine]))):
+    for other, text in enumerate(collectives.all_gather_text("\n".join([uuid.uuid4().hex, *mine]))):
         name, *theirs = text.split("\n")
         names.append(name)
         for here, there in zip_longest(mine, theirs, fillvalue="nothing"):
