@@ -421,7 +421,7 @@ def test_a_buffer_of_another_shape_is_found_before_anything_changes(start: Calla
     other = start()
     other.model.register_buffer("seen", torch.zeros(3))
     before = other.everything()
-    with pytest.raises(CheckpointError, match="seen is float32 scalar there and float32 3 here"):
+    with pytest.raises(CheckpointError, match="seen is float32 scalar in the checkpoint and float32 3 in the model"):
         other.checkpoints.load(run.checkpoints.complete()[0])
     assert same(other.everything(), before)
 
