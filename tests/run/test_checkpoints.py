@@ -28,8 +28,8 @@ from rollgraph.distributed.world import World
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints, Saved, choose_kept
 from rollgraph.sharding import ShardedAdamW, ShardedModel
 from rollgraph.sharding.manifest import manifest_checksum, read_states
+from tests.sharding.small_net import ALONE
 from tests.sharding.test_checkpoint_writer import make, same, state, steps
-from tests.sharding.test_sharded_model import ALONE
 from tests.sharding.worlds import run_world
 
 BOTH = pytest.mark.parametrize("asynchronous", [True, False])

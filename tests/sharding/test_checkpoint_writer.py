@@ -18,7 +18,7 @@ from rollgraph.distributed.world import World
 from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, checkpoint_writer, load, save
 from rollgraph.sharding.shard_snapshot import ShardSnapshot, take_snapshot
 from tests.distributed.test_liveness import FOREVER, connected, vanish, wait_until
-from tests.sharding.test_sharded_model import ALONE, Net, build, loss, microbatch
+from tests.sharding.small_net import ALONE, Net, build, loss, microbatch
 from tests.sharding.worlds import run_world
 
 
