@@ -69,9 +69,8 @@ class Plain:
 
     def drop(self) -> None:
         self.buffers = [[torch.zeros_like(p) for p in self.tree.trained] for _ in range(RANKS)]
-        self.left: list[dict[int, Tensor]] = [
-            {} for _ in range(RANKS)
-        ]  # gradients in param.grad, which no hook has moved
+        # The gradients in param.grad, which no hook has moved.
+        self.left: list[dict[int, Tensor]] = [{} for _ in range(RANKS)]
         self.sums: list[Tensor] | None = None
 
     def step(self) -> None:

@@ -35,7 +35,7 @@ def follow_as_rank(rank: int, room: Room, script: Script, expected: list[Any], f
 
 
 def run_machine(transitions: int, seed: int, folder: Path) -> Counter[str]:
-    """Run scripts until there were at least so many transitions."""
+    """Run scripts until there were at least `transitions` transitions."""
     done: Counter[str] = Counter()
     while done["transitions"] < transitions:
         script = Script(seed, EPISODE)

@@ -1,7 +1,7 @@
 """Flat buffers: all parameters of a bucket in one allocation, their gradients in another, at addresses that never move.
 
 Owns the memory. Loading, taking a snapshot and restoring it copy into the same place. Knows nothing about communication
-or hooks; whoever moves the contents in the background sets the `before_...` callbacks.
+or hooks; code that changes the contents in the background sets the `before_...` callbacks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FlatBuckets:
             raise ValueError(f"the parameters are on {len(devices)} devices; move the model to one device first")
         (device,) = devices
         self.buckets = [_allocate(bucket_plan, grad_dtype, device) for bucket_plan in plan]
-        # Called before the contents are read, written or zeroed, by whoever changes them in the background.
+        # Called before the contents are read, written or zeroed. Code that changes them in the background sets these.
         self.before_reading: Callable[[], None] = _do_nothing
         self.before_writing: Callable[[], None] = _do_nothing
         self.before_zeroing: Callable[[], None] = _do_nothing

@@ -147,7 +147,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def read_shards(self) -> None:
-        """Copy the model's parameters to the master weights. Call this after loading other weights for good."""
+        """Copy the model's parameters to the master weights. Call this after loading weights that are to be trained."""
         self._model.before_update()
         for shard, master in self._shards_and_masters():
             master.copy_(shard)
