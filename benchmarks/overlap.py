@@ -22,24 +22,26 @@ from torch import Tensor, nn
 
 from rollgraph.distributed.world import World
 from rollgraph.sharding import ShardedAdamW, ShardedModel
-from rollgraph.sharding.overlap import Flight
+from rollgraph.sharding.collectives import PendingCollective
 
 
-def slowed(start: Callable[..., Flight], seconds_per_byte: float, link: dict[str, float]) -> Callable[..., Flight]:
+def slowed(
+    start: Callable[..., PendingCollective], seconds_per_byte: float, link: dict[str, float]
+) -> Callable[..., PendingCollective]:
     """A collective that takes as long as its bytes would on a slow network, which carries one after the other."""
 
-    def call(full: Tensor, shard: Tensor, what: str) -> Flight:
+    def call(full: Tensor, shard: Tensor, what: str) -> PendingCollective:
         begins = max(time.perf_counter(), link.get("free", 0.0))
         link["free"] = deadline = begins + (full.nbytes - shard.nbytes) * seconds_per_byte
-        flight = start(full, shard, what)
-        landed = flight.wait
+        pending = start(full, shard, what)
+        completed = pending.wait
 
         def wait() -> None:
-            landed()
+            completed()
             time.sleep(max(0.0, deadline - time.perf_counter()))
 
-        flight.wait = wait
-        return flight
+        pending.wait = wait
+        return pending
 
     return call
 

@@ -36,7 +36,7 @@ LAYERS = (
     Layer("values", (
         "files.py", "types.py",
         "config/limits.py", "config/schema.py", "config/reader.py", "config/keys.py",
-        "distributed/liveness.py", "distributed/world.py",
+        "distributed/lost_ranks.py", "distributed/connection.py", "distributed/liveness.py", "distributed/world.py",
         "telemetry/jsonl.py", "telemetry/metrics.py", "telemetry/samples.py", "telemetry/sinks.py",
         "telemetry/terminal.py",
     ), packages=frozenset()),
@@ -50,8 +50,11 @@ LAYERS = (
         "graph/sanitizer/session.py",
     ), packages=BASE),
     Layer("parts", (
-        "sharding/flat_buffer.py", "sharding/hook_set.py", "sharding/overlap.py", "sharding/rounds.py",
-        "sharding/sharded_model.py", "sharding/optimizer.py", "sharding/shard_files.py",
+        "sharding/bucket_plan.py", "sharding/flat_buffer.py", "sharding/collectives.py", "sharding/same_model.py",
+        "sharding/bucket_sync.py", "sharding/step_abort.py", "sharding/parameter_gathers.py",
+        "sharding/gradient_reductions.py", "sharding/hook_set.py", "sharding/model_hooks.py",
+        "sharding/sharded_model.py", "sharding/schedules.py", "sharding/optimizer.py", "sharding/manifest.py",
+        "sharding/shard_snapshot.py", "sharding/checkpoint_writer.py", "sharding/checkpoint_loader.py",
         "model/config_fields.py", "model/rope.py", "model/architecture.py",
         "model/pointwise_kernels.py", "model/pointwise.py",
         "model/paged_kernels.py", "model/shared_keys_kernels.py", "model/attention.py",
@@ -68,7 +71,8 @@ LAYERS = (
         "rl/environment.py", "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (
-        "policy/weights.py", "policy/phases.py", "policy/packing.py", "policy/step_graphs.py", "policy/worker.py",
+        "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/phases.py", "policy/packing.py",
+        "policy/packed_arrays.py", "policy/step_graphs.py", "policy/train_metrics.py", "policy/worker.py",
     ), packages=None),
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
@@ -278,7 +282,7 @@ ALLOWED = [
     ("__main__.py", "from rollgraph.cli import main"),
     ("__init__.py", "def __getattr__(name):\n    import rollgraph.graph"),
     # parts
-    ("sharding/overlap.py", "from rollgraph.graph import errors, hooks"),
+    ("sharding/collectives.py", "from rollgraph.graph import errors, hooks"),
     ("model/decoder.py", "from rollgraph.graph.hooks import GraphHooks"),
     ("run/checkpoints.py", "from rollgraph.policy.weights import Slots"),
     ("cli.py", "from rollgraph import train; import rollgraph.commands.page"),
@@ -323,9 +327,9 @@ FORBIDDEN = [
     ("__init__.py", "from rollgraph.graph import x", "all that imports any part"),
     ("__init__.py", "import torch", "__init__.py:1: imports torch"),
     # parts
-    ("sharding/overlap.py", "from rollgraph.graph.pool import P", "only graph/errors.py, graph/hooks.py"),
+    ("sharding/collectives.py", "from rollgraph.graph.pool import P", "only graph/errors.py, graph/hooks.py"),
     ("model/decoder.py", "from rollgraph.graph import GraphHooks", "only graph/errors.py, graph/hooks.py"),
-    ("sharding/overlap.py", "import rollgraph.model.decoder", "sharding and model do not know each other"),
+    ("sharding/collectives.py", "import rollgraph.model.decoder", "sharding and model do not know each other"),
     ("model/decoder.py", "from ..sharding import hook_set", "model and sharding do not know each other"),
     ("tokenizer/files.py", "from ..model import decoder", "tokenizer and model do not know each other"),
     ("model/decoder.py", "from .. import tokenizer", "model and tokenizer do not know each other"),

@@ -20,7 +20,7 @@ from rollgraph.cli import main
 from rollgraph.files import DEEPEST
 from rollgraph.model import Architecture, Decoder, ModelFileError, load_model, save_model
 from rollgraph.sharding import CheckpointError
-from rollgraph.sharding.shard_files import read_manifest
+from rollgraph.sharding.manifest import read_manifest
 from rollgraph.tokenizer import ByteTokenizer
 
 RUN = """\

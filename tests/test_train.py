@@ -28,7 +28,7 @@ from rollgraph.rl.data import DataError
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints
 from rollgraph.run.setup import make_run
 from rollgraph.run.step_log import StepLog
-from rollgraph.sharding import ShardedAdamW, shard_files
+from rollgraph.sharding import ShardedAdamW, checkpoint_writer
 from rollgraph.train import check_report, train
 from tests.sharding.worlds import run_world
 
@@ -515,7 +515,7 @@ def test_a_save_that_failed_is_told_and_the_next_one_is_tried(
 ) -> None:
     options = ["checkpoint.every=1", "data.validation=null", "log.progress=plain"]
     with monkeypatch.context() as broken:
-        fail_at(broken, shard_files, "_write_tensors", 3)  # of the second save
+        fail_at(broken, checkpoint_writer, "_write_tensors", 3)  # of the second save
         train(config_of(folder, *options), ONE)
     assert capsys.readouterr().out.splitlines().count("_write_tensors") == 1
     assert sorted(path.name for path in (folder / "run" / "checkpoints").glob("step_*")) == [
@@ -523,7 +523,7 @@ def test_a_save_that_failed_is_told_and_the_next_one_is_tried(
         "step_00000003",
     ]
     with monkeypatch.context() as broken:
-        fail_at(broken, shard_files, "_write_tensors", 3)
+        fail_at(broken, checkpoint_writer, "_write_tensors", 3)
         with pytest.raises(ZeroDivisionError):
             train(config_of(folder, *options, "steps=6"), ONE)  # the last one
 
@@ -531,7 +531,7 @@ def test_a_save_that_failed_is_told_and_the_next_one_is_tried(
 def test_a_save_that_failed_is_made_up_for_when_an_error_ends_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fail_at(monkeypatch, shard_files, "_write_tensors", 3)  # of the second save
+    fail_at(monkeypatch, checkpoint_writer, "_write_tensors", 3)  # of the second save
     fail_at(monkeypatch, PolicyWorker, "generate", 3)
     with pytest.raises(ZeroDivisionError, match="generate"):
         train(config_of(folder, "checkpoint.every=1", "data.validation=null", "log.progress=plain"), ONE)

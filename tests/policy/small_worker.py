@@ -1,4 +1,4 @@
-"""A worker that is captured in seconds, and batches that need no rollouts."""
+"""A small worker that captures its graphs in seconds, and batches that need no rollouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATE, DECAY = 0.01, 0.1
 
 
 def make_model() -> Decoder:
-    """Weights large enough that tokens differ in probability, and norms that are not all ones."""
+    """A model whose weights are large enough that tokens differ in probability, with norms other than one."""
     torch.manual_seed(0)
     model = Decoder(TINY)
     with torch.no_grad():
@@ -42,7 +42,7 @@ def make_worker(
     reference: bool = True,
     **options: Any,
 ) -> PolicyWorker:
-    """Captured, with the reference equal to the policy."""
+    """A captured worker whose reference policy equals its policy."""
     sampling = SamplingParams(max_tokens=12, temperature=temperature)
     settings = {"optimizer": {"lr": RATE, "weight_decay": DECAY}, "warmup": 1, "verify_weights": True} | options
     worker = PolicyWorker(make_model(), None, world, limits, sampling=sampling, **settings)  # type: ignore[arg-type]
@@ -53,19 +53,19 @@ def make_worker(
 
 
 def parameters(worker: PolicyWorker) -> Tensor:
-    """A copy of all of them, one after the other."""
-    worker.sharded.full_parameters("gather")
+    """A copy of all parameters in one tensor."""
+    worker.sharded.require_full_parameters("gather")
     return torch.cat([parameter.detach().flatten() for parameter in worker.model.parameters()])
 
 
 def gradient_pieces(worker: PolicyWorker) -> dict[tuple[str, int], Tensor]:
-    """What the first step after a fresh start saw of each piece, by name and place, from the first moment it left."""
+    """The gradient of each piece, by name and start, that the first step saw: Adam's first moment has it."""
     pieces = worker.optimizer.pieces
     return {(piece.parameter.name, piece.start): piece.state["exp_avg"].flatten() / 0.1 for piece in pieces}
 
 
 def join(*pieces: dict[tuple[str, int], Tensor]) -> Tensor:
-    """One gradient from the pieces that each rank has."""
+    """One gradient from the pieces of all ranks."""
     together = {place: piece for own in pieces for place, piece in own.items()}
     return torch.cat([together[place] for place in sorted(together)])
 
@@ -74,18 +74,18 @@ def gradient(worker: PolicyWorker) -> Tensor:
     return join(gradient_pieces(worker))
 
 
-def equal_but_for_rounding(one: Tensor, other: Tensor) -> None:
-    """Gradients of norm 1 in fp32, summed in other orders: 1e-6 is many times what that can do to them.
+def assert_equal_up_to_rounding(one: Tensor, other: Tensor) -> None:
+    """For gradients of norm 1 in fp32: summing in another order changes them by much less than 1e-6.
 
-    Compare gradients, not weights: Adam divides a gradient by its own size, and rounding by rounding where there is
-    nothing else, so that weights may part by any part of the learning rate.
+    Compare gradients, not weights: Adam divides a gradient by its own magnitude, so where the gradient is nothing but
+    rounding, weights may differ by up to the learning rate.
     """
     assert one.abs().max() > 0.01
     torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 def make_samples(count: int, seed: int = 0, lengths: Sequence[int] | None = None) -> list[Sample]:
-    """Random tokens; a loss over them weighs all tokens alike."""
+    """Samples of random tokens that all have the same weight."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(number: int) -> list[int]:
@@ -118,7 +118,7 @@ def sample_rollouts(
     max_tokens: int = 12,
     prompts: Sequence[tuple[int, ...]] = ((1, 2, 3), (2, 2, 3)),
 ) -> list[Rollout]:
-    """Samples of each prompt in turn, a group for each; the reward is any function of the tokens."""
+    """Sample the prompts in turn, one group per prompt. The reward is an arbitrary function of the tokens."""
     params = SamplingParams(max_tokens=max_tokens, temperature=worker.sampling.temperature)
     groups = [index % len(prompts) for index in range(count)]
     turns = worker.generate([(list(prompts[g]), i) for i, g in enumerate(groups)], seed=seed, params=params)
@@ -135,8 +135,8 @@ def sample_rollouts(
     ]
 
 
-def start_again(worker: PolicyWorker, rate: float = RATE) -> None:
-    """The weights, the optimizer and the reference as they were in the beginning, in the same memory."""
+def reset(worker: PolicyWorker, rate: float = RATE) -> None:
+    """Restore the initial weights, optimizer and reference policy in place."""
     worker.sharded.flat.load(make_model().state_dict())
     worker.optimizer.read_shards()
     worker.optimizer.restart(rate, None)

@@ -1,4 +1,4 @@
-"""Packing: every sequence is somewhere, once, and every entry of a bucket says what a plain loop says."""
+"""Packing: every sample is packed once, and the arrays hold what a plain loop writes."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rollgraph.policy.packing import STREAMS, fill, measure, pack
+from rollgraph.policy.packed_arrays import STREAMS, fill
+from rollgraph.policy.packing import measure, pack
 from rollgraph.types import Sample
 
 
 def of_lengths(*lengths: int, prompt: int = 1) -> list[Sample]:
-    """Samples of prompts of their own."""
+    """Samples that share no prompt."""
     return [
         Sample([100 + i] * prompt, [i] * (length - prompt), *[[0.0] * (length - prompt)] * 3)
         for i, length in enumerate(lengths)
     ]
 
 
-def taken(samples: list[Sample]) -> tuple[int, int, int]:
-    """Tokens, sequences and repeated keys, as they lie in a bucket."""
+def count_packed(samples: list[Sample]) -> tuple[int, int, int]:
+    """Tokens, sequences and repeated keys, counted in the filled arrays."""
     arrays = fill(samples, 10_000, 1_000, 10_000)
     sequences = len(set(arrays.sequence[: arrays.used].tolist()))
     return arrays.used, sequences, int(arrays.cu_keys[sequences]) - arrays.used
 
 
 @st.composite
-def of_few_prompts(draw: st.DrawFn) -> list[Sample]:
+def samples_of_few_prompts(draw: st.DrawFn) -> list[Sample]:
     prompts = draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=4))
     counts = draw(st.lists(st.tuples(st.sampled_from(prompts), st.integers(0, 30)), max_size=40))
     return [Sample(prompt, [i] * count, *[[0.0] * count] * 3) for i, (prompt, count) in enumerate(counts)]
 
 
-@given(of_few_prompts(), st.integers(50, 120), st.integers(3, 9), st.randoms())
-def test_every_index_is_in_one_group_and_groups_keep_the_limits(
+@given(samples_of_few_prompts(), st.integers(50, 120), st.integers(3, 9), st.randoms())
+def test_every_sample_is_in_one_microbatch_and_microbatches_keep_the_limits(
     samples: list[Sample], tokens: int, sequences: int, random: Random
 ) -> None:
     groups = pack(samples, tokens, sequences)
     assert sorted(index for group in groups for index in group) == list(range(len(samples)))
     for group in groups:
         members = [samples[index] for index in group]
-        assert taken(members) == measure(members)
+        assert count_packed(members) == measure(members)
         used, count, repeated = measure(members)
         assert used <= tokens
         assert 1 <= count <= sequences
@@ -56,14 +57,14 @@ def test_every_index_is_in_one_group_and_groups_keep_the_limits(
     ]
 
 
-@given(of_few_prompts(), st.integers(50, 120))
-def test_samples_of_a_prompt_lie_side_by_side(samples: list[Sample], tokens: int) -> None:
+@given(samples_of_few_prompts(), st.integers(50, 120))
+def test_samples_of_one_prompt_are_neighbours(samples: list[Sample], tokens: int) -> None:
     for group in pack(samples, tokens, 100):
         prompts = [tuple(samples[index].prompt) for index in group]
         assert len([prompt for prompt, _ in groupby(prompts)]) == len(set(prompts))
 
 
-def test_a_group_of_samples_computes_its_prompt_once() -> None:
+def test_samples_that_share_a_prompt_compute_it_once() -> None:
     samples = [Sample(list(range(100)), [i] * 50, *[[0.0] * 50] * 3) for i in range(4)]
     assert measure(samples) == (99 + 4 * 51, 5, 4 * 99)
     assert pack(samples, tokens=400, sequences=8) == [[0, 1, 2, 3]]
@@ -71,14 +72,14 @@ def test_a_group_of_samples_computes_its_prompt_once() -> None:
     assert pack(samples, tokens=400, sequences=3) == [[0, 1], [2, 3]]
 
 
-def test_the_longest_come_first() -> None:
+def test_the_longest_samples_come_first() -> None:
     assert pack(of_lengths(5, 9, 3, 6), tokens=12, sequences=8) == [[1, 2], [3, 0]]
     assert pack(of_lengths(24, 24, 24, 24), tokens=48, sequences=8) == [[0, 1], [2, 3]]
     assert pack([], tokens=48, sequences=8) == []
     assert pack(of_lengths(7, 1, 1), tokens=8, sequences=1) == [[0], [1], [2]]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_a_sample_that_does_not_fit_is_refused() -> None:
     assert pack(of_lengths(12), tokens=12, sequences=1) == [[0]]
     with pytest.raises(ValueError, match="13 tokens does not fit a microbatch of 12"):
         pack(of_lengths(3, 13), tokens=12, sequences=8)
@@ -109,10 +110,10 @@ def stream(sample: Sample, name: str) -> list[float]:
     st.lists(st.tuples(sample(), st.integers(0, 2)), max_size=4), st.integers(0, 30), st.integers(0, 3),
     st.integers(11, 60),
 )  # fmt: skip
-def test_a_bucket_holds_what_a_plain_loop_puts_there(
+def test_the_arrays_hold_what_a_plain_loop_writes(
     given: list[tuple[Sample, int]], padding: int, spare: int, longest: int
 ) -> None:
-    """Each sample that is given has so many others of its prompt behind it, with one token less each."""
+    """Each given sample is followed by others of its prompt, each with one token less than the one before."""
     samples = [cut(one, less) for one, others in given for less in range(others + 1)]
     size = measure(samples)
     tokens, sequences = size.tokens + padding, size.sequences + spare
@@ -120,7 +121,7 @@ def test_a_bucket_holds_what_a_plain_loop_puts_there(
     arrays = fill(samples, tokens, sequences, longest)
 
     expected = []  # (id, position, target, sequence, streams) of each token
-    keys = []  # of each sequence, the tokens it sees
+    keys = []  # for each sequence, the tokens its attention sees
     starts = []
     for prompt, together in groupby(samples, key=lambda one: list(one.prompt)):
         same = list(together)
@@ -161,16 +162,16 @@ def test_a_bucket_holds_what_a_plain_loop_puts_there(
 
 
 def cut(sample: Sample, less: int) -> Sample:
-    """Without the last tokens."""
+    """The sample without its last `less` tokens."""
     end = max(0, len(sample.tokens) - less)
     values = {name: getattr(sample, name) for name in (*STREAMS, "tokens")}
     return replace(sample, **{name: None if value is None else value[:end] for name, value in values.items()})
 
 
 def test_a_sample_that_cannot_be_laid_out_is_refused() -> None:
-    with pytest.raises(ValueError, match="without a prompt"):
+    with pytest.raises(ValueError, match="has no prompt"):
         fill([Sample([1], [2], [1.0], [1.0], [0.0]), Sample([], [3, 4], [1.0] * 2, [1.0] * 2, [0.0] * 2)], 12, 4, 12)
     with pytest.raises(ValueError, match="3 tokens has 1 advantages"):
         fill([Sample([1], [2, 3, 4], [1.0], [1.0] * 3, [0.0] * 3)], 12, 4, 12)
-    with pytest.raises(ValueError, match="5 tokens is longer than 4"):
+    with pytest.raises(ValueError, match="5 tokens is longer than the 4"):
         fill([Sample([1, 2], [2, 3, 4], [1.0] * 3, [1.0] * 3, [0.0] * 3)], 12, 4, 4)

@@ -1,4 +1,4 @@
-"""The phase machine: every change asks for exactly the work it needs, and leaving restores what was there."""
+"""The phase machine: each transition does exactly the work it needs, and leaving restores what was there."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rollgraph.policy import PhaseError, Phases
 from rollgraph.policy.phases import IDLE, PHASES, READING
 
 
-class Hall:
-    """Effects of the smallest kind: what was asked for, counted."""
+class CountedActions:
+    """Phase actions that only count the calls."""
 
     def __init__(self) -> None:
         self.pauses = self.gathers = self.drops = 0
-        self.unreachable = False  # a gather fails
+        self.unreachable = False  # gathers fail
 
     @contextmanager
     def paused(self, gather: bool) -> Iterator[None]:
         if self.unreachable:
-            raise ConnectionError("a rank is gone")
+            raise ConnectionError("a rank is lost")
         self.gathers += gather
         self.pauses += 1
         try:
@@ -36,12 +36,12 @@ class Hall:
 
 
 class EnteringAndLeaving(RuleBasedStateMachine):
-    """Any sequence of entries and exits, nested as they come, against a stack of names."""
+    """Any sequence of nested entries and exits, compared with a stack of names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hall = Hall()
-        self.phases = Phases(self.hall)
+        self.actions = CountedActions()
+        self.phases = Phases(self.actions)
         self.open: list[tuple[str, AbstractContextManager[None]]] = []
         self.gathers = self.drops = 0
         self.entered = dict.fromkeys(PHASES, 0)
@@ -54,7 +54,7 @@ class EnteringAndLeaving(RuleBasedStateMachine):
     def enter(self, phase: str) -> None:
         context = self.phases.enter(phase)
         if self.current not in (IDLE, phase):
-            with pytest.raises(PhaseError, match=f"cannot {phase} inside of {self.current}"):
+            with pytest.raises(PhaseError, match=f"cannot {phase} during {self.current}"):
                 context.__enter__()
             return
         if self.current == IDLE:
@@ -64,17 +64,17 @@ class EnteringAndLeaving(RuleBasedStateMachine):
         self.open.append((phase, context))
 
     @rule(name=st.sampled_from(["idle", "Train", ""]))
-    def enter_what_is_not_there(self, name: str) -> None:
+    def enter_an_unknown_phase(self, name: str) -> None:
         with pytest.raises(PhaseError, match=r"there is no phase .*generate, score, save, train"):
             self.phases.enter(name).__enter__()
 
     @precondition(lambda self: self.current == IDLE)
     @rule(phase=st.sampled_from(READING))
-    def enter_while_a_rank_is_gone(self, phase: str) -> None:
-        self.hall.unreachable = True
+    def enter_while_a_rank_is_lost(self, phase: str) -> None:
+        self.actions.unreachable = True
         with pytest.raises(ConnectionError):
             self.phases.enter(phase).__enter__()
-        self.hall.unreachable = False
+        self.actions.unreachable = False
 
     @precondition(lambda self: self.open)
     @rule()
@@ -84,64 +84,64 @@ class EnteringAndLeaving(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(error=st.sampled_from([ValueError(), KeyboardInterrupt()]), levels=st.integers(1, 3))
     def fail(self, error: BaseException, levels: int) -> None:
-        """An exception passes through the innermost contexts, and is caught outside of them."""
+        """Raise an exception that propagates through the innermost contexts."""
         for _ in range(min(levels, len(self.open))):
             phase, context = self.open.pop()
             self.drops += phase == "train"
             assert not context.__exit__(type(error), error, None)  # it is not swallowed
 
     @invariant()
-    def the_machine_is_where_the_stack_says(self) -> None:
+    def the_machine_is_in_the_phase_on_the_stack(self) -> None:
         assert self.phases.current == self.current
-        assert self.hall.pauses == (self.current in READING)
-        assert self.hall.gathers == self.gathers
-        assert self.hall.drops == self.drops
+        assert self.actions.pauses == (self.current in READING)
+        assert self.actions.gathers == self.gathers
+        assert self.actions.drops == self.drops
         assert {phase: self.phases.entered[phase] for phase in PHASES} == self.entered
 
     def teardown(self) -> None:
         while self.open:
             self.leave()
-        self.the_machine_is_where_the_stack_says()
+        self.the_machine_is_in_the_phase_on_the_stack()
 
 
 TestEnteringAndLeaving = EnteringAndLeaving.TestCase
 
 
-def test_entering_again_gathers_nothing() -> None:
-    hall = Hall()
-    phases = Phases(hall)
+def test_entering_the_current_phase_again_gathers_nothing() -> None:
+    actions = CountedActions()
+    phases = Phases(actions)
     with ExitStack() as many:
         for _ in range(5):
             many.enter_context(phases.enter("score"))
-        assert (hall.gathers, hall.pauses) == (1, 1)
-    assert (phases.current, hall.pauses) == (IDLE, 0)
+        assert (actions.gathers, actions.pauses) == (1, 1)
+    assert (phases.current, actions.pauses) == (IDLE, 0)
 
 
-def test_a_refused_entry_leaves_the_other_phase_as_it_was() -> None:
-    hall = Hall()
-    phases = Phases(hall)
+def test_a_refused_entry_does_not_change_the_current_phase() -> None:
+    actions = CountedActions()
+    phases = Phases(actions)
     with phases.enter("train"):
-        refused = pytest.raises(PhaseError, match="cannot generate inside of train: leave it first")
+        refused = pytest.raises(PhaseError, match="cannot generate during train: leave that phase first")
         with refused, phases.enter("generate"):
             pytest.fail("entered")
-        assert (phases.current, hall.pauses, hall.gathers, hall.drops) == ("train", 0, 0, 0)
-    assert hall.drops == 0  # training itself did not fail
+        assert (phases.current, actions.pauses, actions.gathers, actions.drops) == ("train", 0, 0, 0)
+    assert actions.drops == 0  # training itself did not fail
 
 
-def test_gradients_are_dropped_where_training_failed_even_if_a_train_phase_goes_on_around_it() -> None:
-    hall = Hall()
-    phases = Phases(hall)
+def test_gradients_of_a_failed_train_are_dropped_even_inside_another_train_phase() -> None:
+    actions = CountedActions()
+    phases = Phases(actions)
     with phases.enter("train"):
         with pytest.raises(ValueError, match="half of the gradients"), phases.enter("train"):
-            raise ValueError("half of the gradients are there")
-        assert (phases.current, hall.drops) == ("train", 1)
-    assert (phases.current, hall.drops) == (IDLE, 1)
+            raise ValueError("only half of the gradients exist")
+        assert (phases.current, actions.drops) == ("train", 1)
+    assert (phases.current, actions.drops) == (IDLE, 1)
 
 
-def test_a_failed_train_is_over_even_if_its_gradients_cannot_be_dropped() -> None:
-    class Lost(Hall):
+def test_a_failed_train_ends_even_if_its_gradients_cannot_be_dropped() -> None:
+    class Lost(CountedActions):
         def drop_gradients(self) -> None:
-            raise ConnectionError("a rank is gone")
+            raise ConnectionError("a rank is lost")
 
     phases = Phases(Lost())
     with pytest.raises(ConnectionError), phases.enter("train"):

@@ -1,4 +1,4 @@
-"""Weight slots: other weights in the same memory, and afterwards, bit for bit, those that were there."""
+"""Weight slots: other weights in the same memory, and afterwards the former ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.policy.small_worker import make_model
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def sharded(request: pytest.FixtureRequest) -> Iterator[ShardedModel]:
-    """Several buckets: an exchange can fail between two of them."""
+    """Has several buckets, so that an exchange can fail between two of them."""
     device = request.param
     sharded = ShardedModel(make_model().to(device), World(0, 1, device), bucket_bytes=4096)
     assert len(sharded.flat.buckets) >= 4
@@ -35,7 +35,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 @pytest.fixture
 def slots(sharded: ShardedModel, place: Place) -> WeightSlots:
-    """The reference is what the model began with; the policy is something else."""
+    """The reference has the initial weights; the policy has others."""
     slots = WeightSlots(sharded)
     slots.save("reference", place)
     change(sharded)
@@ -54,7 +54,7 @@ def bits(sharded: ShardedModel) -> list[Tensor]:
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # slots in host memory are written beside everything else
+        torch.cuda.synchronize()  # slots in host memory are written on a side stream
     return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(left, right, strict=True))
 
 
@@ -69,9 +69,7 @@ def hidden(model: Decoder) -> Tensor:
         return model(ids, ids, torch.tensor([0, 10], dtype=torch.int32, device=device), 10)
 
 
-def test_the_weights_of_a_slot_are_in_the_same_memory_inside_and_the_policy_is_back_afterwards(
-    sharded: ShardedModel, place: Place
-) -> None:
+def test_a_slot_is_exchanged_in_place_and_the_policy_is_restored(sharded: ShardedModel, place: Place) -> None:
     slots = WeightSlots(sharded)
     original, before = copy.deepcopy(sharded.model), bits(sharded)
     slots.save("reference", place)
@@ -90,7 +88,7 @@ def test_the_weights_of_a_slot_are_in_the_same_memory_inside_and_the_policy_is_b
     sharded.flat.check()
 
 
-def test_values_that_are_not_equal_to_themselves_come_back_too(sharded: ShardedModel, slots: WeightSlots) -> None:
+def test_nan_and_negative_zero_are_restored_too(sharded: ShardedModel, slots: WeightSlots) -> None:
     with torch.no_grad():
         sharded.model.norm[:3] = torch.tensor([float("nan"), -0.0, float("inf")])
     policy = bits(sharded)
@@ -100,7 +98,7 @@ def test_values_that_are_not_equal_to_themselves_come_back_too(sharded: ShardedM
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_the_policy_is_back_after_an_exception(
+def test_the_policy_is_restored_after_an_exception(
     sharded: ShardedModel, slots: WeightSlots, error: type[BaseException]
 ) -> None:
     policy = bits(sharded)
@@ -114,18 +112,18 @@ def test_the_policy_is_back_after_an_exception(
 
 
 @pytest.mark.parametrize("index", [0, 2, -1])
-@pytest.mark.parametrize("elements", [1, 3], ids=["one element, which spreads over the bucket", "three elements"])
-def test_an_exchange_that_fails_half_way_is_taken_back(
+@pytest.mark.parametrize("elements", [1, 3], ids=["one element, which broadcasts", "three elements"])
+def test_an_exchange_that_fails_half_way_is_undone(
     sharded: ShardedModel, slots: WeightSlots, index: int, elements: int
 ) -> None:
-    """A slot of another shape fails before the bucket is written, one of a single element only after it."""
+    """A slot of the wrong shape fails before the bucket is written; one with a single element fails after it."""
     policy = bits(sharded)
     slot = slots._slots["reference"]
     whole = slot[index]
     reference = [tensor.clone() for tensor in slot]
     slot[index] = torch.full((elements,), 5.0, device=whole.device, pin_memory=whole.is_pinned())
     with pytest.raises(RuntimeError, match=r"size|shape"), slots.use("reference"):
-        pytest.fail("the body was run with half of the weights")
+        pytest.fail("the body ran with half of the weights")
     assert slots.current == "policy"
     assert same(bits(sharded), policy)
     slot[index] = whole
@@ -135,11 +133,11 @@ def test_an_exchange_that_fails_half_way_is_taken_back(
     assert same(bits(sharded), policy)
 
 
-def test_using_the_slot_that_is_there_changes_nothing(sharded: ShardedModel, slots: WeightSlots) -> None:
+def test_using_the_current_slot_changes_nothing(sharded: ShardedModel, slots: WeightSlots) -> None:
     policy = bits(sharded)
     with slots.use("policy"):
         assert same(bits(sharded), policy)
-        with slots.use("reference"):  # "policy" is no slot to be left first
+        with slots.use("reference"):  # the policy does not have to be left first
             inside = bits(sharded)
             with pytest.raises(ValueError, match="inner"), slots.use("reference"):
                 raise ValueError("inner")
@@ -150,13 +148,16 @@ def test_using_the_slot_that_is_there_changes_nothing(sharded: ShardedModel, slo
     assert same(bits(sharded), policy)
 
 
-def test_one_slot_at_a_time(sharded: ShardedModel, slots: WeightSlots) -> None:
+def test_only_one_slot_can_be_in_the_model(sharded: ShardedModel, slots: WeightSlots) -> None:
     slots.save("previous")
     policy = bits(sharded)
     with slots.use("reference"):
         inside = bits(sharded)
         for name in ("previous", "policy", "nothing"):
-            with pytest.raises(SlotError, match="'reference' is in the model: leave it before"), slots.use(name):
+            with (
+                pytest.raises(SlotError, match="'reference' is in the model: leave it before you use"),
+                slots.use(name),
+            ):
                 pytest.fail("entered")
         for name in ("previous", "reference", "another"):
             with pytest.raises(SlotError, match="while 'reference' is in the model"):
@@ -168,7 +169,7 @@ def test_one_slot_at_a_time(sharded: ShardedModel, slots: WeightSlots) -> None:
     assert "another" not in slots
 
 
-def test_a_slot_is_saved_again_into_its_own_memory(sharded: ShardedModel, slots: WeightSlots) -> None:
+def test_saving_a_slot_again_reuses_its_memory(sharded: ShardedModel, slots: WeightSlots) -> None:
     places = [tensor.data_ptr() for tensor in slots._slots["reference"]]
     slots.save("reference")
     assert [tensor.data_ptr() for tensor in slots._slots["reference"]] == places
@@ -178,10 +179,10 @@ def test_a_slot_is_saved_again_into_its_own_memory(sharded: ShardedModel, slots:
         assert same(bits(sharded), policy)
 
 
-def test_names_that_are_not_there(sharded: ShardedModel, slots: WeightSlots) -> None:
+def test_unknown_and_reserved_slot_names(sharded: ShardedModel, slots: WeightSlots) -> None:
     slots.save("previous", place="host")
     assert slots.nbytes("device") + slots.nbytes("host") == 2 * sum(b.parameters.nbytes for b in sharded.flat.buckets)
-    with pytest.raises(SlotError, match=r"no slot 'nothing'.*there are: reference, previous"), slots.use("nothing"):
+    with pytest.raises(SlotError, match=r"no slot 'nothing'.*slots: reference, previous"), slots.use("nothing"):
         pytest.fail("entered")
     with pytest.raises(SlotError, match="'policy' is the model itself"):
         slots.save("policy")
@@ -193,29 +194,29 @@ def test_names_that_are_not_there(sharded: ShardedModel, slots: WeightSlots) -> 
     assert "previous" not in slots
     assert slots.nbytes("device") + slots.nbytes("host") == sum(b.parameters.nbytes for b in sharded.flat.buckets)
     slots.drop("reference")
-    with pytest.raises(SlotError, match="there are: none"), slots.use("reference"):
+    with pytest.raises(SlotError, match="slots: none"), slots.use("reference"):
         pytest.fail("entered")
 
 
-def test_verify_finds_a_policy_that_was_changed_while_it_was_away(sharded: ShardedModel, place: Place) -> None:
+def test_verify_detects_a_change_of_the_policy_while_it_is_swapped_out(sharded: ShardedModel, place: Place) -> None:
     slots = WeightSlots(sharded, verify=True)
     slots.save("reference", place)
     change(sharded)
     with slots.use("reference"):
-        change(sharded)  # the reference itself: no matter of the policy's
+        change(sharded)  # changes the reference, not the policy
     changed = pytest.raises(SlotError, match="the policy is not what it was before 'reference' was used")
     with changed, slots.use("reference"):
-        if slots._lanes is not None:
-            slots._lanes.finish()
-        slots._slots["reference"][1][0] += 1  # where the policy is now
+        if slots._host_exchange is not None:
+            slots._host_exchange.synchronize()
+        slots._slots["reference"][1][0] += 1  # which holds the policy now
     assert slots.current == "policy"
 
 
 @pytest.mark.gpu
-def test_exchanges_with_host_memory_keep_their_order_with_what_the_device_is_doing(sharded: ShardedModel) -> None:
-    """Nobody waits on the host: a long computation is still going on when the weights are exchanged under it."""
+def test_exchanges_with_host_memory_keep_their_order_with_other_work(sharded: ShardedModel) -> None:
+    """The host does not wait: a long computation is still running when the exchange of its weights is queued."""
     if not sharded.flat.buckets[0].parameters.is_cuda:
-        pytest.skip("on a CPU everything is in order")
+        pytest.skip("only a GPU runs asynchronously")
     slots = WeightSlots(sharded)
     slots.save("reference", "host")
     busy = torch.randn(4096, 4096, device="cuda")
@@ -223,7 +224,7 @@ def test_exchanges_with_host_memory_keep_their_order_with_what_the_device_is_doi
     for turn in range(6):
         for _ in range(20):
             busy = torch.tanh(busy @ busy)
-        sharded.model.norm.data.fill_(turn)  # an update, behind the computation
+        sharded.model.norm.data.fill_(turn)  # an update that is queued behind the computation
         with slots.use("reference"):
             seen.append(sharded.model.norm.clone())
         seen.append(sharded.model.norm.clone())
@@ -233,7 +234,7 @@ def test_exchanges_with_host_memory_keep_their_order_with_what_the_device_is_doi
         assert torch.equal(found, reference if value is None else torch.full_like(found, value))
 
 
-def test_a_checksum_sees_every_bit_of_every_bucket(sharded: ShardedModel) -> None:
+def test_a_checksum_depends_on_every_bit_of_every_bucket(sharded: ShardedModel) -> None:
     slots = WeightSlots(sharded)
     whole = slots.checksum()
     assert whole == slots.checksum()
@@ -250,8 +251,8 @@ def test_a_checksum_sees_every_bit_of_every_bucket(sharded: ShardedModel) -> Non
     assert slots.checksum() == whole
 
 
-def test_a_checksum_sees_that_values_changed_places(sharded: ShardedModel) -> None:
-    """Round numbers at distances of powers of two: their differences are in the highest bits only."""
+def test_a_checksum_depends_on_the_order_of_values(sharded: ShardedModel) -> None:
+    """With round numbers at distances of powers of two, differences are in the highest bits only."""
     slots = WeightSlots(sharded)
     flat = next(bucket.parameters for bucket in sharded.flat.buckets if len(bucket.parameters) >= 1030)
     for distance in (1, 2, 512, 1024):
@@ -262,7 +263,7 @@ def test_a_checksum_sees_that_values_changed_places(sharded: ShardedModel) -> No
             assert slots.checksum() != before
 
 
-def test_nothing_is_trained_or_saved_while_other_weights_are_in_the_model(
+def test_nothing_is_trained_or_saved_while_another_slot_is_in_the_model(
     sharded: ShardedModel, slots: WeightSlots, tmp_path: Path
 ) -> None:
     optimizer = ShardedAdamW(sharded, 0.1)

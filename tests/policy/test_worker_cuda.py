@@ -79,11 +79,11 @@ def step(worker: PolicyWorker, algorithm: Algorithm, seed: str) -> dict[str, flo
 
 
 def parameters(worker: PolicyWorker) -> Tensor:
-    worker.sharded.full_parameters("gather")
+    worker.sharded.require_full_parameters("gather")
     return torch.cat([parameter.detach().flatten() for parameter in worker.model.parameters()]).clone()
 
 
-def test_graphs_train_as_eager_does_apart_from_its_own_noise(make: Callable[..., PolicyWorker]) -> None:
+def test_graphs_train_like_eager_execution_up_to_its_own_noise(make: Callable[..., PolicyWorker]) -> None:
     graphs, eager, again = make(), make(backend="eager"), make(backend="eager")
     rollouts = roll_out(graphs, "a")
     graphs.score(rollouts)
@@ -94,10 +94,10 @@ def test_graphs_train_as_eager_does_apart_from_its_own_noise(make: Callable[...,
     assert (after[0] - after[1]).abs().max().item() <= 2 * noise + 2**-8 * 1e-2
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-4)
     assert graphs.pool.report().eager_runs == 0
-    assert not torch.equal(after[0], parameters(make()).float())  # something was learned
+    assert not torch.equal(after[0], parameters(make()).float())  # training changed the weights
 
 
-def test_phases_alternate_without_a_capture_an_eager_run_or_new_memory(make: Callable[..., PolicyWorker]) -> None:
+def test_alternating_phases_needs_no_capture_no_eager_run_and_no_new_memory(make: Callable[..., PolicyWorker]) -> None:
     worker = make()
     captures, memory = worker.pool.report().captures, 0
     for round_ in range(12):
@@ -110,20 +110,20 @@ def test_phases_alternate_without_a_capture_an_eager_run_or_new_memory(make: Cal
     assert torch.cuda.memory_allocated() == memory
 
 
-def test_the_first_update_finds_a_ratio_near_one_and_no_distance_to_the_reference(
+def test_before_the_first_update_the_ratio_is_near_one_and_the_reference_equal(
     make: Callable[..., PolicyWorker],
 ) -> None:
     worker = make()
     rollouts = roll_out(worker, "a")
     worker.score(rollouts)
     for rollout, logprobs in zip(rollouts, worker.logprobs([bare(rollout) for rollout in rollouts]), strict=True):
-        assert rollout.reference_logprobs == logprobs  # the reference is the policy: the same graph, the same numbers
+        assert rollout.reference_logprobs == logprobs  # the reference equals the policy: same graph, same numbers
     found = worker.train(GRPO.make_batch(rollouts))
     assert abs(found["ratio"] - 1) < 0.02
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_the_reference_scores_as_before_and_the_policy_is_what_it_was(
+def test_the_reference_scores_as_before_and_the_policy_is_restored(
     make: Callable[..., PolicyWorker], place: str
 ) -> None:
     worker = make(place=place)
@@ -135,7 +135,7 @@ def test_the_reference_scores_as_before_and_the_policy_is_what_it_was(
     worker.train(GRPO.make_batch(rollouts))
     policy, learned = parameters(worker), worker.logprobs(samples)
     assert learned != before
-    for _ in range(5):  # the exchanges follow one another without the host waiting
+    for _ in range(5):  # the host does not wait between the exchanges
         assert worker.logprobs(samples, "reference") == before
         assert worker.logprobs(samples) == learned
     with pytest.raises(ValueError, match="inside"), worker.weights.use("reference"):
@@ -146,7 +146,7 @@ def test_the_reference_scores_as_before_and_the_policy_is_what_it_was(
 
 
 @pytest.mark.parametrize("where", [0, 2])
-def test_an_exchange_with_host_memory_that_fails_half_way_is_taken_back(
+def test_an_exchange_with_host_memory_that_fails_half_way_is_undone(
     make: Callable[..., PolicyWorker], where: int
 ) -> None:
     worker = make(place="host")
@@ -156,14 +156,14 @@ def test_an_exchange_with_host_memory_that_fails_half_way_is_taken_back(
     whole = slot[where]
     slot[where] = torch.full((3,), 5.0, dtype=whole.dtype).pin_memory()
     with pytest.raises(RuntimeError), worker.weights.use("reference"):
-        pytest.fail("the body was run with half of the weights")
+        pytest.fail("the body ran with half of the weights")
     slot[where] = whole
     assert torch.equal(parameters(worker), policy)
     with worker.weights.use("reference"):
-        assert torch.equal(parameters(worker), policy)  # the reference is equal to it
+        assert torch.equal(parameters(worker), policy)  # the reference equals it
 
 
-def test_other_weights_in_the_model_are_not_trained(make: Callable[..., PolicyWorker]) -> None:
+def test_another_slot_cannot_be_trained(make: Callable[..., PolicyWorker]) -> None:
     worker = make()
     rollouts = roll_out(worker, "a")
     worker.score(rollouts)
@@ -189,7 +189,7 @@ def test_every_algorithm_is_captured_and_trains(make: Callable[..., PolicyWorker
 
 
 @pytest.mark.parametrize("scopes", [("layer",), ("attn", "mlp")])
-def test_graphs_of_parts_train_as_one_graph_of_the_step_does(
+def test_graphs_of_parts_train_like_one_graph_of_the_step(
     make: Callable[..., PolicyWorker], scopes: tuple[str, ...]
 ) -> None:
     whole, parts = make(), make(scopes=scopes)
@@ -205,7 +205,7 @@ def test_graphs_of_parts_train_as_one_graph_of_the_step_does(
     assert parts.pool.report().eager_runs == 0
 
 
-def test_a_checkpoint_holds_everything(make: Callable[..., PolicyWorker], tmp_path: Path) -> None:
+def test_a_checkpoint_restores_everything(make: Callable[..., PolicyWorker], tmp_path: Path) -> None:
     worker, other = make(), make()
     step(worker, GRPO, "a")
     with worker.phases.enter("save"):
@@ -226,7 +226,7 @@ def test_a_checkpoint_holds_everything(make: Callable[..., PolicyWorker], tmp_pa
 
 
 def roll_out_at(worker: PolicyWorker, values: Tensor, seed: str) -> list[Rollout]:
-    """With given weights in the model, all of them."""
+    """Sample rollouts with the given weights in the model."""
     at = 0
     with torch.no_grad():
         for parameter in worker.model.parameters():

@@ -1,4 +1,4 @@
-"""Two workers on gloo: they learn what one does, and neither generates from weights that are not there yet."""
+"""Two workers on gloo learn what one worker does, and do not generate from stale weights."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rollgraph.types import Batch, Prompt, Rollout, Sample
 from tests.policy.small_worker import (
     ALONE,
     LIMITS,
-    equal_but_for_rounding,
+    assert_equal_up_to_rounding,
     gradient_pieces,
     join,
     make_batch,
     make_samples,
     make_worker,
     parameters,
+    reset,
     sample_rollouts,
-    start_again,
 )
 from tests.sharding.worlds import run_world
 
@@ -44,20 +44,20 @@ def make(world: World, **options: Any) -> PolicyWorker:
 
 
 def paired(call: int) -> list[Sample]:
-    """Four samples of 24 tokens: two fill a microbatch. By their prompts, 0 and 2 come first."""
+    """Four samples of 24 tokens, two of which fill a microbatch. Sorted by prompt, 0 and 2 come first."""
     samples = make_samples(4, seed=call, lengths=[20] * 4)
     return [replace(one, prompt=[first, *one.prompt[1:]]) for one, first in zip(samples, (0, 2, 1, 3), strict=True)]
 
 
 def poisoned() -> Batch:
-    """Only the second rank has the bad sample."""
+    """A batch in which one sample, on the second rank, has NaN advantages."""
     batch = make_batch(1, 4, seed=7)
     batch.samples[1].advantages = [math.nan] * len(batch.samples[1].tokens)
     return batch
 
 
 def own_rollouts(world: World) -> list[Rollout]:
-    """Three rollouts in two groups on the first rank, two in one on the second."""
+    """Three rollouts in two groups on the first rank, two in one group on the second."""
     groups = [[0, 0, 1], [4, 4]][world.rank]
     return [
         Rollout(
@@ -75,7 +75,7 @@ def own_rollouts(world: World) -> list[Rollout]:
 
 
 def everything(world: World) -> dict[str, Any]:
-    """All that two ranks do, in one life of a worker."""
+    """Run everything that is tested, because starting ranks is slow."""
     worker = make(world)
     found: dict[str, Any] = {"captures": worker.pool.report().captures}
     found["scored"] = worker.logprobs(SCORED)
@@ -112,7 +112,7 @@ def everything(world: World) -> dict[str, Any]:
         worker.train(make_batch(1, 6))
     handle.remove()
     found["kept after a failure"] = torch.equal(parameters(worker), before)
-    start_again(worker)
+    reset(worker)
     found["after a failure"] = [(worker.train(Batch([paired(0)])), parameters(worker))]
 
     mine = own_rollouts(world)
@@ -125,7 +125,7 @@ def everything(world: World) -> dict[str, Any]:
     worker.close()
     found["hooks"] = sum(len(m._forward_pre_hooks) for m in worker.model.modules())
 
-    eager = make(world, backend="eager")  # hooks and all, without graphs
+    eager = make(world, backend="eager")  # with hooks, without graphs
     found["eager"] = [(eager.train(Batch([paired(call)]), score_old=call > 0), parameters(eager)) for call in range(2)]
     found["eager tokens"] = [r.tokens for r in sample_rollouts(eager, 3, "a")]
     eager.close()
@@ -133,8 +133,8 @@ def everything(world: World) -> dict[str, Any]:
 
 
 def first_step(worker: PolicyWorker, batch: Batch, **options: Any) -> tuple[dict[str, float], Pieces, Tensor]:
-    """What one step from the first weights reported, the gradient it saw, this rank's part of it, and the weights."""
-    start_again(worker)
+    """One step from the initial weights: its metrics, this rank's pieces of the gradient, and the new weights."""
+    reset(worker)
     metrics = worker.train(batch, **options)
     return metrics, gradient_pieces(worker), parameters(worker)
 
@@ -159,14 +159,14 @@ def one() -> PolicyWorker:
 
 @pytest.fixture
 def alone(one: PolicyWorker) -> PolicyWorker:
-    start_again(one)
+    reset(one)
     return one
 
 
 def test_two_ranks_give_the_bits_of_one_process_that_runs_the_same_microbatches(
     ranks: list[dict[str, Any]], alone: PolicyWorker
 ) -> None:
-    """Rank 0 has samples 0 and 2; one process adds up the same two microbatches in the order of ranks."""
+    """Rank 0 has samples 0 and 2; the single process sums the same two microbatches in the order of ranks."""
     for call in range(CALLS):
         first, second, third, fourth = paired(call)
         metrics = alone.train(Batch([[first, third, second, fourth]]))
@@ -177,17 +177,17 @@ def test_two_ranks_give_the_bits_of_one_process_that_runs_the_same_microbatches(
 
 
 @pytest.mark.parametrize("name", ["spread", "alone"])
-def test_two_ranks_learn_what_one_does_whoever_has_the_samples(
+def test_two_ranks_learn_what_one_does_however_samples_are_distributed(
     ranks: list[dict[str, Any]], alone: PolicyWorker, name: str
 ) -> None:
-    """Other microbatches are other sums: the same but for rounding. In "alone" the second rank has no sample at all."""
+    """Other microbatches are summed in another order. In "alone" the second rank has no sample at all."""
     for call in range(CALLS):
         if name == "spread":
             metrics, pieces, _ = first_step(alone, make_batch(1, 7, call), score_old=True)
         else:
             metrics, pieces, _ = first_step(alone, Batch([make_samples(1, seed=call)]))
         both = [found[name][call] for found in ranks]
-        equal_but_for_rounding(join(*(theirs for _, theirs, _ in both)), join(pieces))
+        assert_equal_up_to_rounding(join(*(theirs for _, theirs, _ in both)), join(pieces))
         for theirs, _, weights in both:
             assert torch.equal(weights, both[0][2])
             assert theirs == both[0][0]
@@ -200,7 +200,7 @@ def test_the_reference_is_swapped_in_and_out_on_all_ranks(ranks: list[dict[str, 
         assert found["reference"] == found["scored"] == alone.logprobs(SCORED)
 
 
-def test_weights_that_were_not_gathered_are_not_generated_from(ranks: list[dict[str, Any]]) -> None:
+def test_stale_weights_do_not_generate(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert "holds the parameters of step" in found["stale"]
         assert "refused" in found["refused"]
@@ -211,20 +211,20 @@ def test_weights_that_were_not_gathered_are_not_generated_from(ranks: list[dict[
             assert recorded == pytest.approx(scored, abs=1e-5)
 
 
-def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(ranks: list[dict[str, Any]]) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["kept"]
         assert found["poisoned"]["skipped_steps"] == 1
         assert math.isnan(found["poisoned"]["loss"])
 
 
-def test_after_a_failed_backward_the_next_step_is_what_it_would_have_been(ranks: list[dict[str, Any]]) -> None:
+def test_a_failed_backward_does_not_affect_the_next_step(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["kept after a failure"]
         assert torch.equal(found["after a failure"][0][1], found["paired"][0][1])
 
 
-def test_every_rank_has_all_rollouts_with_groups_of_their_own(ranks: list[dict[str, Any]]) -> None:
+def test_every_rank_gets_all_rollouts_with_distinct_groups(ranks: list[dict[str, Any]]) -> None:
     gathered = ranks[0]["gathered"]
     assert gathered == ranks[1]["gathered"]
     mine = [rollout for found in ranks for rollout in found["mine"]]
@@ -237,7 +237,7 @@ def test_every_rank_has_all_rollouts_with_groups_of_their_own(ranks: list[dict[s
         assert [replace(r, group=4) for r in found["gathered from one"]] == ranks[1]["mine"]
 
 
-def test_no_rank_captures_again_or_keeps_a_hook(ranks: list[dict[str, Any]]) -> None:
+def test_no_rank_captures_again_or_leaves_a_hook(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["captures later"] == found["captures"]
         assert found["eager runs"] == 0

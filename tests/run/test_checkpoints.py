@@ -26,9 +26,10 @@ from torch import Tensor, nn
 
 from rollgraph.distributed.world import World
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints, Saved, choose_kept
-from rollgraph.sharding import ShardedAdamW, ShardedModel, shard_files
-from tests.sharding.test_shard_files import make, same, state, steps
-from tests.sharding.test_sharded_model import ALONE
+from rollgraph.sharding import ShardedAdamW, ShardedModel
+from rollgraph.sharding.manifest import manifest_checksum, read_states
+from tests.sharding.small_net import ALONE
+from tests.sharding.test_checkpoint_writer import make, same, state, steps
 from tests.sharding.worlds import run_world
 
 BOTH = pytest.mark.parametrize("asynchronous", [True, False])
@@ -172,7 +173,7 @@ def two_ranks(world: World, folder: Path) -> dict[str, Any]:
         checkpoints.save(optimizer.steps, {"rank": world.rank}, score=0.0)
         steps(world, model, sharded, optimizer, 2)  # collectives, beside the writing
     checkpoints.wait()
-    sharded.collectives.agree("all have written, and rank 0 has deleted")
+    sharded.collectives.all_gather_text("all have written, and rank 0 has deleted")
     found["complete"] = [saved.step for saved in checkpoints.complete()]
     newest = checkpoints.latest()
     assert newest is not None
@@ -180,14 +181,14 @@ def two_ranks(world: World, folder: Path) -> dict[str, Any]:
     found["saved"] = state(model, sharded)
     before = everything(sharded, optimizer)
 
-    sharded.collectives.agree("all have loaded")
+    sharded.collectives.all_gather_text("all have loaded")
     if world.rank == 0:  # only the rank whose share of the files this is will find it
         flip(newest.path / "rank1.safetensors")
-    sharded.collectives.agree("it is broken")
+    sharded.collectives.all_gather_text("it is broken")
     found["broken"] = error_of(lambda: checkpoints.load(newest))
     fallback = checkpoints.latest()
     found["fallback"] = fallback and fallback.step
-    sharded.collectives.agree("looked at")
+    sharded.collectives.all_gather_text("looked at")
     if world.rank == 0:
         flip(newest.path / "rank1.safetensors")
 
@@ -229,7 +230,7 @@ def test_one_rank_then_two_then_one(start: Callable[..., Run], tmp_path: Path) -
     again = start()
     newest = next(one for one in again.checkpoints.complete() if one.step == 9)
     assert again.checkpoints.load(newest) == {"rank": 0}
-    assert shard_files.read_states(newest.path) == [{"rank": 0}, {"rank": 1}]
+    assert read_states(newest.path) == [{"rank": 0}, {"rank": 1}]
     assert same(state(again.model, again.sharded), results[0]["saved"])
 
 
@@ -398,9 +399,9 @@ def test_a_manifest_without_a_part_is_no_manifest(start: Callable[..., Run], fie
     run.checkpoints.wait()
     place = run.checkpoints.folder / "step_00000000" / "manifest.json"
     manifest = {key: value for key, value in json.loads(place.read_text()).items() if key != field}
-    place.write_text(json.dumps({**manifest, "sha256": shard_files._seal(manifest)}))
+    place.write_text(json.dumps({**manifest, "sha256": manifest_checksum(manifest)}))
     assert run.checkpoints.latest() is None
-    assert run.checkpoints.broken[place.parent] == f"{place} is not that of a checkpoint: it has no {field}"
+    assert run.checkpoints.broken[place.parent] == f"{place} is not a checkpoint's manifest: it has no {field}"
 
 
 def test_a_checkpoint_under_another_name_is_none(start: Callable[..., Run]) -> None:
@@ -420,7 +421,7 @@ def test_a_buffer_of_another_shape_is_found_before_anything_changes(start: Calla
     other = start()
     other.model.register_buffer("seen", torch.zeros(3))
     before = other.everything()
-    with pytest.raises(CheckpointError, match="seen is float32 scalar there and float32 3 here"):
+    with pytest.raises(CheckpointError, match="seen is float32 scalar in the checkpoint and float32 3 in the model"):
         other.checkpoints.load(run.checkpoints.complete()[0])
     assert same(other.everything(), before)
 

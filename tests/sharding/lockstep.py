@@ -1,8 +1,7 @@
-"""Several ranks in one process: each is a thread, and collectives meet in a room instead of a process group.
+"""Several ranks in one process: each rank is a thread, and a `Room` replaces the process group.
 
-A collective of the room is as unkind as one may be: it writes its result only when it is waited for, it refuses to be
-paired with another one, and it notices when what it sends is written while it is in flight. Any of them can be made to
-fail.
+Its collectives are as strict as possible. They write their results only when they are waited for, refuse to be matched
+with a different collective, and notice if their input is written while they are in flight. Each can be made to fail.
 """
 
 from __future__ import annotations
@@ -16,66 +15,71 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollgraph.distributed.liveness import Liveness
-from rollgraph.sharding.overlap import Collectives, CommunicationError, Flight, _sum_in_order
+from rollgraph.sharding.collectives import Collectives, CommunicationError, PendingCollective, sum_in_order
 
-PATIENCE = 120.0  # seconds until a rank that does not come is an error
+PATIENCE = 120.0  # seconds until a rank that does not take part is an error
 
 
 class Room:
-    """Where the ranks meet: what each of them brought to the n-th collective."""
+    """What each rank passed to each collective, by the number of the collective."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.store = size, dist.HashStore()
-        self.board: dict[str, str] = {}
+        self.size = size
+        self.store = dist.HashStore()
+        self.announcements: dict[str, str] = {}
         self._changed = threading.Condition()
-        self._brought: dict[int, dict[int, tuple[str, Any]]] = {}
+        self._inputs: dict[int, dict[int, tuple[str, Any]]] = {}
         self._failed: BaseException | None = None
 
-    def bring(self, rank: int, number: int, what: str, value: Any) -> None:
+    def put(self, rank: int, number: int, what: str, value: Any) -> None:
         with self._changed:
-            self._brought.setdefault(number, {})[rank] = (what, value)
+            self._inputs.setdefault(number, {})[rank] = (what, value)
             self._changed.notify_all()
 
     def take(self, number: int) -> list[Any]:
-        """What all ranks brought, in their order."""
+        """Wait for the inputs of all ranks; return them in the order of ranks."""
         with self._changed:
-            came = self._changed.wait_for(lambda: self._failed or len(self._brought[number]) == self.size, PATIENCE)
+            complete = self._changed.wait_for(lambda: self._failed or len(self._inputs[number]) == self.size, PATIENCE)
             if self._failed is not None:
                 raise AssertionError("another rank failed") from self._failed
-            assert came, f"ranks {sorted(self._brought[number])} wait for the others: {self._brought[number]}"
-            entries = [self._brought[number][rank] for rank in range(self.size)]
+            assert complete, f"ranks {sorted(self._inputs[number])} wait for the other ranks: {self._inputs[number]}"
+            entries = [self._inputs[number][rank] for rank in range(self.size)]
         names = {what for what, _ in entries}
-        assert len(names) == 1, f"different collectives met: {[what for what, _ in entries]}"
+        assert len(names) == 1, f"different collectives were matched: {[what for what, _ in entries]}"
         return [value for _, value in entries]
 
     def fail(self, error: BaseException) -> None:
-        """Nobody waits any longer."""
+        """Make all ranks raise instead of waiting."""
         with self._changed:
             self._failed = self._failed or error
             self._changed.notify_all()
 
 
-class RoomRollCall(Liveness):
-    """A roll call in which nobody is ever missing: a board in the room."""
+class RoomLiveness(Liveness):
+    """A liveness check in which no rank is ever lost; announcements are kept in the room."""
 
     def __init__(self, room: Room) -> None:
-        self.loss, self._board = None, room.board
+        self.loss = None
+        self._announcements = room.announcements
 
     def check(self) -> None:
         pass
 
-    def post(self, key: str, text: str) -> None:
-        self._board.setdefault(key, text)
+    def announce(self, key: str, text: str) -> str:
+        return self._announcements.setdefault(key, text)
 
 
 class RoomCollectives(Collectives):
     """The collectives of one rank."""
 
     def __init__(self, room: Room, rank: int, timeout: float = 60.0) -> None:
-        self.timeout, self.liveness = timeout, RoomRollCall(room)
-        self._room, self._rank, self._number = room, rank, 0
+        self.timeout = timeout
+        self.liveness = RoomLiveness(room)
+        self._room = room
+        self._rank = rank
+        self._number = 0  # of the next collective
         self.before_starting: Callable[[], None] = lambda: None
-        self.before_meeting: Callable[[], None] = lambda: None
+        self.before_blocking: Callable[[], None] = lambda: None
         self._failure: tuple[Literal["start", "wait"], int] | None = None
 
     @property
@@ -83,7 +87,7 @@ class RoomCollectives(Collectives):
         return self._room.store
 
     def fail_at(self, moment: Literal["start", "wait"], after: int) -> None:
-        """The collective that comes after so many others is going to fail."""
+        """Make a collective fail: the one that follows `after` others."""
         self._failure = (moment, after)
 
     def fail_no_more(self) -> None:
@@ -92,17 +96,19 @@ class RoomCollectives(Collectives):
     def _count_down(self, moment: str, what: str) -> None:
         if self._failure is None or self._failure[0] != moment:
             return
-        left = self._failure[1]
-        self._failure = (self._failure[0], left - 1) if left else None
-        if not left:
-            raise CommunicationError(f"{what} was made to fail at its {moment}")
+        kind, left = self._failure
+        if left:
+            self._failure = (kind, left - 1)
+            return
+        self._failure = None
+        raise CommunicationError(f"{what} was made to fail at its {moment}")
 
     def _begin(self, what: str, value: Any) -> Callable[[], list[Any]]:
         self.before_starting()
         self._count_down("start", what)
         number = self._number
         self._number += 1
-        self._room.bring(self._rank, number, what, value)
+        self._room.put(self._rank, number, what, value)
 
         def wait() -> list[Any]:
             found = self._room.take(number)
@@ -111,44 +117,48 @@ class RoomCollectives(Collectives):
 
         return wait
 
-    def gather(self, full: Tensor, shard: Tensor, what: str) -> Flight:
-        wait, found = self._begin(what, shard.clone()), list[Tensor]()
+    def gather(self, full: Tensor, shard: Tensor, what: str) -> PendingCollective:
+        wait = self._begin(what, shard.clone())
+        found: list[Tensor] = []
 
-        def finish() -> None:
+        def copy_out() -> None:
             full.copy_(torch.cat(found))
 
-        return Flight(lambda: found.extend(wait()), finish)
+        return PendingCollective(lambda: found.extend(wait()), copy_out)
 
-    def reduce(self, gradients: Tensor, shard: Tensor, what: str) -> Flight:
+    def reduce(self, gradients: Tensor, shard: Tensor, what: str) -> PendingCollective:
         sent = gradients.clone()
-        wait, found = self._begin(what, sent), list[Tensor]()
+        wait = self._begin(what, sent)
+        found: list[Tensor] = []
 
-        def land() -> None:
-            assert torch.equal(gradients, sent), f"gradients were written during {what}"
+        def check_and_wait() -> None:
+            assert torch.equal(gradients, sent), f"the gradients were written during {what}"
             found.extend(wait())
 
-        def finish() -> None:
+        def copy_out() -> None:
             parts = [part.view(self._room.size, -1)[self._rank] for part in found]
-            _sum_in_order(shard, torch.stack(parts))
+            sum_in_order(shard, torch.stack(parts))
 
-        return Flight(land, finish)
+        return PendingCollective(check_and_wait, copy_out)
 
     def sum(self, value: Tensor) -> Tensor:
-        self.before_meeting()
+        self.before_blocking()
         parts = self._begin("the sum of a scalar", value.clone())()
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
         return total
 
-    def agree(self, text: str) -> list[str]:
-        self.before_meeting()
-        return self._begin("a comparison", text)()
+    def all_gather_text(self, text: str) -> list[str]:
+        self.before_blocking()
+        return self._begin("the exchange of strings", text)()
 
 
 def run_ranks(size: int, function: Callable[[int, Room], Any]) -> list[Any]:
-    """`function(rank, room)` on all ranks at once; the first error of any of them is raised."""
-    room, results, errors = Room(size), [None] * size, list[BaseException]()
+    """Call `function(rank, room)` on all ranks at once; raise the first error of any of them."""
+    room = Room(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Flat buffers: the layout by itself, and a model that lives in one."""
+"""Flat buffers: the layout by itself, and models whose parameters live in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rollgraph.graph import capture, make_graphed_callables
 from rollgraph.sharding import FlatBuckets, plan_buckets, specs_of
-from rollgraph.sharding.flat_buffer import ALIGNMENT, ParameterSpec
+from rollgraph.sharding.bucket_plan import ALIGNMENT, ParameterSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 shapes = st.lists(st.integers(0, 40), max_size=3).map(torch.Size)
@@ -23,7 +23,7 @@ parameters = st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.booleans()),
 
 
 @given(parameters, st.integers(1, 5), st.integers(1, 20_000))
-def test_layout(specs: list[ParameterSpec], ranks: int, bucket_bytes: int) -> None:
+def test_the_layout_of_any_parameters(specs: list[ParameterSpec], ranks: int, bucket_bytes: int) -> None:
     plan = plan_buckets(specs, ranks=ranks, bucket_bytes=bucket_bytes)
     placed = [slot.parameter for bucket in plan for slot in bucket.slots]
     assert sorted(p.name for p in placed) == sorted(p.name for p in specs)
@@ -35,13 +35,11 @@ def test_layout(specs: list[ParameterSpec], ranks: int, bucket_bytes: int) -> No
         assert bucket.shard_numel * size % ALIGNMENT == 0
         assert all(slot.start * size % ALIGNMENT == 0 for slot in bucket.slots)
         for one, other in itertools.pairwise(bucket.slots):
-            assert one.start + one.numel <= other.start  # no two share memory
-            assert (
-                order[one.parameter.name] > order[other.parameter.name]
-            )  # the last in forward is the first in backward
+            assert one.start + one.numel <= other.start  # no overlap
+            assert order[one.parameter.name] > order[other.parameter.name]  # backward reaches the last one first
         assert bucket.slots[-1].start + bucket.slots[-1].numel <= bucket.numel
         before_last = sum(_round(s.numel * size) for s in bucket.slots[:-1])
-        assert before_last < bucket_bytes + ALIGNMENT * len(bucket.slots)  # closed as soon as it is full
+        assert before_last < bucket_bytes + ALIGNMENT * len(bucket.slots)  # closed once it is full
 
 
 def _round(number: int) -> int:
@@ -49,7 +47,7 @@ def _round(number: int) -> int:
 
 
 class Tied(nn.Module):
-    """Tied, frozen, of several dtypes, without a bias here and a scalar there."""
+    """Has tied and frozen parameters, several dtypes, a scalar, and a layer without bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +96,7 @@ def test_a_model_in_flat_buffers_trains_as_before(bucket_bytes: int) -> None:
     assert held == sum(b.plan.nbytes(torch.float32) for b in flat.buckets)
 
 
-def test_shards_are_the_whole_bucket() -> None:
+def test_the_shards_make_up_the_bucket() -> None:
     _, _, flat = build(300, ranks=3)
     for bucket in flat.buckets:
         assert torch.equal(torch.cat([bucket.shard(rank) for rank in range(3)]), bucket.parameters)
@@ -141,35 +139,35 @@ def test_graphs_survive_loading_and_swapping() -> None:
     flat.check()
 
 
-def test_weights_that_do_not_fit_change_nothing() -> None:
+def test_loading_weights_that_do_not_fit_changes_nothing() -> None:
     model, twin, flat = build(300)
     weights = dict(Tied().state_dict())
-    weights["stranger"] = weights.pop("scale")
+    weights["unknown"] = weights.pop("scale")
     weights["hidden.bias"] = torch.zeros(7)
-    with pytest.raises(ValueError, match=r"missing: scale; unexpected: stranger; of another shape: hidden.bias \(7,\)"):
+    with pytest.raises(ValueError, match=r"missing: scale; unexpected: unknown; wrong shape: hidden.bias \(7,\)"):
         flat.load(weights)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     with pytest.raises(ValueError, match="another model"):
         flat.restore(flat.snapshot()[:-1])
 
 
-def test_a_parameter_that_left_is_named() -> None:
+def test_a_moved_or_replaced_parameter_is_named() -> None:
     model, _, flat = build(300)
     model.hidden.weight.data = torch.zeros(6, 6)
     with pytest.raises(RuntimeError, match=r"hidden.weight left its flat buffer"):
         flat.check()
     model, _, flat = build(300)
     model.scale = nn.Parameter(torch.zeros(()))
-    with pytest.raises(RuntimeError, match="scale is not the parameter it was"):
+    with pytest.raises(RuntimeError, match="scale was replaced by another parameter"):
         flat.check()
     model, _, flat = build(300)
     model.head.weight = nn.Parameter(torch.zeros(11, 6))  # no longer tied
-    with pytest.raises(RuntimeError, match=r"head.weight is not the parameter"):
+    with pytest.raises(RuntimeError, match=r"head.weight was replaced"):
         flat.check()
 
 
-def test_a_plan_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"not that of this model: .*bias"):
+def test_a_plan_for_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"belongs to another model; they differ in .*bias"):
         FlatBuckets(nn.Linear(3, 3), plan_buckets(specs_of(nn.Linear(3, 3, bias=False)), ranks=1, bucket_bytes=1))
     with pytest.raises(ValueError, match="ranks=0"):
         plan_buckets([], ranks=0, bucket_bytes=1)

@@ -1,4 +1,4 @@
-"""HookSet: its table of states, against a real module tree that changes under it."""
+"""HookSet: its state table, and its hooks on a module tree that changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Wrapper(nn.Module):
 
 
 def counting(calls: list[nn.Module]) -> Any:
-    """A hook on each leaf that notes its calls."""
+    """Choose a hook for each leaf that records its calls."""
 
     def choose(name: str, module: nn.Module) -> dict[Any, Any]:
         return {"forward_pre": lambda m, args: calls.append(m)} if isinstance(module, Leaf) else {}
@@ -64,7 +64,7 @@ def handles_on(module: nn.Module) -> int:
     return len(module._forward_pre_hooks)
 
 
-def test_the_table_is_whole_and_idempotent() -> None:
+def test_the_state_table_is_complete_and_idempotent() -> None:
     for call, row in TRANSITIONS.items():
         assert set(row) == set(HookState)
         assert all(row[row[state]] is row[state] for state in HookState), call
@@ -75,7 +75,7 @@ def test_the_table_is_whole_and_idempotent() -> None:
 
 
 class Program(RuleBasedStateMachine):
-    """Any sequence of calls, changes of the tree and work, against a model of one flag and a stack."""
+    """Any sequence of calls, tree changes and passes, compared with a model that is one flag and a stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,8 +89,8 @@ class Program(RuleBasedStateMachine):
         self.names = 100
         self.pool = GraphPool()
 
-    def settle(self) -> None:
-        """Hooks were put in place or taken away just now."""
+    def update_expected(self) -> None:
+        """Hooks were registered or removed just now."""
         self.covered = set(leaves(self.tree)) if self.on and not self.stack else set()
         self.seen |= set(leaves(self.tree))
 
@@ -98,20 +98,20 @@ class Program(RuleBasedStateMachine):
     def enable(self) -> None:
         self.on = True
         self.hooks.enable()
-        self.settle()
+        self.update_expected()
 
     @rule()
     def disable(self) -> None:
         self.on = False
         self.hooks.disable()
-        self.settle()
+        self.update_expected()
 
     @rule()
     def pause(self) -> None:
         stack = ExitStack()
         stack.enter_context(self.hooks.paused())
         self.stack.append((stack, self.on))
-        self.settle()
+        self.update_expected()
 
     @precondition(lambda self: self.stack)
     @rule(raises=st.booleans())
@@ -122,7 +122,7 @@ class Program(RuleBasedStateMachine):
                 _ = 1 / 0
         else:
             stack.close()
-        self.settle()
+        self.update_expected()
 
     @rule()
     def add(self) -> None:
@@ -154,7 +154,7 @@ class Program(RuleBasedStateMachine):
 
     @rule()
     def generate(self) -> None:
-        """A captured forward over the same parameters, with the hooks paused, as generation is."""
+        """Run a captured forward over the same parameters with paused hooks, as generation does."""
         before = self.hooks.state
         with self.hooks.paused(), torch.no_grad():
             self.calls.clear()
@@ -163,7 +163,7 @@ class Program(RuleBasedStateMachine):
             assert not self.calls
         assert self.hooks.state is before
         self.pool.reset()
-        self.settle()
+        self.update_expected()
 
     @rule()
     def swap(self) -> None:
@@ -172,13 +172,13 @@ class Program(RuleBasedStateMachine):
                 parameter.copy_(torch.rand(2))
 
     @rule()
-    def copies_carry_nothing(self) -> None:
+    def copy_has_no_hook(self) -> None:
         self.calls.clear()
         copy.deepcopy(self.tree)(torch.ones(2))
         assert not self.calls
 
     @invariant()
-    def every_handle_is_where_it_belongs(self) -> None:
+    def exactly_the_covered_modules_have_a_handle(self) -> None:
         for leaf in self.seen:
             assert handles_on(leaf) == (leaf in self.covered)
         assert self.hooks.modules == self.covered
@@ -191,12 +191,12 @@ class Program(RuleBasedStateMachine):
         assert not any(map(handles_on, self.seen))
 
 
-def test_any_program() -> None:
+def test_any_sequence_of_calls_leaves_the_right_hooks() -> None:
     run_state_machine_as_test(Program, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
 
 
-def test_a_graphed_module_keeps_its_hooks_and_loses_them() -> None:
-    """Graphs stand outside the tree, so a phase that switches them cannot disturb a hook."""
+def test_graphs_do_not_disturb_the_hooks_of_a_module() -> None:
+    """Graphs are not part of the module tree, so a phase that switches them cannot disturb a hook."""
     tree, calls, pool = Tree(), [], GraphPool()
     hooks = HookSet(tree, counting(calls))
     hooks.enable()
@@ -212,7 +212,7 @@ def test_a_graphed_module_keeps_its_hooks_and_loses_them() -> None:
     assert not any(map(handles_on, graphed))
 
 
-def test_a_registration_that_fails_leaves_no_handle() -> None:
+def test_a_failed_registration_leaves_no_handle() -> None:
     tree, made = Tree(3), []
 
     def choose(name: str, module: nn.Module) -> dict[Any, Any]:
@@ -238,7 +238,7 @@ def test_a_pickle_carries_no_hook() -> None:
     assert len(calls) == 2
 
 
-def test_a_shared_parameter_keeps_its_hook_as_long_as_one_module_has_it() -> None:
+def test_a_shared_parameter_keeps_its_hook_while_one_module_has_it() -> None:
     tree, calls = Tree(3), list[Tensor]()
     first, second, third = leaves(tree)
     second.weight = first.weight

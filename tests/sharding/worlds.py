@@ -1,4 +1,4 @@
-"""Several processes on gloo: one world for each size, in which a whole list of cases is run."""
+"""Several processes on gloo. Starting them is slow, so one world runs a whole list of cases."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
     except Exception:
         result = traceback.format_exc()
     torch.save(result, folder / f"rank{rank}.new")
-    (folder / f"rank{rank}.new").rename(folder / f"rank{rank}.pt")  # whole as soon as it is there
-    while size > len(list(folder.glob("rank*.pt"))):  # nobody leaves while another may still talk to it
+    (folder / f"rank{rank}.new").rename(folder / f"rank{rank}.pt")  # it appears whole
+    while size > len(list(folder.glob("rank*.pt"))):  # no rank leaves while another may still communicate with it
         time.sleep(0.02)
     dist.destroy_process_group()
 
 
 def run_world(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(world, *arguments)` gave on each rank; its traceback, as text, if it failed."""
+    """What `function(world, *arguments)` returns on each rank; the traceback as text if it fails."""
     mp.start_processes(_process, (size, folder, function, arguments), nprocs=size, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def run_world_with_a_loss(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
-    """The same, of the ranks that end by themselves; the others are killed."""
+    """The same for the ranks that end by themselves; the remaining one is killed."""
     context = mp.get_context("forkserver")
     processes = [
         context.Process(target=_process, args=(rank, size, folder, function, arguments), daemon=True)

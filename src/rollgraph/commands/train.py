@@ -79,7 +79,7 @@ def run_train(options: argparse.Namespace) -> int:
 def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
     """Run, and report an error in one line."""
     from rollgraph.distributed.launch import LOST, end_process
-    from rollgraph.distributed.liveness import RankLost
+    from rollgraph.distributed.lost_ranks import RankLost
 
     try:
         run()

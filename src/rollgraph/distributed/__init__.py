@@ -1,4 +1,5 @@
 """Several processes that work as one.
 
-`world.py` says which process this is, `liveness.py` which ones are alive, and `launch.py` joins and leaves them.
+`world.py` says which process this is, `liveness.py` which ones are alive (on top of `connection.py` and
+`lost_ranks.py`), and `launch.py` joins and leaves them.
 """

@@ -1,4 +1,4 @@
-"""Several processes: joining the others that `torchrun` started, leaving them, and ending when one of them is lost."""
+"""Joining the other processes that `torchrun` started, leaving them, and exiting when one of them is lost."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed.rendezvous import rendezvous
 
-from rollgraph.distributed.liveness import Liveness, RankLost
+from rollgraph.distributed.connection import first_line, rank_0_silent
+from rollgraph.distributed.liveness import Liveness
+from rollgraph.distributed.lost_ranks import RankLost
 from rollgraph.distributed.world import World
 
-LOST = 75  # the exit code where another rank was lost: the run can be started again as it was
+LOST = 75  # exit code if another rank was lost: start the same command again to continue the run
 
 
 @contextmanager
 def joined(world: World, timeout: float = 600.0) -> Iterator[World]:
-    """Inside, the ranks of the world can talk: gloo between CPUs, NCCL between GPUs.
+    """Join the ranks of the world in a process group: gloo between CPUs, NCCL between GPUs.
 
-    They wait for each other for `timeout` seconds at most, here and inside. After an error the process group is left as
-    it is, because leaving it would wait for whoever is lost: `end_process` ends a process all the same.
+    No rank waits for another one longer than `timeout` seconds, here or inside. After an error the process group is not
+    destroyed, because that would wait for the lost rank: call `end_process` to exit nevertheless.
     """
     if world.size == 1:
         yield world
@@ -31,9 +34,9 @@ def joined(world: World, timeout: float = 600.0) -> Iterator[World]:
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
     store = _find_store(world, timeout)
-    liveness = Liveness(world.rank, world.size, store, timeout, end=_end_lost)
+    liveness = Liveness(world.rank, world.size, store, timeout, end=_exit_lost)
     try:
-        _connect(world, store, liveness)
+        _init_process_group(world, store, liveness)
         yield replace(world, liveness=liveness)
     except BaseException as error:
         liveness.leave(error)
@@ -43,40 +46,37 @@ def joined(world: World, timeout: float = 600.0) -> Iterator[World]:
 
 
 def _find_store(world: World, timeout: float) -> Any:
-    """Where ranks find each other: at rank 0, or at the `torchrun` that started them."""
+    """The key-value store where the ranks find each other. It lives in rank 0 or in `torchrun`."""
     limit = timedelta(seconds=timeout)
     try:
-        store, _, _ = next(torch.distributed.rendezvous("env://", world.rank, world.size, timeout=limit))
+        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=limit))
     except RuntimeError as error:
-        raise RankLost(f"rank {world.rank}: rank 0 did not come within {timeout:g} s: {_first_line(error)}") from error
+        raise rank_0_silent(world.rank, timeout, first_line(error)) from error
     return store
 
 
-def _connect(world: World, store: Any, liveness: Liveness) -> None:
+def _init_process_group(world: World, store: Any, liveness: Liveness) -> None:
     backend = "nccl" if world.device.startswith("cuda") else "gloo"
     limit = timedelta(seconds=liveness.timeout)
-    liveness.note("its connections to the others")
+    liveness.report_progress("connecting to the other ranks")
     try:
         torch.distributed.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=limit
         )
     except RuntimeError as error:
-        lost = liveness.explain() or "no rank is gone"
-        raise RankLost(f"rank {world.rank}: the ranks are not connected: {lost} ({_first_line(error)})") from error
+        reason = liveness.wait_for_loss() or "all ranks are alive"
+        message = f"rank {world.rank}: the ranks could not connect: {reason} ({first_line(error)})"
+        raise RankLost(message, liveness.lost_rank) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
-def _end_lost(found: str) -> None:
-    """Called beside the work, which is stuck or has not come to a collective since."""
-    os.write(2, f"rollgraph: {found}\n".encode())
+def _exit_lost(reason: str) -> None:
+    """Called by the liveness thread if the training thread is stuck, or has not reached a collective since the loss."""
+    os.write(2, f"rollgraph: {reason}\n".encode())
     os._exit(LOST)
 
 
 def end_process(code: int) -> int:
-    """Give the exit code back, or end at once where a process group is left: it would wait for a rank that is lost."""
+    """Return the exit code, or exit at once if a process group is left: its cleanup would wait for a lost rank."""
     if torch.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

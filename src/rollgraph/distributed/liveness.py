@@ -1,493 +1,375 @@
-"""Which ranks are there: every rank says so, beside its work, and one that stops doing so is named by all others.
+"""Which ranks are alive: every rank sends heartbeats to rank 0, and a rank that stops is named by all others.
 
-Owns a connection of each rank to rank 0, and a thread that reads it. It needs no collective and, once it stands, no
-store, so it works while both are stuck. A process that ends without a word closes its connection: that is known at
-once. One that is stopped stays silent, and one that is stuck does not come to a collective: these are known after the
-time-out. What is found is said once, by rank 0 to all, so that all name the same rank; only if rank 0 itself is lost
-does each find that by itself. Knows neither tensors nor process groups.
+Owns one connection from each rank to rank 0, and a thread that serves it. It needs no collective and, once connected,
+no store, so it works while both are stuck.
+
+- A process that dies closes its connection: the others know at once.
+- A process that is stopped stops sending heartbeats, and one that is stuck does not reach the next collective: the
+  others know after the timeout.
+
+Rank 0 decides and tells everyone, so that all ranks name the same one. Only the loss of rank 0 itself is found by each
+rank on its own. `lost_ranks.py` has the verdicts, `connection.py` the sockets. Knows no tensors and no process groups.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-_TICK = 1.0  # seconds between two signs of life, at most
-_AWAY = 1.0  # seconds that this process was not running, after which it does not hold the silence against others
-_MOMENT = 5.0  # seconds that a process has to end by itself, where its time-out is over already
-_PAUSE = 0.02  # seconds between two looks at the connections: the work comes first
-_APART = 0.005  # seconds for each rank that are between two reports of progress
-_KEPT = 100  # messages of `post`
+from rollgraph.distributed.connection import Connection, Message, RankServer, connect_to_rank_0
+from rollgraph.distributed.lost_ranks import (
+    STARTUP,
+    LossReport,
+    Peer,
+    RankLost,
+    find_silent,
+    report_disconnected,
+    report_error,
+    report_silent,
+    report_stragglers,
+    report_unfinished,
+)
+
+_HEARTBEAT_SECONDS = 1.0  # between two heartbeats, at most
+_SUSPENDED_SECONDS = 1.0  # a longer gap means that this process itself did not run: the others are not to blame
+_GRACE_SECONDS = 5.0  # for a process to exit by itself, even if its timeout has already passed
+_POLL_PAUSE = 0.02  # seconds between two rounds of the thread: the training thread comes first
+_REPORT_PAUSE = 0.005  # seconds between two progress reports, for each rank
+_MAX_ANNOUNCEMENTS = 100
 _STORE_KEY = "rollgraph/liveness"
 
 
-class RankLost(RuntimeError):
-    """A rank is gone, stopped or stuck; says which one, and what it did last."""
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What was found, e.g. Loss(1, "rank 1 got no further than a comparison, and is gone without a word")."""
-
-    rank: int | None  # None: something failed, and all ranks are there
-    text: str
-
-
-@dataclass
-class _Seen:
-    """What is known of another rank."""
-
-    heard: float  # when it gave the last sign of life
-    line: _Line | None = None
-    count: int = 0  # of the collectives that it has begun
-    what: str = "its start"
-    left: bool = False  # it said so
-
-
 class Liveness:
-    """The presence of `size` ranks, of which this is one.
+    """The liveness check of one rank among `size`.
 
-    `store` is that of torch.distributed, used to find rank 0 and not again. With `end`, a process that has not left
-    when the time-out after a loss is over is ended by calling it with what was found.
+    `store` is the one of torch.distributed; it is used once, to find rank 0. If `end` is given, it is called with the
+    verdict in a process that is still there when the timeout after a loss has passed.
     """
 
     def __init__(
         self, rank: int, size: int, store: Any, timeout: float, end: Callable[[str], None] | None = None
     ) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
-        self.loss: Loss | None = None
-        self._end, self._deadline = end, 0.0
-        self._known = threading.Event()
-        self._away = 0.0
-        self._progress = (0, "its start")
-        self._board: dict[str, str] = {}
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.loss: LossReport | None = None
+        self._end = end
+        self._end_at = 0.0
+        self._loss_known = threading.Event()
+        self._suspended = 0.0  # seconds in which this process did not run
+        self._progress = (0, STARTUP)  # operations started, the last one; one tuple, because two threads use it
+        self._announcements: dict[str, str] = {}
         self._left = False
-        self._tick = min(_TICK, timeout / 20)
-        self._server: socket.socket | None = None
+        self._interval = min(_HEARTBEAT_SECONDS, timeout / 20)
+        self._next_report = 0.0  # no progress report before this time
+        self._next_heartbeat = 0.0
         self._lock = threading.RLock()
-        self._ranks = {other: _Seen(self.clock()) for other in self._watched()}
-        turn = store.add(f"{_STORE_KEY}/{rank}", 1)  # all ranks make theirs in the same order
-        key = f"{_STORE_KEY}/at/{turn}"
+        # Rank 0 watches everyone, the other ranks watch rank 0.
+        watched = range(1, size) if rank == 0 else range(1)
+        self._peers = {other: Peer(self.clock()) for other in watched}
+        self._connections: dict[int, Connection] = {}
+        self._server: RankServer | None = None
+        generation = store.add(f"{_STORE_KEY}/{rank}", 1)  # all ranks create theirs in the same order
+        key = f"{_STORE_KEY}/at/{generation}"
         if rank == 0:
-            self._open(store, key)
+            self._server = RankServer(size, store, key)
         else:
-            self._ranks[0].line = _find_rank_0(rank, store, key, timeout)
-            self._ranks[0].heard = self.clock()
-        self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._beat_after = self._beat_before = 0.0
-        os.register_at_fork(after_in_child=_let_go(weakref.ref(self)))
+            self._connections[0] = connect_to_rank_0(rank, store, key, timeout)
+            self._peers[0].last_heard = self.clock()
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        os.register_at_fork(after_in_child=_close_in_child(weakref.ref(self)))
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._thread.start()
 
-    # -- for the thread that works -----------------------------------------------------------------
+    # -- called by the training thread -------------------------------------------------------------
 
     def clock(self) -> float:
-        """Seconds, without those in which this process itself was stopped or starved."""
-        return time.monotonic() - self._away
+        """Seconds, not counting those in which this process itself was stopped or starved."""
+        return time.monotonic() - self._suspended
 
-    def note(self, what: str) -> None:
-        """This rank begins something that all ranks do."""
-        self._progress = (self._progress[0] + 1, what)
-        if time.monotonic() > self._beat_after:  # else with the next sign of life
-            self._beat()
+    def report_progress(self, operation: str) -> None:
+        """This rank starts an operation that all ranks take part in."""
+        self._progress = (self._progress[0] + 1, operation)
+        if time.monotonic() > self._next_report:  # otherwise the next heartbeat carries it
+            self._send_heartbeat()
 
     def check(self) -> None:
         """Raise if a rank is lost."""
         if self.loss is not None:
-            raise RankLost(self.loss.text)
+            raise RankLost(self.loss.text, self.lost_rank)
 
-    def explain(self, patience: float = 30.0) -> str:
-        """After something failed: who is lost, if that turns out soon; else nothing."""
-        self._known.wait(min(self.timeout, patience))
-        return self.loss.text if self.loss is not None else ""
+    @property
+    def lost_rank(self) -> int | None:
+        """The rank that is lost, if any is."""
+        return None if self.loss is None else self.loss.rank
 
-    def late(self, what: str) -> str:
-        """After this rank waited for the whole time-out: who did not come."""
-        count = self._progress[0]
+    def wait_for_loss(self, patience: float = 30.0) -> str:
+        """After a failure: which rank is lost, if that becomes known soon. Empty if not."""
+        self._loss_known.wait(min(self.timeout, patience))
+        return "" if self.loss is None else self.loss.text
+
+    def report_timeout(self, operation: str) -> str:
+        """After this rank waited in an operation for the whole timeout: which rank did not reach it."""
+        number, _ = self._progress
         if self.rank == 0:
-            self._find_behind(count, what)
+            self._declare_stragglers(number, operation)
         else:
-            self._beat()  # or this rank itself might seem to be behind
-            self._tell_all({"late": [count, what]})
-        return self.explain() or f"{what} did not end within {self.timeout:g} s, and rank 0 does not say why"
+            self._send_heartbeat()  # or this rank itself might seem to be behind
+            self._broadcast({"timeout": [number, operation]})
+        reason = self.wait_for_loss()
+        return reason or f"{operation} did not complete within {self.timeout:g} s, and rank 0 does not say why"
 
-    def post(self, key: str, text: str) -> str:
-        """Tell all ranks. The first word on a key stands, and is what is given back: that of rank 0's board."""
+    def announce(self, key: str, text: str) -> str:
+        """Tell all ranks. The first text announced under a key wins, as rank 0 sees it, and is returned."""
         if self.rank == 0:
-            self._put_up(key, text)
+            self._record_announcement(key, text)
         else:
-            self._tell_all({"post": [key, text]})
-            end = time.monotonic() + _MOMENT
-            while key not in self._board and self.loss is None and time.monotonic() < end:
+            self._broadcast({"announce": [key, text]})
+            deadline = time.monotonic() + _GRACE_SECONDS
+            while key not in self._announcements and self.loss is None and time.monotonic() < deadline:
                 time.sleep(0.005)
-        return self._board.setdefault(key, text)
+        return self._announcements.setdefault(key, text)
 
-    def posted(self, key: str) -> str | None:
-        return self._board.get(key)
+    def announced(self, key: str) -> str | None:
+        return self._announcements.get(key)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Say goodbye. The others are told of an error. Without one, rank 0 waits for all others, because it is who
-        they talk to, and raises if one of them is lost on the way."""
+        """Say goodbye, and tell the others about an error.
+
+        Without an error, rank 0 first waits for all others, because they talk through it, and raises if one of them is
+        lost meanwhile.
+        """
         if error is None and self.rank == 0:
             self._wait_for_others()
         if error is not None and self.loss is None:
-            self._tell_of(error)
+            self._broadcast_error(error)
         self.close()
-        self._drain()
+        self._thread.join(_GRACE_SECONDS)  # so that the last messages are sent, if they can be
         if error is None:
             self.check()
 
     def _wait_for_others(self) -> None:
-        deadline = self.clock() + self.timeout
-        while self.loss is None and not all(seen.left for seen in self._ranks.values()):
-            if self.clock() > deadline:
-                other, seen = next((other, seen) for other, seen in self._ranks.items() if not seen.left)
-                late = f"{_further(other, seen)}, and did not end within {self.timeout:g} s of rank 0"
-                self._found(other, late, since=deadline - self.timeout)
+        began = self.clock()
+        while self.loss is None:
+            remaining = [rank for rank, peer in self._peers.items() if not peer.left]
+            if not remaining:
+                return
+            if self.clock() > began + self.timeout:
+                rank = remaining[0]
+                self._declare(report_unfinished(rank, self._peers[rank], self.timeout), since=began)
             time.sleep(0.01)
 
-    def _tell_of(self, error: BaseException) -> None:
-        if isinstance(error, RankLost):  # and nobody is known to be: it is no fault of this rank
-            self._tell_all({"failed": str(error)}) if self.rank else self._found(None, str(error))
+    def _broadcast_error(self, error: BaseException) -> None:
+        if isinstance(error, RankLost):  # this rank is not to blame, although no lost rank is known
+            if self.rank == 0:
+                self._declare(LossReport(None, str(error)))
+            else:
+                self._broadcast({"failed": str(error)})
             return
-        reason = f"{type(error).__name__}: {error}".strip(": ")
-        self._tell_all({"bye": reason}) if self.rank else self._found(0, f"rank 0 ended with an error, {reason}")
+        text = f"{type(error).__name__}: {error}".strip(": ")
+        if self.rank == 0:
+            self._declare(report_error(0, text))
+        else:
+            self._broadcast({"leaving": text})
 
     def close(self) -> None:
-        """Stop listening, without waiting for anybody."""
+        """Stop the thread without waiting for anyone."""
         self._left = True
-        self._tell_all({"bye": ""})
-        self._stir()
+        self._broadcast({"leaving": ""})
+        self._wake_thread()
 
-    # -- the other thread --------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with suppress(OSError, ValueError):  # the sockets are closed under it
+        with suppress(OSError, ValueError):  # the sockets are closed while it uses them
             before = time.monotonic()
-            while not self._left or self._unsent():
-                ready = self._select()
+            while not self._left or self._has_unsent():
+                handlers = self._wait_for_messages()
                 now = time.monotonic()
-                if now - before > self._tick + min(_AWAY, self.timeout / 4):
-                    self._away += now - before
+                if now - before > self._interval + min(_SUSPENDED_SECONDS, self.timeout / 4):
+                    self._suspended += now - before
                 before = now
-                for source in ready:
-                    self._read(source)
-                if now > self._beat_before:
-                    self._beat()
-                self._judge()
-                time.sleep(_PAUSE)
-        self._hang_up()
+                for handle in handlers:
+                    handle()
+                if now > self._next_heartbeat:
+                    self._send_heartbeat()
+                self._check_peers()
+                time.sleep(_POLL_PAUSE)
+        self._close_sockets()
 
-    def _select(self) -> list[Any]:
-        """What can be read, as soon as there is something."""
-        sources: dict[int, Any] = {self._woken.fileno(): self._woken}
-        if self._server is not None:
-            sources[self._server.fileno()] = self._server
+    def _wait_for_messages(self) -> list[Callable[[], None]]:
+        """What to call for each socket that can be read. Flushes those that can be written."""
         poll = select.poll()
-        for source in sources:
-            poll.register(source, select.POLLIN)
-        for line in self._lines():
-            sources[line.fileno()] = line
-            poll.register(line, select.POLLIN | (select.POLLOUT if line.waiting else 0))
+        handlers: dict[int, Callable[[], None]] = {self._wake_receiver.fileno(): self._drain_wake_ups}
+        poll.register(self._wake_receiver, select.POLLIN)
+        if self._server is not None:
+            handlers[self._server.fileno()] = self._accept_rank
+            poll.register(self._server, select.POLLIN)
+        writable: dict[int, Connection] = {}
+        for rank, connection in list(self._connections.items()):
+            handlers[connection.fileno()] = partial(self._receive, rank, connection)
+            events = select.POLLIN
+            if connection.has_unsent:
+                events |= select.POLLOUT
+                writable[connection.fileno()] = connection
+            poll.register(connection, events)
         ready = []
-        for number, event in poll.poll(1000 * self._tick):
+        for number, event in poll.poll(1000 * self._interval):
             if event & select.POLLOUT:
-                sources[number].flush()
+                writable[number].flush()
             if event & ~select.POLLOUT:
-                ready.append(sources[number])
+                ready.append(handlers[number])
         return ready
 
-    def _lines(self) -> list[_Line]:
-        return [seen.line for seen in self._ranks.values() if seen.line is not None]
+    def _drain_wake_ups(self) -> None:
+        with suppress(BlockingIOError):
+            self._wake_receiver.recv(4096)
 
-    def _unsent(self) -> bool:
-        return any(line.waiting for line in self._lines())
-
-    def _read(self, source: Any) -> None:
-        if source is self._woken:
-            with suppress(BlockingIOError):
-                self._woken.recv(4096)
-        elif source is self._server:
-            self._welcome()
-        else:
-            other = next(other for other, seen in self._ranks.items() if seen.line is source)
-            self._listen(other, self._ranks[other], source)
-
-    def _welcome(self) -> None:
-        """A rank comes; or a stranger, who does not know the token."""
+    def _accept_rank(self) -> None:
         assert self._server is not None
-        connection, _ = self._server.accept()
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            connection.settimeout(_MOMENT)
-            with connection.makefile("rb") as file:  # it says nothing more until it is answered
-                said = json.loads(file.readline(1000))
-            if said["token"] == self._token and said["rank"] in self._ranks:
-                seen = self._ranks[said["rank"]]
-                seen.line, seen.heard = _Line(connection), self.clock()
-                seen.line.send({"welcome": True})
-                for post in self._board.items():
-                    seen.line.send({"post": post})
-                if self.loss is not None:
-                    seen.line.send({"lost": [self.loss.rank, self.loss.text, _MOMENT]})
-                return
-        connection.close()
+        accepted = self._server.accept(self._peers)
+        if accepted is None:
+            return
+        rank, connection = accepted
+        self._connections[rank] = connection
+        self._peers[rank].last_heard = self.clock()
+        for announcement in self._announcements.items():
+            connection.send({"announce": announcement})
+        if self.loss is not None:
+            connection.send({"lost": [self.loss.rank, self.loss.text, _GRACE_SECONDS]})
 
-    def _listen(self, other: int, seen: _Seen, line: _Line) -> None:
-        messages, over = line.receive()
+    def _receive(self, rank: int, connection: Connection) -> None:
+        peer = self._peers[rank]
+        messages, closed = connection.receive()
         if messages:
-            seen.heard = self.clock()
+            peer.last_heard = self.clock()
         for message in messages:
             for kind, content in message.items():
-                self._take(other, seen, kind, content)
-        if over:
-            seen.line = None
-            line.close()
-            if not seen.left:
-                self._found(other, f"{_further(other, seen)}, and is gone without a word")
+                self._handle(rank, peer, kind, content)
+        if closed:
+            self._connections.pop(rank, None)
+            connection.close()
+            if not peer.left:
+                self._declare(report_disconnected(rank, peer))
 
-    def _take(self, other: int, seen: _Seen, kind: str, content: Any) -> None:
-        if kind == "beat":
-            seen.count, seen.what = content
-        elif kind == "post":
+    def _handle(self, rank: int, peer: Peer, kind: str, content: Any) -> None:
+        if kind == "heartbeat":
+            peer.operations, peer.last_operation = content
+        elif kind == "announce":
             key, text = content
-            self._put_up(key, text)
-            if self.rank == 0 and seen.line is not None:
-                seen.line.send({"post": [key, self._board[key]]})
+            self._record_announcement(key, text)
+            if self.rank == 0 and rank in self._connections:
+                self._connections[rank].send({"announce": [key, self._announcements[key]]})
         elif kind == "lost":
-            rank, text, left = content
-            self._settle(Loss(rank, text), left)
-        elif kind == "late":
-            self._find_behind(*content)
+            lost_rank, text, seconds_left = content
+            self._accept_verdict(LossReport(lost_rank, text), seconds_left)
+        elif kind == "timeout":
+            number, operation = content
+            self._declare_stragglers(number, operation)
         elif kind == "failed":
-            self._found(None, content)
-        elif kind == "bye":
-            seen.left = True
+            self._declare(LossReport(None, content))
+        elif kind == "leaving":
+            peer.left = True
             if content:
-                self._found(other, f"rank {other} ended with an error, {content}")
+                self._declare(report_error(rank, content))
 
-    def _beat(self) -> None:
-        """A sign of life, with how far this rank got."""
+    def _send_heartbeat(self) -> None:
         now = time.monotonic()
-        self._beat_after, self._beat_before = now + min(_APART * self.size, self._tick), now + self._tick
-        self._tell_all({"beat": self._progress})
+        self._next_report = now + min(_REPORT_PAUSE * self.size, self._interval)
+        self._next_heartbeat = now + self._interval
+        self._broadcast({"heartbeat": self._progress})
 
-    def _judge(self) -> None:
-        now = self.clock()
-        for other, seen in self._ranks.items():
-            if not seen.left and now - seen.heard > self.timeout:
-                self._found_silent(other)
-        if self.loss is not None and self._end is not None and not self._left and now > self._deadline:
+    def _check_peers(self) -> None:
+        silent = find_silent(self._peers, self.clock(), self.timeout)
+        if silent is not None:
+            self._declare_silent(silent)
+        if self.loss is not None and self._end is not None and not self._left and self.clock() > self._end_at:
             self._end(self.loss.text)
 
-    # -- what is found -----------------------------------------------------------------------------
+    # -- verdicts and announcements ----------------------------------------------------------------
 
-    def _find_behind(self, count: int, what: str) -> None:
-        """Rank 0 is asked who did not come to the collective with this number."""
+    def _declare_silent(self, rank: int) -> None:
+        peer = self._peers[rank]
+        self._declare(report_silent(rank, peer, self.clock(), self.timeout), since=peer.last_heard)
+
+    def _declare_stragglers(self, number: int, operation: str) -> None:
+        """On rank 0: an operation, the `number`-th one, timed out on some rank."""
         now = self.clock()
-        quiet = [other for other, seen in self._ranks.items() if now - seen.heard > self.timeout / 2 and not seen.left]
-        if quiet:
-            self._found_silent(quiet[0])
+        silent = find_silent(self._peers, now, self.timeout / 2)
+        if silent is not None:
+            self._declare_silent(silent)
             return
-        everyone = {0: _Seen(now, None, *self._progress), **self._ranks}
-        least = min(seen.count for seen in everyone.values())
-        behind = [other for other, seen in everyone.items() if seen.count == least < count]
-        since = now - self.timeout
-        if not behind:
-            text = f"{what} did not end within {self.timeout:g} s, though all ranks have begun it: is the network down?"
-            self._found(None, text, since)
-            return
-        said = "; ".join(_further(other, everyone[other]) for other in behind)
-        self._found(behind[0], f"{said}, and did not come to {what} within {self.timeout:g} s", since)
+        everyone = {0: Peer(now, *self._progress), **self._peers}
+        self._declare(report_stragglers(everyone, number, operation, self.timeout), since=now - self.timeout)
 
-    def _found_silent(self, other: int) -> None:
-        seen = self._ranks[other]
-        seconds = min(self.timeout, self.clock() - seen.heard)
-        text = f"{_further(other, seen)}, and has given no sign of life for {seconds:.3g} s"
-        self._found(other, text, since=seen.heard)
-
-    def _found(self, rank: int | None, text: str, since: float | None = None) -> None:
-        """The first one to be found is the cause; what comes after it may be its effect."""
+    def _declare(self, report: LossReport, since: float | None = None) -> None:
+        """The first loss is the cause. Later ones may be its effect and are ignored."""
         now = self.clock()
-        left = max((now if since is None else since) + self.timeout - now, _MOMENT)
+        if since is None:
+            since = now
+        seconds_left = max(since + self.timeout - now, _GRACE_SECONDS)
         with self._lock:
             if self.loss is None:
-                self._tell_all({"lost": [rank, text, left]})
-                self._settle(Loss(rank, text), left)
+                self._broadcast({"lost": [report.rank, report.text, seconds_left]})
+                self._accept_verdict(report, seconds_left)
 
-    def _settle(self, loss: Loss, left: float) -> None:
-        """From now on this process has so many seconds to end by itself."""
+    def _accept_verdict(self, report: LossReport, seconds_left: float) -> None:
+        """From now on this process has `seconds_left` to exit by itself."""
         if self.loss is None:
-            self._deadline = self.clock() + left
-            self.loss = loss
-            self._known.set()
+            self._end_at = self.clock() + seconds_left
+            self.loss = report
+            self._loss_known.set()
 
-    def _put_up(self, key: str, text: str) -> None:
+    def _record_announcement(self, key: str, text: str) -> None:
         with self._lock:
-            if self.rank == 0 and key not in self._board:
-                self._tell_all({"post": [key, text]})
-            self._board.setdefault(key, text)
-            while len(self._board) > _KEPT:
-                del self._board[next(iter(self._board))]
+            if self.rank == 0 and key not in self._announcements:
+                self._broadcast({"announce": [key, text]})
+            self._announcements.setdefault(key, text)
+            while len(self._announcements) > _MAX_ANNOUNCEMENTS:
+                oldest = next(iter(self._announcements))
+                del self._announcements[oldest]
 
-    # -- the connections ---------------------------------------------------------------------------
+    # -- sockets -----------------------------------------------------------------------------------
 
-    def _watched(self) -> list[int]:
-        """Rank 0 hears everybody, the others hear rank 0."""
-        return list(range(1, self.size)) if self.rank == 0 else [0]
+    def _broadcast(self, message: Message) -> None:
+        """Send to all ranks that this one is connected to."""
+        for connection in list(self._connections.values()):
+            connection.send(message)
 
-    def _open(self, store: Any, key: str) -> None:
-        self._token = uuid.uuid4().hex
-        master = os.environ.get("MASTER_ADDR", "")
-        local = master == "localhost" or master.startswith("127.")
-        if local or not socket.has_dualstack_ipv6():
-            self._server = socket.create_server(("127.0.0.1" if local else "", 0), backlog=self.size)
-        else:
-            self._server = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=self.size)
-        port = self._server.getsockname()[1]
-        names = ["127.0.0.1"] if local else [name for name in (master, socket.gethostname()) if name]
-        store.set(key, json.dumps({"port": port, "names": names, "machine": _machine(), "token": self._token}))
+    def _has_unsent(self) -> bool:
+        return any(connection.has_unsent for connection in list(self._connections.values()))
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
-        for line in self._lines():
-            line.send(message)
-
-    def _stir(self) -> None:
+    def _wake_thread(self) -> None:
         with suppress(OSError):
-            self._wake.send(b"!")
+            self._wake_sender.send(b"!")
 
-    def _drain(self) -> None:
-        """What was said is on its way, or it cannot be helped."""
-        self._thread.join(_MOMENT)
-
-    def _hang_up(self) -> None:
+    def _close_sockets(self) -> None:
         with suppress(OSError):
             if self._server is not None:
                 self._server.close()
-            self._wake.close()
-            self._woken.close()
-            for line in self._lines():
-                line.close()
+            self._wake_sender.close()
+            self._wake_receiver.close()
+            for connection in list(self._connections.values()):
+                connection.close()
 
 
-class _Line:
-    """A connection: JSON, a line each, both ways. Sending never waits."""
+def _close_in_child(reference: weakref.ref[Liveness]) -> Callable[[], None]:
+    """For a forked child, whose copy of a connection would otherwise outlive the rank."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)
-        self._connection, self._lock = connection, threading.RLock()
-        self._in, self._out = b"", b""
-        self._broken = False
+    def close() -> None:
+        liveness = reference()
+        if liveness is not None:
+            liveness._close_sockets()
+            liveness._connections.clear()
+            liveness._peers.clear()
 
-    @property
-    def waiting(self) -> bool:
-        return bool(self._out) and not self._broken
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        with self._lock:
-            self._out += json.dumps(message).encode() + b"\n"
-            self.flush()
-
-    def flush(self) -> None:
-        with self._lock:
-            try:
-                while self.waiting:
-                    sent = self._connection.send(self._out)
-                    self._out = self._out[sent:]
-            except BlockingIOError:
-                pass
-            except OSError:  # whoever reads finds out why
-                self._broken = True
-
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """What has arrived, and whether nothing more will."""
-        over = False
-        try:
-            while not over:
-                part = self._connection.recv(65536)
-                self._in += part
-                over = not part
-        except BlockingIOError:
-            pass
-        except OSError:
-            over = True
-        *lines, self._in = self._in.split(b"\n")
-        return [json.loads(line) for line in lines], over
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-def _find_rank_0(rank: int, store: Any, key: str, timeout: float) -> _Line:
-    """Connect to rank 0, where it said in the store that it is."""
-    deadline = time.monotonic() + timeout
-    try:
-        where = json.loads(store.get(key))
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RankLost(f"rank {rank}: rank 0 did not come within {timeout:g} s: {reason}") from error
-    names = ["127.0.0.1"] if where["machine"] == _machine() else where["names"]
-    while True:
-        for name in names:
-            try:
-                return _call(name, where, rank, max(0.1, deadline - time.monotonic()))
-            except (OSError, ValueError) as error:
-                reason = f"{name} port {where['port']}: {error}"
-        if time.monotonic() > deadline:
-            raise RankLost(f"rank {rank}: rank 0 did not answer within {timeout:g} s: {reason}")
-        time.sleep(0.1)
-
-
-def _call(name: str, where: dict[str, Any], rank: int, timeout: float) -> _Line:
-    connection = socket.create_connection((name, where["port"]), timeout)
-    try:
-        connection.sendall(json.dumps({"token": where["token"], "rank": rank}).encode() + b"\n")
-        answer = b""
-        while not answer.endswith(b"\n"):  # a byte at a time: what follows is for the line
-            part = connection.recv(1)
-            if not part:
-                raise ConnectionError("it closed the connection")
-            answer += part
-        return _Line(connection)
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _further(other: int, seen: _Seen) -> str:
-    return f"rank {other} got no further than {seen.what}"
-
-
-def _machine() -> str:
-    """The same for processes that reach each other at 127.0.0.1."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip() + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return socket.gethostname()
-
-
-def _let_go(liveness: weakref.ref[Liveness]) -> Callable[[], None]:
-    """In a forked child: else its connection would outlive the rank."""
-
-    def let_go() -> None:
-        found = liveness()
-        if found is not None:
-            found._hang_up()
-            found._ranks.clear()
-
-    return let_go
+    return close

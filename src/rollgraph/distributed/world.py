@@ -1,4 +1,4 @@
-"""The world: which process this is and which device it owns, as one value that is passed, never global."""
+"""Which process this is and which device it owns: one value that is passed around, never a global."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rollgraph.distributed.liveness import Liveness
 class World:
     """One process among `size`, with its device, e.g. World(rank=1, size=4, device="cuda:1").
 
-    `group` is the process group it talks in; None is the default group of torch.distributed. `liveness` knows which
-    of the others are there; None leaves it to who talks to them to make one.
+    `group` is its process group; None means the default group of torch.distributed. `liveness` knows which other ranks
+    are alive; if it is None, the first user that communicates with them creates one.
     """
 
     rank: int
@@ -26,10 +26,11 @@ class World:
 
     @classmethod
     def current(cls, environ: Mapping[str, str] = os.environ) -> World:
-        """This process as `torchrun` describes it, or the only one there is."""
+        """This process as `torchrun` describes it in the environment; without `torchrun`, the only process."""
         import torch
 
-        rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
+        rank = int(environ.get("RANK", 0))
+        size = int(environ.get("WORLD_SIZE", 1))
         if not 0 <= rank < size:
             raise ValueError(f"RANK={rank} is not within WORLD_SIZE={size}")
         if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""The policy: weight slots, phases, and the worker that generates, scores and trains."""
+"""The policy: weight slots, phases, and the worker that generates, scores and trains. Start with `worker.py`."""
 
+from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import PhaseError, Phases
-from rollgraph.policy.step_graphs import Limits
 from rollgraph.policy.weights import SlotError, WeightSlots
 from rollgraph.policy.worker import PolicyWorker
 

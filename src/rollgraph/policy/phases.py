@@ -1,11 +1,11 @@
-"""The phase machine: what a worker is doing, and what each change of it needs.
+"""The phase machine: what a worker is doing, and what each transition requires.
 
-Touches no tensor: it decides which work a change takes and asks `Effects` to do it. Entering is a context, and leaving
-restores what was there on entry, exception or not. No change captures a graph.
+Touches no tensor: it decides which work a transition takes and has `PhaseActions` do it. A phase is a context; leaving
+it restores what was there on entry, exception or not. No transition captures a graph.
 
 | phase | before it | while it lasts | after it failed |
 |---|---|---|---|
-| generate, score, save | full parameters | hooks are paused | |
+| generate, score, save | gather the full parameters | hooks are paused | |
 | train | | hooks are on | gradients are dropped |
 """
 
@@ -13,30 +13,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 IDLE = "idle"
-READING = ("generate", "score", "save")  # they read whole parameters and make no gradients
+READING = ("generate", "score", "save")  # phases that read the full parameters and compute no gradients
 PHASES = (*READING, "train")
 
 
 class PhaseError(RuntimeError):
-    """A phase was entered that cannot be entered now."""
+    """A phase cannot be entered now."""
 
 
-class Effects(Protocol):
-    """What the machine asks for. A `ShardedModel` does it."""
+class PhaseActions(Protocol):
+    """What the machine has done for it. `ShardedModel` implements it."""
 
     def paused(self, gather: bool) -> AbstractContextManager[None]: ...
     def drop_gradients(self) -> None: ...
 
 
 class Phases:
-    """One phase at a time; entering the one that is there costs nothing."""
+    """One phase at a time. Entering the current phase again costs nothing."""
 
-    def __init__(self, effects: Effects) -> None:
-        self._effects = effects
+    def __init__(self, actions: PhaseActions) -> None:
+        self._actions = actions
         self.current = IDLE
         self.entered: Counter[str] = Counter()
 
@@ -45,19 +45,23 @@ class Phases:
         if phase not in PHASES:
             raise PhaseError(f"there is no phase {phase!r}: expected one of {', '.join(PHASES)}")
         if self.current not in (IDLE, phase):
-            raise PhaseError(f"cannot {phase} inside of {self.current}: leave it first")
-        with self._change(phase) if phase != self.current else nullcontext():
+            raise PhaseError(f"cannot {phase} during {self.current}: leave that phase first")
+        with ExitStack() as stack:
+            if phase != self.current:
+                stack.enter_context(self._transition(phase))
             try:
                 yield
             except BaseException:
                 if phase == "train":
-                    self._effects.drop_gradients()
+                    self._actions.drop_gradients()
                 raise
 
     @contextmanager
-    def _change(self, phase: str) -> Iterator[None]:
+    def _transition(self, phase: str) -> Iterator[None]:
         """From idle to a phase, and back."""
-        with self._effects.paused(gather=True) if phase in READING else nullcontext():
+        with ExitStack() as stack:
+            if phase in READING:
+                stack.enter_context(self._actions.paused(gather=True))
             self.current = phase
             self.entered[phase] += 1
             try:

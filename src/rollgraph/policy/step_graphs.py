@@ -1,15 +1,16 @@
-"""What runs over packed tokens, captured: scoring, and a loss with its backward, in a few static sizes.
+"""The graphs over packed tokens: scoring, and a loss with its backward, in a few static sizes.
 
-With one rank a microbatch's forward and backward are one graph for each size. With several, or as the scopes say,
-layers or their parts are graphs, whose hooks gather parameters before them and reduce gradients after them. Owns these
-graphs and the arithmetic inside of them; knows nothing of batches, optimizers or phases.
+With one rank, the forward and backward of a microbatch are one graph per token bucket. With several ranks, or if the
+scopes say so, layers or their parts are graphs, whose hooks gather parameters before them and reduce gradients after
+them. Owns these graphs and the arithmetic inside them; knows nothing about batches, optimizers or phases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,39 +20,15 @@ from rollgraph.graph import GraphPool, capture, make_graphed_callables
 from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
 from rollgraph.model import Decoder, Keys, token_logprobs
-from rollgraph.policy.packing import STREAMS, Arrays, fill, measure, pack
+from rollgraph.policy.limits import Limits
+from rollgraph.policy.packed_arrays import STREAMS, PackedArrays, fill
+from rollgraph.policy.packing import measure, pack
 from rollgraph.rl.losses import TokenStreams
 from rollgraph.sharding import ShardedModel
 from rollgraph.types import Sample
 
 Loss = Callable[[TokenStreams], tuple[Tensor, dict[str, Tensor]]]
-OnCapture = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The static shapes of everything that is captured."""
-
-    max_length: int  # of a prompt with its completion
-    rows: int = 64  # sequences that decode at a time
-    token_buckets: tuple[int, ...] = (4096,)  # tokens of a microbatch, ascending
-    tokens_per_sequence: int = 32  # a bucket has room for tokens / this sequences
-    cache_bytes: int | None = None
-    prefill_tokens: int | None = None
-    whole_logits: bool | None = None  # of a microbatch, kept for its backward; None is if memory allows
-
-    def sequences(self, tokens: int) -> int:
-        return max(8, tokens // self.tokens_per_sequence)
-
-    def longest(self, tokens: int) -> int:
-        """Of the sequences in a bucket, padding included."""
-        return min(tokens, self.max_length)
-
-    def keeps_logits(self, vocabulary: int, free: int) -> bool:
-        """Whether training keeps those of a whole microbatch, with so many bytes of a GPU free; a CPU has none."""
-        if self.whole_logits is not None:
-            return self.whole_logits
-        return 4 * self.token_buckets[-1] * vocabulary <= free // 8
+OnCapture = Callable[[str, int, int], None]  # name of the graph, how many are done, how many there are
 
 
 @dataclass(frozen=True)
@@ -66,12 +43,12 @@ class GraphSettings:
 
 
 @dataclass
-class _Captured:
-    """A loss, whether it wants the entropy, and the names of its metrics, which its first run tells."""
+class _TrainedLoss:
+    """A loss, whether it needs the entropy, and the names of its metrics, which its first call sets."""
 
     loss: Loss
     entropy: bool
-    names: list[str] = field(default_factory=list)
+    metric_names: list[str] = field(default_factory=list)
 
 
 class StepGraphs:
@@ -86,62 +63,70 @@ class StepGraphs:
         temperature: float,
         training_guards: Sequence[Guard],
     ) -> None:
-        self._model, self._sharded, self._limits, self._settings = model, sharded, limits, settings
-        self._temperature, self._training_guards = temperature, list(training_guards)
+        self._model = model
+        self._sharded = sharded
+        self._limits = limits
+        self._settings = settings
+        self._temperature = temperature
+        self._training_guards = list(training_guards)
         self._device = model.embed.weight.device
-        self._whole = "step" in settings.scopes
-        self.buckets = limits.token_buckets if self._whole else limits.token_buckets[-1:]
-        self.has_reference = False  # when the losses were captured
+        self._whole_step = "step" in settings.scopes
+        self.buckets = limits.token_buckets
+        if not self._whole_step:
+            self.buckets = limits.token_buckets[-1:]
+        self.has_reference = False  # whether there was a reference policy when the losses were captured
         self._whole_logits = False
         self._score: dict[int, Callable[..., Any]] = {}
         self._train: dict[tuple[str, int], Callable[..., Any]] = {}
-        self._losses: dict[str, _Captured] = {}
+        self._losses: dict[str, _TrainedLoss] = {}
 
-    # -- what they are given -----------------------------------------------------------------------
+    # -- inputs ------------------------------------------------------------------------------------
 
     def plan(self, samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
-        """Which samples go together, and the bucket they fit best."""
-        most, sequences = self.buckets[-1], self._limits.sequences
-        groups = pack(samples, most, sequences(most))
-        sizes = [measure(samples[i] for i in group) for group in groups]
-        return [
-            (group, next(b for b in self.buckets if size.fits(b, sequences(b))))
-            for group, size in zip(groups, sizes, strict=True)
-        ]
+        """Divide samples into microbatches: the indices of the samples, and the smallest bucket they fit."""
+        largest = self.buckets[-1]
+        planned = []
+        for indices in pack(samples, largest, self._limits.sequences(largest)):
+            size = measure(samples[index] for index in indices)
+            fitting = [bucket for bucket in self.buckets if size.fits(bucket, self._limits.sequences(bucket))]
+            planned.append((indices, fitting[0]))
+        return planned
 
-    def fill(self, samples: Sequence[Sample], bucket: int) -> Arrays:
+    def fill(self, samples: Sequence[Sample], bucket: int) -> PackedArrays:
         return fill(samples, bucket, self._limits.sequences(bucket), self._limits.longest(bucket))
 
-    def _upload(self, arrays: Arrays) -> tuple[Tensor, ...]:
+    def _upload(self, arrays: PackedArrays) -> tuple[Tensor, ...]:
         return tuple(torch.from_numpy(array).to(self._device) for array in arrays.tensors)
 
-    # -- what they do ------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
-    def score(self, arrays: Arrays) -> Tensor:
-        """The log-probability of each token, [tokens], until the next call."""
+    def score(self, arrays: PackedArrays) -> Tensor:
+        """The log-probability of each token, [tokens]. The result is valid until the next call."""
         with torch.no_grad():
-            found: Tensor = self._score[len(arrays.ids)](*self._upload(arrays))
-        return found
+            logprobs: Tensor = self._score[len(arrays.ids)](*self._upload(arrays))
+        return logprobs
 
-    def train(self, name: str, arrays: Arrays, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        """Gradients of a loss, added to those that are there; how far rollout and training are apart, and metrics.
+    def train(self, name: str, arrays: PackedArrays, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add the gradients of a loss to those that are there; return how rollout and training agree, and metrics.
 
-        The gradients of all ranks are added up beside the backward of the `last` one.
+        During the backward of the `last` microbatch, the gradients of all ranks are reduced.
         """
         inputs = self._upload(arrays)
-        if self._whole:
-            found = self._train[name, len(arrays.ids)](*inputs)
+        if self._whole_step:
+            values = self._train[name, len(arrays.ids)](*inputs)
         else:
-            with nullcontext() if last else self._sharded.no_sync():
-                loss, found = self._loss(name, inputs)
+            with ExitStack() as stack:
+                if not last:
+                    stack.enter_context(self._sharded.no_sync())
+                loss, values = self._loss(name, inputs)
                 loss.backward()
-        found = found.detach()
-        return found[:3], dict(zip(self._losses[name].names, found[3:], strict=True))
+        values = values.detach()
+        return values[:3], dict(zip(self._losses[name].metric_names, values[3:], strict=True))
 
     # -- capture -----------------------------------------------------------------------------------
 
     def capture_score(self, progress: OnCapture) -> None:
-        for done, tokens in enumerate(reversed(self.buckets), 1):  # the largest first: the others fit into its memory
+        for done, tokens in enumerate(reversed(self.buckets), 1):  # the largest first: the others reuse its memory
             with torch.no_grad():
                 self._score[tokens] = self._capture(self._score_step, tokens, f"score {tokens}", [])
             progress(f"score {tokens}", done, len(self.buckets))
@@ -149,17 +134,18 @@ class StepGraphs:
     def capture_train(
         self, losses: Mapping[str, tuple[Loss, bool]], reference: bool, whole_logits: bool, progress: OnCapture
     ) -> None:
-        """`losses` are by name, with whether they want the entropy; `reference`: whether there is one to look at."""
-        self.has_reference, self._whole_logits = reference, whole_logits
-        self._losses = {name: _Captured(*given) for name, given in losses.items()}
-        if not self._whole:
+        """Capture losses, given by name with whether they need the entropy. `reference`: a reference policy exists."""
+        self.has_reference = reference
+        self._whole_logits = whole_logits
+        self._losses = {name: _TrainedLoss(loss, entropy) for name, (loss, entropy) in losses.items()}
+        if not self._whole_step:
             self._capture_units(self.buckets[-1])
             progress("train", 1, 1)
             return
         wanted = [(name, tokens) for name in losses for tokens in reversed(self.buckets)]
         for done, (name, tokens) in enumerate(wanted, 1):
             label = f"train {tokens}" if len(losses) == 1 else f"{name} {tokens}"
-            step = lambda *inputs, name=name: self._train_step(name, *inputs)  # noqa: E731
+            step = partial(self._train_step, name)
             with torch.enable_grad():
                 self._train[name, tokens] = self._capture(step, tokens, label, self._training_guards)
             progress(label, done, len(wanted))
@@ -172,30 +158,10 @@ class StepGraphs:
         )  # fmt: skip
 
     def _capture_units(self, tokens: int) -> None:
-        """Layers, or attentions and MLPs, as graphs with the communication of their parameters beside them."""
-        settings, architecture = self._settings, self._model.architecture
-        cu_seqlens, *keys = self._upload(self.fill([], tokens))[4:7]
-        angles = tuple(torch.zeros(tokens, architecture.head_dim // 2, device=self._device) for _ in range(2))
-        layout = (cu_seqlens, self._limits.longest(tokens), Keys(*keys))
-
-        def stream(grad: bool = True) -> Tensor:
-            shape, dtype = (tokens, architecture.hidden), self._model.embed.weight.dtype
-            return torch.zeros(shape, dtype=dtype, device=self._device, requires_grad=grad)
-
-        units: list[torch.nn.Module] = []
-        samples: list[tuple[Any, ...]] = []
-        for index, layer in enumerate(self._model.layers):
-            if "layer" in settings.scopes:
-                units.append(layer)
-                samples.append((stream(), stream(index > 0), *angles, *layout))
-                continue
-            if "attn" in settings.scopes:
-                units.append(layer.attention)
-                samples.append((stream(), *angles, *layout))
-            if "mlp" in settings.scopes:
-                units.append(layer.mlp)
-                samples.append((stream(),))
-        # Without recordings, generation and scoring run the same modules, in other shapes.
+        """Capture layers, or attentions and MLPs, with hooks that communicate their parameters and gradients."""
+        settings = self._settings
+        units, samples = self._units(tokens)
+        # The eager backend records nothing, so generation and scoring run the same modules in other shapes.
         on_mismatch: Any = "eager" if settings.backend == "eager" else settings.on_mismatch
         make_graphed_callables(
             tuple(units), tuple(samples), pool=settings.pool, backend=settings.backend, on_mismatch=on_mismatch,
@@ -203,28 +169,55 @@ class StepGraphs:
             num_warmup_iters=max(1, settings.warmup), guards=self._training_guards,
         )  # fmt: skip
 
-    # -- what runs inside of graphs ----------------------------------------------------------------
+    def _units(self, tokens: int) -> tuple[list[torch.nn.Module], list[tuple[Any, ...]]]:
+        """The modules to capture, and sample arguments for each of them."""
+        scopes = self._settings.scopes
+        architecture = self._model.architecture
+        cu_seqlens, *keys = self._upload(self.fill([], tokens))[4:7]
+        cos, sin = (torch.zeros(tokens, architecture.head_dim // 2, device=self._device) for _ in range(2))
+        layout = (cos, sin, cu_seqlens, self._limits.longest(tokens), Keys(*keys))
+
+        def hidden(grad: bool = True) -> Tensor:
+            dtype = self._model.embed.weight.dtype
+            return torch.zeros((tokens, architecture.hidden), dtype=dtype, device=self._device, requires_grad=grad)
+
+        units: list[torch.nn.Module] = []
+        samples: list[tuple[Any, ...]] = []
+        for index, layer in enumerate(self._model.layers):
+            if "layer" in scopes:
+                units.append(layer)
+                samples.append((hidden(), hidden(index > 0), *layout))
+                continue
+            if "attn" in scopes:
+                units.append(layer.attention)
+                samples.append((hidden(), *layout))
+            if "mlp" in scopes:
+                units.append(layer.mlp)
+                samples.append((hidden(),))
+        return units, samples
+
+    # -- what runs inside the graphs ---------------------------------------------------------------
 
     def _logprobs(self, inputs: Sequence[Tensor], entropy: bool, whole: bool) -> tuple[Tensor, Tensor | None]:
         ids, positions, targets, _, cu_seqlens, *keys, _ = inputs
         hidden = self._model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), Keys(*keys))
         head = self._model.head_weight
-        self._sharded.before_reading([head])
+        self._sharded.ensure_gathered([head])
         chunk = len(ids) if whole else None
-        found = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk)
-        return found if isinstance(found, tuple) else (found, None)
+        result = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk)
+        return result if isinstance(result, tuple) else (result, None)
 
     @torch.no_grad()
     def _score_step(self, *inputs: Tensor) -> Tensor:
-        return self._logprobs(inputs, entropy=False, whole=False)[0]
+        logprobs, _ = self._logprobs(inputs, entropy=False, whole=False)
+        return logprobs
 
     def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss of a microbatch, and side by side: the sum of exp(|rollout - training|) over its log-probabilities,
-        their number, the largest, and the loss's own metrics."""
-        captured = self._losses[name]
-        logprobs, entropy = self._logprobs(inputs, captured.entropy, self._whole_logits)
+        """The loss of a microbatch, and one tensor of values: the agreement of log-probabilities, then its metrics."""
+        trained = self._losses[name]
+        logprobs, entropy = self._logprobs(inputs, trained.entropy, self._whole_logits)
         streams = dict(zip(STREAMS, inputs[7].unbind(), strict=True))
-        value, metrics = captured.loss(
+        loss, metrics = trained.loss(
             TokenStreams(
                 logprobs=logprobs,
                 old_logprobs=streams["old_logprobs"],
@@ -237,17 +230,22 @@ class StepGraphs:
                 reference_logprobs=streams["reference_logprobs"] if self.has_reference else None,
             )
         )
-        captured.names = list(metrics)
-        with torch.no_grad():
-            live = streams["weights"] != 0
-            apart = torch.where(live, (logprobs - streams["logprobs"]).abs(), 0.0).clamp_max(20.0).exp()
-            agreement = torch.stack(((apart * live).sum(), live.sum().float(), apart.max()))
-        return value, torch.cat((agreement, torch.stack([metrics[metric] for metric in captured.names])))
+        trained.metric_names = list(metrics)
+        agreement = _agreement(logprobs, streams["logprobs"], streams["weights"])
+        return loss, torch.cat((agreement, torch.stack([metrics[metric] for metric in trained.metric_names])))
 
     def _train_step(self, name: str, *inputs: Tensor) -> Tensor:
-        """Forward and backward, gradients added to the flat buffer: the whole microbatch."""
-        loss, metrics = self._loss(name, inputs)
+        """Forward and backward of a whole microbatch; the gradients are added to the flat buffer."""
+        loss, values = self._loss(name, inputs)
         buffers = self._sharded.flat.grad_buffers
         for buffer, gradient in zip(buffers.values(), torch.autograd.grad(loss, list(buffers)), strict=True):
             buffer.add_(gradient)
-        return metrics
+        return values
+
+
+@torch.no_grad()
+def _agreement(logprobs: Tensor, rollout_logprobs: Tensor, weights: Tensor) -> Tensor:
+    """How far training and rollout differ: sum of exp(|difference|) over trained tokens, their count, the maximum."""
+    trained = weights != 0
+    error = torch.where(trained, (logprobs - rollout_logprobs).abs(), 0.0).clamp_max(20.0).exp()
+    return torch.stack(((error * trained).sum(), trained.sum().float(), error.max()))

@@ -1,7 +1,7 @@
 """The checkpoints of a run: which are whole, which are kept, and saving in the background.
 
-Owns the names in the checkpoint folder, and clearing and pruning it. `sharding/shard_files.py` owns the contents of a
-checkpoint and makes it appear whole or not at all; the caller owns the meaning of `state`.
+Owns the names in the checkpoint folder, and clearing and pruning it. `sharding/checkpoint_writer.py` owns the contents
+of a checkpoint and makes it appear whole or not at all; the caller owns the meaning of `state`.
 
     step_00000100/                          a checkpoint; only a rename creates or removes this name
     step_00000100.1f2e3d4c-7.incomplete/    being written, by the run 1f2e3d4c
@@ -30,7 +30,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, shard_files
+from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, checkpoint_loader, checkpoint_writer
+from rollgraph.sharding.manifest import read_manifest, verify
+from rollgraph.sharding.shard_snapshot import ShardSnapshot, take_snapshot
 
 _COMPLETE = re.compile(r"step_\d{8,}")
 _LEFT_OVER = re.compile(r"step_\d{8,}\.([0-9a-f]{8})-\d+\.(incomplete|deleted)")
@@ -106,14 +108,14 @@ class Checkpoints:
         self._timeout = model.collectives.timeout if timeout is None else timeout
         self.broken: dict[Path, str] = {}  # those that were passed over, and why
         self._saves = 0
-        self._memory: shard_files.ShardSnapshot | None = None
+        self._memory: ShardSnapshot | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous and writes else None
         self._running: Future[None] | None = None
         self._being_saved: Saved | None = None
         self._lock: IO[str] | None = None
         self._run = ""  # the name of this run, where it writes
         if writes:
-            self._run = model.collectives.agree(self._begin() if self._world.rank == 0 else "")[0]
+            self._run = model.collectives.all_gather_text(self._begin() if self._world.rank == 0 else "")[0]
             if not re.fullmatch("[0-9a-f]{8}", self._run):
                 raise CheckpointError(self._run)
 
@@ -134,7 +136,7 @@ class Checkpoints:
         if any(saved.path == target for saved in self.complete()):
             raise CheckpointError(f"{target} exists already")
         self._saves += 1
-        self._memory = snapshot = shard_files.take_snapshot(self._model, self._optimizer, self._memory)
+        self._memory = snapshot = take_snapshot(self._model, self._optimizer, self._memory)
         about = {"step": step, "score": None if score is None or math.isnan(score) else float(score), "due": due}
         self._being_saved = Saved(step, target, about["score"], due)
         if self._writer is None:
@@ -174,12 +176,12 @@ class Checkpoints:
                 self._lock.close()
                 self._lock = None
 
-    def _write(self, snapshot: shard_files.ShardSnapshot, target: Path, state: Any, about: Mapping[str, Any]) -> None:
+    def _write(self, snapshot: ShardSnapshot, target: Path, state: Any, about: Mapping[str, Any]) -> None:
         first = self._world.rank == 0
         if first and target.is_dir():  # broken, or save() would have refused
             self._delete(target)
         temporary = self._beside(target, "incomplete")
-        shard_files.write(
+        checkpoint_writer.write(
             snapshot,
             temporary,
             target,
@@ -208,7 +210,7 @@ class Checkpoints:
 
     def _delete(self, path: Path) -> None:
         try:
-            shard_files.discard(path, self._beside(path, "deleted"))
+            checkpoint_writer.discard(path, self._beside(path, "deleted"))
         except OSError as error:  # not a reason to end the run
             self._note(f"{path} could not be deleted: {error}")
 
@@ -257,7 +259,7 @@ class Checkpoints:
     def _first_sound(self, candidates: Iterable[Saved]) -> Saved | None:
         for saved in candidates:
             try:
-                shard_files.verify(saved.path)
+                verify(saved.path)
             except CheckpointError as error:
                 self._distrust(saved.path, error)
             else:
@@ -280,7 +282,7 @@ class Checkpoints:
 
         If another number of ranks saved it, return the state of rank 0.
         """
-        states = shard_files.load(saved.path, self._model, self._optimizer)
+        states = checkpoint_loader.load(saved.path, self._model, self._optimizer)
         state: dict[str, Any] = states[self._world.rank if len(states) == self._world.size else 0]
         return state
 
@@ -348,7 +350,7 @@ def _remove_dead(lock: Path) -> bool:
 
 
 def _read_saved(path: Path) -> Saved:
-    manifest, step = shard_files.read_manifest(path), int(path.name.removeprefix("step_"))
+    manifest, step = read_manifest(path), int(path.name.removeprefix("step_"))
     if manifest.get("step") != step:
         raise CheckpointError(f"{path} was saved as step {manifest.get('step')}")
     return Saved(step, path, manifest.get("score"), manifest.get("due", True))

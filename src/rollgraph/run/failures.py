@@ -33,7 +33,7 @@ def share_failures(run: Run, before: Counter[str], sampled: int) -> dict[str, fl
     rewards = run.inputs.rewards
     mine = count_failures(run.inputs) - before
     total: Counter[str] = Counter()
-    for rank, text in enumerate(run.policy.sharded.collectives.agree(json.dumps([mine, rewards.messages]))):
+    for rank, text in enumerate(run.policy.sharded.collectives.all_gather_text(json.dumps([mine, rewards.messages]))):
         counts, messages = json.loads(text)
         total.update(counts)
         if rank != run.world.rank:

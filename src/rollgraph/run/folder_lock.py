@@ -43,7 +43,7 @@ def lock_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]:
         except (FileError, OSError) as error:
             problem = f"output: {path} cannot be used: {error}"
     if world.size > 1 and torch.distributed.is_initialized():  # otherwise the missing process group is reported later
-        problem = Collectives(world).agree(problem)[0]
+        problem = Collectives(world).all_gather_text(problem)[0]
     if problem:
         raise FolderError(problem)
     try:

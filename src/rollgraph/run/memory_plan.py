@@ -25,8 +25,7 @@ from rollgraph.rl.algorithms import Algorithm
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
 from rollgraph.run.shapes import make_limits
 from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS, Floor, step_floor
-from rollgraph.sharding import ShardedModel
-from rollgraph.sharding.flat_buffer import BucketPlan, plan_buckets, specs_of
+from rollgraph.sharding import BucketPlan, ShardedModel, plan_buckets, specs_of
 
 Phase = Literal["generate", "score", "train"]
 Place = Literal["device", "host"]

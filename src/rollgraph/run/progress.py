@@ -11,7 +11,7 @@ from typing import Any
 
 from rollgraph.config import Config, to_dict
 from rollgraph.rl.data import PromptData
-from rollgraph.sharding.shard_files import Sealed
+from rollgraph.sharding.manifest import FileRecord
 from rollgraph.types import Rollout
 
 Group = list[Rollout]  # the rollouts of one prompt
@@ -34,7 +34,7 @@ class Progress:
         self._config = config
         self._data = data
         self.surplus: list[Group] = []  # groups that were sampled and not used yet
-        self.reference_files: list[Sealed] = []  # on rank 0: checksums of the files that hold the reference policy
+        self.reference_files: list[FileRecord] = []  # on rank 0: checksums of the files that hold the reference policy
         self.end: StepEnd | None = None  # of the last step that this process took
         self.save_failed = False
 

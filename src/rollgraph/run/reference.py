@@ -13,7 +13,7 @@ from rollgraph.model import load_weights, save_model, weight_files
 from rollgraph.model.hf_weights import CONFIG
 from rollgraph.run.checkpoints import CheckpointError, Saved
 from rollgraph.run.setup import Run
-from rollgraph.sharding import shard_files
+from rollgraph.sharding.manifest import FileRecord, check_files, read_states, record_files
 
 
 def keep_reference(run: Run) -> None:
@@ -40,7 +40,7 @@ def restore_reference(run: Run, saved: Saved) -> None:
             _check(run, saved)
         except (CheckpointError, ValueError, OSError) as error:
             problem = str(error)
-    if found := run.policy.sharded.collectives.agree(problem)[0]:
+    if found := run.policy.sharded.collectives.all_gather_text(problem)[0]:
         raise CheckpointError(f"{found}. It holds the reference policy: put it back as it was, or give another output")
     if not run.inputs.algorithm.needs_reference:
         return
@@ -51,23 +51,23 @@ def restore_reference(run: Run, saved: Saved) -> None:
 
 
 def _check(run: Run, saved: Saved) -> None:
-    run.progress.reference_files = shard_files.read_states(saved.path)[0].get("reference", [])
+    run.progress.reference_files = read_states(saved.path)[0].get("reference", [])
     if not run.inputs.algorithm.needs_reference:
         return
     if run.progress.reference_files:
-        shard_files.check_files(_folder(run.config), run.progress.reference_files)
+        check_files(_folder(run.config), run.progress.reference_files)
         return
     run.log.note(f"{saved.path} has no checksums of the reference policy: {_folder(run.config)} was not checked")
     run.progress.reference_files = _record(run)
 
 
-def _record(run: Run) -> list[shard_files.Sealed]:
+def _record(run: Run) -> list[FileRecord]:
     """The checksums of what a resumed run will read."""
     folder, own = _folder(run.config), _own_folder(run.config)
     if own is not None:
-        return shard_files.seal_files(folder, [folder / CONFIG, *weight_files(folder)])
+        return record_files(folder, [folder / CONFIG, *weight_files(folder)])
     if run.inputs.algorithm.needs_reference:
-        return shard_files.seal_files(folder, weight_files(folder))
+        return record_files(folder, weight_files(folder))
     return []
 
 

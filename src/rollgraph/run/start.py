@@ -13,7 +13,7 @@ from typing import Literal
 from rollgraph.config import Config
 from rollgraph.rl.data import DataError, PromptData
 from rollgraph.run.checkpoints import CheckpointError, Saved, find_complete
-from rollgraph.sharding.shard_files import read_states
+from rollgraph.sharding.manifest import read_states
 
 REPORT = "graphs.json"  # the last file that a run writes
 MODEL = "model"  # the exported model, beside it

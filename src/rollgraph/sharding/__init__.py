@@ -1,12 +1,20 @@
-"""Sharded data parallel: flat parameters, hooks that can be trusted, and communication beside computation."""
+"""Sharded data parallel: flat parameters, hooks that can be trusted, and communication that overlaps with computation.
 
-from rollgraph.sharding.flat_buffer import BucketPlan, FlatBuckets, execution_order, plan_buckets, specs_of
+`sharded_model.py` is where to start reading; `checkpoint_writer.py` and `checkpoint_loader.py` save and load it.
+"""
+
+from rollgraph.sharding.bucket_plan import BucketPlan, MemoryPlan, execution_order, plan_buckets, specs_of
+from rollgraph.sharding.bucket_sync import StaleWeights
+from rollgraph.sharding.checkpoint_loader import load
+from rollgraph.sharding.checkpoint_writer import save
+from rollgraph.sharding.collectives import Collectives, CommunicationError
+from rollgraph.sharding.flat_buffer import FlatBuckets
 from rollgraph.sharding.hook_set import HookSet, HookState
-from rollgraph.sharding.optimizer import ShardedAdamW, constant, cosine, linear, warm_up
-from rollgraph.sharding.overlap import Collectives, CommunicationError, StaleWeights
-from rollgraph.sharding.rounds import StepGivenUp
-from rollgraph.sharding.shard_files import CheckpointError, load, save
-from rollgraph.sharding.sharded_model import MemoryPlan, ShardedModel
+from rollgraph.sharding.manifest import CheckpointError
+from rollgraph.sharding.optimizer import ShardedAdamW
+from rollgraph.sharding.schedules import constant, cosine, linear, warm_up
+from rollgraph.sharding.sharded_model import ShardedModel
+from rollgraph.sharding.step_abort import StepAborted
 
 __all__ = [
     "BucketPlan",
@@ -20,7 +28,7 @@ __all__ = [
     "ShardedAdamW",
     "ShardedModel",
     "StaleWeights",
-    "StepGivenUp",
+    "StepAborted",
     "constant",
     "cosine",
     "execution_order",

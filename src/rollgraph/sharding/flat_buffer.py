@@ -1,134 +1,18 @@
-"""Flat buffers: the parameters of a bucket in one allocation, their gradients in another, at addresses that never move.
+"""Flat buffers: all parameters of a bucket in one allocation, their gradients in another, at addresses that never move.
 
-Owns the layout (a plan that touches no tensor), the memory, and what may be done to it: load, snapshot and
-restore are copies into the same place. Knows nothing of ranks that talk to each other, nor of hooks.
+Owns the memory. Loading, taking a snapshot and restoring it copy into the same place. Knows nothing about communication
+or hooks; code that changes the contents in the background sets the `before_...` callbacks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT = 256  # bytes: where a parameter starts, and a shard
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """What the layout needs to know of a parameter. `names` are all it has, where it is tied."""
-
-    names: tuple[str, ...]
-    shape: torch.Size
-    dtype: torch.dtype
-    trainable: bool
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-
-@dataclass(frozen=True)
-class ParameterSlice:
-    """A parameter's place in its bucket, in elements."""
-
-    parameter: ParameterSpec
-    start: int
-
-    @property
-    def numel(self) -> int:
-        return self.parameter.shape.numel()
-
-
-@dataclass(frozen=True)
-class BucketPlan:
-    """One bucket: slots in the order in which gradients arrive, and a size that every rank gets an equal part of."""
-
-    slots: tuple[ParameterSlice, ...]
-    dtype: torch.dtype
-    trainable: bool
-    numel: int
-    ranks: int
-
-    @property
-    def shard_numel(self) -> int:
-        return self.numel // self.ranks
-
-    def owned(self, rank: int) -> Iterator[tuple[ParameterSlice, int, int]]:
-        """The parts of parameters in a rank's shard: the slot, and where its part starts and ends in the shard."""
-        first = rank * self.shard_numel
-        for slot in self.slots:
-            start, end = max(slot.start - first, 0), min(slot.start + slot.numel - first, self.shard_numel)
-            if start < end:
-                yield slot, start, end
-
-    def nbytes(self, grad_dtype: torch.dtype) -> int:
-        """Parameters and gradients, on each rank."""
-        return self.numel * (self.dtype.itemsize + (grad_dtype.itemsize if self.trainable else 0))
-
-
-def specs_of(model: nn.Module, order: Sequence[str] = ()) -> list[ParameterSpec]:
-    """The parameters of a model, each once: those named in `order` first, then the others as they were registered."""
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    specs = [ParameterSpec(tuple(n), p.shape, p.dtype, p.requires_grad) for p, n in names.items()]
-    place = {name: index for index, name in enumerate(order)}
-    return sorted(specs, key=lambda spec: min(place.get(name, len(place)) for name in spec.names))
-
-
-def execution_order(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
-    """The names of parameters in the order in which a forward reaches their modules."""
-    reached: dict[nn.Module, None] = {}
-    handles = [m.register_forward_pre_hook(lambda module, _: reached.setdefault(module)) for m in model.modules()]
-    try:
-        with torch.no_grad():
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    names = {module: name for name, module in model.named_modules()}
-    return [
-        f"{names[module]}.{name}".removeprefix(".")
-        for module in reached
-        for name, _ in module.named_parameters(recurse=False)
-    ]
-
-
-def plan_buckets(parameters: Sequence[ParameterSpec], *, ranks: int, bucket_bytes: int) -> tuple[BucketPlan, ...]:
-    """Cut parameters, given in the order of execution, into buckets in the order in which backward reaches them.
-
-    A bucket holds one dtype, and is closed once it has `bucket_bytes`; frozen parameters have buckets of their own.
-    """
-    if ranks < 1 or bucket_bytes < 1:
-        raise ValueError(f"ranks={ranks}, bucket_bytes={bucket_bytes}: both must be positive")
-    open_buckets: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
-    closed: list[BucketPlan] = []
-    for parameter in reversed(parameters):
-        key = (parameter.dtype, parameter.trainable)
-        slots = open_buckets.setdefault(key, [])
-        unit = _aligned_elements(parameter.dtype)
-        start = _round_up(slots[-1].start + slots[-1].numel, unit) if slots else 0
-        slots.append(ParameterSlice(parameter, start))
-        if (start + parameter.shape.numel()) * parameter.dtype.itemsize >= bucket_bytes:
-            closed.append(_close(open_buckets.pop(key), ranks))
-    return (*closed, *(_close(slots, ranks) for slots in open_buckets.values()))
-
-
-def _close(slots: list[ParameterSlice], ranks: int) -> BucketPlan:
-    last, dtype = slots[-1], slots[-1].parameter.dtype
-    numel = _round_up(max(1, last.start + last.numel), ranks * _aligned_elements(dtype))
-    return BucketPlan(tuple(slots), dtype, last.parameter.trainable, numel, ranks)
-
-
-def _aligned_elements(dtype: torch.dtype) -> int:
-    return max(1, ALIGNMENT // dtype.itemsize)
-
-
-def _round_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
+from rollgraph.sharding.bucket_plan import BucketPlan, ParameterSlice, ParameterSpec, specs_of
 
 
 @dataclass(frozen=True)
@@ -137,7 +21,7 @@ class Bucket:
 
     plan: BucketPlan
     parameters: Tensor  # [numel]
-    gradients: Tensor | None  # [numel], None if frozen
+    gradients: Tensor | None  # [numel]; None if the parameters are frozen
 
     def shard(self, rank: int) -> Tensor:
         """The part of the parameters that a rank owns."""
@@ -153,7 +37,7 @@ Snapshot = tuple[Tensor, ...]  # the parameters of each bucket
 
 
 class FlatBuckets:
-    """The buckets of a model. Making it moves the model's parameters into them, once and for good."""
+    """The buckets of a model. Creating them moves the model's parameters into them, once and for all."""
 
     def __init__(
         self, model: nn.Module, plan: Sequence[BucketPlan], *, grad_dtype: torch.dtype = torch.float32
@@ -163,21 +47,14 @@ class FlatBuckets:
         _check_plan(plan, specs_of(model))
         devices = {parameter.device for parameter in by_name.values()}
         if len(devices) != 1:
-            raise ValueError(f"the parameters are on {len(devices)} devices; move the model to one first")
+            raise ValueError(f"the parameters are on {len(devices)} devices; move the model to one device first")
         (device,) = devices
-        self.buckets = [
-            Bucket(
-                bucket,
-                torch.zeros(bucket.numel, dtype=bucket.dtype, device=device),
-                torch.zeros(bucket.numel, dtype=grad_dtype, device=device) if bucket.trainable else None,
-            )
-            for bucket in plan
-        ]
-        # Somebody who moves the buffers' contents in the background stops here, before they are read or written.
-        self.before_reading: Callable[[], None] = _nothing
-        self.before_writing: Callable[[], None] = _nothing
-        self.before_zeroing: Callable[[], None] = _nothing
-        self._views: dict[str, tuple[Tensor, Tensor]] = {}  # first name -> parameter and its view of the buffer
+        self.buckets = [_allocate(bucket_plan, grad_dtype, device) for bucket_plan in plan]
+        # Called before the contents are read, written or zeroed. Code that changes them in the background sets these.
+        self.before_reading: Callable[[], None] = _do_nothing
+        self.before_writing: Callable[[], None] = _do_nothing
+        self.before_zeroing: Callable[[], None] = _do_nothing
+        self._views: dict[str, tuple[Tensor, Tensor]] = {}  # first name -> parameter, its view of the buffer
         self.grad_buffers: dict[Tensor, Tensor] = {}  # parameter -> its view of the gradients, for the graphs
         for bucket, slot in self._slots():
             parameter = by_name[slot.parameter.name]
@@ -190,28 +67,30 @@ class FlatBuckets:
                 self.grad_buffers[parameter] = _view(bucket.gradients, slot)
 
     def _slots(self) -> Iterator[tuple[Bucket, ParameterSlice]]:
-        return ((bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots)
+        for bucket in self.buckets:
+            for slot in bucket.plan.slots:
+                yield bucket, slot
 
     def parameters_of(self, bucket: Bucket) -> list[Tensor]:
         return [self._views[slot.parameter.name][0] for slot in bucket.plan.slots]
 
     def check(self) -> None:
-        """Raise if a parameter was given other memory, or another parameter took its place."""
+        """Raise if a parameter was moved to other memory, or was replaced by another parameter."""
         by_name = dict(self._model.named_parameters(remove_duplicate=False))
         for _, slot in self._slots():
             parameter, _ = self._views[slot.parameter.name]
             for name in slot.parameter.names:
                 if by_name.get(name) is not parameter:
-                    raise RuntimeError(f"{name} is not the parameter it was: copy into it instead of replacing it")
+                    raise RuntimeError(f"{name} was replaced by another parameter: copy into it instead")
         self.check_memory()
 
     def check_memory(self) -> None:
-        """Raise if a parameter was given other memory: what is done to the buffers would not reach it."""
+        """Raise if a parameter was moved to other memory: changes of the buffers would not reach it."""
         for name, (parameter, view) in self._views.items():
             if parameter.data_ptr() != view.data_ptr() or not _same_layout(parameter, view):
                 raise RuntimeError(
-                    f"{name} left its flat buffer (`.data =`, `.to()`?), so that it is neither trained nor exchanged: "
-                    "copy into the parameter, and move or convert the model before it is sharded"
+                    f"{name} left its flat buffer (`.data =` or `.to()`?), so it is neither trained nor communicated: "
+                    "copy into the parameter, and move or convert the model before you shard it"
                 )
 
     def zero_gradients(self) -> None:
@@ -223,28 +102,36 @@ class FlatBuckets:
     # -- weights -----------------------------------------------------------------------------------
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy weights by name into their places. Nothing is changed unless every one of them fits."""
-        known = {name: slot.parameter for _, slot in self._slots() for name in slot.parameter.names}
-        missing = [s.parameter.name for _, s in self._slots() if not any(n in weights for n in s.parameter.names)]
-        extra = [name for name in weights if name not in known]
-        shaped = [
-            f"{name} {tuple(tensor.shape)} instead of {tuple(known[name].shape)}"
-            for name, tensor in weights.items()
-            if name in known and tensor.shape != known[name].shape
-        ]
-        problems = [
-            f"{what}: {', '.join(found)}"
-            for what, found in (("missing", missing), ("unexpected", extra), ("of another shape", shaped))
-            if found
-        ]
-        if problems:
-            raise ValueError("weights do not fit: " + "; ".join(problems))
+        """Copy weights by name into the buffers. Nothing changes unless all of them fit."""
+        self._check_weights(weights)
         self.check_memory()
         self.before_writing()
         with torch.no_grad():
             for _, slot in self._slots():
-                name = next(n for n in slot.parameter.names if n in weights)
-                self._views[slot.parameter.name][1].copy_(weights[name])
+                given = [name for name in slot.parameter.names if name in weights]
+                _, view = self._views[slot.parameter.name]
+                view.copy_(weights[given[0]])
+
+    def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        known: dict[str, ParameterSpec] = {}
+        missing = []
+        for _, slot in self._slots():
+            known |= dict.fromkeys(slot.parameter.names, slot.parameter)
+            if not any(name in weights for name in slot.parameter.names):
+                missing.append(slot.parameter.name)
+        unexpected = []
+        misshapen = []
+        for name, tensor in weights.items():
+            if name not in known:
+                unexpected.append(name)
+            elif tensor.shape != known[name].shape:
+                misshapen.append(f"{name} {tuple(tensor.shape)} instead of {tuple(known[name].shape)}")
+        problems = []
+        for problem, names in (("missing", missing), ("unexpected", unexpected), ("wrong shape", misshapen)):
+            if names:
+                problems.append(f"{problem}: {', '.join(names)}")
+        if problems:
+            raise ValueError("the weights do not fit the model: " + "; ".join(problems))
 
     def snapshot(self) -> Snapshot:
         """A copy of all parameters."""
@@ -253,20 +140,27 @@ class FlatBuckets:
         return tuple(bucket.parameters.clone() for bucket in self.buckets)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Parameters as they were, in the same memory."""
-        fits = [(s.shape, s.dtype) for s in snapshot] == [
-            (b.parameters.shape, b.parameters.dtype) for b in self.buckets
-        ]
-        if not fits:
-            raise ValueError("the snapshot is of another model or plan")
+        """Copy the parameters of a snapshot back into the buffers."""
+        given = [(saved.shape, saved.dtype) for saved in snapshot]
+        expected = [(bucket.parameters.shape, bucket.parameters.dtype) for bucket in self.buckets]
+        if given != expected:
+            raise ValueError("the snapshot belongs to another model or plan")
         self.check_memory()
         self.before_writing()
         for bucket, saved in zip(self.buckets, snapshot, strict=True):
             bucket.parameters.copy_(saved)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
+
+
+def _allocate(plan: BucketPlan, grad_dtype: torch.dtype, device: torch.device) -> Bucket:
+    parameters = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
+    gradients = None
+    if plan.trainable:
+        gradients = torch.zeros(plan.numel, dtype=grad_dtype, device=device)
+    return Bucket(plan, parameters, gradients)
 
 
 def _same_layout(left: Tensor, right: Tensor) -> bool:
@@ -282,4 +176,4 @@ def _check_plan(plan: Iterable[BucketPlan], specs: Sequence[ParameterSpec]) -> N
     found = {spec.name: spec for spec in specs}
     if planned != found:
         different = sorted(name for name in planned.keys() | found.keys() if planned.get(name) != found.get(name))
-        raise ValueError(f"the plan is not that of this model: {', '.join(different[:5])}")
+        raise ValueError(f"the plan belongs to another model; they differ in {', '.join(different[:5])}")

@@ -1,9 +1,8 @@
-"""A set of module hooks that can be trusted: owned by their handles, never looked up through the tree.
+"""A set of module hooks that are owned by their handles and never looked up through the module tree.
 
-Modules may be added, removed, replaced or wrapped between any two calls. What was registered is removed
-by its handle, wherever its module is now; what is new is covered at the next `enable()`, or when a
-pause ends. Hooks of the set run before those that others register on the same module. A copy of a hooked
-module carries no hook.
+Modules may be added, removed, replaced or wrapped between any two calls. A hook is removed through its handle, wherever
+its module is now. New modules are covered by the next `enable()`, or when a pause ends. Hooks of the set run before
+those that others register on the same module. A copy of a hooked module carries no hook.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 Kind = Literal["forward_pre", "forward", "backward_pre", "backward", "gradient"]
@@ -25,24 +24,22 @@ _REGISTER: dict[Kind, str] = {
     "backward_pre": "register_full_backward_pre_hook",
     "backward": "register_full_backward_hook",
 }
-
-
-# "gradient" is asked for by module and runs for each of its own trained parameters, after the gradient has been
-# accumulated; for one that several modules share, once, as long as one of them is in the tree.
+# A "gradient" hook is chosen for a module and runs for each of the module's own trained parameters, after the gradient
+# has been accumulated. It runs once for a parameter that several modules share, as long as one of them is in the tree.
 
 
 class HookState(enum.Enum):
     OFF = "off"
     ON = "on"
-    PAUSED_OFF = "paused, off"  # inside a pause; what `enable` and `disable` said inside it, it forgets at its end
+    PAUSED_OFF = "paused, off"  # inside a pause, whose end undoes any `enable` and `disable` inside it
     PAUSED_ON = "paused, on"
 
 
-# What each call makes of each state. A pause that ends gives back the state it found, so it needs no row.
+# The state after each call, by the state before it. The end of a pause restores the state it found, so it has no row.
 TRANSITIONS: dict[str, dict[HookState, HookState]] = {
     "enable": {
         HookState.OFF: HookState.ON,
-        HookState.ON: HookState.ON,  # covers the modules that are new, lets go of those that left
+        HookState.ON: HookState.ON,  # covers new modules, releases those that left the tree
         HookState.PAUSED_OFF: HookState.PAUSED_ON,
         HookState.PAUSED_ON: HookState.PAUSED_ON,
     },
@@ -62,51 +59,53 @@ TRANSITIONS: dict[str, dict[HookState, HookState]] = {
 
 
 class HookSet:
-    """Hooks on the modules of a tree, switched together.
+    """Hooks on the modules of a tree, switched on and off together.
 
-    `choose(name, module)` gives the hooks of one module by kind; it is asked for each module of the tree whenever
-    hooks are put in place.
+    `choose(name, module)` returns the hooks of one module by kind. It is called for each module of the tree whenever
+    hooks are registered.
     """
 
     def __init__(self, model: nn.Module, choose: Choose) -> None:
         self._model = model
         self._choose = choose
         self._handles: dict[nn.Module, list[RemovableHandle]] = {}
-        self._gradient_hooks: dict[nn.Module, Callable[..., Any]] = {}  # what a module asked for its parameters
+        self._gradient_hooks: dict[nn.Module, Callable[..., Any]] = {}  # by module, for its parameters
         self._gradient_handles: dict[nn.Parameter, tuple[Callable[..., Any], RemovableHandle]] = {}
         self.state = HookState.OFF
 
     def enable(self) -> None:
-        """Hooks on, for the tree as it is now."""
+        """Register the hooks on the tree as it is now."""
         self._enter(TRANSITIONS["enable"][self.state])
 
     def disable(self) -> None:
-        """Hooks off, everywhere."""
+        """Remove all hooks."""
         self._enter(TRANSITIONS["disable"][self.state])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No hook runs inside; afterwards the set is in the state it was found in. Nests."""
-        found = self.state
-        self._enter(TRANSITIONS["pause"][found])
+        """Run no hook inside, and restore the state afterwards. Pauses can be nested."""
+        before = self.state
+        self._enter(TRANSITIONS["pause"][before])
         try:
             yield
         finally:
-            self._enter(found)
+            self._enter(before)
 
     @property
     def modules(self) -> frozenset[nn.Module]:
-        """The modules that carry a hook of this set now."""
+        """The modules that have a hook of this set now."""
         return frozenset(self._handles)
 
     def __contains__(self, module: nn.Module) -> bool:
-        """Whether a module carries a hook of this set now."""
+        """Whether a module has a hook of this set now."""
         return module in self._handles
 
     def _enter(self, state: HookState) -> None:
-        """Make the hooks those of a state; if a registration fails, none is left and the set is off."""
+        """Register or remove hooks to match a state. If that fails, no hook is left and the set is off."""
         self.state = state
-        tree = dict(_named(self._model)) if state is HookState.ON else {}
+        tree: dict[nn.Module, str] = {}
+        if state is HookState.ON:
+            tree = dict(_named(self._model))
         try:
             self._cover_modules(tree)
             self._cover_parameters()
@@ -117,8 +116,9 @@ class HookSet:
             raise
 
     def _cover_modules(self, tree: Mapping[nn.Module, str]) -> None:
-        for module in [m for m in self._handles if m not in tree]:
-            self._remove(module)
+        for module in list(self._handles):
+            if module not in tree:
+                self._remove(module)
         for module, name in tree.items():
             if module not in self._handles:
                 self._register(name, module)
@@ -126,7 +126,7 @@ class HookSet:
     def _register(self, name: str, module: nn.Module) -> None:
         handles: list[RemovableHandle] = []
         for kind, function in self._choose(name, module).items():
-            self._handles[module] = handles  # before the first registration, so that a failure finds it
+            self._handles[module] = handles  # before the first registration, so that a failure cleans it up
             if kind == "gradient":
                 self._gradient_hooks[module] = function
             else:
@@ -138,7 +138,7 @@ class HookSet:
             handle.remove()
 
     def _cover_parameters(self) -> None:
-        """One hook on each trained parameter that a covered module has now, whichever module had it before."""
+        """Put one hook on each trained parameter that a covered module has now, whichever module had it before."""
         wanted: dict[nn.Parameter, Callable[..., Any]] = {}
         for module, function in self._gradient_hooks.items():
             for parameter in module.parameters(recurse=False):
@@ -155,52 +155,27 @@ class HookSet:
 
 
 class InertWhenCopied:
-    """A hook that stays with its module: a copy or a pickle of the module carries one that does nothing."""
+    """A hook that stays with its module: in a copy or a pickle of the module it does nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     @property
     def is_copy(self) -> bool:
-        return self._function is _nothing
+        return self._function is _do_nothing
 
     def __call__(self, *arguments: Any) -> Any:
         return self._function(*arguments)
 
     def __reduce__(self) -> Any:
-        return InertWhenCopied, (_nothing,)
+        return InertWhenCopied, (_do_nothing,)
 
 
-def _nothing(*arguments: Any) -> None:
+def _do_nothing(*arguments: Any) -> None:
     pass
-
-
-class TreeView:
-    """What a module tree is made of, so that two looks at it can be compared. Holds what it saw: places stay unique."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._seen: list[object] = []
-        self.key: list[int] = []
-        open_modules = [model]
-        while open_modules:
-            module = open_modules.pop()
-            self._seen.append(module)
-            self.key.append(id(module))
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self._seen.append(parameter)
-                    self.key += (_place(parameter), parameter.requires_grad)
-            open_modules += [child for child in module._modules.values() if child is not None]
-
-
-def _place(parameter: Tensor) -> int:
-    """Its memory: a capture may put another tensor over the same memory into a parameter's place."""
-    try:
-        return parameter.data_ptr()
-    except RuntimeError:  # it has none, under torch.func
-        return id(parameter)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Each module of the tree once, with its first name."""
-    return ((module, name) for name, module in model.named_modules())
+    for name, module in model.named_modules():
+        yield module, name

@@ -1,19 +1,19 @@
-"""AdamW on shards: fp32 master weights and moments of the part that this rank owns."""
+"""AdamW on shards: fp32 master weights and moments for the part of each parameter that this rank owns."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollgraph.sharding.flat_buffer import ParameterSpec
+from rollgraph.sharding.bucket_plan import ParameterSlice, ParameterSpec
+from rollgraph.sharding.flat_buffer import Bucket
+from rollgraph.sharding.schedules import Schedule
 from rollgraph.sharding.sharded_model import ShardedModel
 
 DecayRule = Callable[[ParameterSpec], bool]
-Schedule = Callable[[int], float]  # step -> factor of the learning rate
 
 
 def decay_matrices(parameter: ParameterSpec) -> bool:
@@ -32,9 +32,9 @@ class Piece:
 
 
 class ShardedAdamW:
-    """AdamW over the gradient shards of a model. A step that meets a non-finite gradient is skipped and counted.
+    """AdamW over the gradient shards of a model. A step with a non-finite gradient is skipped and counted.
 
-    `rate` and the step count are tensors, so a captured step follows them; `schedule` sets the rate in `step()`.
+    `rate` and the step count are tensors, so a captured step follows them. `step()` sets the rate from `schedule`.
     """
 
     def __init__(
@@ -48,62 +48,76 @@ class ShardedAdamW:
         decays: DecayRule = decay_matrices,
         schedule: Schedule | None = None,
     ) -> None:
-        self._model, self.base, self.schedule = model, lr, schedule
-        rank, device = model.world.rank, model.world.device
+        self._model = model
+        self.base = lr
+        self.schedule = schedule
+        device = model.world.device
         self.rate = torch.tensor(lr, device=device)
-        self.skipped = torch.zeros((), device=device)  # steps that were not taken
-        self._found = torch.zeros((), device=device)  # 1 if a gradient of this step is not finite, on any rank
+        self.skipped = torch.zeros((), device=device)  # how many steps were skipped
+        self._found_inf = torch.zeros((), device=device)  # 1 if a gradient of this step is not finite, on any rank
         self.steps = 0
         self.masters: list[Tensor] = []  # fp32, the shard of each trained bucket
         self.pieces: list[Piece] = []
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
-        for bucket in model.flat.buckets:
-            if bucket.gradients is None:
-                continue
-            plan, gradients = bucket.plan, bucket.gradient_shard(rank).float()
-            if gradients.data_ptr() != bucket.gradient_shard(rank).data_ptr():
-                raise ValueError("ShardedAdamW needs fp32 gradients: grad_dtype=torch.float32")
-            master = bucket.shard(rank).float().clone()
-            self.masters.append(master)
-            for slot, start, end in plan.owned(rank):
-                view = master[start:end].requires_grad_()
-                view.grad = gradients[start:end]
-                groups[decays(slot.parameter)].append(view)
-                zeros = torch.zeros_like(view, requires_grad=False)
-                state = {"step": torch.zeros((), device=device), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-                place = rank * plan.shard_numel + start - slot.start
-                self.pieces.append(Piece(slot.parameter, place, view, state))
-        given = [
-            {"params": views, "weight_decay": weight_decay if decayed else 0.0}
-            for decayed, views in groups.items()
-            if views
-        ]
-        self._adamw = (
-            torch.optim.AdamW(given, lr=self.rate, betas=betas, eps=eps, fused=True, capturable=True) if given else None
-        )
-        if self._adamw is not None:  # all state exists from the start, at addresses that stay
+        for bucket in self._trained_buckets():
+            self._add_bucket(bucket)
+        decayed = [piece.master for piece in self.pieces if decays(piece.parameter)]
+        not_decayed = [piece.master for piece in self.pieces if not decays(piece.parameter)]
+        groups = []
+        if decayed:
+            groups.append({"params": decayed, "weight_decay": weight_decay})
+        if not_decayed:
+            groups.append({"params": not_decayed, "weight_decay": 0.0})
+        self._adamw: torch.optim.AdamW | None = None
+        if groups:
+            self._adamw = torch.optim.AdamW(groups, lr=self.rate, betas=betas, eps=eps, fused=True, capturable=True)
+            # All state exists from the start, at addresses that stay.
             self._adamw.state.update((piece.master, piece.state) for piece in self.pieces)
 
-    def step(self, loss: Tensor | None = None) -> None:
-        """One step on the gradients that finish_gradients() left; then the shards are new and gradients are zero.
+    def _trained_buckets(self) -> list[Bucket]:
+        return [bucket for bucket in self._model.flat.buckets if bucket.gradients is not None]
 
-        It is skipped, on all ranks, if a gradient or the given loss is not finite on any of them.
+    def _add_bucket(self, bucket: Bucket) -> None:
+        rank = self._model.world.rank
+        gradients = bucket.gradient_shard(rank)
+        if gradients.dtype is not torch.float32:
+            raise ValueError("ShardedAdamW needs fp32 gradients: pass grad_dtype=torch.float32 to ShardedModel")
+        master = bucket.shard(rank).float().clone()
+        self.masters.append(master)
+        for slot, start, end in bucket.plan.owned(rank):
+            view = master[start:end].requires_grad_()
+            view.grad = gradients[start:end]
+            self.pieces.append(self._make_piece(slot, rank * bucket.plan.shard_numel + start - slot.start, view))
+
+    def _make_piece(self, slot: ParameterSlice, start: int, master: Tensor) -> Piece:
+        state = {
+            "step": torch.zeros((), device=master.device),
+            "exp_avg": torch.zeros_like(master, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
+        }
+        return Piece(slot.parameter, start, master, state)
+
+    def step(self, loss: Tensor | None = None) -> None:
+        """One step on the gradients that finish_gradients() left; it updates the shards and zeroes the gradients.
+
+        All ranks skip it if a gradient, or the given loss, is not finite on any of them.
         """
-        self._model.refuse_unfinished()
+        self._model.raise_if_unfinished()
         self._model.before_update()
         if self.schedule is not None:
             self.rate.fill_(self.base * self.schedule(self.steps))
         self.check_finite(loss)
-        self._model.land_gathers()
-        self.steps += 1  # before anything changes: as long as it is the same, so are weights and moments
+        self._model.wait_for_gathers()
+        self.steps += 1  # before anything changes: an unchanged count means unchanged weights and moments
         self.update()
         self._model.flat.zero_gradients()
-        self._model.updated()
+        self._model.after_update()
 
     @torch.no_grad()
     def restart(self, lr: float, schedule: Schedule | None) -> None:
-        """Forget all moments and begin at step 0 with another learning rate; the weights stay."""
-        self.base, self.schedule, self.steps = lr, schedule, 0
+        """Forget all moments and start again at step 0 with another learning rate. The weights stay."""
+        self.base = lr
+        self.schedule = schedule
+        self.steps = 0
         self.rate.fill_(lr)
         self.skipped.zero_()
         for piece in self.pieces:
@@ -112,51 +126,39 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def check_finite(self, loss: Tensor | None = None) -> None:
-        """Ask all ranks whether anything is not finite; the answer stays on the device."""
-        checked = [*self._model.gradient_shards(), *([] if loss is None else [loss])]
-        bad = [(~tensor.isfinite()).any() for tensor in checked]
-        self._found.copy_(self._model.any_rank(torch.stack(bad).any()) if bad else torch.zeros(()))
+        """Ask all ranks whether any gradient is not finite. The answer stays on the device."""
+        checked = self._model.gradient_shards()
+        if loss is not None:
+            checked.append(loss)
+        if not checked:
+            self._found_inf.zero_()
+            return
+        non_finite = torch.stack([(~tensor.isfinite()).any() for tensor in checked])
+        self._found_inf.copy_(self._model.any_rank(non_finite.any()))
 
     @torch.no_grad()
     def update(self) -> None:
-        """The part of a step that is only tensor operations: it can be captured."""
-        self.skipped.add_(self._found)
+        """The part of a step that consists of tensor operations only, so that it can be captured."""
+        self.skipped.add_(self._found_inf)
         if self._adamw is not None:
-            self._adamw.found_inf = self._found  # type: ignore[attr-defined]
+            self._adamw.found_inf = self._found_inf  # type: ignore[attr-defined]
             self._adamw.step()
         self.write_shards()
 
     @torch.no_grad()
     def read_shards(self) -> None:
-        """The master weights from the model's parameters, after other weights were loaded into it for good."""
+        """Copy the model's parameters to the master weights. Call this after loading weights that are to be trained."""
         self._model.before_update()
         for shard, master in self._shards_and_masters():
             master.copy_(shard)
 
     @torch.no_grad()
     def write_shards(self) -> None:
-        """The model's own parameters from the master weights, on this rank's shard."""
+        """Copy the master weights to this rank's shard of the model's parameters."""
         self._model.before_update()
         for shard, master in self._shards_and_masters():
             shard.copy_(master)
 
     def _shards_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        trained = [bucket for bucket in self._model.flat.buckets if bucket.gradients is not None]
-        return zip((bucket.shard(self._model.world.rank) for bucket in trained), self.masters, strict=True)
-
-
-def constant() -> Schedule:
-    return lambda step: 1.0
-
-
-def linear(total: int, floor: float = 0.0) -> Schedule:
-    return lambda step: max(floor, 1.0 - (1.0 - floor) * min(step, total) / total)
-
-
-def cosine(total: int, floor: float = 0.0) -> Schedule:
-    return lambda step: floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(step, total) / total))
-
-
-def warm_up(steps: int, then: Schedule) -> Schedule:
-    """From 0 up to the schedule that follows, which begins where the warm-up ends."""
-    return lambda step: (step + 1) / (steps + 1) * then(0) if step < steps else then(step - steps)
+        for bucket, master in zip(self._trained_buckets(), self.masters, strict=True):
+            yield bucket.shard(self._model.world.rank), master

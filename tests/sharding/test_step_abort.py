@@ -1,4 +1,4 @@
-"""Steps that are given up: by all ranks, by one, and by one that the others cannot follow."""
+"""Aborted steps: by all ranks, by one rank, and by one rank that the others cannot follow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.distributed.world import World
-from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StepGivenUp
+from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StepAborted
 from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
 from tests.sharding.worlds import run_world
 
@@ -27,7 +27,7 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, fails_at: int | None = None) -> Tensor:
         for index, layer in enumerate(self.layers):
             if index == fails_at:
-                raise ValueError("a sample that cannot be read")
+                raise ValueError("an unreadable sample")
             x = layer(x).tanh()
         return x
 
@@ -37,7 +37,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def train(sharded: ShardedModel, optimizer: ShardedAdamW, step: int, fails_at: int | None = None) -> None:
-    """One step, as a program that survives a bad step writes it."""
+    """One step, written as in a program that survives a failed step."""
     try:
         sharded.model(batch(step, sharded.world.rank), fails_at=fails_at).square().sum().backward()
         sharded.finish_gradients()
@@ -48,14 +48,15 @@ def train(sharded: ShardedModel, optimizer: ShardedAdamW, step: int, fails_at: i
 
 
 def steps_with_a_failure(sharded: ShardedModel, fails_at: int | None, failing: int) -> tuple[list[Tensor], str]:
-    """Step 1 fails on one rank, before the layer `fails_at`, or nowhere."""
-    optimizer, said = ShardedAdamW(sharded, 0.1), ""
+    """Step 1 fails on one rank before the layer `fails_at`; if that is None, step 1 is left out."""
+    optimizer = ShardedAdamW(sharded, 0.1)
+    said = ""
     for step in range(4):
         fails = step == 1 and fails_at is not None and sharded.world.rank == failing
         try:
             if step != 1 or fails_at is not None:
                 train(sharded, optimizer, step, fails_at if fails else None)
-        except (ValueError, StepGivenUp) as error:
+        except (ValueError, StepAborted) as error:
             said = f"{type(error).__name__}: {error}"
     sharded.gather()
     return [p.detach().clone() for p in sharded.model.parameters()], said
@@ -67,17 +68,16 @@ def simulated(rank: int, room: Room, timeout: float = 60.0) -> ShardedModel:
 
 
 @pytest.mark.parametrize("fails_at", range(4))
-def test_a_step_that_one_rank_gives_up_is_given_up_by_all_and_the_next_one_is_right(fails_at: int) -> None:
+def test_all_ranks_abort_the_step_that_one_rank_aborts_and_the_next_step_is_right(fails_at: int) -> None:
     found = run_ranks(RANKS, lambda rank, room: steps_with_a_failure(simulated(rank, room), fails_at, failing=1))
     expected, _ = run_ranks(RANKS, lambda rank, room: steps_with_a_failure(simulated(rank, room), None, failing=1))[0]
     for rank, (parameters, said) in enumerate(found):
         assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
         if rank == 1:
-            assert said == "ValueError: a sample that cannot be read"
+            assert said == "ValueError: an unreadable sample"
         else:
             assert said == (
-                "StepGivenUp: rank 1 gave up the step (ValueError: a sample that cannot be read): "
-                "its gradients are dropped on all ranks"
+                "StepAborted: rank 1 aborted the step (ValueError: an unreadable sample): all ranks drop its gradients"
             )
 
 
@@ -89,16 +89,16 @@ def on_gloo(world: World) -> list[tuple[list[Tensor], str]]:
 
 
 @pytest.mark.multi
-def test_the_same_between_processes(tmp_path: Path) -> None:
+def test_processes_abort_a_step_together(tmp_path: Path) -> None:
     for rank, found in enumerate(run_world(2, tmp_path, on_gloo)):
         assert not isinstance(found, str), found
         (parameters, said), (expected, _) = found
         assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
-        assert said.startswith("ValueError" if rank == 1 else "StepGivenUp: rank 1 gave up the step (ValueError")
+        assert said.startswith("ValueError" if rank == 1 else "StepAborted: rank 1 aborted the step (ValueError")
 
 
-def test_a_rank_that_drops_a_step_alone_meets_no_collective_of_the_next() -> None:
-    """The others have finished their gradients: what they do next has nothing to do with a dropped step."""
+def test_a_rank_that_aborts_alone_joins_no_collective_of_the_next_step() -> None:
+    """The others have finished their gradients: what they do next has nothing to do with an aborted step."""
 
     def work(rank: int, room: Room) -> str:
         sharded = simulated(rank, room, timeout=0.3)
@@ -109,22 +109,22 @@ def test_a_rank_that_drops_a_step_alone_meets_no_collective_of_the_next() -> Non
         sharded.drop_gradients()
         with pytest.raises(CommunicationError) as caught:
             sharded.gradient_norm()
-        sharded.close()  # waits for nobody
+        sharded.close()  # waits for no one
         return str(caught.value)
 
     said = run_ranks(RANKS, work)[1]
-    assert said.startswith("rank 1 gave up a step by drop_gradients(), and rank 0, rank 2 did not within 0.3 s"), said
+    assert said.startswith("rank 1 aborted a step by drop_gradients(), and rank 0, rank 2 did not within 0.3 s"), said
 
 
-def test_a_rank_that_fails_where_the_others_compare_notes_meets_nothing_else() -> None:
-    """Rank 1 fails before a comparison that the others wait in: it must not bring a reduction to that."""
+def test_a_rank_that_fails_before_an_exchange_does_not_join_it_with_a_reduction() -> None:
+    """Rank 1 fails before an exchange of strings that the others wait in."""
 
     def work(rank: int, room: Room) -> str:
         sharded = simulated(rank, room, timeout=0.3)
         train(sharded, ShardedAdamW(sharded, 0.1), 0)
         if rank != 1:
-            with pytest.raises(AssertionError, match="another rank failed"):  # or, in earnest, the time-out
-                sharded.collectives.agree("how many microbatches are there?")
+            with pytest.raises(AssertionError, match="another rank failed"):  # with real processes: the timeout
+                sharded.collectives.all_gather_text("how many microbatches are there?")
             return ""
         sharded.drop_gradients()
         with pytest.raises(CommunicationError) as caught:
@@ -133,10 +133,10 @@ def test_a_rank_that_fails_where_the_others_compare_notes_meets_nothing_else() -
         return str(caught.value)
 
     said = run_ranks(RANKS, work)[1]
-    assert "rank 0, rank 2 came neither to its reductions nor to drop_gradients() within 0.3 s" in said, said
+    assert "rank 0, rank 2 neither started its reductions nor called drop_gradients() within 0.3 s" in said, said
 
 
-def test_a_reduction_that_failed_cannot_be_passed_over() -> None:
+def test_a_failed_reduction_cannot_be_ignored() -> None:
     def work(rank: int, room: Room) -> Tensor:
         sharded = simulated(rank, room)
         sharded.model(batch(0, rank)).sum().backward()
@@ -144,7 +144,7 @@ def test_a_reduction_that_failed_cannot_be_passed_over() -> None:
         sharded.collectives.fail_at("wait", 3)
         with pytest.raises(CommunicationError, match="made to fail"):
             sharded.finish_gradients()
-        with pytest.raises(CommunicationError, match=r"failed before: drop_gradients\(\) first"):
+        with pytest.raises(CommunicationError, match=r"failed earlier: call drop_gradients\(\) first"):
             sharded.finish_gradients()
         sharded.drop_gradients()
         sharded.model(batch(0, rank)).sum().backward()
@@ -154,8 +154,8 @@ def test_a_reduction_that_failed_cannot_be_passed_over() -> None:
     assert all(norm > 0 for norm in run_ranks(RANKS, work))
 
 
-def test_ranks_that_run_different_modules_begin_the_same_collectives() -> None:
-    """Whoever reads fewer buckets still takes part in their gathers, before its first reduction."""
+def test_ranks_that_run_different_modules_start_the_same_collectives() -> None:
+    """A rank that reads fewer buckets still takes part in all gathers, before its first reduction."""
 
     def work(rank: int, room: Room) -> list[Tensor]:
         sharded = simulated(rank, room)

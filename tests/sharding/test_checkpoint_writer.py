@@ -1,4 +1,4 @@
-"""Checkpoints: any number of ranks loads what any other saved, and nothing that is broken is loaded."""
+"""Checkpoints: any number of ranks can load what any other number saved, and no broken checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollgraph.distributed.liveness import Liveness, RankLost
+from rollgraph.distributed.liveness import Liveness
+from rollgraph.distributed.lost_ranks import RankLost
 from rollgraph.distributed.world import World
-from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, load, save, shard_files
-from rollgraph.sharding.shard_files import ShardSnapshot, take_snapshot
-from tests.distributed.test_liveness import FOREVER, called, vanish, wait_until
-from tests.sharding.test_sharded_model import ALONE, Net, build, loss, microbatch
+from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, checkpoint_writer, load, save
+from rollgraph.sharding.shard_snapshot import ShardSnapshot, take_snapshot
+from tests.distributed.test_liveness import FOREVER, connected, vanish, wait_until
+from tests.sharding.small_net import ALONE, Net, build, loss, microbatch
 from tests.sharding.worlds import run_world
 
 
@@ -38,7 +39,7 @@ def make(world: World, bucket_bytes: int = 400) -> tuple[WithBuffer, ShardedMode
 
 
 def steps(world: World, model: nn.Module, sharded: ShardedModel, optimizer: ShardedAdamW, count: int) -> None:
-    """Every rank the same batch, so that the number of ranks makes no difference."""
+    """All ranks train on the same batch, so the number of ranks makes no difference."""
     for _ in range(count):
         loss(model, microbatch(optimizer.steps, 0, 0)).backward()
         sharded.finish_gradients()
@@ -61,7 +62,7 @@ def train_and_save(world: World, folder: Path) -> Any:
 
 
 def load_and_train(world: World, folder: Path) -> Any:
-    model, sharded, optimizer = make(world, bucket_bytes=10**6)  # other buckets than it was saved from
+    model, sharded, optimizer = make(world, bucket_bytes=10**6)  # other buckets than those that were saved
     addresses = [p.data_ptr() for p in model.parameters()]
     load(folder, sharded, optimizer)
     loaded = state(model, sharded)
@@ -75,8 +76,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.multi
-def test_saved_by_four_and_loaded_by_any(tmp_path: Path) -> None:
-    """Training goes on as if it had not stopped: equal gradients of 2^n ranks average to themselves, bit for bit."""
+def test_a_checkpoint_of_four_ranks_loads_with_any_number_of_ranks(tmp_path: Path) -> None:
+    """Training continues as if it had not stopped: equal gradients of 2^n ranks have the same bits as their average."""
     folder = tmp_path / "checkpoint"
     (tmp_path / "first").mkdir()
     saved, after = run_world(4, tmp_path / "first", train_and_save, folder)[0]
@@ -99,7 +100,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, match: str, model: nn.Module | None = None) -> None:
-    """Nothing is changed by a load that fails."""
+    """A load that fails changes nothing."""
     sharded = ShardedModel(model or WithBuffer(), ALONE)
     optimizer = ShardedAdamW(sharded, 0.05)
     before = state(sharded.model, sharded)
@@ -108,7 +109,7 @@ def refused(folder: Path, match: str, model: nn.Module | None = None) -> None:
     assert same(state(sharded.model, sharded), before)
 
 
-def test_what_is_broken_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_broken_checkpoint_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
     refused(tmp_path, "no checkpoint")
     refused(checkpoint, "another model: .* and 17 more", Net())
     file = checkpoint / "rank0.safetensors"
@@ -119,7 +120,7 @@ def test_what_is_broken_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
     file.write_bytes(content[:-1])
     refused(checkpoint, "rank0.safetensors is not what was written: .* bytes instead of")
     file.unlink()
-    refused(checkpoint, "not whole: rank0.safetensors missing")
+    refused(checkpoint, "incomplete: rank0.safetensors missing")
     manifest = checkpoint / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "steps": 9}))
     refused(checkpoint, "manifest.json is not what was written")
@@ -129,14 +130,13 @@ def test_what_is_broken_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
     refused(checkpoint, "not JSON")
 
 
-def test_a_checkpoint_is_not_written_over(checkpoint: Path) -> None:
+def test_a_checkpoint_is_not_overwritten(checkpoint: Path) -> None:
     _, sharded, optimizer = make(ALONE)
     with pytest.raises(CheckpointError, match="exists already"):
         save(checkpoint, sharded, optimizer)
 
 
-def test_a_snapshot_has_memory_of_its_own() -> None:
-    """And the next one uses it again."""
+def test_a_snapshot_has_its_own_memory_and_the_next_one_reuses_it() -> None:
     model, sharded, optimizer = make(ALONE)
     first = take_snapshot(sharded, optimizer)
     before = {name: tensor.clone() for name, tensor in first.shard.items()}
@@ -151,20 +151,20 @@ def test_a_snapshot_has_memory_of_its_own() -> None:
         assert tensor.data_ptr() == first.shard[name].data_ptr()
 
 
-def test_files_can_be_read_by_whom_the_system_lets(checkpoint: Path) -> None:
+def test_files_have_the_usual_permissions(checkpoint: Path) -> None:
     (checkpoint.parent / "any").touch()
     assert {path.stat().st_mode for path in checkpoint.iterdir()} == {(checkpoint.parent / "any").stat().st_mode}
 
 
-def test_there_is_no_pickle(checkpoint: Path) -> None:
+def test_a_checkpoint_contains_no_pickle(checkpoint: Path) -> None:
     assert sorted(path.suffix for path in checkpoint.iterdir()) == [".json", ".safetensors", ".safetensors"]
 
 
-# -- ranks that do not come, or cannot write -------------------------------------------------------
+# -- ranks that are lost, or cannot write ----------------------------------------------------------
 
 
 class Writers:
-    """Three ranks of one process, each of which writes its part of a checkpoint when it is told to."""
+    """Three ranks in one process; each writes its part of a checkpoint when asked to."""
 
     def __init__(self, folder: Path, ranks: list[Liveness], threads: ThreadPoolExecutor) -> None:
         self.temporary, self.target = folder / "step.incomplete", folder / "step"
@@ -173,7 +173,7 @@ class Writers:
     def write(self, rank: int) -> Future[None]:
         snapshot = ShardSnapshot(rank, 3, {"master/w": torch.ones(4)}, [("w", 4 * rank, 4)], {}, {"format": 1})
         return self._threads.submit(
-            shard_files.write,
+            checkpoint_writer.write,
             snapshot,
             self.temporary,
             self.target,
@@ -190,45 +190,45 @@ def error_of(writing: Future[None], kind: type[Exception] = CheckpointError) -> 
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Iterator[Writers]:
-    with called() as ranks, ThreadPoolExecutor(3) as threads:
+    with connected() as ranks, ThreadPoolExecutor(3) as threads:
         yield Writers(tmp_path, ranks, threads)
-        for rank in ranks:  # or a thread that waits would be waited for
+        for rank in ranks:  # otherwise the executor would wait for a thread that waits
             vanish(rank)
 
 
 @pytest.mark.parametrize("late", [1, 2])
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_if_a_rank_cannot_write_all_raise_however_late_they_come(
+def test_if_one_rank_cannot_write_all_raise_even_a_late_one(
     writers: Writers, failing: int, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if late == failing:
         late = 0
-    write = shard_files._write_tensors
+    write = checkpoint_writer._write_tensors
 
     def full(path: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if path.name == f"rank{failing}.safetensors":
             raise OSError(28, "No space left on device")
         return write(path, tensors)
 
-    monkeypatch.setattr(shard_files, "_write_tensors", full)
+    monkeypatch.setattr(checkpoint_writer, "_write_tensors", full)
     on_time = [writers.write(rank) for rank in range(3) if rank != late]
-    said = {error_of(writing) for writing in on_time}  # they have given it up by now
+    said = {error_of(writing) for writing in on_time}  # they have failed by now
     said.add(error_of(writers.write(late)))
     assert said == {f"{writers.target} was not written: rank{failing}: [Errno 28] No space left on device"}
     assert not list(writers.target.parent.iterdir())
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_rank_that_is_lost_in_a_save_is_named_at_once(writers: Writers, lost: int) -> None:
+def test_a_rank_that_is_lost_during_a_save_is_named_at_once(writers: Writers, lost: int) -> None:
     writing = [writers.write(rank) for rank in range(3) if rank != lost]
     wait_until(lambda: len(list(writers.temporary.glob("rank*.json"))) == 2)
     vanish(writers._ranks[lost])
     for one in writing:
-        assert f"rank {lost} got no further than its start, and is gone without a word" in error_of(one, RankLost)
+        assert f"rank {lost} (last operation: startup) disappeared without notice" in error_of(one, RankLost)
     assert not writers.target.exists()
 
 
-def test_three_writers_make_one_checkpoint(writers: Writers) -> None:
+def test_three_writers_write_one_checkpoint(writers: Writers) -> None:
     for writing in [writers.write(rank) for rank in range(3)]:
         writing.result(60)
     assert len(list(writers.target.glob("rank*.safetensors"))) == 3

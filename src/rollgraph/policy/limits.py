@@ -1,0 +1,32 @@
+"""The static shapes of everything that a worker captures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that graphs are captured for, e.g. Limits(max_length=1024, rows=64, token_buckets=(4096, 8192))."""
+
+    max_length: int  # tokens of a prompt with its completion
+    rows: int = 64  # sequences that are decoded at the same time
+    token_buckets: tuple[int, ...] = (4096,)  # tokens of a microbatch, in ascending order
+    tokens_per_sequence: int = 32  # a bucket has room for tokens / tokens_per_sequence sequences
+    cache_bytes: int | None = None  # of the KV cache; None: half of the free memory of a GPU
+    prefill_tokens: int | None = None
+    whole_logits: bool | None = None  # keep the logits of a microbatch for its backward; None: if memory allows
+
+    def sequences(self, tokens: int) -> int:
+        """How many sequences a token bucket has room for."""
+        return max(8, tokens // self.tokens_per_sequence)
+
+    def longest(self, tokens: int) -> int:
+        """The longest sequence in a token bucket, including padding."""
+        return min(tokens, self.max_length)
+
+    def keeps_logits(self, vocabulary: int, free: int) -> bool:
+        """Whether training keeps the logits of a whole microbatch, with `free` bytes on the GPU; 0 on a CPU."""
+        if self.whole_logits is not None:
+            return self.whole_logits
+        return 4 * self.token_buckets[-1] * vocabulary <= free // 8

@@ -1,0 +1,70 @@
+"""What a call of `train` reports: sums that stay on the device until the end, then means over all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rollgraph.rl.losses import means
+from rollgraph.sharding import Collectives
+from rollgraph.telemetry.metrics import to_host
+
+# How far the log-probabilities of rollout and training differ: the mean of exp(|difference|), and the largest.
+AGREEMENT = ("token_mult_prob_error", "token_mult_prob_error_max")
+
+
+@dataclass
+class TrainTotals:
+    """The sums of one call of `train`."""
+
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    agreement: list[Tensor] = field(default_factory=list)  # [3] of each microbatch before the first update
+    updates: int = 0
+    tokens: int = 0
+    capacity: int = 0  # tokens and padding
+    norms: list[Tensor] = field(default_factory=list)
+
+    def add_microbatch(self, agreement: Tensor, metrics: Mapping[str, Tensor], tokens: int, bucket: int) -> None:
+        """The tensors are copied: a graph will overwrite them."""
+        if self.updates == 0:
+            self.agreement.append(agreement.clone())
+        for name, value in metrics.items():
+            if name in self.metrics:
+                self.metrics[name] = self.metrics[name] + value
+            else:
+                self.metrics[name] = value.clone()
+        self.tokens += tokens
+        self.capacity += bucket
+
+
+def summarize(
+    totals: TrainTotals, collectives: Collectives, ranks: int, more: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Means over all ranks. One transfer from the device, and another one if ranks exchange their sums."""
+    agreement = torch.stack(totals.agreement)  # [microbatches, 3]
+    largest = agreement[:, 2].max()
+    sums = torch.stack([*agreement[:, :2].sum(0), *totals.metrics.values()])
+    tokens = totals.tokens
+    capacity = totals.capacity
+    if ranks > 1:
+        mine = [tokens, capacity, *torch.stack([largest, *sums]).tolist()]
+        everyone = [json.loads(text) for text in collectives.all_gather_text(json.dumps(mine))]
+        tokens = sum(theirs[0] for theirs in everyone)
+        capacity = sum(theirs[1] for theirs in everyone)
+        gathered = torch.tensor([theirs[2:] for theirs in everyone], device=sums.device)
+        largest = gathered[:, 0].max()
+        sums = gathered[:, 1:].sum(0)
+    values = means(dict(zip(totals.metrics, sums[2:], strict=True)))
+    for name in ("loss", "weight"):  # of one minibatch
+        if name in values:
+            values[name] = values[name] / totals.updates
+    mean_error = sums[0] / sums[1].clamp_min(1)
+    values |= dict(zip(AGREEMENT, (mean_error, largest), strict=True))
+    values |= more
+    if totals.norms:
+        values["grad_norm"] = torch.stack(totals.norms).mean()
+    return {**to_host(values), "padding": 1 - tokens / max(1, capacity), "train_tokens": float(tokens)}

@@ -1,0 +1,207 @@
+"""The collectives of one process group, started asynchronously, with errors that name the lost rank.
+
+Owns every call into torch.distributed. Does not know buckets, modules or hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollgraph.distributed.liveness import Liveness
+from rollgraph.distributed.lost_ranks import RankLost
+from rollgraph.distributed.world import World
+
+Reduction = Literal["library", "ordered"]
+
+# The newer names first: the older ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_CHECK_INTERVAL = timedelta(seconds=0.25)  # a wait checks this often whether a rank is lost
+
+
+class CommunicationError(RankLost):
+    """A collective failed or timed out. The message says which bucket and which rank; so does `lost_rank`."""
+
+
+@dataclass
+class PendingCollective:
+    """A collective that was started: how to wait for it, and what to do with its result then."""
+
+    wait: Callable[[], None]
+    copy_out: Callable[[], None]
+    buffers: tuple[Tensor, ...] = ()  # kept alive until it is complete
+
+    def complete(self) -> None:
+        self.wait()
+        self.copy_out()
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class Collectives:
+    """All-gathers and reduce-scatters of one process group.
+
+    `reduction="library"` sums as the backend does; "ordered" sums in the order of ranks, so that the bits do not depend
+    on the backend. If a rank is lost or does not respond within `timeout` seconds, all others raise. If the world has a
+    liveness check, its timeout is used instead.
+    """
+
+    def __init__(self, world: World, reduction: Reduction = "library", timeout: float = 600.0) -> None:
+        if reduction not in ("library", "ordered"):
+            raise ValueError(f"reduction={reduction!r}: expected 'library' or 'ordered'")
+        if world.size > 1 and not dist.is_initialized():
+            raise CommunicationError(f"there are {world.size} ranks, but torch.distributed is not initialised")
+        self._world = world
+        self._reduction = reduction
+        self.liveness = world.liveness
+        if world.size > 1 and self.liveness is None:
+            self.liveness = Liveness(world.rank, world.size, self.store, timeout)
+            weakref.finalize(self, self.liveness.close)
+        self.timeout = timeout
+        if self.liveness is not None:
+            self.timeout = self.liveness.timeout
+        self.before_starting: Callable[[], None] = _do_nothing  # called before each collective
+        self.before_blocking: Callable[[], None] = _do_nothing  # called before those that wait for all ranks at once
+
+    @property
+    def store(self) -> Any:
+        """The key-value store of the process group, where ranks leave messages without a collective."""
+        group: Any = self._world.group or dist.group.WORLD
+        return dist.distributed_c10d._get_process_group_store(group)
+
+    def gather(self, full: Tensor, shard: Tensor, what: str) -> PendingCollective:
+        """Fill `full` with the shards of all ranks. `what` names the collective in errors."""
+        if self._world.size == 1:
+            return PendingCollective(_do_nothing, _do_nothing)
+        mine = shard.clone()  # the shard is a part of `full` itself
+        wait = self._start(what, lambda: _all_gather(full, mine, group=self._world.group, async_op=True))
+        return PendingCollective(wait, _do_nothing, (mine,))
+
+    def reduce(self, gradients: Tensor, shard: Tensor, what: str) -> PendingCollective:
+        """Leave in `shard` the sum of that part of the gradients over all ranks."""
+        size = self._world.size
+        group = self._world.group
+        if size == 1:
+            return PendingCollective(_do_nothing, _do_nothing)
+        if self._reduction == "library":
+            total = torch.empty_like(shard)
+            wait = self._start(what, lambda: _reduce_scatter(total, gradients, group=group, async_op=True))
+            return PendingCollective(wait, lambda: _copy(shard, total), (total,))
+        parts = torch.empty_like(gradients)
+        wait = self._start(what, lambda: dist.all_to_all_single(parts, gradients, group=group, async_op=True))
+        return PendingCollective(wait, lambda: sum_in_order(shard, parts.view(size, -1)), (parts,))
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum of a scalar over all ranks, in their order."""
+        if self._world.size == 1:
+            return value
+        self.before_blocking()
+        values = self._all_gather_now(value.view(1), "the sum of a scalar")
+        total = values[0].clone()
+        for part in values[1:]:
+            total += part
+        return total
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Exchange strings: what each rank passed, in the order of ranks."""
+        if self._world.size == 1:
+            return [text]
+        self.before_blocking()
+        device = self._world.device
+        content = text.encode(errors="surrogatepass")
+        # One byte more than needed, because frombuffer refuses an empty buffer.
+        mine = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8).to(device)[:-1]
+        what = "the exchange of strings"
+        lengths = self._all_gather_now(torch.tensor([len(mine)], device=device), what).tolist()
+        longest = max(lengths)
+        if longest == 0:
+            return [""] * self._world.size
+        padded = mine.new_zeros(longest)
+        padded[: len(mine)] = mine
+        rows = self._all_gather_now(padded, what).view(self._world.size, -1).cpu()
+        texts = []
+        for row, length in zip(rows, lengths, strict=True):
+            texts.append(row[:length].numpy().tobytes().decode(errors="surrogatepass"))
+        return texts
+
+    def _all_gather_now(self, mine: Tensor, what: str) -> Tensor:
+        """The tensors of all ranks, one after the other."""
+        gathered = mine.new_empty(self._world.size * len(mine))
+        wait = self._start(what, lambda: _all_gather(gathered, mine, group=self._world.group, async_op=True))
+        wait()
+        return gathered
+
+    def _start(self, what: str, call: Callable[[], Any]) -> Callable[[], None]:
+        """Start a collective, and return a function that waits for it."""
+        assert self.liveness is not None
+        self.before_starting()
+        with self._explain_errors(what):
+            self.liveness.check()
+            self.liveness.report_progress(what)
+            work = call()
+
+        def wait() -> None:
+            with self._explain_errors(what):
+                self._wait(work, what)
+
+        return wait
+
+    def _wait(self, work: Any, what: str) -> None:
+        """Wait as long as all ranks are alive, but no longer than the timeout."""
+        assert self.liveness is not None
+        if not self._world.device.startswith("cpu"):
+            work.wait(timedelta(seconds=self.timeout))  # one wait only: NCCL aborts a collective whose wait times out
+            return
+        deadline = self.liveness.clock() + self.timeout
+        while True:
+            try:
+                work.wait(_CHECK_INTERVAL)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            self.liveness.check()
+            if self.liveness.clock() > deadline:
+                reason = self.liveness.report_timeout(what)
+                raise RankLost(reason, self.liveness.lost_rank)
+
+    @contextmanager
+    def _explain_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RankLost as error:
+            message = f"rank {self._world.rank}: {what} failed: {error}"
+            raise CommunicationError(message, error.lost_rank) from error
+        except RuntimeError as error:
+            assert self.liveness is not None
+            reason = self.liveness.wait_for_loss() or "all ranks are alive"
+            message = f"rank {self._world.rank}: {what} failed: {reason} ({_last_line(error)})"
+            raise CommunicationError(message, self.liveness.lost_rank) from error
+
+
+def _last_line(error: BaseException) -> str:
+    """A summary of an error of PyTorch, whose text may begin with a C++ stack trace."""
+    return str(error).strip().splitlines()[-1]
+
+
+def _copy(shard: Tensor, total: Tensor) -> None:
+    shard.copy_(total)
+
+
+def sum_in_order(shard: Tensor, parts: Tensor) -> None:
+    """Add up the rows of `parts` from the first to the last."""
+    shard.copy_(parts[0])
+    for part in parts[1:]:
+        shard.add_(part)

@@ -1,0 +1,240 @@
+"""When gradients are reduced: each bucket as soon as its last gradient has arrived, in the same order on all ranks.
+
+Owns the gradients of the current optimizer step, from their arrival until the optimizer has used them or the step is
+aborted. Before its first reduction, a rank starts all gathers it has not needed, so that all ranks start the same
+collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from rollgraph.distributed.world import World
+from rollgraph.sharding.bucket_sync import BucketSync
+from rollgraph.sharding.collectives import Collectives
+from rollgraph.sharding.flat_buffer import FlatBuckets
+from rollgraph.sharding.parameter_gathers import ParameterGathers
+from rollgraph.sharding.step_abort import StepAborted, StepAborts
+
+
+class GradientReductions:
+    """The gradients of one optimizer step after another. `buckets` are those with trained parameters."""
+
+    def __init__(
+        self,
+        flat: FlatBuckets,
+        buckets: Sequence[BucketSync],
+        gathers: ParameterGathers,
+        world: World,
+        collectives: Collectives,
+        *,
+        overlap: bool,
+        aborts: StepAborts | None,
+    ) -> None:
+        self._flat = flat
+        self.buckets = buckets
+        self._gathers = gathers
+        self._world = world
+        self._collectives = collectives
+        self._overlap = overlap
+        self._aborts = aborts  # None with a single rank
+        self._members = {bucket.index: set(bucket.parameters) for bucket in buckets}
+        self._arrived: set[Tensor] = set()
+        self._synchronize = True
+        self._joining_abort = False
+        self._unfinished = False  # there are gradients that finish() has not reduced
+        self._finished = False  # the gradients are reduced and wait for the optimizer
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before = self._synchronize
+        self._synchronize = False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    # -- arrival -----------------------------------------------------------------------------------
+
+    def accumulate(self, parameter: Tensor) -> None:
+        """Autograd has left a gradient in `parameter.grad`: move it to the flat buffer."""
+        if self._move_to_buffer(parameter):
+            self.arrive(parameter)
+
+    def _move_to_buffer(self, parameter: Tensor) -> bool:
+        buffer = self._flat.grad_buffers.get(parameter)
+        if parameter.grad is None or buffer is None:  # finish() refuses a parameter that has no buffer
+            return False
+        self.join_abort()
+        self._check_not_late(parameter)
+        buffer.add_(parameter.grad)
+        parameter.grad = None
+        return True
+
+    def arrive(self, parameter: Tensor) -> None:
+        """A gradient is in the flat buffer: reduce its bucket if it was the last one."""
+        self._check_not_late(parameter)
+        self._unfinished = True
+        if not self._synchronize:
+            return
+        self._arrived.add(parameter)
+        if self._overlap:
+            self._reduce_complete_buckets()
+
+    def _reduce_complete_buckets(self) -> None:
+        """In bucket order, whichever gradient arrives first: all ranks must start their collectives in one order."""
+        for bucket in self.buckets:
+            if not bucket.reduction_started:
+                if not self._members[bucket.index] <= self._arrived:
+                    return
+                self._gathers.start()  # of the buckets that this rank has not read
+                self._start_reduction(bucket)
+
+    def _start_reduction(self, bucket: BucketSync) -> None:
+        if self._aborts is not None:
+            self._aborts.announce_reduction()
+        bucket.start_reduction()
+
+    def _check_not_late(self, parameter: Tensor) -> None:
+        bucket = self._gathers.bucket_of[parameter]
+        if bucket.reduction_started:
+            raise RuntimeError(
+                f"a gradient of {bucket.name} arrived after its reduction had started: run all microbatches but the "
+                "last inside no_sync(), then call finish_gradients() and the optimizer's step"
+            )
+
+    # -- the end of a step -------------------------------------------------------------------------
+
+    def finish(self, model: nn.Module, tokens: Tensor | None, average: bool) -> None:
+        self.join_abort()
+        if self._finished:
+            raise RuntimeError("the gradients are finished already: call the optimizer's step or drop_gradients() next")
+        self._flat.check_memory()
+        self._check_all_known(model)
+        self._collect_missed()
+        self._gathers.start()
+        for bucket in self.buckets:
+            self._start_reduction(bucket)
+        self.wait()
+        self._drop_if_aborted()
+        if average:
+            count = self._world.size if tokens is None else self._collectives.sum(tokens)
+            for shard in self.shards():
+                shard.div_(count)
+        self._unfinished = False
+        self._finished = True
+
+    def wait(self) -> None:
+        """Wait for all reductions in flight."""
+        for bucket in self.buckets:
+            bucket.wait_for_reduction()
+
+    def raise_if_unfinished(self) -> None:
+        """Raise if there are gradients that were not reduced: a step on them would make the ranks diverge."""
+        self.join_abort()
+        if self._unfinished or any(parameter.grad is not None for parameter in self._flat.grad_buffers):
+            raise RuntimeError(
+                "there are gradients that were not reduced over the ranks: call finish_gradients() first"
+            )
+
+    def before_zeroing(self) -> None:
+        self.join_abort()
+        self.wait()
+        if self._finished:  # the optimizer has used them
+            self._reset()
+            if self._aborts is not None:
+                self._aborts.next_step()
+
+    def _collect_missed(self) -> None:
+        """Take gradients that no hook has moved: made during a pause, or of a parameter that was unfrozen since."""
+        for parameter in self._flat.grad_buffers:
+            if self._move_to_buffer(parameter):
+                self._unfinished = True
+                if self._synchronize:
+                    self._arrived.add(parameter)
+
+    def _check_all_known(self, model: nn.Module) -> None:
+        """A parameter that was added or unfrozen later has no gradient buffer, and the ranks would diverge."""
+        known = self._flat.grad_buffers
+        unknown = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
+        if unknown:
+            raise RuntimeError(
+                f"{', '.join(unknown[:3])} requires grad but did not when the ShardedModel was created, so its "
+                "gradient would stay on this rank: create the ShardedModel after the model is final"
+            )
+
+    def _reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.reset_reduction()
+        self._arrived.clear()
+        self._unfinished = False
+        self._finished = False
+
+    # -- aborted steps -----------------------------------------------------------------------------
+
+    @property
+    def aborted(self) -> bool:
+        """Whether this rank aborted a step, and the others have not all followed yet."""
+        return self._aborts is not None and self._aborts.aborted
+
+    def drop(self) -> None:
+        """Forget the gradients of this step. With several ranks, wait for no other rank: `join_abort` does."""
+        for parameter in self._flat.grad_buffers:
+            parameter.grad = None
+        if self._aborts is None:
+            self._forget()
+        else:
+            self._aborts.abort(self._finished)
+
+    def join_abort(self) -> None:
+        """If this rank aborted a step: take part in what the others may wait for, until all have aborted it."""
+        if self._aborts is None or not self._aborts.aborted or self._joining_abort:
+            return
+        self._joining_abort = True
+        try:
+            self._gathers.start()
+            self._aborts.wait_until_all_reached()
+            for bucket in self.buckets:
+                bucket.start_reduction()
+            self._aborts.wait_until_all_aborted()
+            self._forget()
+            self._aborts.next_step()
+        finally:
+            self._joining_abort = False
+
+    def _drop_if_aborted(self) -> None:
+        if self._aborts is None:
+            return
+        try:
+            self._aborts.raise_if_aborted()
+        except StepAborted:
+            self.drop()
+            raise
+
+    def _forget(self) -> None:
+        for bucket in self.buckets:
+            bucket.discard_reduction()
+        self._reset()
+        self._flat.zero_gradients()
+
+    # -- the result --------------------------------------------------------------------------------
+
+    def shards(self) -> list[Tensor]:
+        """This rank's part of the gradients, by bucket."""
+        self.join_abort()
+        return [bucket.bucket.gradient_shard(self._world.rank) for bucket in self.buckets]
+
+    def norm(self) -> Tensor:
+        squares = torch.stack([shard.double().square().sum() for shard in self.shards()]).sum()
+        return self._collectives.sum(squares).sqrt().float()
+
+    def clip(self, max_norm: float) -> Tensor:
+        norm = self.norm()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for shard in self.shards():
+            shard.mul_(factor)
+        return norm

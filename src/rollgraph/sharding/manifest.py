@@ -1,0 +1,129 @@
+"""The format of a sharded checkpoint: safetensors files and a JSON manifest with checksums; never a pickle.
+
+Owns the manifest and the checks of files. A checkpoint holds parameters, not shards: each file says which part of which
+parameter it holds, so any number of ranks can load what any other number saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rollgraph.files import FileError, MissingFile, read_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+UNSHARDED = "rest.safetensors"  # frozen parameters and buffers, whole
+STATE = "state.json"  # what each rank saved apart from tensors
+_REQUIRED = ("shards", "rest", "parameters", "steps", "skipped")
+
+Manifest = dict[str, Any]
+FileRecord = dict[str, Any]  # {"file": name, "bytes": size, "sha256": checksum}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is incomplete, corrupt, of another model, or could not be written."""
+
+
+def read_manifest(source: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all there and have the right size. `verify` reads their contents."""
+    path = source / MANIFEST
+    try:
+        manifest: Any = read_json(path)
+    except MissingFile:
+        raise CheckpointError(f"{source} is no checkpoint: it has no {MANIFEST}") from None
+    except FileError as error:
+        why = f": {error.why}" if error.why else ""
+        raise CheckpointError(f"{path} {error.what}{why}") from None
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(f"{source} has format {version}, expected {FORMAT}")
+    if manifest.get("sha256") != manifest_checksum(manifest):
+        raise CheckpointError(f"{path} is not what was written: its checksum differs")
+    missing = [name for name in _REQUIRED if name not in manifest]
+    if missing:
+        raise CheckpointError(f"{path} is not a checkpoint's manifest: it has no {', '.join(missing)}")
+    _check_sizes(source, list_files(manifest))
+    checked: Manifest = manifest
+    return checked
+
+
+def _check_sizes(source: Path, records: list[FileRecord]) -> None:
+    missing = [record["file"] for record in records if not (source / record["file"]).exists()]
+    if missing:
+        raise CheckpointError(f"{source} is incomplete: {', '.join(missing)} missing")
+    for record in records:
+        path = source / record["file"]
+        size = path.stat().st_size
+        if size != record["bytes"]:
+            raise CheckpointError(f"{path} is not what was written: {size} bytes instead of {record['bytes']}")
+
+
+def verify(source: Path) -> None:
+    """Raise unless every byte of a checkpoint is what was written."""
+    check_files(source, list_files(read_manifest(source)))
+
+
+def read_states(source: Path) -> list[Any]:
+    """The state that each rank saved, in the order of ranks; empty if they saved none."""
+    manifest = read_manifest(source)
+    if "state" not in manifest:
+        return []
+    check_files(source, [manifest["state"]])
+    states: list[Any] = read_json(source / STATE)
+    return states
+
+
+def list_files(manifest: Manifest) -> list[FileRecord]:
+    """The record of each file in the manifest."""
+    files = [*manifest["shards"], manifest["rest"]]
+    if "state" in manifest:
+        files.append(manifest["state"])
+    return files
+
+
+def manifest_checksum(manifest: Mapping[str, Any]) -> str:
+    """The checksum of a manifest's content, whatever its formatting."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def record_file(path: Path) -> FileRecord:
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": _digest(path)}
+
+
+def record_files(source: Path, paths: list[Path]) -> list[FileRecord]:
+    """What `check_files` will compare these files with."""
+    records = []
+    for path, digest in zip(paths, _digests(source, paths), strict=True):
+        name = path.relative_to(source).as_posix()
+        records.append({"file": name, "bytes": path.stat().st_size, "sha256": digest})
+    return records
+
+
+def check_files(source: Path, records: list[FileRecord]) -> None:
+    """Raise unless every byte of these files is what was written."""
+    paths = [source / record["file"] for record in records]
+    for path, record, digest in zip(paths, records, _digests(source, paths), strict=True):
+        if digest != record["sha256"]:
+            raise CheckpointError(f"{path} is not what was written: its checksum differs")
+
+
+def _digests(source: Path, paths: list[Path]) -> list[str]:
+    try:
+        with ThreadPoolExecutor() as pool:  # hashing releases the GIL
+            return list(pool.map(_digest, paths))
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

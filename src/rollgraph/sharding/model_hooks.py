@@ -1,0 +1,138 @@
+"""The hooks of a sharded model: which ones a module gets, and when they follow a change of the module tree.
+
+Owns all handles on the model. What the hooks do is in `parameter_gathers.py` and `gradient_reductions.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from rollgraph.graph.hooks import GraphHooks, Moment
+from rollgraph.sharding.hook_set import HookSet, HookState, InertWhenCopied
+
+
+class HookActions(Protocol):
+    """What the hooks call. `ShardedModel` implements it."""
+
+    def ensure_gathered(self, parameters: Sequence[Tensor]) -> None: ...
+    def accumulate_gradient(self, parameter: Tensor) -> None: ...
+    def gradient_arrived(self, parameter: Tensor) -> None: ...
+    def raise_if_stale(self, parameters: Sequence[Tensor]) -> None: ...
+    def before_state_dict(self) -> None: ...
+    def before_load_state_dict(self) -> None: ...
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model carries the hooks of a ShardedModel. A copy of such a model does not."""
+    hooks = model._state_dict_pre_hooks.values()
+    return any(isinstance(hook, InertWhenCopied) and not hook.is_copy for hook in hooks)
+
+
+class ModelHooks:
+    """The hooks on `model`, for the parameters in `known`."""
+
+    def __init__(self, model: nn.Module, known: Mapping[Tensor, Any], actions: HookActions) -> None:
+        self._model = model
+        self._known = known
+        self._actions = actions
+        self.hooks = HookSet(model, self._choose_hooks)
+        self._guards = HookSet(model, self._choose_guards)  # never paused: they only check
+        before_state_dict = InertWhenCopied(lambda module, prefix, keep_vars: actions.before_state_dict())
+        before_load = InertWhenCopied(lambda *arguments: actions.before_load_state_dict())
+        before_forward = InertWhenCopied(lambda module, args: self.follow_tree())
+        self._handles = [
+            model.register_state_dict_pre_hook(before_state_dict),
+            model.register_load_state_dict_pre_hook(before_load),
+            model.register_forward_pre_hook(before_forward, prepend=True),
+        ]
+        self._tree: TreeView | None = None
+        self.hooks.enable()
+        self.follow_tree()
+
+    def follow_tree(self) -> None:
+        """Cover modules that were added, and parameters that were tied, replaced or unfrozen, since the last call.
+
+        Called by each forward of the model itself, and at each pause.
+        """
+        tree = TreeView(self._model)
+        if self._tree is None or tree.key != self._tree.key:
+            self._tree = tree
+            self._guards.enable()
+            if self.hooks.state is HookState.ON:
+                self.hooks.enable()
+
+    def remove(self) -> None:
+        self.hooks.disable()
+        self._guards.disable()
+        for handle in self._handles:
+            handle.remove()
+
+    def _own_parameters(self, module: nn.Module) -> list[Tensor]:
+        return [p for p in module._parameters.values() if p is not None and p in self._known]
+
+    def _choose_hooks(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
+        own = self._own_parameters(module)
+        if not own and module is not self._model:
+            return {}
+
+        def gather(module: nn.Module, args: Any) -> None:
+            self._actions.ensure_gathered(self._own_parameters(module) or own)  # a capture replaces them meanwhile
+
+        return {"forward_pre": gather, "gradient": self._actions.accumulate_gradient}
+
+    def _choose_guards(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
+        own = self._own_parameters(module)
+        if not own and module is not self._model:
+            return {}
+
+        def check(module: nn.Module, args: Any) -> None:
+            if module not in self.hooks:  # otherwise its hook gathers, before or after this one
+                self._actions.raise_if_stale(self._own_parameters(module) or own)
+
+        return {"forward_pre": check}
+
+    def graph_hooks(self, module: nn.Module) -> GraphHooks:
+        own = [parameter for parameter in module.parameters() if parameter in self._known]
+
+        def gather(target: Any, args: Any, kwargs: Any) -> None:
+            self._actions.ensure_gathered(own)
+
+        def reduce(target: Any) -> None:
+            for parameter in own:
+                if parameter.requires_grad:
+                    self._actions.gradient_arrived(parameter)
+
+        always: tuple[Moment, ...] = ("warmup", "capture", "replay")
+        return GraphHooks([gather], (), (), [reduce], when={"pre_forward": always, "post_backward": ("replay",)})
+
+
+class TreeView:
+    """What a module tree consists of, so that two views can be compared.
+
+    It keeps references to what it saw, so that no id is reused.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: list[object] = []
+        self.key: list[int] = []
+        open_modules = [model]
+        while open_modules:
+            module = open_modules.pop()
+            self._seen.append(module)
+            self.key.append(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._seen.append(parameter)
+                    self.key += (_identify(parameter), parameter.requires_grad)
+            open_modules += [child for child in module._modules.values() if child is not None]
+
+
+def _identify(parameter: Tensor) -> int:
+    """By its memory: a capture may put another tensor over the same memory in a parameter's place."""
+    try:
+        return parameter.data_ptr()
+    except RuntimeError:  # under torch.func a tensor has no memory
+        return id(parameter)
