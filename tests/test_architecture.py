@@ -34,8 +34,8 @@ class Layer:
 # fmt: off
 LAYERS = (
     Layer("values", (
-        "files.py", "types.py",
-        "config/limits.py", "config/schema.py", "config/reader.py", "config/keys.py",
+        "errors.py", "files.py", "types.py",
+        "config/limits.py", "config/problems.py", "config/schema.py", "config/reader.py", "config/keys.py",
         "distributed/liveness.py", "distributed/world.py",
         "telemetry/metrics.py", "telemetry/sinks.py", "telemetry/terminal.py",
     ), packages=frozenset()),

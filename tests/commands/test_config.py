@@ -75,9 +75,9 @@ def test_names_and_options_of_what_is_built_in_are_checked(run_file: Path, capsy
         assert main([main_command, str(run_file)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 3
-        assert f"{run_file}:7: algorithm.options.clip_lo: algorithm 'grpo' has no setting 'clip_lo'" in lines[0]
+        assert f"{run_file}:7: algorithm.options.clip_lo: algorithm 'grpo' has no such setting" in lines[0]
         assert f"{run_file}:10: reward.functions[0].name: there is no reward 'exact_macth'; did you mean" in lines[1]
-        assert f"{run_file}:12: reward.functions[1].options.colum: reward 'exact_match' has no option" in lines[2]
+        assert f"{run_file}:12: reward.functions[1].options.colum: reward 'exact_match' has no such option" in lines[2]
     assert main(["config", str(run_file), "algorithm.name=grop", "reward.functions=[{name: exact_match}]"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("override 'algorithm.name=grop': algorithm.name: there is no algorithm 'grop'")

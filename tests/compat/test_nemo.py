@@ -281,8 +281,8 @@ def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
         ("policy.max_total_sequence_length", 0, "expected a whole number ≥ 1, got 0"),
         ("grpo.max_num_steps", -1, "expected a whole number ≥ 1, got -1"),
         ("grpo.num_generations_per_prompt", 1, "grpo compares the samples of a prompt, so it needs 2 or more"),
-        ("loss_fn.ratio_clip_min", 2, "algorithm.options.clip_low=2.0: expected a number from 0 to 1"),
-        ("loss_fn.reference_policy_kl_type", "k9", "algorithm.options.kl_estimator='k9': expected k1 or k2 or k3"),
+        ("loss_fn.ratio_clip_min", 2, "algorithm.options.clip_low: expected a number from 0 to 1, got 2.0"),
+        ("loss_fn.reference_policy_kl_type", "k9", "algorithm.options.kl_estimator: expected k1 or k2 or k3, got 'k9'"),
     ],
 )
 def test_a_value_that_ours_refuses_is_that_one_key(key: str, value: Any, reason: str) -> None:

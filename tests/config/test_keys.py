@@ -46,7 +46,7 @@ def write(folder: Path, **files: str) -> Path:
 def problems_of(text: str, *overrides: str) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         parse_config(text, overrides, name="run.yaml")
-    return caught.value.problems
+    return tuple(map(str, caught.value.problems))
 
 
 def test_what_is_not_given_is_the_default() -> None:
@@ -114,7 +114,7 @@ def test_all_problems_are_reported_together_each_at_its_own_place(tmp_path: Path
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["steps=0", "rollout.rows", "log.sinks=[jsonl"])
     base = tmp_path / "base.yaml"
-    assert sorted(caught.value.problems) == sorted(
+    assert sorted(map(str, caught.value.problems)) == sorted(
         [
             "override 'rollout.rows': expected key=value",
             "override 'log.sinks=[jsonl': not YAML: expected ',' or ']', but got '<stream end>'",

@@ -111,15 +111,15 @@ def test_a_state_of_other_data_is_refused() -> None:
     data = PromptData(rows_of(8), TOKENIZER, prompts_per_step=2, seed=1)
     state = data.state()
     for change, message in [
-        ({"seed": 2}, "seed is 1 here and 2"),
-        ({"rows": 9}, "rows is 8 here and 9"),
-        ({"shuffle": False}, "shuffle is True"),
-        ({"cursor": "3"}, "cursor is '3'"),
-        ({"cursor": -1}, "cursor is -1"),
+        ({"seed": 2}, "seed: is 1 here but 2"),
+        ({"rows": 9}, "rows: is 8 here but 9"),
+        ({"shuffle": False}, "shuffle: is True"),
+        ({"cursor": "3"}, "cursor: .* got '3'"),
+        ({"cursor": -1}, "cursor: .* got -1"),
     ]:
         with pytest.raises(DataError, match=message):
             data.load_state(state | change)
-    with pytest.raises(DataError, match="rows is 8 here and None"):
+    with pytest.raises(DataError, match="rows: is 8 here but None"):
         data.load_state({})
     assert data.state() == state
 
@@ -150,18 +150,18 @@ def test_texts_chats_and_columns(tmp_path: Path) -> None:
 BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"prompt": "a"', "Expecting"),
     (b'{"prompt": "\xff"}', "utf-8"),
-    ("[1]", "is a list instead of an object"),
-    ('{"question": "a"}', "needs either 'prompt' or 'messages', and has 'question'"),
-    ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "not both"),
-    ('{"prompt": 5}', "'prompt' is 5 instead of a text"),
-    ('{"prompt": null}', "'prompt' is None instead of a text"),
-    ('{"prompt": ""}', "'prompt' is '' instead of a text"),
-    ('{"prompt": "\\ud800"}', "instead of a text"),
-    ('{"messages": []}', "'messages' is"),
-    ('{"messages": [{"role": "user"}]}', "'messages' is"),
-    ('{"messages": [{"role": "user", "content": 1}]}', "both texts"),
+    ("[1]", "expected an object with a 'prompt', got a list"),
+    ('{"question": "a"}', "expected either 'prompt' or 'messages', got 'question'"),
+    ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "got both"),
+    ('{"prompt": 5}', "'prompt' must be text, got 5"),
+    ('{"prompt": null}', "'prompt' must be text, got None"),
+    ('{"prompt": ""}', "'prompt' must be text, got ''"),
+    ('{"prompt": "\\ud800"}', "must be text"),
+    ('{"messages": []}', "'messages' must be a list"),
+    ('{"messages": [{"role": "user"}]}', "'messages' must be a list"),
+    ('{"messages": [{"role": "user", "content": 1}]}', "both text"),
     ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is there twice"),
-    ('{"prompt": "a", "completions": 1}', "the column 'completions' has the name of"),
+    ('{"prompt": "a", "completions": 1}', "the column 'completions' has the name of an argument"),
     ('{"prompt": "a", "x": ' + "[" * 101 + "]" * 101 + "}", "has more than 100 objects and lists inside each other"),
     ('{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "has more than 100 objects and lists"),
     ('{"prompt": "a"}'.encode("utf-16"), "utf-8"),
@@ -202,7 +202,7 @@ def test_a_prompt_that_cannot_be_encoded_is_named_at_the_start_or_left_out(tmp_p
     data = PromptData(load_rows(path), tokenizer, too_long="drop", **options)
     assert data.dropped == 1
     assert ids_of(data, 3) == [[0], [2], [0]]
-    with pytest.raises(DataError, match=r"every one of 1 prompts is left out: row:1: cannot encode 'xyz'"):
+    with pytest.raises(DataError, match=r"row:1: all 1 prompts are dropped, the first because: cannot encode 'xyz'"):
         PromptData(make_rows([{"prompt": "xyz"}]), tokenizer, too_long="drop", **options)
 
 
@@ -211,7 +211,7 @@ def test_files_that_are_no_data(tmp_path: Path) -> None:
         load_rows(write(tmp_path, "", "  "))
     with pytest.raises(DataError, match="no such file"):
         load_rows(tmp_path / "missing.jsonl")
-    with pytest.raises(DataError, match=r"is a \.jsonl file"):
+    with pytest.raises(DataError, match=r"expected a \.jsonl file"):
         load_rows(tmp_path / "data.csv")
 
 
@@ -219,13 +219,15 @@ def test_too_long_is_found_at_the_start_or_left_out(tmp_path: Path) -> None:
     path = write(tmp_path, *(json.dumps({"prompt": "x" * length}) for length in (3, 9, 4, 5)))
     rows = load_rows(path)
     options: dict[str, Any] = {"prompts_per_step": 1, "seed": 0, "shuffle": False}
-    with pytest.raises(DataError, match="the prompt has 9 tokens, max_prompt_tokens is 4") as caught:
+    with pytest.raises(
+        DataError, match=r"max_prompt_tokens: .*: the prompt has 9 tokens, and the limit is 4"
+    ) as caught:
         PromptData(rows, TOKENIZER, max_prompt_tokens=4, **options)
-    assert str(caught.value).startswith(f"{path}:2: ")
+    assert caught.value.place == f"{path}:2"
     data = PromptData(rows, TOKENIZER, max_prompt_tokens=4, too_long="drop", **options)
     assert (len(data), data.dropped) == (2, 2)
     assert ids_of(data, 4) == [[0], [2], [0], [2]]
-    with pytest.raises(DataError, match="every one of 4 prompts"):
+    with pytest.raises(DataError, match="all 4 prompts are dropped"):
         PromptData(rows, TOKENIZER, max_prompt_tokens=2, too_long="drop", **options)
 
 
@@ -234,7 +236,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         PromptData([], TOKENIZER, prompts_per_step=1, seed=0)
     with pytest.raises(ValueError, match="each of 3 ranks needs at least one"):
         PromptData(rows_of(5), TOKENIZER, prompts_per_step=2, seed=0, ranks=3)
-    with pytest.raises(ValueError, match="rank=2 of ranks=2"):
+    with pytest.raises(ValueError, match="rank: must be at least 0 and less than ranks=2, got 2"):
         PromptData(rows_of(5), TOKENIZER, prompts_per_step=2, seed=0, rank=2, ranks=2)
     rows = make_rows([{"messages": [{"role": "nobody", "content": "a"}]}], name="mine")
     TOKENIZER.save(tmp_path)
@@ -282,10 +284,10 @@ def test_columns_are_what_json_can_hold() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (b"PNG", "mine:2: the column 'image' has bytes, b'PNG': make it text or numbers, or leave it out"),
-        ({"bytes": b"PNG"}, "mine:2: the column 'image.bytes' has bytes"),
-        ([{1: 2}], "mine:2: the column 'image' has dict"),
-        ({1, 2}, "mine:2: the column 'image' has set"),
+        (b"PNG", "mine:2: the column 'image' holds bytes (b'PNG'); convert it to text or numbers, or leave it out"),
+        ({"bytes": b"PNG"}, "mine:2: the column 'image.bytes' holds bytes"),
+        ([{1: 2}], "mine:2: the column 'image' holds dict"),
+        ({1, 2}, "mine:2: the column 'image' holds set"),
     ],
 )
 def test_columns_that_json_cannot_hold(value: Any, message: str) -> None:

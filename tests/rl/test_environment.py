@@ -220,12 +220,16 @@ def test_loading(tmp_path: Path) -> None:
     for name, options, message in [
         (f"{path}:Fine", {}, r"missing a required argument: 'size'; its signature is \(size\)"),
         (f"{path}:Fine", {"size": 1, "sise": 2}, "unexpected keyword argument 'sise'"),
-        (f"{path}:NoStop", {}, "an environment has `stop`"),
-        (f"{path}:NoRun", {}, r"run is called as \(generate, prompts\)"),
-        (multi, several | {"reply": f"{path}:one", "tokenizer": TOKENIZER}, r"reply is called as \(text, prompt\)"),
+        (f"{path}:NoStop", {}, "an environment must have `stop`"),
+        (f"{path}:NoRun", {}, r"run: is called as \(generate, prompts\)"),
+        (multi, several | {"reply": f"{path}:one", "tokenizer": TOKENIZER}, r"reply: is called as \(text, prompt\)"),
         (multi, several | {"reply": f"{path}:answer"}, "missing a required argument: 'tokenizer'"),
         (multi, several | {"reply": f"{path}:answer", "tokenizer": TOKENIZER, "stop": "ab"}, "a list of strings"),
-        (multi, several | {"reply": f"{path}:answer", "tokenizer": TOKENIZER, "max_turns": 0}, "max_turns=0"),
+        (
+            multi,
+            several | {"reply": f"{path}:answer", "tokenizer": TOKENIZER, "max_turns": 0},
+            "max_turns: must be at least 1, got 0",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             load_environment(name, **options)

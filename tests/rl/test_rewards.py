@@ -205,7 +205,7 @@ def test_needed_columns_are_checked(functions: str) -> None:
     rewards.check_columns(["gold", "answer"])
     with pytest.raises(LoadError, match="'seen' needs the column 'answer'; did you mean 'answers'"):
         rewards.check_columns(["answers", "gold"])
-    with pytest.raises(LoadError, match=r"'exact_match' needs the column 'gold' \(there is \['answer'\]\)"):
+    with pytest.raises(LoadError, match=r"'exact_match' needs the column 'gold' \(the data has \['answer'\]\)"):
         rewards.check_columns(["answer"])
 
 
@@ -286,9 +286,9 @@ def test_a_sum_too_large_to_learn_from_costs_its_sample(functions: str) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e16, 10**400, -(10**5000)], ids=range(5))
 def test_settings_that_would_spoil_every_sum_are_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="on_failure="):
+    with pytest.raises(ValueError, match="on_failure: expected a number from"):
         RewardFunctions(["exact_match"], on_failure=value)
-    with pytest.raises(LoadError, match=r"'exact_match': weight=.* is no finite number"):
+    with pytest.raises(LoadError, match=r"weight: reward 'exact_match' needs a number from"):
         RewardFunctions([{"name": "exact_match", "weight": value}])
 
 
@@ -422,24 +422,27 @@ rewards.score([Rollout(Prompt(0, (), ""), [], [], [], "hang")])
     ("spec", "message"),
     [
         ("exact_mach", "did you mean 'exact_match'"),
-        ({"name": "length", "weigth": 1}, "no 'weigth'; did you mean 'weight'"),
+        ({"name": "length", "weigth": 1}, "weigth: a reward has no such key; did you mean 'weight'"),
         ({"weight": 1}, "needs a name"),
-        ({"name": "length", "weight": "much"}, "weight='much' is no finite number"),
-        ({"name": "exact_match", "options": {"colum": "a"}}, r"no option 'colum'; it is exact_match\(column"),
+        ({"name": "length", "weight": "much"}, "weight: reward 'length' needs a number from .*, got 'much'"),
+        (
+            {"name": "exact_match", "options": {"colum": "a"}},
+            r"options\.colum: .* has no such option; its signature is exact_match\(column",
+        ),
         ({"name": "regex_format"}, "missing a required argument: 'pattern'"),
-        ({"name": "regex_format", "options": {"pattern": "("}}, "no regular expression"),
+        ({"name": "regex_format", "options": {"pattern": "("}}, "not a regular expression"),
         ({"name": "length", "options": {"limit": 5, "target": 5}}, "either a limit or a target"),
         ("FILE:nowhere", "functions.py has no 'nowhere'"),
         ("FILE:lenghts", "did you mean 'lengths'"),
-        ("FILE:constant", "is 5 instead of a plain function"),
-        ("FILE:later", "instead of a plain function"),
-        ("FILE:only_position", "is called with names"),
+        ("FILE:constant", "is 5, not a plain function"),
+        ("FILE:later", "not a plain function"),
+        ("FILE:only_position", "is called with keyword arguments"),
         ("FILE:no_completions", r"has the signature \(prompts\)"),
-        ({"name": "FILE:lengths", "options": {"x": 1}}, "signature cannot be used"),
+        ({"name": "FILE:lengths", "options": {"x": 1}}, "signature of reward .* cannot be used"),
         ("no_such_package.rewards:f", "there is no module 'no_such_package'"),
         ("rollgraph.rl.no_such:f", "there is no module 'rollgraph.rl.no_such'"),
         ("missing.py:f", r"there is no file missing\.py"),
-        ("file.py:", "write 'package.module:name'"),
+        ("file.py:", "expected 'package.module:name'"),
     ],
 )
 def test_what_cannot_be_loaded(functions: str, spec: Any, message: str) -> None:

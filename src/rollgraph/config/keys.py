@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rollgraph.config.limits import LARGEST
-from rollgraph.config.reader import ConfigError, load_tree, read_tree, to_dict, to_yaml
+from rollgraph.config.problems import ConfigError, ConfigProblem
+from rollgraph.config.reader import load_tree, read_tree, to_dict, to_yaml
 from rollgraph.config.schema import COMMAS, PATH, Key, Limit, keys_of, schema_of, spell
 
 __all__ = [
     "Config",
     "ConfigError",
+    "ConfigProblem",
     "Key",
     "broken_rules",
     "check_scopes",
@@ -281,12 +283,13 @@ def check_scopes(config: Config, ranks: int) -> tuple[Scope, ...]:
     scopes = config.graph.scope or legal[:1]
     if config.model.checkpointing and "step" not in scopes:
         wrong = f"needs a graph of the whole step (one rank, graph.scope: step), not of {', '.join(scopes)}"
-        raise ConfigError([f"model.checkpointing: {wrong}"])
+        raise ConfigError([ConfigProblem(wrong, "model.checkpointing")])
     if config.graph.impl == "none":
         return ()
     if illegal := [scope for scope in scopes if scope not in legal]:
         found = ", ".join(illegal)
-        raise ConfigError([f"graph.scope: {found} is not possible with {ranks} ranks; expected {', '.join(legal)}"])
+        wrong = f"{found} is not possible with {ranks} ranks; expected {', '.join(legal)}"
+        raise ConfigError([ConfigProblem(wrong, "graph.scope")])
     return scopes
 
 

@@ -15,20 +15,13 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from rollgraph import files
+from rollgraph.config.problems import ConfigError, ConfigProblem
 from rollgraph.config.schema import COMMAS, PATH, Limit, hints_of, keys_of, spell, unwrap
 from rollgraph.files import DEEPEST, TOO_DEEP, FileError, MissingFile
 
 MOST_VALUES = 30_000  # of a file: aliases and interpolations can multiply a few lines without end
 MOST_DIGITS = 4300  # of a whole number: Python converts no longer ones
 LARGEST_NUMBER = 2**63 - 1
-
-
-class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line for each problem."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
 
 
 T = TypeVar("T")
@@ -226,7 +219,8 @@ def read_tree(
             reader.problems += error.problems
     config: T = reader.section(kind, tree, "")
     if not reader.problems:
-        reader.problems += [f"{reader.place(key)}: {key}: {wrong} [{rule}]" for rule, key, wrong in rules(config)]
+        for rule, key, wrong in rules(config):
+            reader.problems.append(ConfigProblem(wrong, key, reader.place(key), rule))
     if reader.problems:
         raise ConfigError(reader.problems)
     return config
@@ -240,7 +234,7 @@ class _Reader:
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self.problems: list[str] = []
+        self.problems: list[ConfigProblem] = []
         self.places: dict[str, str] = {}
 
     def place(self, key: str) -> str:
@@ -253,9 +247,8 @@ class _Reader:
         hints, dot = hints_of(kind), f"{key}." if key else ""
         before = len(self.problems)
         for name in [name for name in node.value if name not in hints]:
-            self.problems.append(
-                f"{node.value[name].place}: {dot}{name}: unknown key; {_nearest(name, dot, hints, self.root)}"
-            )
+            detail = f"unknown key; {_nearest(name, dot, hints, self.root)}"
+            self.problems.append(ConfigProblem(detail, dot + name, node.value[name].place))
         values = {}
         for item in fields(kind):
             inner, _ = unwrap(hints[item.name])
@@ -264,7 +257,7 @@ class _Reader:
             elif is_dataclass(inner):
                 values[item.name] = self.section(inner, Node({}, node.place), dot + item.name)
             elif item.default is MISSING and item.default_factory is MISSING:
-                self.problems.append(f"{node.place}: {dot}{item.name}: required, but missing")
+                self.problems.append(ConfigProblem("required, but missing", dot + item.name, node.place))
         return kind(**values) if len(self.problems) == before else _WRONG
 
     def read(self, kind: Any, node: Node, key: str) -> Any:
@@ -272,7 +265,7 @@ class _Reader:
         before = len(self.problems)
         value = self._convert(kind, node, key)
         if value is _WRONG and len(self.problems) == before:
-            self.problems.append(f"{node.place}: {key}: expected {spell(kind)}, got {_got(node)}")
+            self.problems.append(ConfigProblem(f"expected {spell(kind)}, got {_got(node)}", key, node.place))
         return value
 
     def _convert(self, kind: Any, node: Node, key: str) -> Any:
@@ -295,12 +288,13 @@ class _Reader:
         if origin is Literal:
             return value if value in args else _WRONG
         if kind in (int, float) and type(value) is int and abs(value) > LARGEST_NUMBER:
-            self.problems.append(f"{node.place}: {key}: {_got(node)} is larger than 2^63 - 1")
+            self.problems.append(ConfigProblem(f"{_got(node)} is larger than 2^63 - 1", key, node.place))
             return _WRONG
         if kind is float and type(value) is int:
             value = float(value)
         if PATH in notes and isinstance(value, str) and "\0" in value:
-            self.problems.append(f"{node.place}: {key}: a path cannot hold a NUL character, as {_got(node)} does")
+            detail = f"a path cannot hold a NUL character, got {_got(node)}"
+            self.problems.append(ConfigProblem(detail, key, node.place))
             return _WRONG
         limits = [note for note in notes if isinstance(note, Limit)]
         return value if type(value) is kind and all(limit.holds(value) for limit in limits) else _WRONG

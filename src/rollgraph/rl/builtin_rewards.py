@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from rollgraph.errors import InvalidInput
 from rollgraph.rl.paths import import_extra
 
 Function = Callable[..., list[float | None]]
@@ -17,7 +18,7 @@ Function = Callable[..., list[float | None]]
 
 def exact_match(column: str = "answer", extract: str | None = None, ignore_case: bool = False) -> Function:
     """1 if the completion is the answer, stripped; with `extract`, the last match of that pattern (its group 1)."""
-    pattern = _compile(extract) if extract is not None else None
+    pattern = None if extract is None else _compile(extract, argument="extract")
 
     def normalise(text: str) -> str:
         return text.strip().casefold() if ignore_case else text.strip()
@@ -39,7 +40,7 @@ def numeric_match(column: str = "answer", tolerance: float = 1e-6) -> Function:
     Reads 1,234.5, 6.02e23, 3/4 and \\frac{3}{4}.
     """
     if not 0 <= tolerance < math.inf:
-        raise ValueError(f"tolerance={tolerance} is no finite number of at least 0")
+        raise InvalidInput(f"expected a finite number that is not negative, got {tolerance}", argument="tolerance")
 
     def compare(completion: str, answer: str) -> bool:
         wanted, found = last_number(answer), last_number(completion)
@@ -65,7 +66,7 @@ def math_verify(column: str = "answer") -> Function:
 
 def regex_format(pattern: str) -> Function:
     """1 if the pattern is found; `.` matches line ends as well, ^ and $ are the ends of the completion."""
-    compiled = _compile(pattern)
+    compiled = _compile(pattern, argument="pattern")
 
     def score(completions: list[str]) -> list[float | None]:
         return [float(compiled.search(text) is not None) for text in completions]
@@ -80,11 +81,11 @@ def length(limit: int | None = None, free: int = 0, target: int | None = None) -
     many tokens away from it or more.
     """
     if (limit is None) == (target is None):
-        raise ValueError("length has either a limit or a target")
+        raise InvalidInput("the reward `length` takes either a limit or a target")
     if limit is not None and not 0 <= free < limit:
-        raise ValueError(f"length: free={free} is less than limit={limit}, and at least 0")
+        raise InvalidInput(f"must be at least 0 and less than limit={limit}, got {free}", argument="free")
     if target is not None and target < 1:
-        raise ValueError(f"length: target={target} is at least 1")
+        raise InvalidInput(f"must be at least 1, got {target}", argument="target")
 
     def penalty(count: int) -> float:
         if target is not None:
@@ -131,8 +132,8 @@ def _against(column: str, compare: Callable[[str, str], bool]) -> Function:
     return score
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str, argument: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        raise InvalidInput(f"{pattern!r} is not a regular expression: {error}", argument=argument) from error

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rollgraph.errors import InvalidInput
 from rollgraph.rl.paths import import_extra
 from rollgraph.tokenizer import Message, Tokenizer
 from rollgraph.types import Prompt
@@ -30,8 +31,8 @@ MOST_NESTED = 100  # objects and lists inside each other in one line
 RESERVED = ("prompts", "completions", "completion_ids")  # what rewards are given beside the columns
 
 
-class DataError(ValueError):
-    """A file or a row that cannot be trained on; the message names the line."""
+class DataError(InvalidInput):
+    """A file or a row that cannot be trained on; `place` is the file, or file:line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,13 @@ def load_rows(path: str | os.PathLike[str]) -> list[Row]:
     file = Path(path)
     readers = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
-        raise DataError(f"{file}: data is a .jsonl file (one JSON object in each line) or a .parquet file")
+        detail = "expected a .jsonl file, with one JSON object per line, or a .parquet file"
+        raise DataError(detail, place=str(file))
     if not file.is_file():
-        raise DataError(f"{file}: no such file")
+        raise DataError("no such file", place=str(file))
     rows = [_make_row(entry, f"{file}:{line}") for line, entry in readers[file.suffix](file)]
     if not rows:
-        raise DataError(f"{file}: has no rows")
+        raise DataError("has no rows", place=str(file))
     return rows
 
 
@@ -66,10 +68,10 @@ def split(rows: Sequence[Row], held_out: int | float, seed: int) -> tuple[list[R
     """Rows to train on and rows to validate with: a number of them or, as a float, a share. Both keep their order."""
     if isinstance(held_out, float):
         if not 0 <= held_out < 1:
-            raise DataError(f"held_out={held_out}: a share is at least 0 and less than 1")
+            raise DataError(f"a share must be at least 0 and less than 1, got {held_out}", argument="held_out")
         held_out = max(1, round(held_out * len(rows))) if held_out else 0
     if not 0 <= held_out < len(rows):
-        raise DataError(f"held_out={held_out} of {len(rows)} rows leaves none to train on")
+        raise DataError(f"{held_out} of {len(rows)} rows leaves none to train on", argument="held_out")
     chosen = set(_permute(len(rows), f"split/{seed}")[:held_out].tolist())
     return [row for i, row in enumerate(rows) if i not in chosen], [row for i, row in enumerate(rows) if i in chosen]
 
@@ -98,13 +100,14 @@ class PromptData:
         ranks: int = 1,
     ) -> None:
         if not 0 <= rank < ranks:
-            raise ValueError(f"rank={rank} of ranks={ranks}")
+            raise InvalidInput(f"must be at least 0 and less than ranks={ranks}, got {rank}", argument="rank")
         if prompts_per_step < ranks:
-            raise ValueError(f"prompts_per_step={prompts_per_step}: each of {ranks} ranks needs at least one")
+            detail = f"each of {ranks} ranks needs at least one prompt per step, got {prompts_per_step}"
+            raise InvalidInput(detail, argument="prompts_per_step")
         if too_long not in ("error", "drop"):
-            raise ValueError(f"too_long={too_long!r}: is 'error' or 'drop'")
+            raise InvalidInput(f"expected 'error' or 'drop', got {too_long!r}", argument="too_long")
         if not rows:
-            raise DataError("there are no rows")
+            raise DataError("there are no rows", argument="rows")
         self.prompts_per_step = prompts_per_step
         self.longest = 0
         self._rows, self._tokenizer, self._chat = rows, tokenizer, chat
@@ -147,13 +150,14 @@ class PromptData:
         """Raise if a state is not of this data."""
         for name, ours in self._identity.items():
             if state.get(name) != ours:
-                raise DataError(f"{name} is {ours} here and {state.get(name)} in the saved state: not the same order")
+                detail = f"is {ours} here but {state.get(name)} in the saved state, so the order would differ"
+                raise DataError(detail, argument=name)
         if state.get("content") != self._content:
             where = self._rows[0].place.rpartition(":")[0]
-            raise DataError(f"{where}: its rows are not those of the saved state: not the same prompts or columns")
+            raise DataError("its rows are not those of the saved state: prompts or columns differ", place=where)
         cursor = state.get("cursor")
         if not isinstance(cursor, int) or cursor < 0:
-            raise DataError(f"the saved cursor is {cursor!r} instead of a number of prompts")
+            raise DataError(f"expected a number of prompts in the saved state, got {cursor!r}", argument="cursor")
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -172,24 +176,31 @@ class PromptData:
         if most is None:
             return np.arange(len(self._rows))
         kept: list[int] = []
-        reason = ""
+        first_problem: DataError | None = None
+        drop = ("too_long", "drop")
         for index, row in enumerate(self._rows):
             try:
                 count = len(self._make_prompt(index).tokens)
             except DataError as error:
-                problem, hint = str(error), "mend it"
+                problem = DataError(f"{error.detail}; fix it", place=row.place, alternative=drop)
             else:
                 if count <= most:
                     kept.append(index)
                     self.longest = max(self.longest, count)
                     continue
-                problem = f"{row.place}: the prompt has {count} tokens, max_prompt_tokens is {most}"
-                hint = "raise it"
+                problem = DataError(
+                    f"the prompt has {count} tokens, and the limit is {most}; raise it",
+                    argument="max_prompt_tokens",
+                    place=row.place,
+                    alternative=drop,
+                )
             if too_long == "error":
-                raise DataError(f"{problem}; {hint}, or leave such prompts out with too_long='drop'")
-            reason = reason or problem
+                raise problem
+            first_problem = first_problem or problem
         if not kept:
-            raise DataError(f"every one of {len(self._rows)} prompts is left out: {reason}")
+            assert first_problem is not None
+            detail = f"all {len(self._rows)} prompts are dropped, the first because: {first_problem.detail}"
+            raise DataError(detail, argument=first_problem.argument, place=first_problem.place)
         return np.array(kept)
 
     def _find(self, position: int) -> int:
@@ -209,7 +220,7 @@ class PromptData:
             text = prompt if isinstance(prompt, str) else self._tokenizer.render_chat(prompt)
             tokens = self._tokenizer.encode(text, special=text is prompt)  # a template writes special tokens itself
         except ValueError as error:
-            raise DataError(f"{row.place}: {error}") from error
+            raise DataError(str(error), place=row.place) from error
         return Prompt(index, tuple(tokens), text, copy.deepcopy(row.columns))  # rows are for later epochs, too
 
 
@@ -227,7 +238,7 @@ def read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, _read_json(line.removeprefix(codecs.BOM_UTF8))
                 except ValueError as error:
-                    raise DataError(f"{file}:{number}: {error}") from error
+                    raise DataError(str(error), place=f"{file}:{number}") from error
 
 
 def _read_json(line: bytes) -> Any:
@@ -261,7 +272,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
         batches = parquet.ParquetFile(file).iter_batches()
         yield from enumerate((entry for batch in batches for entry in batch.to_pylist()), 1)
     except (OSError, ValueError) as error:  # pyarrow's own errors are among these
-        raise DataError(f"{file}: cannot be read as Parquet ({error})") from error
+        raise DataError(f"cannot be read as Parquet ({error})", place=str(file)) from error
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -274,22 +285,25 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _make_row(entry: Any, place: str) -> Row:
     if not isinstance(entry, Mapping):
-        raise DataError(f"{place}: is a {type(entry).__name__} instead of an object with a 'prompt'")
+        raise DataError(f"expected an object with a 'prompt', got a {type(entry).__name__}", place=place)
     present = [name for name in ("prompt", "messages") if name in entry]
     given = [name for name in present if entry[name] is not None] or present[
         :1
     ]  # Parquet has nulls for what is not there
     if len(given) != 1:
         keys = ", ".join(map(repr, entry)) or "nothing"
-        raise DataError(f"{place}: needs either 'prompt' or 'messages', {'not both' if given else f'and has {keys}'}")
+        got = "both" if given else keys
+        raise DataError(f"expected either 'prompt' or 'messages', got {got}", place=place)
     for name in RESERVED:
         if name in entry:
-            raise DataError(f"{place}: the column {name!r} has the name of something that rewards are given; rename it")
+            detail = f"the column {name!r} has the name of an argument that every reward function gets; rename it"
+            raise DataError(detail, place=place)
     prompt = entry[given[0]]
     if given[0] == "prompt" and not (is_text(prompt) and prompt):
-        raise DataError(f"{place}: 'prompt' is {prompt!r:.80} instead of a text")
+        raise DataError(f"'prompt' must be text, got {prompt!r:.80}", place=place)
     if given[0] == "messages" and not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
-        raise DataError(f"{place}: 'messages' is {prompt!r:.80} instead of a list of {{role, content}}, both texts")
+        detail = f"'messages' must be a list of {{role, content}}, both text, got {prompt!r:.80}"
+        raise DataError(detail, place=place)
     columns = {name: value for name, value in entry.items() if name not in ("prompt", "messages")}
     return Row(prompt, {name: _plain(value, name, place) for name, value in columns.items()}, place)
 
@@ -311,7 +325,8 @@ def _plain(value: Any, name: str, place: str) -> Any:
     if isinstance(value, decimal.Decimal):
         return str(value)
     kind = type(value).__name__
-    raise DataError(f"{place}: the column {name!r} has {kind}, {value!r:.40}: make it text or numbers, or leave it out")
+    detail = f"the column {name!r} holds {kind} ({value!r:.40}); convert it to text or numbers, or leave it out"
+    raise DataError(detail, place=place)
 
 
 def _is_message(value: Any) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollgraph.errors import InvalidInput
 from rollgraph.rl.paths import LoadError, load_object
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Prompt, Rollout
@@ -97,13 +98,13 @@ class MultiTurn:
         stop: Sequence[str] = (),
     ) -> None:
         if isinstance(stop, str):
-            raise ValueError(f"stop={stop!r}: is a list of strings")
+            raise InvalidInput(f"expected a list of strings, got {stop!r}", argument="stop")
         self.stop = tuple(stop)
         self.failures: Counter[str] = Counter()
         self.messages: dict[str, str] = {}
         self._tokenizer, self._known = tokenizer, frozenset(tokenizer.vocab.values())
         self._reply: Reply = load_object(reply) if isinstance(reply, str) else reply
-        _check_call(self._reply, "reply", ("text", "prompt"))
+        _check_call(self._reply, ("text", "prompt"), argument="reply")
         self._samples_per_prompt = _check_positive("samples_per_prompt", samples_per_prompt)
         self._max_turns = _check_positive("max_turns", max_turns)
         self._max_tokens = _check_positive("max_tokens", max_tokens)
@@ -168,18 +169,18 @@ def load_environment(path: str, *, tokenizer: Tokenizer | None = None, **options
     has a parameter of that name."""
     factory = load_object(path)
     if not callable(factory):
-        raise LoadError(f"{path!r} is {factory!r:.80} instead of a class or a function")
+        raise LoadError(f"expected a class or a function, got {factory!r:.80}", place=repr(path))
     signature = inspect.signature(factory)
     if tokenizer is not None and "tokenizer" in signature.parameters:
         options["tokenizer"] = tokenizer
     try:
         signature.bind(**options)
     except TypeError as error:
-        raise LoadError(f"{path!r}: {error}; its signature is {signature}") from None
+        raise LoadError(f"{error}; its signature is {signature}", place=repr(path)) from None
     environment: Environment = factory(**options)
     if not isinstance(getattr(environment, "stop", None), tuple):
-        raise LoadError(f"{path!r}: an environment has `stop`, a tuple of strings that end a turn")
-    _check_call(getattr(environment, "run", None), f"{path!r}: run", ("generate", "prompts"))
+        raise LoadError("an environment must have `stop`, a tuple of strings that end a turn", place=repr(path))
+    _check_call(getattr(environment, "run", None), ("generate", "prompts"), place=f"{path!r}: run")
     return environment
 
 
@@ -211,16 +212,17 @@ def _append(rollout: Rollout, tokens: Sequence[int], logprobs: Sequence[float] |
     rollout.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
 
 
-def _check_call(function: Any, name: str, arguments: tuple[str, ...]) -> None:
+def _check_call(
+    function: Any, arguments: tuple[str, ...], *, argument: str | None = None, place: str | None = None
+) -> None:
     try:
         inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError) as error:
-        raise LoadError(
-            f"{name} is called as ({', '.join(arguments)}), which {function!r:.80} is not ({error})"
-        ) from None
+        detail = f"is called as ({', '.join(arguments)}), which {function!r:.80} does not accept ({error})"
+        raise LoadError(detail, argument=argument, place=place) from None
 
 
 def _check_positive(name: str, value: int) -> int:
     if value < 1:
-        raise ValueError(f"{name}={value}: is at least 1")
+        raise InvalidInput(f"must be at least 1, got {value}", argument=name)
     return value

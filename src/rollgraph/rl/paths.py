@@ -5,32 +5,32 @@ Owns the messages for a name that leads nowhere. Nothing here knows what is load
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollgraph.errors import InvalidInput, suggest
 
-class LoadError(ValueError):
-    """A path that leads nowhere, or to something of the wrong kind."""
+
+class LoadError(InvalidInput):
+    """A name or a path that leads nowhere, or to something of the wrong kind; `place` is that path, quoted."""
 
 
 def load_object(path: str) -> Any:
     """What "package.module:name" or "path/to/file.py:name" stands for; a name may have dots, as in `Class.method`."""
     where, colon, name = path.rpartition(":")
     if not (colon and where and name):
-        raise LoadError(f"{path!r}: write 'package.module:name' or 'path/to/file.py:name'")
+        raise LoadError("expected 'package.module:name' or 'path/to/file.py:name'", place=repr(path))
     found: Any = _load_file(Path(where), path) if where.endswith(".py") else _import(where, path)
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise LoadError(f"{path!r}: {where} has no {part!r}{suggest(part, dir(found))}") from None
+            raise LoadError(f"{where} has no {part!r}{suggest(part, dir(found))}", place=repr(path)) from None
     return found
 
 
@@ -39,13 +39,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} is needed here ({error}); pip install 'rollgraph[{extra}]'") from error
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest one, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+        raise ImportError(f"{module} is required ({error}); pip install 'rollgraph[{extra}]'", name=module) from error
 
 
 def _import(module: str, path: str) -> ModuleType:
@@ -54,17 +48,18 @@ def _import(module: str, path: str) -> ModuleType:
     except ModuleNotFoundError as error:
         # The module itself or a parent of it, rather than something that it imports.
         if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise LoadError(f"{path!r}: there is no module {error.name!r}; a file is given as 'file.py:name'") from None
-        raise LoadError(f"{path!r}: importing {module} failed ({error})") from error
+            detail = f"there is no module {error.name!r}; write a file as 'file.py:name'"
+            raise LoadError(detail, place=repr(path)) from None
+        raise LoadError(f"importing {module} failed ({error})", place=repr(path)) from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module is a program and can fail in any way, and exit
-        raise LoadError(f"{path!r}: importing {module} failed ({type(error).__name__}: {error})") from error
+        raise LoadError(f"importing {module} failed ({type(error).__name__}: {error})", place=repr(path)) from error
 
 
 def _load_file(file: Path, path: str) -> ModuleType:
     if not file.is_file():
-        raise LoadError(f"{path!r}: there is no file {file} (in {Path.cwd()})")
+        raise LoadError(f"there is no file {file} (in {Path.cwd()})", place=repr(path))
     file = file.resolve()
     # One module for each file, however often it is named; the digest keeps files of the same name apart.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
@@ -81,5 +76,5 @@ def _load_file(file: Path, path: str) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise LoadError(f"{path!r}: {file.name} failed ({type(error).__name__}: {error})") from error
+        raise LoadError(f"{file.name} failed ({type(error).__name__}: {error})", place=repr(path)) from error
     return module

@@ -15,13 +15,15 @@ import inspect
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Self
 
+from rollgraph.errors import InvalidInput, suggest
 from rollgraph.rl.builtin_rewards import BUILT_IN
-from rollgraph.rl.paths import LoadError, load_object, suggest
+from rollgraph.rl.paths import LoadError, load_object
 from rollgraph.rl.workers import Failure, WorkerPool, describe, leave_if_forked, show
 from rollgraph.types import Rollout
 
@@ -55,13 +57,14 @@ class RewardSpec:
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
-                raise LoadError(f"a reward has no {key!r}{suggest(key, known)} (it has {', '.join(known)})")
+                near = suggest(key, known)
+                raise LoadError(f"a reward has no such key{near} (it has {', '.join(known)})", argument=key)
         if not isinstance(values.get("name"), str):
-            raise LoadError(f"a reward needs a name: {values!r}")
+            raise LoadError(f"a reward needs a name, got {values!r}", argument="name")
         weight = values.get("weight", 1.0)
         if not _is_allowed(weight):
-            limit = f"no finite number, or one beyond {LARGEST:g}"
-            raise LoadError(f"reward {values['name']!r}: weight={show(weight)} is {limit}")
+            detail = f"reward {values['name']!r} needs a number from -{LARGEST:g} to {LARGEST:g}, got {show(weight)}"
+            raise LoadError(detail, argument="weight")
         return cls(**values)
 
 
@@ -93,7 +96,7 @@ class RewardFunctions:
 
     def __init__(
         self,
-        specs: Sequence[RewardSpec | str | Mapping[str, Any]],
+        functions: Sequence[RewardSpec | str | Mapping[str, Any]],
         *,
         workers: int = 0,
         timeout: float = 30.0,
@@ -101,17 +104,28 @@ class RewardFunctions:
         batch_size: int | None = None,
         adds: bool = False,
     ) -> None:
-        if not specs and not adds:
-            raise LoadError("there are no rewards")
-        if workers < 0 or timeout <= 0 or (batch_size is not None and batch_size < 1):
-            raise ValueError(f"{workers=}, {timeout=}, {batch_size=}: out of range")
+        if not functions and not adds:
+            raise LoadError("there are no reward functions", argument="functions")
+        if workers < 0:
+            raise InvalidInput(f"must be at least 0, got {workers}", argument="workers")
+        if timeout <= 0:
+            raise InvalidInput(f"must be more than 0 seconds, got {timeout}", argument="timeout")
+        if batch_size is not None and batch_size < 1:
+            raise InvalidInput(f"must be at least 1, got {batch_size}", argument="batch_size")
         if not _is_allowed(on_failure):
-            raise ValueError(f"on_failure={show(on_failure)}: is a number from -{LARGEST:g} to {LARGEST:g}")
-        read = [RewardSpec.read(entry) for entry in specs]
-        self._rewards = [load_reward(spec) for spec in read]
-        labels = [reward.label for reward in self._rewards]
-        if twice := [label for label, count in Counter(labels).items() if count > 1]:
-            raise LoadError(f"two rewards are called {twice[0]!r}; give one of them another 'label'")
+            detail = f"expected a number from -{LARGEST:g} to {LARGEST:g}, got {show(on_failure)}"
+            raise InvalidInput(detail, argument="on_failure")
+        specs: list[RewardSpec] = []
+        self._rewards: list[Reward] = []
+        for index, entry in enumerate(functions):
+            with _naming_entry(index):
+                spec = RewardSpec.read(entry)
+                reward = load_reward(spec)
+                if any(reward.label == other.label for other in self._rewards):
+                    detail = f"two rewards are called {reward.label!r}; give one of them another label"
+                    raise LoadError(detail, argument="label")
+            specs.append(spec)
+            self._rewards.append(reward)
         self._workers, self._batch_size, self._on_failure = workers, batch_size, on_failure
         self.failures: Counter[str] = Counter()
         self.messages: dict[str, str] = {}
@@ -119,7 +133,7 @@ class RewardFunctions:
         self._adds, self._seen, self._unread = adds, set[str](), list[str]()
         self._pool = None
         if workers:
-            self._pool = WorkerPool(workers, "rollgraph.rl.rewards:make_caller", (read,), timeout=timeout)
+            self._pool = WorkerPool(workers, "rollgraph.rl.rewards:make_caller", (specs,), timeout=timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -135,10 +149,11 @@ class RewardFunctions:
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise if a function needs a column that the data does not have."""
         present = sorted(columns)
-        for reward in self._rewards:
-            if missing := sorted(reward.needs.difference(present)):
-                near = suggest(missing[0], present)
-                raise LoadError(f"reward {reward.label!r} needs the column {missing[0]!r}{near} (there is {present})")
+        for index, reward in enumerate(self._rewards):
+            for missing in sorted(reward.needs.difference(present)):
+                near = suggest(missing, present)
+                detail = f"reward {reward.label!r} needs the column {missing!r}{near} (the data has {present})"
+                raise LoadError(detail, argument=f"functions[{index}]")
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
         """Fill in `rewards` and `reward` of each."""
@@ -218,24 +233,49 @@ class RewardFunctions:
         return unread
 
 
+@contextmanager
+def _naming_entry(index: int) -> Iterator[None]:
+    """Say which entry of `functions` an error is about."""
+    try:
+        yield
+    except InvalidInput as error:
+        named = error if error.argument else type(error)(error.detail, argument="name", place=error.place)
+        raise named.renamed(lambda name: f"functions[{index}].{name}") from error
+
+
 def load_reward(spec: RewardSpec) -> Reward:
-    """The function of a spec, its name, options and signature checked."""
+    """The function of a spec, with its name, options and signature checked; errors name the field of the spec."""
+    options: Mapping[str, Any] = {}
+    needs: frozenset[str] = frozenset()
     if ":" in spec.name:
-        function, needs = load_object(spec.name), frozenset[str]()
+        function = load_object(spec.name)
         label = spec.label or spec.name.rpartition(":")[2]
+        options = spec.options
     elif spec.name in BUILT_IN:
         factory = BUILT_IN[spec.name]
         bound = _bind(factory, spec)
-        function, label = factory(**spec.options), spec.label or spec.name
-        needs = frozenset({bound["column"]} if "column" in bound else ())
+        function = _make_built_in(factory, spec)
+        label = spec.label or spec.name
+        if "column" in bound:
+            needs = frozenset({bound["column"]})
     else:
         known = f"built in are {', '.join(BUILT_IN)}; your own is 'package.module:function' or 'file.py:function'"
-        raise LoadError(f"there is no reward {spec.name!r}{suggest(spec.name, BUILT_IN)} ({known})")
+        raise LoadError(f"there is no reward {spec.name!r}{suggest(spec.name, BUILT_IN)} ({known})", argument="name")
     if not callable(function) or inspect.iscoroutinefunction(function):
-        raise LoadError(f"reward {spec.name!r} is {function!r:.80} instead of a plain function")
-    options = spec.options if ":" in spec.name else {}
+        raise LoadError(f"reward {spec.name!r} is {function!r:.80}, not a plain function", argument="name")
     accepts, required = _read_signature(partial(function, **options) if options else function, spec)
     return Reward(label, spec.weight, function, accepts, needs | required, options)
+
+
+def _make_built_in(factory: Callable[..., Function], spec: RewardSpec) -> Function:
+    try:
+        return factory(**spec.options)
+    except InvalidInput as error:
+        if error.argument is None:
+            raise type(error)(error.detail, argument="options") from error
+        raise error.renamed(lambda name: f"options.{name}") from error
+    except TypeError as error:  # an option of a type that it cannot compare or count with
+        raise LoadError(f"reward {spec.name!r}: {error}", argument="options") from error
 
 
 def make_caller(specs: Sequence[RewardSpec]) -> Callable[[int, Arguments], list[Score]]:
@@ -324,11 +364,13 @@ def _bind(factory: Callable[..., Function], spec: RewardSpec) -> dict[str, Any]:
     signature = inspect.signature(factory)
     for name in spec.options:
         if name not in signature.parameters:
-            raise LoadError(f"reward {spec.name!r} has no option {name!r}; it is {spec.name}{signature}")
+            detail = f"reward {spec.name!r} has no such option; its signature is {spec.name}{signature}"
+            raise LoadError(detail, argument=f"options.{name}")
     try:
         bound = signature.bind(**spec.options)
     except TypeError as error:
-        raise LoadError(f"reward {spec.name!r}: {error}; it is {spec.name}{signature}") from None
+        detail = f"reward {spec.name!r}: {error}; its signature is {spec.name}{signature}"
+        raise LoadError(detail, argument="options") from None
     bound.apply_defaults()
     return bound.arguments
 
@@ -338,14 +380,15 @@ def _read_signature(function: Function, spec: RewardSpec) -> tuple[frozenset[str
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:  # written in C, or an option that it does not take
-        raise LoadError(f"reward {spec.name!r}: its signature cannot be used ({error})") from error
+        raise LoadError(f"the signature of reward {spec.name!r} cannot be used ({error})", argument="name") from error
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
     accepts = frozenset(p.name for p in named)
     if any(p.kind == p.POSITIONAL_ONLY for p in parameters) or not (takes_any or "completions" in accepts):
-        raise LoadError(
-            f"reward {spec.name!r} is called with names, as f(prompts=..., completions=..., **columns), "
-            f"and has the signature {inspect.signature(function)}"
+        detail = (
+            f"reward {spec.name!r} is called with keyword arguments, as f(prompts=..., completions=..., **columns), "
+            f"but has the signature {inspect.signature(function)}"
         )
+        raise LoadError(detail, argument="name")
     required = frozenset(p.name for p in named if p.default is p.empty) - _GIVEN
     return None if takes_any else accepts, required

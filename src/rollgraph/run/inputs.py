@@ -73,7 +73,7 @@ def check_inputs(config: Config, world: World, *, resumes: bool = False) -> Inpu
         check_buckets(config, limits, data, held_out)
         if saved is not None:
             check_saved(saved, data)
-        with about("reward.functions"):
+        with about("reward"):
             for each in filter(None, (data, held_out)):
                 rewards.check_columns(each.columns)
         undo.pop_all()
@@ -224,13 +224,13 @@ def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) ->
         for row in rows:
             completion = row.columns.get("completion")
             if not isinstance(row.prompt, str) or not isinstance(completion, str):
-                raise DataError(f"{row.place}: a warm start needs `prompt` and `completion`, both text")
+                raise DataError("a warm start needs `prompt` and `completion`, both text", place=row.place)
             try:
                 count = len(tokenizer.encode(row.prompt)) + len(tokenizer.encode(completion, special=False)) + 1
             except ValueError as error:
-                raise DataError(f"{row.place}: {error}") from error
+                raise DataError(str(error), place=row.place) from error
             if count > most:
-                raise DataError(f"{row.place}: {count} tokens, and a sequence of this run has {most} at most")
+                raise DataError(f"{count} tokens, and a sequence of this run has {most} at most", place=row.place)
     return rows
 
 
@@ -242,7 +242,7 @@ def make_rewards(config: Config, environment: Environment) -> RewardFunctions:
     if not config.reward.functions and not adds:
         gives = f"{given.name} gives none itself (it has no `gives_rewards = True`)" if given else "there is no other"
         raise ConfigError([f"reward.functions: is empty, and rollout.environment: {gives}"])
-    with about("reward.functions"):
+    with about("reward"):
         return RewardFunctions(
             [_reward_spec(reward) for reward in config.reward.functions],
             workers=config.reward.workers if config.reward.functions else 0,

@@ -6,10 +6,10 @@ Owns what is checked before a run starts: names, settings, and that an algorithm
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from difflib import SequenceMatcher
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollgraph.errors import InvalidInput, suggest
 from rollgraph.rl.algorithms.algorithm import Algorithm
 from rollgraph.rl.algorithms.cispo import CISPO
 from rollgraph.rl.algorithms.dapo import DAPO
@@ -20,7 +20,7 @@ from rollgraph.rl.algorithms.policy_gradient import PolicyGradient
 from rollgraph.rl.algorithms.reinforce_pp import ReinforcePP
 from rollgraph.rl.algorithms.rloo import RLOO
 from rollgraph.rl.algorithms.sft import SFT
-from rollgraph.rl.paths import load_object
+from rollgraph.rl.paths import LoadError, load_object
 
 __all__ = ["ALGORITHMS", "Algorithm", "PolicyGradient", "load_algorithm", "settings_of"]
 
@@ -43,12 +43,13 @@ def load_algorithm(name: str, settings: Mapping[str, Any] | None = None) -> Algo
     """
     make, settings = _find(name), settings or {}
     known = settings_of(make)
-    unknown = [setting for setting in settings if setting not in known and "**" not in known]
-    if unknown:
-        raise ValueError(f"algorithm {name!r} has no setting {_named(unknown, known)}")
-    missing = [setting for setting, needed in known.items() if needed and setting not in settings]
-    if missing:
-        raise ValueError("; ".join(f"{setting} is required by algorithm {name!r}" for setting in missing))
+    for setting in settings:
+        if setting not in known and "**" not in known:
+            near = suggest(setting, known, cutoff=0.3)
+            raise InvalidInput(f"algorithm {name!r} has no such setting{near}", argument=setting)
+    for setting, required in known.items():
+        if required and setting not in settings:
+            raise InvalidInput(f"is required by algorithm {name!r}", argument=setting)
     algorithm = make(**settings)
     _check_protocol(name, algorithm)
     return algorithm
@@ -66,11 +67,15 @@ def settings_of(make: Callable[..., Algorithm]) -> dict[str, bool]:
 def _find(name: str) -> Callable[..., Algorithm]:
     if ":" not in name:
         if name not in ALGORITHMS:
-            raise ValueError(f"there is no algorithm {_named([name], ALGORITHMS)}; or use a path 'package.module:Name'")
+            near = suggest(name, ALGORITHMS, cutoff=0.3)
+            known = f"built in are {', '.join(ALGORITHMS)}; your own is 'package.module:Name' or 'file.py:Name'"
+            raise LoadError(f"there is no algorithm {name!r}{near} ({known})")
         return ALGORITHMS[name]
     found: Any = load_object(name)
     if not callable(found):
-        raise ValueError(f"algorithm {name!r} is a {type(found).__name__}, not a class or function that makes one")
+        raise LoadError(
+            f"is a {type(found).__name__}, not a class or function that makes an algorithm", place=repr(name)
+        )
     make: Callable[..., Algorithm] = found
     return make
 
@@ -79,7 +84,7 @@ def _check_protocol(name: str, algorithm: object) -> None:
     """Whether everything the trainer will call is there and takes what it will be given."""
     for attribute in ("needs_reference", "needs_entropy", "needs_old_logprobs"):
         if not isinstance(getattr(algorithm, attribute, None), bool):
-            raise ValueError(f"algorithm {name!r} must have `{attribute}`, True or False")
+            raise LoadError(f"an algorithm must have `{attribute}`, True or False", place=repr(name))
     calls: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
         "keeps": (("group",), {}),
         "make_batch": (("rollouts",), {"minibatches": 1, "seed": 0}),
@@ -90,17 +95,6 @@ def _check_protocol(name: str, algorithm: object) -> None:
         try:
             inspect.signature(getattr(algorithm, method)).bind(*args, **kwargs)
         except (AttributeError, TypeError) as error:
-            raise ValueError(f"algorithm {name!r} must have a method for the call {call}: {error}") from error
-
-
-def _named(names: Iterable[str], known: Iterable[str]) -> str:
-    """The names, each with the known one that is nearest; swapped letters are nearer than others."""
-
-    def nearness(name: str, other: str) -> tuple[float, bool]:
-        return SequenceMatcher(None, name, other).ratio(), sorted(name) == sorted(other)
-
-    def spell(name: str) -> str:
-        near = max(known, key=lambda other: nearness(name, other), default="")
-        return f"{name!r}" + (f" (did you mean {near!r}?)" if nearness(name, near)[0] > 0.3 else "")
-
-    return ", ".join(map(spell, names))
+            raise LoadError(
+                f"an algorithm must have a method for the call {call}: {error}", place=repr(name)
+            ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollgraph.errors import InvalidInput
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.algorithms.weights import token_mean
 from rollgraph.rl.losses import Term, TokenStreams, clipped_importance, token_ratio
@@ -22,7 +23,9 @@ class CISPO(GRPO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dual_clip is not None:
-            raise ValueError("dual_clip: cispo clips every ratio by clip_high, whatever the sign of the advantage")
+            raise InvalidInput(
+                "cispo clips every ratio by clip_high, whatever the sign of the advantage", argument="dual_clip"
+            )
 
     def policy_term(self, streams: TokenStreams) -> Term:
         ratio = token_ratio(streams)

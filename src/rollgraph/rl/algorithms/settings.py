@@ -6,6 +6,8 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from rollgraph.errors import InvalidInput
+
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "none"}
 
 
@@ -25,4 +27,4 @@ def check_types(settings: Any) -> None:
 
 def check(name: str, fits: bool, value: object, expected: str) -> None:
     if not fits:
-        raise ValueError(f"{name}={value!r}: expected {expected}")
+        raise InvalidInput(f"expected {expected}, got {value!r}", argument=name)
