@@ -81,8 +81,8 @@ def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "is not JSON: Expecting property name"),
-        ("[" * 100_000, "cannot be read: lists and objects stand inside each other more than 100 deep"),
-        ("[" * 101 + "1" + "]" * 101, "cannot be read: lists and objects stand inside each other more than 100 deep"),
+        ("[" * 100_000, "cannot be read: lists and objects are nested more than 100 levels deep"),
+        ("[" * 101 + "1" + "]" * 101, "cannot be read: lists and objects are nested more than 100 levels deep"),
         ('{"a":\n' + "9" * 5000 + "}", "cannot be read: the number in line 2 has more than 4300 digits"),
         (b'{"a": "\xff"}', "is not JSON: not UTF-8, 'utf-8' codec can't decode byte 0xff"),
     ],
@@ -106,7 +106,7 @@ def test_json_as_deep_as_allowed() -> None:
 
 def test_an_object_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a.json: holds no JSON object$"):
+    with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a.json: does not hold a JSON object$"):
         read_object(tmp_path / "a.json")
 
 

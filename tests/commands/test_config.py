@@ -12,8 +12,8 @@ import pytest
 from rollgraph.cli import main
 from rollgraph.commands import config as command
 from rollgraph.config import load_config
+from rollgraph.config.algorithm_names import ALGORITHM_PATHS, GROUP_RELATIVE
 from rollgraph.rl.algorithms import ALGORITHMS as registry
-from rollgraph.run import built_in_names
 
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
 
@@ -84,7 +84,8 @@ def test_names_and_options_of_what_is_built_in_are_checked(run_file: Path, capsy
 
 
 def test_the_names_of_algorithms_are_those_of_the_registry() -> None:
-    assert set(built_in_names.ALGORITHMS) == set(registry)
+    assert set(ALGORITHM_PATHS) == set(registry)
+    assert set(registry) >= GROUP_RELATIVE
 
 
 def test_a_configuration_without_options_needs_no_pytorch(run_file: Path) -> None:

@@ -16,7 +16,7 @@ from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.ledger import short
 from rollgraph.compat.nemo.translation import translate_tree
 from rollgraph.config import Config, ConfigError, check_scopes, load_config, parse_config
-from rollgraph.config.reader import Node
+from rollgraph.config.yaml_tree import Node
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.algorithms.advantages import centred, leave_one_out
 from rollgraph.run.inputs import make_algorithm
@@ -257,7 +257,7 @@ def test_a_key_nobody_knows(tmp_path: Path) -> None:
         (f"{SMALL}  model_name: n\n", "their.yaml:5: model_name: given twice"),
         (f"{SMALL}  a: [\n", "not YAML"),
         ("defaults: nowhere.yaml\n", "their.yaml:1: defaults: there is no file"),
-        ("defaults: their.yaml\n", "their.yaml:1: defaults: files name each other: their.yaml -> their.yaml"),
+        ("defaults: their.yaml\n", "their.yaml:1: defaults: the files form a cycle: their.yaml -> their.yaml"),
         ("- a\n", "their.yaml:1: expected keys, got list"),
     ],
 )
@@ -388,7 +388,9 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_files_that_name_each_other(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
     (tmp_path / "b.yaml").write_text("x: 1\ndefaults: [a.yaml]\n")
-    with pytest.raises(ConfigError, match=r"b\.yaml:2: defaults: files name each other: a\.yaml -> b\.yaml -> a\.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"b\.yaml:2: defaults: the files form a cycle: a\.yaml -> b\.yaml -> a\.yaml"
+    ):
         import_nemo(tmp_path / "a.yaml")
 
 

@@ -147,7 +147,7 @@ def test_the_same_base_may_be_reached_twice_but_not_from_itself(tmp_path: Path) 
     write(tmp_path, base=SMALL, left="defaults: base.yaml", right="defaults: base.yaml\nseed: 3")
     assert load_config(write(tmp_path, run="defaults: [left.yaml, right.yaml]")).seed == 3
     path = write(tmp_path, run="seed: 1\ndefaults: left.yaml", left="defaults: ./run.yaml")
-    with pytest.raises(ConfigError, match=r"left\.yaml:1: defaults: files name each other: run.* -> left.* -> run"):
+    with pytest.raises(ConfigError, match=r"left\.yaml:1: defaults: the files form a cycle: run.* -> left.* -> run"):
         load_config(path)
 
 
@@ -306,8 +306,8 @@ def test_a_temperature_that_explores_nothing_is_refused(temperature: str) -> Non
 def test_two_keys_that_contradict_each_other_are_both_shown_with_their_lines() -> None:
     found = problems_of(SMALL + "algorithm:\n  kl_coef: 0.1\n  options:\n    clip_low: 0.1\n    kl_coef: 0.2")
     assert found == (
-        "run.yaml:8: algorithm.kl_coef: is 0.1, and algorithm.options.kl_coef is 0.2 [one_kl_coef]",
-        "run.yaml:11: algorithm.options.kl_coef: is 0.2, and algorithm.kl_coef is 0.1 [one_kl_coef]",
+        "run.yaml:8: algorithm.kl_coef: is 0.1, but algorithm.options.kl_coef is 0.2 [one_kl_coef]",
+        "run.yaml:11: algorithm.options.kl_coef: is 0.2, but algorithm.kl_coef is 0.1 [one_kl_coef]",
     )
 
 

@@ -734,7 +734,7 @@ def test_the_documented_algorithm_of_one_s_own(tmp_path: Path) -> None:
             "clip_hgih: algorithm 'grpo' has no such setting; did you mean 'clip_high'",
         ),
         ("sft", {"kl_coef": 0.1}, "kl_coef: algorithm 'sft' has no such setting"),
-        ("dr_grpo", {}, "max_tokens: is required by algorithm 'dr_grpo'"),
+        ("dr_grpo", {}, "max_tokens: required by algorithm 'dr_grpo', but missing"),
         ("dr_grpo", {"max_tokens": 0}, "max_tokens: expected 1 or more, got 0"),
         ("grpo", {"kl_estimator": "k4"}, "kl_estimator: expected k1 or k2 or k3, got 'k4'"),
         ("grpo", {"kl_in": "both"}, "kl_in: expected loss or reward, got 'both'"),

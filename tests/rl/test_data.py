@@ -160,10 +160,16 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"messages": []}', "'messages' must be a list"),
     ('{"messages": [{"role": "user"}]}', "'messages' must be a list"),
     ('{"messages": [{"role": "user", "content": 1}]}', "both text"),
-    ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is there twice"),
+    ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is given twice"),
     ('{"prompt": "a", "completions": 1}', "the column 'completions' has the name of an argument"),
-    ('{"prompt": "a", "x": ' + "[" * 101 + "]" * 101 + "}", "has more than 100 objects and lists inside each other"),
-    ('{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "has more than 100 objects and lists"),
+    (
+        '{"prompt": "a", "x": ' + "[" * 101 + "]" * 101 + "}",
+        "cannot be read: lists and objects are nested more than 100 levels deep",
+    ),
+    (
+        '{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "cannot be read: lists and objects are nested more than 100 levels deep",
+    ),
     ('{"prompt": "a"}'.encode("utf-16"), "utf-8"),
 ]
 

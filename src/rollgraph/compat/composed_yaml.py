@@ -14,16 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollgraph.config.reader import (
-    LARGEST_NUMBER,
-    MOST_VALUES,
-    Budget,
-    Chain,
-    ConfigError,
-    Node,
-    merge_bases,
-    read_text,
-)
+from rollgraph.config import ConfigError
+from rollgraph.config.inheritance import Chain, merge_bases, read_text
+from rollgraph.config.yaml_tree import LARGEST_NUMBER, MOST_VALUES, Budget, Node
 from rollgraph.files import TOO_DEEP
 
 RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {  # those that NeMo-RL registers

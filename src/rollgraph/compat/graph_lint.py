@@ -25,7 +25,8 @@ from rollgraph.compat.graph_keys import (
     scopes,
     split_scopes,
 )
-from rollgraph.config.reader import ConfigError, Node
+from rollgraph.config import ConfigError
+from rollgraph.config.yaml_tree import Node
 
 KNOWN_KEYS = {*GRAPH_KEYS, *TRACKERS, *TRACKERS.values()}
 NEMO_FORWARDS = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps")  # the latter two since late

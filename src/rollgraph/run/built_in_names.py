@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollgraph.config import Config
+from rollgraph.config.algorithm_names import ALGORITHM_PATHS
 from rollgraph.errors import InvalidInput
 from rollgraph.rl.paths import LoadError
-
-ALGORITHMS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "sft")  # of rl/algorithms
 
 
 def wrong_names(config: Config) -> list[tuple[str, str, str]]:
@@ -22,7 +21,7 @@ def wrong_names(config: Config) -> list[tuple[str, str, str]]:
 
 def _of_the_algorithm(config: Config) -> Iterable[tuple[str, str, str]]:
     name, options = config.algorithm.name, config.algorithm.options
-    if ":" in name or (name in ALGORITHMS and not options):
+    if ":" in name or (name in ALGORITHM_PATHS and not options):
         return
     from rollgraph.rl.algorithms import load_algorithm
 

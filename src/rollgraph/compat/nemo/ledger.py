@@ -13,7 +13,7 @@ from typing import Any
 
 from rollgraph.compat.composed_yaml import plain
 from rollgraph.compat.nemo.keys import TABLE, Ignored, To
-from rollgraph.config.reader import Node
+from rollgraph.config.yaml_tree import Node
 
 
 class Status(StrEnum):

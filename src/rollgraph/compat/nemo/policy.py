@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollgraph.compat.graph_keys import GRAPH_KEYS, SCOPE_KEYS, TRACKERS, contradictions, implementation, scopes
 from rollgraph.compat.nemo.ledger import Ledger
-from rollgraph.config.reader import ConfigError
+from rollgraph.config import ConfigError
 
 OUR_SCOPES = {"attn": "attn", "mlp": "mlp", "full_iteration": "step"}
 
