@@ -64,8 +64,9 @@ LAYERS = (
         "inference/blocks.py", "inference/scheduler.py", "inference/kv_cache.py",
         "inference/sampling_kernels.py", "inference/sampler.py",
         "inference/decode_graphs.py", "inference/requests.py", "inference/engine.py",
-        "rl/paths.py", "rl/rows.py", "rl/data.py", "rl/worker_process.py", "rl/workers.py",
-        "rl/builtin_rewards.py", "rl/rewards.py",
+        "rl/paths.py", "rl/worker_messages.py", "rl/worker_process.py", "rl/worker_keeper.py", "rl/worker_handle.py",
+        "rl/workers.py", "rl/builtin_rewards.py", "rl/reward_loading.py", "rl/reward_calls.py", "rl/rewards.py",
+        "rl/rows.py", "rl/data.py",
         "rl/environment.py", "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (

@@ -235,8 +235,8 @@ def test_one_bad_rollout_costs_no_other(functions: str, workers: int) -> None:
         ("as_bytes", "wrong_type", "as_bytes: returned a bytes instead"),
         ("as_text", "wrong_type", "as_text: returned a str instead"),
         ("as_set", "wrong_type", "as_set: returned a set instead"),
-        ("one_byte", "not_finite", "one_byte: b'1.0' is no finite number (a sample of prompt 7)"),
-        ("decimal_nan", "not_finite", "decimal_nan: Decimal('sNaN') is no finite number"),
+        ("one_byte", "not_finite", "one_byte: b'1.0' is not a finite number (a sample of prompt 7)"),
+        ("decimal_nan", "not_finite", "decimal_nan: Decimal('sNaN') is not a finite number"),
         ("raising", "not_finite", "raising: <"),
     ],
 )

@@ -141,8 +141,8 @@ def test_workers_end_where_a_later_check_fails(folder: Path, monkeypatch: pytest
     from rollgraph.rl import workers
 
     stopped: list[int] = []
-    stop: Callable[..., int] = workers._Worker.stop
-    monkeypatch.setattr(workers._Worker, "stop", lambda self: stopped.append(1) or stop(self))
+    stop: Callable[..., int] = workers.WorkerHandle.stop
+    monkeypatch.setattr(workers.WorkerHandle, "stop", lambda self: stopped.append(1) or stop(self))
     with pytest.raises(DataError):
         train(config_of(folder, "reward.workers=1", "data.train=nowhere.jsonl"), ONE)
     assert stopped

@@ -18,9 +18,8 @@ import numpy as np
 from rollgraph.errors import InvalidInput
 from rollgraph.files import FileError, MissingFile, read_json_lines, regular_file
 from rollgraph.rl.paths import import_extra
+from rollgraph.rl.reward_loading import GIVEN
 from rollgraph.tokenizer import Message
-
-RESERVED = ("prompts", "completions", "completion_ids")  # arguments that reward functions get beside the columns
 
 
 class DataError(InvalidInput):
@@ -89,7 +88,7 @@ READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
 def _make_row(entry: Any, place: str) -> Row:
     if not isinstance(entry, Mapping):
         raise DataError(f"expected an object with a 'prompt', got a {type(entry).__name__}", place=place)
-    for name in RESERVED:
+    for name in GIVEN:
         if name in entry:
             detail = f"the column {name!r} has the name of an argument that every reward function gets; rename it"
             raise DataError(detail, place=place)
