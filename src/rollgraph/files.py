@@ -154,6 +154,8 @@ def _long_number(text: str) -> str:
     found = _LONG_NUMBER.search(text)
     if found is None:
         return ""
+    if "\n" not in text.rstrip():
+        return "a number has more than 4300 digits"
     line = text.count("\n", 0, found.start()) + 1
     return f"the number in line {line} has more than 4300 digits"
 

@@ -470,7 +470,7 @@ def test_the_command_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{theirs} exists and is not overwritten" in captured.err
     assert theirs.read_text() == SMALL
     assert call(str(DATA / "grpo_base.yaml"), "-o", str(tmp_path / "new.yaml")) == 2
-    assert "-o is for import" in capsys.readouterr().err
+    assert "-o only works with import" in capsys.readouterr().err
 
 
 def test_the_command_without_a_file_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -543,7 +543,7 @@ def test_a_sample_alone() -> None:
     alone = rollouts_of([[1.0], [0.0, 1.0]])
     for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo"):
         assert advantages_of(load(name), alone)[0] == 0
-    with pytest.raises(ValueError, match="prompt 1 has one: sample 2 or more"):
+    with pytest.raises(ValueError, match="prompt 1 has one; sample 2 or more"):
         load("rloo").make_batch(alone)
     alone[2].finish_reason = "error"  # its partner failed, which is no reason to stop a run
     assert advantages_of(load("rloo"), alone[1:]) == [0, 0]
@@ -579,7 +579,7 @@ def test_minibatches_are_a_deterministic_partition(name: str) -> None:
         tokens = sum(weight != 0 for sample in minibatch for weight in sample.weights)
         expected = {"dr_grpo": tokens / len(minibatch) / MAX_TOKENS, "rloo": tokens / len(minibatch)}.get(name, 1)
         assert total == pytest.approx(expected)
-    with pytest.raises(ValueError, match="15 samples do not make 16 minibatches"):
+    with pytest.raises(ValueError, match="15 samples do not fill 16 minibatches"):
         algorithm.make_batch(rollouts, minibatches=16)
 
 

@@ -1,7 +1,7 @@
-"""CISPO (MiniMax, 2025, arXiv 2506.13585): the ratio is clipped, not the gradient of its token.
+"""CISPO (MiniMax, 2025, arXiv 2506.13585): clips the ratio, but keeps the gradient of its token.
 
 A = (r - mean(group)) / std(group); loss = mean over all tokens of -stop_gradient(clip(ratio)) A log p(token). As in
-the paper there is no lower clip by default. It does not state its upper one; 1 + clip_high = 5 is a common choice.
+the paper, there is no lower clip by default. The paper does not state its upper clip; 1 + clip_high = 5 is common.
 """
 
 from __future__ import annotations
