@@ -33,7 +33,7 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_whoever_reads_the_output_may_stop() -> None:
+def test_the_reader_of_the_output_may_close_it() -> None:
     words = [sys.executable, "-m", "rollgraph", "config", "--schema"]
     paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
@@ -54,7 +54,7 @@ def test_prints_what_a_run_would_use(run_file: Path, capsys: pytest.CaptureFixtu
     assert load_config(resolved) == load_config(run_file, ["steps=7", "graph.scope=attn,mlp"])
 
 
-def test_every_problem_has_a_line(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_problem_is_one_line(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(str(run_file), "steps=0", "sed=1") == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -64,7 +64,7 @@ def test_every_problem_has_a_line(run_file: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_names_and_options_of_what_is_built_in_are_checked(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_and_options_of_built_ins_are_checked(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_file.write_text(
         "model: {path: m}\ndata: {train: t}\n"
         "algorithm:\n  name: grpo\n  options:\n    kl_coef: 0.1\n    clip_lo: 0.1\n"
@@ -83,7 +83,7 @@ def test_names_and_options_of_what_is_built_in_are_checked(run_file: Path, capsy
     assert line.startswith("override 'algorithm.name=grop': algorithm.name: there is no algorithm 'grop'")
 
 
-def test_the_names_of_algorithms_are_those_of_the_registry() -> None:
+def test_every_algorithm_name_can_be_loaded() -> None:
     assert set(ALGORITHM_PATHS) == set(registry)
     assert set(registry) >= GROUP_RELATIVE
 

@@ -41,7 +41,7 @@ def load(name: str, **settings: Any) -> Any:
 
 
 def make_rollouts(seed: int, groups: int = 3, size: int = 4) -> list[Rollout]:
-    """Ragged lengths, some tokens put there by an environment, rewards of which some are equal."""
+    """Rollouts of ragged lengths, with some inserted tokens and some equal rewards."""
     rng = random.Random(seed)
     made = []
     for group in range(groups):
@@ -66,7 +66,7 @@ def make_rollouts(seed: int, groups: int = 3, size: int = 4) -> list[Rollout]:
 
 @dataclass
 class Case:
-    """Rollouts, and for each of their tokens what a step sees: of the policy, the old policy, and entropy."""
+    """Rollouts, and the log-probabilities and entropy that a step sees for each of their tokens."""
 
     rollouts: list[Rollout]
     policy: list[list[Tensor]]  # scalars that require grad
@@ -93,7 +93,7 @@ class Packed:
 
 
 def pack(case: Case, samples: Sequence[Sample], seed: int, dtype: torch.dtype = torch.float64) -> Packed:
-    """Samples in random order with prompts before and padding between them, both full of garbage."""
+    """Samples in random order, with prompts before them and padding between them, both full of garbage."""
     rng = random.Random(seed)
     numbers = {id(rollout.tokens): i for i, rollout in enumerate(case.rollouts)}
     rows: list[tuple[float, ...]] = []
@@ -148,7 +148,7 @@ def run(algorithm: Any, packed: Packed) -> tuple[float, list[list[float]], dict[
 
 
 def in_order_of(case: Case, samples: Sequence[Sample]) -> list[int]:
-    """For each sample, the number of its rollout."""
+    """The index of the rollout of each sample."""
     numbers = {id(rollout.tokens): i for i, rollout in enumerate(case.rollouts)}
     return [numbers[id(sample.tokens)] for sample in samples]
 
@@ -290,13 +290,13 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Case], Tensor]]] = {
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradient_are_the_formula_s(name: str, seed: int) -> None:
+def test_loss_and_gradient_match_the_formula(name: str, seed: int) -> None:
     settings, formula = FORMULAS[name]
     case = Case.make(seed)
     assert_matches(case, load(name, **settings), formula(case), seed)
 
 
-def test_reinforce_pp_with_a_baseline_for_each_group() -> None:
+def test_reinforce_pp_with_a_group_baseline() -> None:
     case = Case.make(1)
     centred = copy.deepcopy(case.rollouts)
     for rollout in centred:
@@ -308,7 +308,7 @@ def test_reinforce_pp_with_a_baseline_for_each_group() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_every_term_at_once(estimator: str, kl_in: str) -> None:
+def test_all_terms_together(estimator: str, kl_in: str) -> None:
     case = Case.make(5, spread=0.8, old=True)
     total = torch.zeros((), dtype=torch.float64)
 
@@ -338,7 +338,7 @@ def test_every_term_at_once(estimator: str, kl_in: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce_pp"])
-def test_kl_in_the_reward_is_k1_unless_another_is_named(name: str) -> None:
+def test_kl_in_the_reward_uses_k1_by_default(name: str) -> None:
     case = Case.make(5)
     rollout = case.rollouts[0]
     r = [(rollout.reference_logprobs or [])[t] - rollout.logprobs[t] for t in sampled(rollout)]
@@ -377,7 +377,7 @@ def test_metrics_are_weighted_sums() -> None:
     assert metrics == pytest.approx({"loss": loss, **expected})
 
 
-def test_the_gradient_of_entropy_is_minus_its_coefficient() -> None:
+def test_the_gradient_of_the_entropy_is_minus_its_coefficient() -> None:
     case, algorithm = Case.make(2), load("dapo", entropy_coef=0.25)
     streams = pack(case, algorithm.make_batch(case.rollouts).samples, 0).streams
     assert streams.entropy is not None
@@ -421,7 +421,7 @@ def test_microbatches_add_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", REWARDED)
 def test_the_first_step_is_plain_policy_gradient(name: str) -> None:
-    """Before any update the policy is the one that sampled, and may be the reference."""
+    """Before any update, the policy is the one that sampled, and may be the reference policy."""
     case = Case.make(3, spread=0.0)
     for rollout in case.rollouts:
         rollout.reference_logprobs = rollout.logprobs
@@ -489,7 +489,7 @@ def rollouts_of(groups: list[list[float]]) -> list[Rollout]:
 
 
 def advantages_of(algorithm: Any, rollouts: list[Rollout]) -> list[float]:
-    """One for each rollout, in their order."""
+    """One advantage for each rollout, in order."""
     found = {id(s.tokens): s.advantages[-1] for s in algorithm.make_batch(rollouts).samples}
     return [found[id(rollout.tokens)] for rollout in rollouts]
 
@@ -522,7 +522,9 @@ def test_reinforce_pp_has_mean_zero_and_variance_one_over_the_tokens_of_a_batch(
 @pytest.mark.parametrize("name", REWARDED)
 @given(groups=rewards_of_groups, shift=st.floats(-3, 3), seed=st.integers(0, 99))
 @examples(max_examples=40)
-def test_neither_a_shift_nor_the_order_matters(name: str, groups: list[list[float]], shift: float, seed: int) -> None:
+def test_advantages_do_not_depend_on_a_shift_or_the_order(
+    name: str, groups: list[list[float]], shift: float, seed: int
+) -> None:
     algorithm, rollouts = load(name), rollouts_of(groups)
     before = advantages_of(algorithm, rollouts)
     for rollout in rollouts:
@@ -532,14 +534,14 @@ def test_neither_a_shift_nor_the_order_matters(name: str, groups: list[list[floa
     assert after == pytest.approx([before[i] for i in order], rel=1e-6, abs=1e-6)
 
 
-def test_equal_rewards_teach_nothing_also_where_their_mean_is_rounded() -> None:
+def test_equal_rewards_have_advantage_zero_even_if_their_mean_is_rounded() -> None:
     rewards = [0.1] * 3
     assert math.fsum(rewards) / 3 != 0.1
     for name in REWARDED:
         assert set(advantages_of(load(name), rollouts_of([rewards]))) == {0.0}
 
 
-def test_a_sample_alone() -> None:
+def test_a_group_of_one() -> None:
     alone = rollouts_of([[1.0], [0.0, 1.0]])
     for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo"):
         assert advantages_of(load(name), alone)[0] == 0
@@ -584,8 +586,8 @@ def test_minibatches_are_a_deterministic_partition(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_failed_rollouts_change_nothing(name: str) -> None:
-    """Neither the advantages nor the weights of the others; those cut off are masked if so wished."""
+def test_failed_rollouts_do_not_affect_the_others(name: str) -> None:
+    """They change neither the advantages nor the weights of the others."""
     rollouts, algorithm = make_rollouts(2), load(name)
     failed = [copy.deepcopy(rollouts[0]) for _ in range(2)]
     for rollout, reason in zip(failed, ("error", "abort"), strict=True):
@@ -598,7 +600,7 @@ def test_failed_rollouts_change_nothing(name: str) -> None:
     assert all(map(math.isfinite, batch.metrics.values()))
 
 
-def test_truncated_rollouts_are_masked_if_so_wished() -> None:
+def test_truncated_rollouts_can_be_masked() -> None:
     rollouts = make_rollouts(3)
     rollouts[0].finish_reason = "length"
     keeping, masking = (load("dapo", mask_truncated=m) for m in (False, True))
@@ -686,7 +688,7 @@ def test_overlong_punishment(length: int, punishment: float) -> None:
 
 @dataclass(frozen=True)
 class Own:
-    """An algorithm of one's own: a dotted path away."""
+    """A custom algorithm, loaded by its import path."""
 
     scale: float = 1.0
     needs_reference = needs_entropy = needs_old_logprobs = False
@@ -716,7 +718,7 @@ def test_a_dotted_path() -> None:
     assert loaded.scale == 2
 
 
-def test_the_documented_algorithm_of_one_s_own(tmp_path: Path) -> None:
+def test_the_documented_custom_algorithm(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     (tmp_path / "bold.py").write_text(text.split("```python")[-1].split("```")[0], encoding="utf-8")
     bold = load_algorithm(f"{tmp_path}/bold.py:Bold", {"boost": 3, "normalize_std": False})
@@ -760,7 +762,7 @@ def test_the_documented_algorithm_of_one_s_own(tmp_path: Path) -> None:
         ("fractions:Fraction", {}, "must have `needs_reference`"),
     ],
 )
-def test_what_cannot_be_loaded(name: str, settings: dict[str, Any], message: str) -> None:
+def test_loading_errors(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_algorithm(name, settings)
 
@@ -768,7 +770,7 @@ def test_what_cannot_be_loaded(name: str, settings: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("name", "low", "high"), [("grpo", 0.2, 0.2), ("dapo", 0.2, 0.28), ("gspo", 3e-4, 4e-4), ("cispo", 1.0, 4.0)]
 )
-def test_clips_are_the_paper_s(name: str, low: float, high: float) -> None:
+def test_clips_match_the_papers(name: str, low: float, high: float) -> None:
     assert (load(name).clip_low, load(name).clip_high) == (low, high)
 
 
@@ -781,7 +783,7 @@ def test_settings_can_be_compared_but_not_changed() -> None:
     assert not any((algorithm.needs_reference, algorithm.needs_entropy, algorithm.needs_old_logprobs))
 
 
-# TRL, where definitions are the same.
+# TRL, for algorithms that it defines in the same way.
 
 SAME_IN_TRL = {  # our algorithm and its settings; TRL's loss type, and settings that differ from the common ones
     "grpo": ("grpo", {}, "grpo", {}),
