@@ -12,8 +12,8 @@ from rollgraph.types import Batch, Rollout, Sample
 FAILED = frozenset({"error", "abort"})  # such a rollout says nothing about the policy
 
 
-def did_not_fail(rollout: Rollout) -> bool:
-    return rollout.finish_reason not in FAILED
+def has_failed(rollout: Rollout) -> bool:
+    return rollout.finish_reason in FAILED
 
 
 def trained_tokens(rollout: Rollout, mask_truncated: bool = False) -> list[bool]:
@@ -24,7 +24,7 @@ def trained_tokens(rollout: Rollout, mask_truncated: bool = False) -> list[bool]
             f"but {len(rollout.sampled)} entries in `sampled` and {len(rollout.logprobs)} in `logprobs`"
         )
     truncated = rollout.finish_reason == "length"
-    if not did_not_fail(rollout) or (mask_truncated and truncated):
+    if has_failed(rollout) or (mask_truncated and truncated):
         return [False] * len(rollout.tokens)
     return rollout.sampled
 
@@ -72,7 +72,7 @@ def build_batch(
 
 def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of rollouts for any algorithm; rewards are those of rollouts that did not fail."""
-    usable = [rollout for rollout in rollouts if did_not_fail(rollout)]
+    usable = [rollout for rollout in rollouts if not has_failed(rollout)]
     rewards = [rollout.reward for rollout in usable]
     mean = _mean(rewards)
     metrics = {
@@ -87,7 +87,7 @@ def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics[f"reward/{name}"] = _mean(values)
     metrics["length"] = _mean([len(rollout.tokens) for rollout in rollouts])
     metrics["truncated"] = _mean([rollout.finish_reason == "length" for rollout in rollouts])
-    metrics["failed"] = _mean([not did_not_fail(rollout) for rollout in rollouts])
+    metrics["failed"] = _mean([has_failed(rollout) for rollout in rollouts])
     return metrics
 
 

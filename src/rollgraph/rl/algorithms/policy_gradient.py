@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollgraph.rl.algorithms.batches import build_batch, describe, did_not_fail, trained_tokens
+from rollgraph.rl.algorithms.batches import build_batch, describe, has_failed, trained_tokens
 from rollgraph.rl.algorithms.settings import check, check_types
 from rollgraph.rl.losses import (
     KL_ESTIMATORS,
@@ -90,12 +90,12 @@ class PolicyGradient:
 
     def keeps(self, group: Sequence[Rollout]) -> bool:
         """Whether there is anything to learn from the rollouts of one prompt."""
-        rewards = {rollout.reward for rollout in group if did_not_fail(rollout)}
+        rewards = {rollout.reward for rollout in group if not has_failed(rollout)}
         return not self.dynamic_sampling or len(rewards) > 1
 
     def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1, seed: int = 0) -> Batch:
         """Turn the rollouts of all ranks into minibatches of samples; `seed` decides which samples go together."""
-        usable = [i for i, rollout in enumerate(rollouts) if did_not_fail(rollout)]
+        usable = [i for i, rollout in enumerate(rollouts) if not has_failed(rollout)]
         rewards = [self.shaped_reward(rollouts[i]) for i in usable]
         usable_advantages = self.advantages([rollouts[i] for i in usable], rewards)
         advantages = [0.0] * len(rollouts)
