@@ -34,8 +34,10 @@ class Layer:
 # fmt: off
 LAYERS = (
     Layer("values", (
-        "files.py", "types.py",
-        "config/limits.py", "config/schema.py", "config/reader.py", "config/keys.py",
+        "errors.py", "files.py", "types.py",
+        "config/limits.py", "config/problems.py", "config/algorithm_names.py", "config/schema.py",
+        "config/yaml_tree.py", "config/inheritance.py", "config/reader.py", "config/printing.py",
+        "config/keys.py", "config/rules.py", "config/loading.py",
         "distributed/lost_ranks.py", "distributed/connection.py", "distributed/liveness.py", "distributed/world.py",
         "telemetry/jsonl.py", "telemetry/metrics.py", "telemetry/samples.py", "telemetry/sinks.py",
         "telemetry/terminal.py",
@@ -67,7 +69,9 @@ LAYERS = (
         "inference/defaults.py", "inference/blocks.py", "inference/scheduler.py", "inference/kv_cache.py",
         "inference/sampling_kernels.py", "inference/sampler.py",
         "inference/decode_graphs.py", "inference/requests.py", "inference/text_stream.py", "inference/engine.py",
-        "rl/paths.py", "rl/data.py", "rl/worker_process.py", "rl/workers.py", "rl/builtin_rewards.py", "rl/rewards.py",
+        "rl/paths.py", "rl/worker_messages.py", "rl/worker_process.py", "rl/worker_keeper.py", "rl/worker_handle.py",
+        "rl/workers.py", "rl/builtin_rewards.py", "rl/reward_loading.py", "rl/reward_calls.py", "rl/rewards.py",
+        "rl/rows.py", "rl/data.py",
         "rl/environment.py", "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (
@@ -91,7 +95,8 @@ LAYERS = (
 EXTRA = {part: frozenset({"triton", "jinja2"}) for part in ("model", "inference", "tokenizer")}
 # Additions by file that hold inside functions and under TYPE_CHECKING only: importing the file stays instant.
 LAZY = {
-    "config/reader.py": frozenset({"yaml"}),
+    "config/yaml_tree.py": frozenset({"yaml"}),
+    "config/printing.py": frozenset({"yaml"}),
     "distributed/world.py": frozenset({"torch"}),
     "telemetry/metrics.py": frozenset({"torch"}),
     "telemetry/sinks.py": frozenset({"torch", "pyarrow", "wandb", "mlflow"}),

@@ -56,7 +56,7 @@ def run_file(model: Path, name: str = "run.yaml") -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], words: list[str], *said: str, code: int = 2) -> None:
-    """The command ends with this exit code, after a line that says all of this and is not very long."""
+    """Check that the command ends with this exit code, after one short line that contains all of these words."""
     assert main(words) == code
     lines = capsys.readouterr().err.splitlines()
     line = next((line for line in lines if all(part in line for part in said)), None)
@@ -86,7 +86,7 @@ COMMANDS = [["config"], ["plan"], ["train"], ["eval"], ["export", "--to", "targe
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("content", YAML.values(), ids=YAML.keys())
-def test_a_configuration(
+def test_bad_configurations(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, command: list[str]
 ) -> None:
     path = tmp_path / "bad.yaml"
@@ -96,7 +96,7 @@ def test_a_configuration(
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "NUL", "long name", "defaults", "loop"])
-def test_no_file_of_a_configuration(
+def test_configurations_that_are_not_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, command: list[str]
 ) -> None:
     path, said = tmp_path / "bad.yaml", str(tmp_path / "bad.yaml")
@@ -119,7 +119,7 @@ def test_no_file_of_a_configuration(
     refused(capsys, [*command, str(path)], said)
 
 
-def test_files_that_name_each_other_twice_are_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_that_is_named_twice_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(LEVELS):
         (tmp_path / f"{i}.yaml").write_text(f"defaults: [{i + 1}.yaml, {i + 1}.yaml]\nsteps: {LEVELS - i}\n")
     (tmp_path / f"{LEVELS}.yaml").write_text(RUN)
@@ -133,21 +133,23 @@ PATHS += ["algorithm.name", "rollout.environment.name"]
 
 @pytest.mark.parametrize("key", PATHS)
 @pytest.mark.parametrize("command", COMMANDS[:-1], ids=" ".join)
-def test_a_path_with_a_nul(model: Path, capsys: pytest.CaptureFixture[str], command: list[str], key: str) -> None:
+def test_paths_with_a_nul_character(
+    model: Path, capsys: pytest.CaptureFixture[str], command: list[str], key: str
+) -> None:
     words = [*command, str(run_file(model)), f'{key}="a\\0b"', "warm_start.steps=1"]
     refused(capsys, words, f"{key}: a path cannot hold a NUL character")
 
 
 @pytest.mark.parametrize("key", ["seed", "rollout.rows", "optimizer.lr", "model.tiny.layers"])
 @pytest.mark.parametrize("value", [str(2**63), HUGE, DIGITS], ids=["2^63", "HUGE", "DIGITS"])
-def test_a_number_of_a_configuration(model: Path, capsys: pytest.CaptureFixture[str], key: str, value: str) -> None:
+def test_bad_numbers_in_a_configuration(model: Path, capsys: pytest.CaptureFixture[str], key: str, value: str) -> None:
     path = run_file(model)
     said = "has more than 4300 digits" if value is DIGITS else f"{key}: "
     refused(capsys, ["plan", str(path), f"{key}={value}"], said)
 
 
 @pytest.mark.parametrize("key", ["layers", "width", "heads", "mlp"])
-def test_a_size_of_a_tiny_model(model: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+def test_bad_sizes_of_a_tiny_model(model: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
     words = ["plan", str(run_file(model)), "model.path=null", f"model.tiny.{key}=2147483648"]
     refused(capsys, words, f"model.tiny.{key}: expected whole number ≥ 1 and ≤ ", "got 2147483648")
 
@@ -183,20 +185,22 @@ def test_interpolations_that_double(
     ],
     ids=["text times number", "deep", "digits", "hexadecimal", "int", "bool", "float"],
 )
-def test_odd_values_of_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+def test_odd_values_in_an_imported_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     refused(capsys, ["config", "import", str(path)], f"{path}{said}")
 
 
 def test_a_value_that_many_refer_to_is_computed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It takes no time to find out that this is a right file, if of something else."""
+    """It is found at once that the file is valid, but of something else."""
     path = tmp_path / "theirs.yaml"
     path.write_text("a0: 7\n" + "".join(f"a{n}: ${{max:${{a{n - 1}}},${{a{n - 1}}}}}\n" for n in range(1, 100)))
     refused(capsys, ["config", "import", str(path)], "not a GRPO config")
 
 
-def test_where_an_import_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_an_imported_config_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = Path(__file__).parent / "compat" / "data"
     source = next(iter(sorted(theirs.rglob("*grpo*.yaml"))))
     refused(capsys, ["config", "import", str(source), "-o", str(tmp_path / "a\0b")], "a path cannot hold a NUL")
@@ -218,7 +222,7 @@ ODD += [("hidden_act", {}), ("tie_word_embeddings", 1), ("partial_rotary_factor"
 
 @pytest.mark.parametrize("command", ["generate", "plan"])
 @pytest.mark.parametrize(("key", "value"), ODD, ids=lambda value: f"{value!r:.20}")
-def test_a_value_of_config_json(
+def test_bad_values_in_config_json(
     model: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, command: str
 ) -> None:
     path = model / "config.json"
@@ -252,7 +256,7 @@ READS = [("generate", name) for name in FILES] + [("plan", "config.json"), ("tra
 
 @pytest.mark.parametrize(("command", "name"), READS)
 @pytest.mark.parametrize("content", CONTENT.values(), ids=CONTENT.keys())
-def test_a_json_file_of_a_model(
+def test_bad_json_files_of_a_model(
     model: Path, capsys: pytest.CaptureFixture[str], content: bytes, name: str, command: str
 ) -> None:
     (model / name).write_bytes(content)
@@ -263,7 +267,7 @@ def test_a_json_file_of_a_model(
     ("command", "name"), [*READS, ("generate", "tokenizer.json"), ("generate", "model.safetensors")]
 )
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_file_in_a_model(
+def test_model_files_that_are_not_files(
     model: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str, command: str
 ) -> None:
     path = model / name
@@ -320,7 +324,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("content", WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_a_header_of_weights(model: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+def test_bad_headers_of_weights(model: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
     refused(capsys, command_with(model, "generate"), str(model / "model.safetensors"))
 
@@ -333,14 +337,14 @@ def divide(model: Path) -> Path:
 
 
 @pytest.mark.parametrize("content", CONTENT.values(), ids=CONTENT.keys())
-def test_an_index_of_weights(model: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+def test_bad_indexes_of_weights(model: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
     path = divide(model)
     path.write_bytes(content)
     refused(capsys, command_with(model, "generate"), str(path))
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "ABSOLUTE", "a/b.safetensors", "..", "", "a\0b", "..\\b"])
-def test_an_index_names_files_beside_it(model: Path, name: str) -> None:
+def test_an_index_may_only_name_files_beside_it(model: Path, name: str) -> None:
     path = divide(model)
     index = json.loads(path.read_text())
     moved = sorted(set(index["weight_map"].values()))[0]
@@ -356,7 +360,7 @@ def test_an_index_names_files_beside_it(model: Path, name: str) -> None:
 
 
 def test_an_index_may_name_links(model: Path) -> None:
-    """A cache of downloads has links to files elsewhere."""
+    """A download cache has links to files elsewhere."""
     expected = load_model(model).norm
     path = divide(model)
     blobs = model.parent / "blobs"
@@ -387,7 +391,7 @@ def test_weights_are_not_written_through_links(model: Path, tmp_path: Path, name
 
 
 @pytest.mark.parametrize("content", CONTENT.values(), ids=CONTENT.keys())
-def test_a_manifest(tmp_path: Path, content: bytes) -> None:
+def test_bad_manifests(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"manifest\.json|has format None"):
         read_manifest(tmp_path)

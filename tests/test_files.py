@@ -1,4 +1,4 @@
-"""Files that people hand in, whatever they are; and files that are written whole and never through a link."""
+"""Files of any kind that people hand in, and files that are written whole and never through a link."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_text_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device", "link to a pipe"])
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     path = tmp_path / "file"
     with socket.socket(socket.AF_UNIX) as server:
         if kind == "pipe":
@@ -66,7 +66,7 @@ def test_a_pipe_that_the_shell_opened_is_read() -> None:
         os.close(reader)
 
 
-def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+def test_impossible_paths(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"a\\x00b.*a path cannot hold a NUL character"):
         read_text(tmp_path / "a\0b")
     with pytest.raises(FileError, match="a path cannot hold a NUL character"):
@@ -81,20 +81,20 @@ def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "is not JSON: Expecting property name"),
-        ("[" * 100_000, "cannot be read: lists and objects stand inside each other more than 100 deep"),
-        ("[" * 101 + "1" + "]" * 101, "cannot be read: lists and objects stand inside each other more than 100 deep"),
+        ("[" * 100_000, "cannot be read: lists and objects are nested more than 100 levels deep"),
+        ("[" * 101 + "1" + "]" * 101, "cannot be read: lists and objects are nested more than 100 levels deep"),
         ('{"a":\n' + "9" * 5000 + "}", "cannot be read: the number in line 2 has more than 4300 digits"),
         (b'{"a": "\xff"}', "is not JSON: not UTF-8, 'utf-8' codec can't decode byte 0xff"),
     ],
 )
-def test_wrong_json_is_one_line_with_its_place(text: str | bytes, message: str) -> None:
+def test_bad_json_is_reported_in_one_line_with_its_place(text: str | bytes, message: str) -> None:
     with pytest.raises(FileError) as caught:
         parse_json(text, "a.json:7")
     assert str(caught.value).startswith(f"a.json:7: {message}")
     assert "\n" not in str(caught.value)
 
 
-def test_json_as_deep_as_allowed() -> None:
+def test_json_may_be_as_deep_as_the_limit() -> None:
     text = "[" * DEEPEST + "1" + "]" * DEEPEST
     value = parse_json(text, "a.json")
     for _ in range(DEEPEST):
@@ -104,13 +104,13 @@ def test_json_as_deep_as_allowed() -> None:
     assert parse_json(str(wide), "a.json") == wide
 
 
-def test_an_object_is_asked_for(tmp_path: Path) -> None:
+def test_read_object_refuses_other_values(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a.json: holds no JSON object$"):
+    with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a.json: does not hold a JSON object$"):
         read_object(tmp_path / "a.json")
 
 
-def test_wrong_utf8_is_found_by_its_line(tmp_path: Path) -> None:
+def test_bad_utf8_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one\ntwo\xff\n")
     with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a: cannot be read: line 2 is not UTF-8"):
         read_text(tmp_path / "a")
@@ -119,7 +119,7 @@ def test_wrong_utf8_is_found_by_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", ["new é", b"new \xff"])
-def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path, data: str | bytes) -> None:
+def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path, data: str | bytes) -> None:
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / "ours").symlink_to("theirs")
     write_atomically(tmp_path / "ours", data)
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "inside"]
 
 
-def test_a_new_file_has_the_mode_of_any_other(tmp_path: Path) -> None:
+def test_a_new_file_has_the_usual_mode(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     write_atomically(tmp_path / "ours", "new")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode

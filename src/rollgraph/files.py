@@ -1,8 +1,8 @@
-"""Files that people hand to a run, and files that it leaves behind: how they are read, and how they are written.
+"""Reading files that people hand to a run, and writing files that a run leaves behind.
 
-What is read is a regular file, whatever its name says: a named pipe would block, a device would never end. Whatever
-else is wrong with it is one `FileError` that names the file. What is written appears whole or not at all, and never in
-a file that a link points to. Nothing here knows what the files are for; importing this is instant.
+Only regular files are read, because a named pipe would block and a device would never end. Anything else that is wrong
+with a file is a `FileError` that names it. A written file appears whole or not at all, and never through a link.
+Nothing here knows what the files are for. Importing this is instant.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-DEEPEST = 100  # levels of lists and objects inside each other: whoever walks them calls itself
-TOO_DEEP = f"lists and objects stand inside each other more than {DEEPEST} deep"
-HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")  # opened by the shell: somebody writes into such a pipe
+DEEPEST = 100  # levels of nested lists and objects: code that walks them is recursive
+TOO_DEEP = f"lists and objects are nested more than {DEEPEST} levels deep"
+HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")  # pipes that the shell opened, so that they have a writer
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -28,26 +28,29 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-_LONG_NUMBER = re.compile(r"[0-9]{4301}")  # which Python does not convert
+_LONG_NUMBER = re.compile(r"[0-9]{4301}")  # Python refuses to convert these
 
 
 class FileError(ValueError):
-    """A file that cannot be read, in one line: which one or which line of it, what is wrong with it, and why."""
+    """A file that cannot be used, described in one line."""
 
     def __init__(self, place: str | os.PathLike[str], what: str, why: str = "") -> None:
-        self.place, self.what, self.why = str(place), what, why
-        super().__init__(f"{place}: {what}: {why}" if why else f"{place}: {what}")
+        self.place = str(place)  # the file, or one line of it as file:line
+        self.what = what
+        self.why = why
+        self.detail = f"{what}: {why}" if why else what  # everything but the place
+        super().__init__(f"{place}: {self.detail}")
 
 
 class MissingFile(FileError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
-    """The path, of which links were followed to something that can be read to its end."""
+    """The path, if it leads, through links or not, to a file that can be read to its end; raises otherwise."""
     found = Path(check_path(path))
     try:
         mode = found.stat().st_mode
@@ -64,7 +67,7 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
 
 
 def check_path(path: str | os.PathLike[str]) -> str:
-    """The path as text; one that no file can have raises."""
+    """The path as text; raises if no file can have it."""
     text = os.fspath(path)
     if "\0" in text:
         raise FileError(f"{text!r:.200}", "a path cannot hold a NUL character")
@@ -73,7 +76,7 @@ def check_path(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to read bytes or lines from; inside, an `OSError` is about it."""
+    """Open a file to read bytes or lines; an `OSError` raised inside the block is reported as one about this file."""
     found = regular_file(path)
     try:
         with found.open("rb") as file:
@@ -83,7 +86,7 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """UTF-8, with line ends as they are."""
+    """Decode a file as UTF-8; line ends are kept as they are."""
     with open_regular(path) as file:
         content = file.read()
     try:
@@ -100,10 +103,10 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A JSON object; anything else raises."""
+    """Read a JSON object; any other JSON value raises."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise FileError(path, "holds no JSON object")
+        raise FileError(path, "does not hold a JSON object")
     return value
 
 
@@ -112,7 +115,7 @@ def parse_json(
     place: str,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value of a text that stands at this place: a file, or a line of one."""
+    """Parse JSON; `place` names the file, or the line of one, that the text came from."""
     try:
         content = text if isinstance(text, str) else text.decode("utf-8-sig")
         value = json.loads(content, object_pairs_hook=object_pairs_hook)
@@ -129,29 +132,47 @@ def parse_json(
     return value
 
 
+def read_json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
+    """The number and the value of each line that is not empty. A key that an object gives twice is an error."""
+    with open_regular(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, parse_json(line, f"{path}:{number}", _refuse_duplicates)
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entry:
+            raise ValueError(f"the key {name!r} is given twice")
+        entry[name] = value
+    return entry
+
+
 def _long_number(text: str) -> str:
-    """What is wrong with a number of thousands of digits, and in which line; empty where there is none."""
+    """What to say about a number with thousands of digits; empty if there is none."""
     found = _LONG_NUMBER.search(text)
     if found is None:
         return ""
+    if "\n" not in text.rstrip():
+        return "a number has more than 4300 digits"
     line = text.count("\n", 0, found.start()) + 1
     return f"the number in line {line} has more than 4300 digits"
 
 
 def _is_deep(text: str, value: Any) -> bool:
-    if text.count("[") + text.count("{") <= DEEPEST:  # so are nearly all lines of data
+    """Whether more than DEEPEST lists and objects are nested; walked level by level, so that any depth is safe."""
+    if text.count("[") + text.count("{") <= DEEPEST:  # true of nearly all lines of data
         return False
     level = [value]
     for _ in range(DEEPEST + 1):
-        inside: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                inside += item.values()
-            elif isinstance(item, list):
-                inside += item
-        level = inside
+        level = [item for item in level if isinstance(item, dict | list)]
         if not level:
             return False
+        inside: list[Any] = []
+        for item in level:
+            inside += item.values() if isinstance(item, dict) else item
+        level = inside
     return True
 
 
@@ -159,8 +180,10 @@ def _is_deep(text: str, value: Any) -> bool:
 
 
 def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
-    """The file has what it had, or all of this, whenever the power fails. A link of that name is replaced, and what
-    it points to stays as it is."""
+    """Replace a file so that it holds either its old content or all of `data`, even if the power fails.
+
+    If the path is a link, the link is replaced and the file it points to stays as it is.
+    """
     target = Path(check_path(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.incomplete")
     try:
@@ -174,8 +197,10 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
 
 
 def write_new(path: Path, data: str | bytes = b"") -> None:
-    """A file that was not there, on the disk. What had its name, such as a link or what an interrupted run left
-    behind, is removed and not written into."""
+    """Create a file and wait until it is on the disk.
+
+    Whatever had its name, such as a link or what an interrupted run left behind, is removed rather than written into.
+    """
     path.unlink(missing_ok=True)
     content = data.encode("utf-8") if isinstance(data, str) else data
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -186,8 +211,10 @@ def write_new(path: Path, data: str | bytes = b"") -> None:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """A descriptor to write with, of a file that is made if it is not there. What has its name and is no regular file
-    is refused: what a link points to is somebody else's."""
+    """A descriptor for writing to a file, which is created if it does not exist.
+
+    Anything but a regular file is refused: the target of a link belongs to somebody else.
+    """
     more = os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags | more, 0o666)
@@ -202,7 +229,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -12,8 +12,8 @@ import pytest
 from rollgraph.cli import main
 from rollgraph.commands import config as command
 from rollgraph.config import load_config
+from rollgraph.config.algorithm_names import ALGORITHM_PATHS, GROUP_RELATIVE
 from rollgraph.rl.algorithms import ALGORITHMS as registry
-from rollgraph.run import built_in_names
 
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
 
@@ -33,7 +33,7 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_whoever_reads_the_output_may_stop() -> None:
+def test_the_reader_of_the_output_may_close_it() -> None:
     words = [sys.executable, "-m", "rollgraph", "config", "--schema"]
     paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
@@ -54,7 +54,7 @@ def test_prints_what_a_run_would_use(run_file: Path, capsys: pytest.CaptureFixtu
     assert load_config(resolved) == load_config(run_file, ["steps=7", "graph.scope=attn,mlp"])
 
 
-def test_every_problem_has_a_line(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_problem_is_one_line(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(str(run_file), "steps=0", "sed=1") == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -64,7 +64,7 @@ def test_every_problem_has_a_line(run_file: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_names_and_options_of_what_is_built_in_are_checked(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_and_options_of_built_ins_are_checked(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_file.write_text(
         "model: {path: m}\ndata: {train: t}\n"
         "algorithm:\n  name: grpo\n  options:\n    kl_coef: 0.1\n    clip_lo: 0.1\n"
@@ -75,16 +75,17 @@ def test_names_and_options_of_what_is_built_in_are_checked(run_file: Path, capsy
         assert main([main_command, str(run_file)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 3
-        assert f"{run_file}:7: algorithm.options.clip_lo: algorithm 'grpo' has no setting 'clip_lo'" in lines[0]
+        assert f"{run_file}:7: algorithm.options.clip_lo: algorithm 'grpo' has no such setting" in lines[0]
         assert f"{run_file}:10: reward.functions[0].name: there is no reward 'exact_macth'; did you mean" in lines[1]
-        assert f"{run_file}:12: reward.functions[1].options.colum: reward 'exact_match' has no option" in lines[2]
+        assert f"{run_file}:12: reward.functions[1].options.colum: reward 'exact_match' has no such option" in lines[2]
     assert main(["config", str(run_file), "algorithm.name=grop", "reward.functions=[{name: exact_match}]"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("override 'algorithm.name=grop': algorithm.name: there is no algorithm 'grop'")
 
 
-def test_the_names_of_algorithms_are_those_of_the_registry() -> None:
-    assert set(built_in_names.ALGORITHMS) == set(registry)
+def test_every_algorithm_name_can_be_loaded() -> None:
+    assert set(ALGORITHM_PATHS) == set(registry)
+    assert set(registry) >= GROUP_RELATIVE
 
 
 def test_a_configuration_without_options_needs_no_pytorch(run_file: Path) -> None:

@@ -63,7 +63,7 @@ def test_prompts_from_a_file_keep_their_other_fields(folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("not json\n", "in.jsonl:1: not JSON"),
+        ("not json\n", "in.jsonl:1: is not JSON"),
         ('{"text": "x"}\n', "in.jsonl:1: expected an object"),
         ("", "no prompts"),
         ('{"prompt": "x"}\n{"prompt": 5}\n', "in.jsonl:2: expected a string as `prompt`"),
@@ -75,11 +75,20 @@ def test_prompts_from_a_file_keep_their_other_fields(folder: Path, tmp_path: Pat
             '{"messages": [{"role": "user", "content": "a\\ud83d"}]}\n',
             "in.jsonl:1: `prompt` or `messages` has half a surrogate pair",
         ),
-        ('{"prompt": "x"}\n\n{"prompt": "x", "a": {"b": 1, "b": 2}}\n', "in.jsonl:3: the key 'b' is there twice"),
-        (b'{"prompt": "x"}\n{"prompt": "\xff"}\n', "in.jsonl:2: 'utf-8' codec can't decode byte 0xff"),
-        ('{"prompt": "x", "a": ' + 200 * "[" + 200 * "]" + "}\n", "in.jsonl:1: has more than 100 objects and lists"),
+        (
+            '{"prompt": "x"}\n\n{"prompt": "x", "a": {"b": 1, "b": 2}}\n',
+            "in.jsonl:3: cannot be read: the key 'b' is given twice",
+        ),
+        (
+            b'{"prompt": "x"}\n{"prompt": "\xff"}\n',
+            "in.jsonl:2: is not JSON: not UTF-8, 'utf-8' codec can't decode byte 0xff",
+        ),
+        ('{"prompt": "x", "a": ' + 200 * "[" + 200 * "]" + "}\n", "in.jsonl:1: cannot be read: lists and objects"),
         ('{"prompt": "x", "a": ' + 100_000 * "[" + "\n", "in.jsonl:1: "),
-        ('{"prompt": "x", "a": ' + 5000 * "1" + "}\n", "in.jsonl:1: Exceeds the limit"),
+        (
+            '{"prompt": "x", "a": ' + 5000 * "1" + "}\n",
+            "in.jsonl:1: cannot be read: a number has more than 4300 digits",
+        ),
     ],
     ids=range(14),
 )

@@ -15,9 +15,8 @@ from rollgraph.compat.graph_lint import lint
 from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.ledger import short
 from rollgraph.compat.nemo.translation import translate_tree
-from rollgraph.compat.omegaconf_yaml import plain
 from rollgraph.config import Config, ConfigError, check_scopes, load_config, parse_config
-from rollgraph.config.reader import Node
+from rollgraph.config.yaml_tree import Node, strip_places
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.algorithms.advantages import centred, leave_one_out
 from rollgraph.run.inputs import make_algorithm
@@ -60,7 +59,7 @@ def leaves(value: Any, key: str = "") -> list[str]:
 def test_every_key_is_listed_once_and_known(name: str, tmp_path: Path) -> None:
     path = DATA / f"{name}.yaml"
     config, translation = read(path, tmp_path)
-    assert [line.key for line in translation.lines] == leaves(plain(load_composed(path)))
+    assert [line.key for line in translation.lines] == leaves(strip_places(load_composed(path)))
     assert [line for line in translation.lines if line.text == "not known here"] == []
     load_algorithm(config.algorithm.name, {**config.algorithm.options, "kl_coef": config.algorithm.kl_coef})
     for line in translation.lines:  # the list says what the file has
@@ -258,7 +257,7 @@ def test_an_unknown_key(tmp_path: Path) -> None:
         (f"{SMALL}  model_name: n\n", "their.yaml:5: model_name: given twice"),
         (f"{SMALL}  a: [\n", "not YAML"),
         ("defaults: nowhere.yaml\n", "their.yaml:1: defaults: there is no file"),
-        ("defaults: their.yaml\n", "their.yaml:1: defaults: files name each other: their.yaml -> their.yaml"),
+        ("defaults: their.yaml\n", "their.yaml:1: defaults: the files form a cycle: their.yaml -> their.yaml"),
         ("- a\n", "their.yaml:1: expected keys, got list"),
     ],
 )
@@ -282,12 +281,12 @@ def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
         ("policy.max_total_sequence_length", 0, "expected a whole number ≥ 1, got 0"),
         ("grpo.max_num_steps", -1, "expected a whole number ≥ 1, got -1"),
         ("grpo.num_generations_per_prompt", 1, "grpo compares the samples of a prompt, so it needs 2 or more"),
-        ("loss_fn.ratio_clip_min", 2, "algorithm.options.clip_low=2.0: expected a number from 0 to 1"),
-        ("loss_fn.reference_policy_kl_type", "k9", "algorithm.options.kl_estimator='k9': expected k1 or k2 or k3"),
+        ("loss_fn.ratio_clip_min", 2, "algorithm.options.clip_low: expected a number from 0 to 1, got 2.0"),
+        ("loss_fn.reference_policy_kl_type", "k9", "algorithm.options.kl_estimator: expected k1 or k2 or k3, got 'k9'"),
     ],
 )
 def test_a_refused_value_makes_only_its_key_unsupported(key: str, value: Any, reason: str) -> None:
-    whole = plain(load_composed(DATA / "grpo_megatron_current.yaml"))
+    whole = strip_places(load_composed(DATA / "grpo_megatron_current.yaml"))
     whole["checkpointing"]["enabled"] = True
     whole["policy"]["train_global_batch_size"] = 16  # one sample of each prompt
     before = statuses(translate_tree(as_node(whole), "their.yaml"))
@@ -310,7 +309,7 @@ def test_a_dataset_path_that_is_not_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("odd", [None, -1, "x", [1]], ids=repr)
 def test_no_value_aborts_a_translation(odd: Any) -> None:
     """Whatever the value of a translated key is, the others are still translated, and pass a run's checks."""
-    whole = plain(load_composed(DATA / "grpo_base.yaml"))
+    whole = strip_places(load_composed(DATA / "grpo_base.yaml"))
     lines = translate_tree(as_node(whole), "their.yaml").lines
     keys = [line.key for line in lines if line.status is Status.TRANSLATED and line.key != "policy.model_name"]
     assert len(keys) > 30
@@ -354,7 +353,7 @@ def test_checkpointing_only_where_it_can_run(tmp_path: Path, graph_keys: str, ra
 @pytest.mark.parametrize("odd", [None, True, 0, -1, 1.5, "x", "", [], [1], {"a": 1}, [{"a": [1]}]], ids=repr)
 def test_a_section_of_another_type_is_an_error_or_listed(tmp_path: Path, odd: Any) -> None:
     """Never a traceback, whatever the value of a section, or of a setting on which others depend."""
-    whole = plain(load_composed(DATA / "grpo_megatron.yaml"))
+    whole = strip_places(load_composed(DATA / "grpo_megatron.yaml"))
     sections = [path for path, value in walk(whole) if isinstance(value, dict) or path[-1] in ("env_name", "scheduler")]
     assert len(sections) > 30
     for path in sections:
@@ -389,7 +388,9 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_files_that_name_each_other(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
     (tmp_path / "b.yaml").write_text("x: 1\ndefaults: [a.yaml]\n")
-    with pytest.raises(ConfigError, match=r"b\.yaml:2: defaults: files name each other: a\.yaml -> b\.yaml -> a\.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"b\.yaml:2: defaults: the files form a cycle: a\.yaml -> b\.yaml -> a\.yaml"
+    ):
         import_nemo(tmp_path / "a.yaml")
 
 
@@ -417,7 +418,7 @@ inside: {here: 5, near: "${.here}", far: "${..n}"}
 shared: &anchor {k: 1}
 merged: {<<: *anchor, l: 2}
 """)
-    assert plain(load_composed(tmp_path / "top.yaml")) == {
+    assert strip_places(load_composed(tmp_path / "top.yaml")) == {
         "a": {"x": 1, "y": [3]},
         "b": {"z": 2},
         "c": None,
@@ -469,7 +470,7 @@ def test_the_command_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{theirs} exists and is not overwritten" in captured.err
     assert theirs.read_text() == SMALL
     assert call(str(DATA / "grpo_base.yaml"), "-o", str(tmp_path / "new.yaml")) == 2
-    assert "-o is for import" in capsys.readouterr().err
+    assert "-o only works with import" in capsys.readouterr().err
 
 
 def test_the_command_without_a_file_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

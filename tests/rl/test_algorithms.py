@@ -41,7 +41,7 @@ def load(name: str, **settings: Any) -> Any:
 
 
 def make_rollouts(seed: int, groups: int = 3, size: int = 4) -> list[Rollout]:
-    """Ragged lengths, some tokens put there by an environment, rewards of which some are equal."""
+    """Rollouts of ragged lengths, with some inserted tokens and some equal rewards."""
     rng = random.Random(seed)
     made = []
     for group in range(groups):
@@ -66,7 +66,7 @@ def make_rollouts(seed: int, groups: int = 3, size: int = 4) -> list[Rollout]:
 
 @dataclass
 class Case:
-    """Rollouts, and for each of their tokens what a step sees: of the policy, the old policy, and entropy."""
+    """Rollouts, and the log-probabilities and entropy that a step sees for each of their tokens."""
 
     rollouts: list[Rollout]
     policy: list[list[Tensor]]  # scalars that require grad
@@ -93,7 +93,7 @@ class Packed:
 
 
 def pack(case: Case, samples: Sequence[Sample], seed: int, dtype: torch.dtype = torch.float64) -> Packed:
-    """Samples in random order with prompts before and padding between them, both full of garbage."""
+    """Samples in random order, with prompts before them and padding between them, both full of garbage."""
     rng = random.Random(seed)
     numbers = {id(rollout.tokens): i for i, rollout in enumerate(case.rollouts)}
     rows: list[tuple[float, ...]] = []
@@ -148,7 +148,7 @@ def run(algorithm: Any, packed: Packed) -> tuple[float, list[list[float]], dict[
 
 
 def in_order_of(case: Case, samples: Sequence[Sample]) -> list[int]:
-    """For each sample, the number of its rollout."""
+    """The index of the rollout of each sample."""
     numbers = {id(rollout.tokens): i for i, rollout in enumerate(case.rollouts)}
     return [numbers[id(sample.tokens)] for sample in samples]
 
@@ -290,13 +290,13 @@ FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Case], Tensor]]] = {
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradient_are_the_formula_s(name: str, seed: int) -> None:
+def test_loss_and_gradient_match_the_formula(name: str, seed: int) -> None:
     settings, formula = FORMULAS[name]
     case = Case.make(seed)
     assert_matches(case, load(name, **settings), formula(case), seed)
 
 
-def test_reinforce_pp_with_a_baseline_for_each_group() -> None:
+def test_reinforce_pp_with_a_group_baseline() -> None:
     case = Case.make(1)
     centred = copy.deepcopy(case.rollouts)
     for rollout in centred:
@@ -308,7 +308,7 @@ def test_reinforce_pp_with_a_baseline_for_each_group() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_every_term_at_once(estimator: str, kl_in: str) -> None:
+def test_all_terms_together(estimator: str, kl_in: str) -> None:
     case = Case.make(5, spread=0.8, old=True)
     total = torch.zeros((), dtype=torch.float64)
 
@@ -338,7 +338,7 @@ def test_every_term_at_once(estimator: str, kl_in: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce_pp"])
-def test_kl_in_the_reward_is_k1_unless_another_is_named(name: str) -> None:
+def test_kl_in_the_reward_uses_k1_by_default(name: str) -> None:
     case = Case.make(5)
     rollout = case.rollouts[0]
     r = [(rollout.reference_logprobs or [])[t] - rollout.logprobs[t] for t in sampled(rollout)]
@@ -377,7 +377,7 @@ def test_metrics_are_weighted_sums() -> None:
     assert metrics == pytest.approx({"loss": loss, **expected})
 
 
-def test_the_gradient_of_entropy_is_minus_its_coefficient() -> None:
+def test_the_gradient_of_the_entropy_is_minus_its_coefficient() -> None:
     case, algorithm = Case.make(2), load("dapo", entropy_coef=0.25)
     streams = pack(case, algorithm.make_batch(case.rollouts).samples, 0).streams
     assert streams.entropy is not None
@@ -421,7 +421,7 @@ def test_microbatches_add_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", REWARDED)
 def test_the_first_step_is_plain_policy_gradient(name: str) -> None:
-    """Before any update the policy is the one that sampled, and may be the reference."""
+    """Before any update, the policy is the one that sampled, and may be the reference policy."""
     case = Case.make(3, spread=0.0)
     for rollout in case.rollouts:
         rollout.reference_logprobs = rollout.logprobs
@@ -489,7 +489,7 @@ def rollouts_of(groups: list[list[float]]) -> list[Rollout]:
 
 
 def advantages_of(algorithm: Any, rollouts: list[Rollout]) -> list[float]:
-    """One for each rollout, in their order."""
+    """One advantage for each rollout, in order."""
     found = {id(s.tokens): s.advantages[-1] for s in algorithm.make_batch(rollouts).samples}
     return [found[id(rollout.tokens)] for rollout in rollouts]
 
@@ -522,7 +522,9 @@ def test_reinforce_pp_has_mean_zero_and_variance_one_over_the_tokens_of_a_batch(
 @pytest.mark.parametrize("name", REWARDED)
 @given(groups=rewards_of_groups, shift=st.floats(-3, 3), seed=st.integers(0, 99))
 @examples(max_examples=40)
-def test_neither_a_shift_nor_the_order_matters(name: str, groups: list[list[float]], shift: float, seed: int) -> None:
+def test_advantages_do_not_depend_on_a_shift_or_the_order(
+    name: str, groups: list[list[float]], shift: float, seed: int
+) -> None:
     algorithm, rollouts = load(name), rollouts_of(groups)
     before = advantages_of(algorithm, rollouts)
     for rollout in rollouts:
@@ -532,18 +534,18 @@ def test_neither_a_shift_nor_the_order_matters(name: str, groups: list[list[floa
     assert after == pytest.approx([before[i] for i in order], rel=1e-6, abs=1e-6)
 
 
-def test_equal_rewards_teach_nothing_also_where_their_mean_is_rounded() -> None:
+def test_equal_rewards_have_advantage_zero_even_if_their_mean_is_rounded() -> None:
     rewards = [0.1] * 3
     assert math.fsum(rewards) / 3 != 0.1
     for name in REWARDED:
         assert set(advantages_of(load(name), rollouts_of([rewards]))) == {0.0}
 
 
-def test_a_sample_alone() -> None:
+def test_a_group_of_one() -> None:
     alone = rollouts_of([[1.0], [0.0, 1.0]])
     for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo"):
         assert advantages_of(load(name), alone)[0] == 0
-    with pytest.raises(ValueError, match="prompt 1 has one: sample 2 or more"):
+    with pytest.raises(ValueError, match="prompt 1 has one; sample 2 or more"):
         load("rloo").make_batch(alone)
     alone[2].finish_reason = "error"  # its partner failed, which is no reason to stop a run
     assert advantages_of(load("rloo"), alone[1:]) == [0, 0]
@@ -579,13 +581,13 @@ def test_minibatches_are_a_deterministic_partition(name: str) -> None:
         tokens = sum(weight != 0 for sample in minibatch for weight in sample.weights)
         expected = {"dr_grpo": tokens / len(minibatch) / MAX_TOKENS, "rloo": tokens / len(minibatch)}.get(name, 1)
         assert total == pytest.approx(expected)
-    with pytest.raises(ValueError, match="15 samples do not make 16 minibatches"):
+    with pytest.raises(ValueError, match="15 samples do not fill 16 minibatches"):
         algorithm.make_batch(rollouts, minibatches=16)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_failed_rollouts_change_nothing(name: str) -> None:
-    """Neither the advantages nor the weights of the others; those cut off are masked if so wished."""
+def test_failed_rollouts_do_not_affect_the_others(name: str) -> None:
+    """They change neither the advantages nor the weights of the others."""
     rollouts, algorithm = make_rollouts(2), load(name)
     failed = [copy.deepcopy(rollouts[0]) for _ in range(2)]
     for rollout, reason in zip(failed, ("error", "abort"), strict=True):
@@ -598,7 +600,7 @@ def test_failed_rollouts_change_nothing(name: str) -> None:
     assert all(map(math.isfinite, batch.metrics.values()))
 
 
-def test_truncated_rollouts_are_masked_if_so_wished() -> None:
+def test_truncated_rollouts_can_be_masked() -> None:
     rollouts = make_rollouts(3)
     rollouts[0].finish_reason = "length"
     keeping, masking = (load("dapo", mask_truncated=m) for m in (False, True))
@@ -686,7 +688,7 @@ def test_overlong_punishment(length: int, punishment: float) -> None:
 
 @dataclass(frozen=True)
 class Own:
-    """An algorithm of one's own: a dotted path away."""
+    """A custom algorithm, loaded by its import path."""
 
     scale: float = 1.0
     needs_reference = needs_entropy = needs_old_logprobs = False
@@ -716,7 +718,7 @@ def test_a_dotted_path() -> None:
     assert loaded.scale == 2
 
 
-def test_the_documented_algorithm_of_one_s_own(tmp_path: Path) -> None:
+def test_the_documented_custom_algorithm(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     (tmp_path / "bold.py").write_text(text.split("```python")[-1].split("```")[0], encoding="utf-8")
     bold = load_algorithm(f"{tmp_path}/bold.py:Bold", {"boost": 3, "normalize_std": False})
@@ -726,37 +728,41 @@ def test_the_documented_algorithm_of_one_s_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("gpro", {}, "no algorithm 'gpro' .did you mean 'grpo'"),
+        ("gpro", {}, "no algorithm 'gpro'; did you mean 'grpo'"),
         ("dr-grpo", {}, "did you mean 'dr_grpo'"),
-        ("grpo", {"clip_hgih": 1, "kl_coef": 0}, "'grpo' has no setting 'clip_hgih' .did you mean 'clip_high'"),
-        ("sft", {"kl_coef": 0.1}, "'sft' has no setting 'kl_coef'"),
-        ("dr_grpo", {}, "max_tokens is required by algorithm 'dr_grpo'"),
-        ("dr_grpo", {"max_tokens": 0}, "max_tokens=0: expected 1 or more"),
-        ("grpo", {"kl_estimator": "k4"}, "kl_estimator='k4': expected k1 or k2 or k3"),
-        ("grpo", {"kl_in": "both"}, "kl_in='both': expected loss or reward"),
-        ("grpo", {"clip_low": 2}, "clip_low=2: expected a number from 0 to 1"),
-        ("grpo", {"clip_high": -1}, "clip_high=-1: expected"),
-        ("grpo", {"kl_coef": math.nan}, "kl_coef=nan: expected"),
-        ("grpo", {"dual_clip": 1}, "dual_clip=1: expected a number above 1"),
-        ("grpo", {"importance_cap": 0}, "importance_cap=0: expected a number above 0"),
-        ("grpo", {"kl_coef": "1e-3"}, "kl_coef='1e-3': expected a number$"),
-        ("grpo", {"entropy_coef": True}, "entropy_coef=True: expected a number$"),
-        ("grpo", {"importance_cap": "none"}, "importance_cap='none': expected a number or none"),
-        ("grpo", {"mask_truncated": 1}, "mask_truncated=1: expected true or false"),
-        ("dr_grpo", {"max_tokens": 10.5}, "max_tokens=10.5: expected a whole number"),
+        (
+            "grpo",
+            {"clip_hgih": 1, "kl_coef": 0},
+            "clip_hgih: algorithm 'grpo' has no such setting; did you mean 'clip_high'",
+        ),
+        ("sft", {"kl_coef": 0.1}, "kl_coef: algorithm 'sft' has no such setting"),
+        ("dr_grpo", {}, "max_tokens: required by algorithm 'dr_grpo', but missing"),
+        ("dr_grpo", {"max_tokens": 0}, "max_tokens: expected 1 or more, got 0"),
+        ("grpo", {"kl_estimator": "k4"}, "kl_estimator: expected k1 or k2 or k3, got 'k4'"),
+        ("grpo", {"kl_in": "both"}, "kl_in: expected loss or reward, got 'both'"),
+        ("grpo", {"clip_low": 2}, "clip_low: expected a number from 0 to 1, got 2"),
+        ("grpo", {"clip_high": -1}, "clip_high: expected .*, got -1"),
+        ("grpo", {"kl_coef": math.nan}, "kl_coef: expected .*, got nan"),
+        ("grpo", {"dual_clip": 1}, "dual_clip: expected a number above 1, or none, got 1"),
+        ("grpo", {"importance_cap": 0}, "importance_cap: expected a number above 0, or none, got 0"),
+        ("grpo", {"kl_coef": "1e-3"}, "kl_coef: expected a number, got '1e-3'$"),
+        ("grpo", {"entropy_coef": True}, "entropy_coef: expected a number, got True$"),
+        ("grpo", {"importance_cap": "none"}, "importance_cap: expected a number or none, got 'none'"),
+        ("grpo", {"mask_truncated": 1}, "mask_truncated: expected true or false, got 1"),
+        ("dr_grpo", {"max_tokens": 10.5}, "max_tokens: expected a whole number, got 10.5"),
         ("cispo", {"dual_clip": 2.0}, "cispo clips every ratio"),
-        ("dapo", {"overlong_buffer": 5}, "overlong_buffer=5: expected 1 to max_tokens=None"),
-        ("dapo", {"overlong_buffer": 5, "max_tokens": 4}, "overlong_buffer=5: expected 1 to max_tokens=4"),
+        ("dapo", {"overlong_buffer": 5}, "overlong_buffer: expected 1 to max_tokens=None, got 5"),
+        ("dapo", {"overlong_buffer": 5, "max_tokens": 4}, "overlong_buffer: expected 1 to max_tokens=4, got 5"),
         ("no.such.module:Name", {}, "there is no module 'no'"),
         ("math:Name", {}, "math has no 'Name'"),
         ("math:pi", {}, "is a float, not a class or function"),
-        (f"{__name__}:Own", {"scael": 1}, "no setting 'scael' .did you mean 'scale'"),
+        (f"{__name__}:Own", {"scael": 1}, "scael: algorithm .* has no such setting; did you mean 'scale'"),
         (f"{__name__}:WithoutSeed", {}, "make_batch.rollouts, minibatches=, seed=.: .*'seed'"),
         (f"{__name__}:WithoutAnswer", {}, "must have `needs_entropy`, True or False"),
         ("fractions:Fraction", {}, "must have `needs_reference`"),
     ],
 )
-def test_what_cannot_be_loaded(name: str, settings: dict[str, Any], message: str) -> None:
+def test_loading_errors(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_algorithm(name, settings)
 
@@ -764,7 +770,7 @@ def test_what_cannot_be_loaded(name: str, settings: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("name", "low", "high"), [("grpo", 0.2, 0.2), ("dapo", 0.2, 0.28), ("gspo", 3e-4, 4e-4), ("cispo", 1.0, 4.0)]
 )
-def test_clips_are_the_paper_s(name: str, low: float, high: float) -> None:
+def test_clips_match_the_papers(name: str, low: float, high: float) -> None:
     assert (load(name).clip_low, load(name).clip_high) == (low, high)
 
 
@@ -777,7 +783,7 @@ def test_settings_can_be_compared_but_not_changed() -> None:
     assert not any((algorithm.needs_reference, algorithm.needs_entropy, algorithm.needs_old_logprobs))
 
 
-# TRL, where definitions are the same.
+# TRL, for algorithms that it defines in the same way.
 
 SAME_IN_TRL = {  # our algorithm and its settings; TRL's loss type, and settings that differ from the common ones
     "grpo": ("grpo", {}, "grpo", {}),

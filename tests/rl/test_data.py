@@ -1,4 +1,4 @@
-"""Data: what a file may hold, and an order that neither ranks nor a resume can disturb."""
+"""Data: what a file may hold, and an order that depends on neither ranks nor interruptions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ seeds = st.integers(0, 2**70)
 
 
 @given(rows=sizes, per_step=sizes, epochs=st.integers(1, 3), seed=seeds, shuffle=st.booleans())
-def test_every_prompt_once_in_each_epoch(rows: int, per_step: int, epochs: int, seed: int, shuffle: bool) -> None:
+def test_every_epoch_has_every_prompt_once(rows: int, per_step: int, epochs: int, seed: int, shuffle: bool) -> None:
     data = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=per_step, seed=seed, shuffle=shuffle)
     stream = [i for step in ids_of(data, -(-rows * epochs // per_step)) for i in step]
     for epoch in range(epochs):
@@ -51,7 +51,7 @@ def test_every_prompt_once_in_each_epoch(rows: int, per_step: int, epochs: int, 
 
 
 @given(rows=sizes, per_step=sizes, ranks=st.integers(1, 5), seed=seeds, steps=st.integers(1, 4))
-def test_ranks_together_are_one_rank(rows: int, per_step: int, ranks: int, seed: int, steps: int) -> None:
+def test_the_shares_of_all_ranks_equal_one_rank(rows: int, per_step: int, ranks: int, seed: int, steps: int) -> None:
     per_step = max(per_step, ranks)
     one = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=per_step, seed=seed)
     several = [
@@ -66,7 +66,9 @@ def test_ranks_together_are_one_rank(rows: int, per_step: int, ranks: int, seed:
 
 
 @given(rows=sizes, seed=seeds, before=st.integers(0, 5), after=st.integers(1, 5), old=st.integers(1, 4), data=st.data())
-def test_a_resume_changes_nothing(rows: int, seed: int, before: int, after: int, old: int, data: st.DataObject) -> None:
+def test_resuming_does_not_change_the_order(
+    rows: int, seed: int, before: int, after: int, old: int, data: st.DataObject
+) -> None:
     new = data.draw(st.integers(1, 4), label="ranks after the resume")
     whole = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=4, seed=seed)
     expected = ids_of(whole, before + after)
@@ -84,7 +86,7 @@ def test_a_resume_changes_nothing(rows: int, seed: int, before: int, after: int,
 
 
 @pytest.mark.parametrize("changed", [{"prompt": "another", "answer": 3}, {"prompt": "number 3", "answer": 4}])
-def test_a_state_is_of_the_same_content(changed: dict[str, Any]) -> None:
+def test_a_state_is_refused_if_the_content_changed(changed: dict[str, Any]) -> None:
     data = PromptData(rows_of(8), TOKENIZER, prompts_per_step=2, seed=1)
     data.next_prompts()
     rows = rows_of(8)
@@ -99,7 +101,7 @@ def test_a_state_is_of_the_same_content(changed: dict[str, Any]) -> None:
 
 
 def test_the_order_is_pinned_and_differs_by_seed_and_epoch() -> None:
-    """A resume may meet another version of numpy, so the order itself is part of the format."""
+    """A run may be resumed with another version of numpy, so the order itself is part of the format."""
     data = PromptData(rows_of(8), TOKENIZER, prompts_per_step=8, seed=1)
     other = PromptData(rows_of(8), TOKENIZER, prompts_per_step=8, seed=2)
     first, second = ids_of(data, 2)
@@ -111,20 +113,20 @@ def test_a_state_of_other_data_is_refused() -> None:
     data = PromptData(rows_of(8), TOKENIZER, prompts_per_step=2, seed=1)
     state = data.state()
     for change, message in [
-        ({"seed": 2}, "seed is 1 here and 2"),
-        ({"rows": 9}, "rows is 8 here and 9"),
-        ({"shuffle": False}, "shuffle is True"),
-        ({"cursor": "3"}, "cursor is '3'"),
-        ({"cursor": -1}, "cursor is -1"),
+        ({"seed": 2}, "seed: is 1 here but 2"),
+        ({"rows": 9}, "rows: is 8 here but 9"),
+        ({"shuffle": False}, "shuffle: is True"),
+        ({"cursor": "3"}, "cursor: .* got '3'"),
+        ({"cursor": -1}, "cursor: .* got -1"),
     ]:
         with pytest.raises(DataError, match=message):
             data.load_state(state | change)
-    with pytest.raises(DataError, match="rows is 8 here and None"):
+    with pytest.raises(DataError, match="rows: is 8 here but None"):
         data.load_state({})
     assert data.state() == state
 
 
-def test_texts_chats_and_columns(tmp_path: Path) -> None:
+def test_text_chats_and_columns(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     path = write(
         tmp_path,
@@ -150,20 +152,26 @@ def test_texts_chats_and_columns(tmp_path: Path) -> None:
 BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"prompt": "a"', "Expecting"),
     (b'{"prompt": "\xff"}', "utf-8"),
-    ("[1]", "is a list instead of an object"),
-    ('{"question": "a"}', "needs either 'prompt' or 'messages', and has 'question'"),
-    ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "not both"),
-    ('{"prompt": 5}', "'prompt' is 5 instead of a text"),
-    ('{"prompt": null}', "'prompt' is None instead of a text"),
-    ('{"prompt": ""}', "'prompt' is '' instead of a text"),
-    ('{"prompt": "\\ud800"}', "instead of a text"),
-    ('{"messages": []}', "'messages' is"),
-    ('{"messages": [{"role": "user"}]}', "'messages' is"),
-    ('{"messages": [{"role": "user", "content": 1}]}', "both texts"),
-    ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is there twice"),
-    ('{"prompt": "a", "completions": 1}', "the column 'completions' has the name of"),
-    ('{"prompt": "a", "x": ' + "[" * 101 + "]" * 101 + "}", "has more than 100 objects and lists inside each other"),
-    ('{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "has more than 100 objects and lists"),
+    ("[1]", "expected an object with a 'prompt', got a list"),
+    ('{"question": "a"}', "expected either 'prompt' or 'messages', got 'question'"),
+    ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "got both"),
+    ('{"prompt": 5}', "'prompt' must be text, got 5"),
+    ('{"prompt": null}', "'prompt' must be text, got None"),
+    ('{"prompt": ""}', "'prompt' must be text, got ''"),
+    ('{"prompt": "\\ud800"}', "must be text"),
+    ('{"messages": []}', "'messages' must be a list"),
+    ('{"messages": [{"role": "user"}]}', "'messages' must be a list"),
+    ('{"messages": [{"role": "user", "content": 1}]}', "both text"),
+    ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is given twice"),
+    ('{"prompt": "a", "completions": 1}', "the column 'completions' has the name of an argument"),
+    (
+        '{"prompt": "a", "x": ' + "[" * 101 + "]" * 101 + "}",
+        "cannot be read: lists and objects are nested more than 100 levels deep",
+    ),
+    (
+        '{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "cannot be read: lists and objects are nested more than 100 levels deep",
+    ),
     ('{"prompt": "a"}'.encode("utf-16"), "utf-8"),
 ]
 
@@ -176,14 +184,14 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, message: str) ->
     assert str(caught.value).startswith(f"{path}:2: ")
 
 
-def test_a_mark_at_the_beginning_and_many_lists_side_by_side_are_fine(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_many_lists_side_by_side_are_accepted(tmp_path: Path) -> None:
     wide = {"prompt": "b", "x": [[]] * 500}
     first, second = load_rows(write(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}', json.dumps(wide)))
     assert first.prompt == "a"
     assert second.columns == {"x": [[]] * 500}
 
 
-def test_what_becomes_of_a_prompts_columns_does_not_change_the_data() -> None:
+def test_changing_the_columns_of_a_prompt_does_not_change_the_data() -> None:
     rows = make_rows([{"prompt": "a", "facts": {"list": [1]}}])
     data = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=0)
     for prompt in data.next_prompts():
@@ -191,7 +199,7 @@ def test_what_becomes_of_a_prompts_columns_does_not_change_the_data() -> None:
     assert [prompt.columns for prompt in data.next_prompts()] == [{"facts": {"list": [1]}}] * 2
 
 
-def test_a_prompt_that_cannot_be_encoded_is_named_at_the_start_or_left_out(tmp_path: Path) -> None:
+def test_a_prompt_that_cannot_be_encoded_is_reported_or_dropped(tmp_path: Path) -> None:
     model = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["b", -2.0]], "byte_fallback": False}
     tokenizer = Tokenizer(TokenizerFiles(json.dumps({"added_tokens": [], "model": model})))
     path = write(tmp_path, '{"prompt": "ab"}', '{"prompt": "xyz"}', '{"prompt": "ba"}')
@@ -202,30 +210,32 @@ def test_a_prompt_that_cannot_be_encoded_is_named_at_the_start_or_left_out(tmp_p
     data = PromptData(load_rows(path), tokenizer, too_long="drop", **options)
     assert data.dropped == 1
     assert ids_of(data, 3) == [[0], [2], [0]]
-    with pytest.raises(DataError, match=r"every one of 1 prompts is left out: row:1: cannot encode 'xyz'"):
+    with pytest.raises(DataError, match=r"row:1: all 1 prompts are dropped, the first because: cannot encode 'xyz'"):
         PromptData(make_rows([{"prompt": "xyz"}]), tokenizer, too_long="drop", **options)
 
 
-def test_files_that_are_no_data(tmp_path: Path) -> None:
+def test_files_that_are_not_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no rows"):
         load_rows(write(tmp_path, "", "  "))
     with pytest.raises(DataError, match="no such file"):
         load_rows(tmp_path / "missing.jsonl")
-    with pytest.raises(DataError, match=r"is a \.jsonl file"):
+    with pytest.raises(DataError, match=r"expected a \.jsonl file"):
         load_rows(tmp_path / "data.csv")
 
 
-def test_too_long_is_found_at_the_start_or_left_out(tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_reported_or_dropped(tmp_path: Path) -> None:
     path = write(tmp_path, *(json.dumps({"prompt": "x" * length}) for length in (3, 9, 4, 5)))
     rows = load_rows(path)
     options: dict[str, Any] = {"prompts_per_step": 1, "seed": 0, "shuffle": False}
-    with pytest.raises(DataError, match="the prompt has 9 tokens, max_prompt_tokens is 4") as caught:
+    with pytest.raises(
+        DataError, match=r"max_prompt_tokens: .*: the prompt has 9 tokens, and the limit is 4"
+    ) as caught:
         PromptData(rows, TOKENIZER, max_prompt_tokens=4, **options)
-    assert str(caught.value).startswith(f"{path}:2: ")
+    assert caught.value.place == f"{path}:2"
     data = PromptData(rows, TOKENIZER, max_prompt_tokens=4, too_long="drop", **options)
     assert (len(data), data.dropped) == (2, 2)
     assert ids_of(data, 4) == [[0], [2], [0], [2]]
-    with pytest.raises(DataError, match="every one of 4 prompts"):
+    with pytest.raises(DataError, match="all 4 prompts are dropped"):
         PromptData(rows, TOKENIZER, max_prompt_tokens=2, too_long="drop", **options)
 
 
@@ -234,7 +244,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         PromptData([], TOKENIZER, prompts_per_step=1, seed=0)
     with pytest.raises(ValueError, match="each of 3 ranks needs at least one"):
         PromptData(rows_of(5), TOKENIZER, prompts_per_step=2, seed=0, ranks=3)
-    with pytest.raises(ValueError, match="rank=2 of ranks=2"):
+    with pytest.raises(ValueError, match="rank: must be at least 0 and less than ranks=2, got 2"):
         PromptData(rows_of(5), TOKENIZER, prompts_per_step=2, seed=0, rank=2, ranks=2)
     rows = make_rows([{"messages": [{"role": "nobody", "content": "a"}]}], name="mine")
     TOKENIZER.save(tmp_path)
@@ -259,7 +269,7 @@ def test_split(count: int, held_out: int | float, seed: int) -> None:
     assert (train, held) == split(rows, held_out, seed)
 
 
-def test_columns_are_what_json_can_hold() -> None:
+def test_columns_become_what_json_can_hold() -> None:
     """They travel to other ranks and into checkpoints."""
     day, clock = datetime.date(2024, 2, 29), datetime.time(12, 30)
     entry = {
@@ -282,10 +292,10 @@ def test_columns_are_what_json_can_hold() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (b"PNG", "mine:2: the column 'image' has bytes, b'PNG': make it text or numbers, or leave it out"),
-        ({"bytes": b"PNG"}, "mine:2: the column 'image.bytes' has bytes"),
-        ([{1: 2}], "mine:2: the column 'image' has dict"),
-        ({1, 2}, "mine:2: the column 'image' has set"),
+        (b"PNG", "mine:2: the column 'image' holds bytes (b'PNG'); convert it to text or numbers, or leave it out"),
+        ({"bytes": b"PNG"}, "mine:2: the column 'image.bytes' holds bytes"),
+        ([{1: 2}], "mine:2: the column 'image' holds dict"),
+        ({1, 2}, "mine:2: the column 'image' holds set"),
     ],
 )
 def test_columns_that_json_cannot_hold(value: Any, message: str) -> None:
@@ -293,7 +303,7 @@ def test_columns_that_json_cannot_hold(value: Any, message: str) -> None:
         make_rows([{"prompt": "a"}, {"prompt": "b", "image": value}], name="mine")
 
 
-def test_parquet_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "data.parquet").touch()
     with pytest.raises(ImportError, match=r"pip install 'rollgraph\[parquet\]'"):
@@ -311,8 +321,8 @@ def test_parquet(tmp_path: Path) -> None:
     assert [row.prompt for row in load_rows(path)] == ["a", [{"role": "user", "content": "b"}]]
 
 
-def test_parquet_and_json_lines_are_the_same_data(tmp_path: Path) -> None:
-    """Of every kind of column, in several row groups: the same rows, columns and fingerprint."""
+def test_parquet_and_json_lines_give_the_same_data(tmp_path: Path) -> None:
+    """With every kind of column, in several row groups: rows, columns and fingerprint are the same."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     entries = [{"prompt": f"{i}+1=", "answer": i + 1, "tags": ["a", str(i)], "more": {"x": i / 4}} for i in range(50)]
     parquet.write_table(arrow.Table.from_pylist(entries), tmp_path / "data.parquet", row_group_size=7)

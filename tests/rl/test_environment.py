@@ -25,7 +25,7 @@ def prompt(id: int, text: str = "?") -> Prompt:
 
 
 class Script:
-    """A policy that writes what a function says of (context, key): a text, and perhaps why it ended."""
+    """A policy that writes what a function of (context, key) returns: a text, and perhaps the reason why it ended."""
 
     def __init__(self, write: Callable[[str, int], str | tuple[str, str]]) -> None:
         self._write = write
@@ -80,7 +80,7 @@ def test_single_turn_groups_and_keys() -> None:
     assert alone.calls == [call[2:4]]
 
 
-def test_replies_are_not_sampled_and_all_that_run_are_one_batch() -> None:
+def test_replies_are_not_sampled_and_running_samples_share_a_batch() -> None:
     def write(context: str, key: int) -> str:
         return f"t{context.count('!')}!" if context.count("!") <= key else "end"
 
@@ -102,8 +102,8 @@ def test_replies_are_not_sampled_and_all_that_run_are_one_batch() -> None:
         assert all(context == "q" + "".join(f"t{i}!<é>" for i in range(number)) for context, _ in call)
 
 
-def test_what_was_sampled_is_never_tokenised_again() -> None:
-    """These tokens are no encoding of any text: a byte of a character, a special token, an id without text."""
+def test_sampled_tokens_are_never_tokenized_again() -> None:
+    """No text encodes to these tokens: one byte of a character, a special token, an id without text."""
     odd = [0xC3, TOKENIZER.eos_id or 0, 300]
     contexts = []
 
@@ -123,8 +123,8 @@ def test_what_was_sampled_is_never_tokenised_again() -> None:
     turns=st.integers(1, 6),
     budget=st.integers(1, 20),
 )
-def test_no_budget_is_exceeded(lengths: list[int], answers: list[int], turns: int, budget: int) -> None:
-    """Against a model of one sample: lengths of turns, then of replies, until something is used up."""
+def test_limits_are_never_exceeded(lengths: list[int], answers: list[int], turns: int, budget: int) -> None:
+    """Compared with a model of one sample: turns and replies alternate until a limit is reached."""
     count = iter(range(100))
     script = Script(lambda context, key: "x" * lengths[len(script.calls) % len(lengths) - 1])
     size, reason = 0, "length"
@@ -159,7 +159,7 @@ def test_a_turn_that_did_not_end_by_itself_gets_no_reply(reason: str) -> None:
     assert [(r.text, r.finish_reason) for r in rollouts] == [("a!", reason), ("a!rb", "stop")]
 
 
-def test_a_reply_that_raises_ends_its_sample_and_no_other() -> None:
+def test_a_reply_that_raises_ends_only_its_own_sample() -> None:
     def answer(text: str, _: Prompt) -> Any:
         return {"raise": lambda: 1 // 0, "number": lambda: 5, "go": lambda: "+"}.get(text, lambda: None)()
 
@@ -171,7 +171,7 @@ def test_a_reply_that_raises_ends_its_sample_and_no_other() -> None:
     assert environment.messages["ZeroDivisionError"] == "integer division or modulo by zero"
 
 
-def test_a_reply_that_exits_or_panics_ends_its_sample_as_well() -> None:
+def test_a_reply_that_exits_or_panics_ends_only_its_own_sample() -> None:
     class Panic(BaseException):
         """As libraries in Rust raise it."""
 
@@ -187,7 +187,7 @@ def test_a_reply_that_exits_or_panics_ends_its_sample_as_well() -> None:
         environment.run(Script(lambda context, key: "stop"), [prompt(0)])
 
 
-def test_a_generate_function_that_breaks_its_word() -> None:
+def test_a_generate_function_that_breaks_its_contract() -> None:
     with pytest.raises(ValueError, match="gave 0 turns for 2 requests"):
         SingleTurn(2).run(lambda requests: [], [prompt(0)])
     with pytest.raises(ValueError, match="2 tokens and 1 log-probabilities"):
@@ -220,12 +220,16 @@ def test_loading(tmp_path: Path) -> None:
     for name, options, message in [
         (f"{path}:Fine", {}, r"missing a required argument: 'size'; its signature is \(size\)"),
         (f"{path}:Fine", {"size": 1, "sise": 2}, "unexpected keyword argument 'sise'"),
-        (f"{path}:NoStop", {}, "an environment has `stop`"),
-        (f"{path}:NoRun", {}, r"run is called as \(generate, prompts\)"),
-        (multi, several | {"reply": f"{path}:one", "tokenizer": TOKENIZER}, r"reply is called as \(text, prompt\)"),
+        (f"{path}:NoStop", {}, "an environment must have `stop`"),
+        (f"{path}:NoRun", {}, r"run: is called as \(generate, prompts\)"),
+        (multi, several | {"reply": f"{path}:one", "tokenizer": TOKENIZER}, r"reply: is called as \(text, prompt\)"),
         (multi, several | {"reply": f"{path}:answer"}, "missing a required argument: 'tokenizer'"),
         (multi, several | {"reply": f"{path}:answer", "tokenizer": TOKENIZER, "stop": "ab"}, "a list of strings"),
-        (multi, several | {"reply": f"{path}:answer", "tokenizer": TOKENIZER, "max_turns": 0}, "max_turns=0"),
+        (
+            multi,
+            several | {"reply": f"{path}:answer", "tokenizer": TOKENIZER, "max_turns": 0},
+            "max_turns: must be at least 1, got 0",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             load_environment(name, **options)
@@ -246,7 +250,7 @@ def _combine(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 def _bounded(text: str) -> bool:
-    """Python itself has no limits, so powers stay small here."""
+    """Python itself has no limits, so powers are kept small."""
     return text.count("**") <= 1 and "** (" not in text
 
 
@@ -269,7 +273,7 @@ def test_evaluate_agrees_with_python(expression: str) -> None:
 
 
 @given(st.text(alphabet="0123456789eE.+-*/%() ", max_size=60) | st.text(max_size=30))
-def test_any_text_has_a_number_or_an_error(text: str) -> None:
+def test_any_text_gives_a_number_or_an_error(text: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:

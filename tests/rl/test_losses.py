@@ -1,4 +1,4 @@
-"""The terms of a loss: values and gradients by hand, padding that may hold anything, and capture."""
+"""Loss terms: values and gradients computed by hand, padding that may hold anything, and capture."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def test_kl_estimators() -> None:
 @pytest.mark.parametrize(
     ("estimator", "direction"), [("k1", None), ("k2", "policy || reference"), ("k3", "reference || policy")]
 )
-def test_the_gradient_of_an_estimator_is_that_of_which_kl(estimator: str, direction: str | None) -> None:
-    """The expectation, over what the policy draws, of the estimator's gradient."""
+def test_which_kl_an_estimator_has_the_gradient_of(estimator: str, direction: str | None) -> None:
+    """The expected gradient of the estimator over samples of the policy."""
     logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     other = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).log_softmax(0)
     policy = logits.log_softmax(0)
@@ -129,7 +129,7 @@ def test_importance_correction_is_capped_and_has_no_gradient() -> None:
     assert not factor.requires_grad
 
 
-def test_ratios_beyond_all_measure_stay_finite() -> None:
+def test_extreme_ratios_stay_finite() -> None:
     logprobs = column(-1e4, 0.0, -500.0, grad=True)
     streams = make_streams(logprobs, column(0.0, -1e4, -500.0))
     for ratio in (token_ratio(streams), sequence_ratio(streams)):
@@ -144,7 +144,7 @@ def test_ratios_beyond_all_measure_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("garbage", [-math.inf, math.inf, math.nan, 1e300])
-def test_nothing_of_a_weightless_token_comes_through(garbage: float) -> None:
+def test_tokens_of_weight_zero_have_no_effect(garbage: float) -> None:
     weights = column(0.5, 0.0, 0.5)
     logprobs = column(-1.0, garbage, -2.0, grad=True)
     others = column(-1.2, garbage, -1.9)

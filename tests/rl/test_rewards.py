@@ -1,4 +1,4 @@
-"""Rewards: what functions are given, what the built-in ones say, and that no function can end a run."""
+"""Rewards: what functions get, what the built-in ones return, and that no function can end a run."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def score(specs: list[Any], *rollouts: Rollout, **options: Any) -> tuple[list[fl
     return [r.reward for r in rollouts], rewards
 
 
-# What functions are given.
+# What functions get.
 
 
 def test_columns_weights_and_labels(functions: str) -> None:
@@ -199,12 +199,12 @@ def test_columns_that_only_some_rows_have(functions: str) -> None:
     assert values == [3.0, -1.0]
 
 
-def test_needed_columns_are_checked(functions: str) -> None:
+def test_required_columns_are_checked(functions: str) -> None:
     rewards = RewardFunctions([f"{functions}:seen", {"name": "exact_match", "options": {"column": "gold"}}])
     rewards.check_columns(["gold", "answer"])
     with pytest.raises(LoadError, match="'seen' needs the column 'answer'; did you mean 'answers'"):
         rewards.check_columns(["answers", "gold"])
-    with pytest.raises(LoadError, match=r"'exact_match' needs the column 'gold' \(there is \['answer'\]\)"):
+    with pytest.raises(LoadError, match=r"'exact_match' needs the column 'gold' \(the data has \['answer'\]\)"):
         rewards.check_columns(["answer"])
 
 
@@ -212,7 +212,7 @@ def test_needed_columns_are_checked(functions: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_one_bad_rollout_costs_no_other(functions: str, workers: int) -> None:
+def test_one_bad_rollout_does_not_affect_the_others(functions: str, workers: int) -> None:
     specs = [f"{functions}:bad_number", f"{functions}:ones"]
     samples = [rollout(text) for text in ("1", "two", "3", "four")]
     values, rewards = score(specs, *samples, on_failure=-5.0, workers=workers)
@@ -234,33 +234,33 @@ def test_one_bad_rollout_costs_no_other(functions: str, workers: int) -> None:
         ("as_bytes", "wrong_type", "as_bytes: returned a bytes instead"),
         ("as_text", "wrong_type", "as_text: returned a str instead"),
         ("as_set", "wrong_type", "as_set: returned a set instead"),
-        ("one_byte", "not_finite", "one_byte: b'1.0' is no finite number (a sample of prompt 7)"),
-        ("decimal_nan", "not_finite", "decimal_nan: Decimal('sNaN') is no finite number"),
+        ("one_byte", "not_finite", "one_byte: b'1.0' is not a finite number (a sample of prompt 7)"),
+        ("decimal_nan", "not_finite", "decimal_nan: Decimal('sNaN') is not a finite number"),
         ("raising", "not_finite", "raising: <"),
     ],
 )
-def test_results_that_are_none(functions: str, name: str, kind: str, message: str) -> None:
+def test_results_that_are_not_rewards(functions: str, name: str, kind: str, message: str) -> None:
     values, rewards = score([f"{functions}:{name}"], rollout("a"), rollout("b"), on_failure=-1.0)
     assert values == [-1.0, -1.0]
     assert rewards.failures == {kind: 2}
     assert rewards.messages[kind].startswith(message)
 
 
-def test_numbers_that_are_none(functions: str) -> None:
+def test_values_that_are_not_numbers(functions: str) -> None:
     samples = [rollout(text) for text in ("fine", "nan", "inf", "text", "list")]
     values, rewards = score([f"{functions}:odd"], *samples, on_failure=-1.0)
     assert values == [1.0, -1.0, -1.0, -1.0, -1.0]
     assert rewards.failures == {"not_finite": 4}
 
 
-def test_any_sequence_or_generator_of_numbers_will_do(functions: str) -> None:
+def test_any_sequence_or_generator_of_numbers_is_accepted(functions: str) -> None:
     samples = [rollout("a"), rollout("b")]
     values, rewards = score([f"{functions}:as_generator", f"{functions}:as_tuple"], *samples)
     assert values == [3.0, 3.0]
     assert not rewards.failures
 
 
-def test_a_reward_too_large_to_learn_from_costs_itself(functions: str) -> None:
+def test_a_reward_that_is_too_large_is_a_failure(functions: str) -> None:
     texts = ["fine", "large", "larger", "whole", "fraction", "digits", "decimal", "numpy", "limit", "true"]
     samples = [rollout(text) for text in texts]
     values, rewards = score([f"{functions}:huge"], *samples, on_failure=-1.0)
@@ -273,7 +273,7 @@ def test_a_reward_too_large_to_learn_from_costs_itself(functions: str) -> None:
         assert any(sample.advantages[0] for sample in batch.samples)
 
 
-def test_a_sum_too_large_to_learn_from_costs_its_sample(functions: str) -> None:
+def test_a_sum_that_is_too_large_is_a_failure_of_its_sample(functions: str) -> None:
     specs = [{"name": f"{functions}:some", "weight": 1e15, "label": name} for name in ("a", "b")]
     samples = [rollout("x", {"kind": kind}) for kind in (0, 1e-3, 1, -1, 1e15)]
     values, rewards = score(specs, *samples, on_failure=-1.0)
@@ -285,15 +285,15 @@ def test_a_sum_too_large_to_learn_from_costs_its_sample(functions: str) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e16, 10**400, -(10**5000)], ids=range(5))
 def test_settings_that_would_spoil_every_sum_are_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="on_failure="):
+    with pytest.raises(ValueError, match="on_failure: expected a number from"):
         RewardFunctions(["exact_match"], on_failure=value)
-    with pytest.raises(LoadError, match=r"'exact_match': weight=.* is no finite number"):
+    with pytest.raises(LoadError, match=r"weight: reward 'exact_match' needs a number from"):
         RewardFunctions([{"name": "exact_match", "weight": value}])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_functions_do_not_change_what_others_are_given(functions: str, workers: int) -> None:
-    """Not in the same step, not in a repeated call, and not in the data of later epochs."""
+def test_functions_cannot_change_the_arguments_of_others(functions: str, workers: int) -> None:
+    """Neither in the same step, nor in a repeated call, nor in the data of later epochs."""
     columns = [{"answer": a, "facts": {"list": [], "inner": {"x": 1}}} for a in ("3", "1", "2")]
     samples = [rollout("abc", each) for each in columns]
     specs = [
@@ -340,7 +340,7 @@ def test_a_rollout_that_no_function_scores_is_counted(functions: str) -> None:
 # Failures, in workers.
 
 
-def test_hanging_crashing_and_raising_beside_others(functions: str, pids: Path) -> None:
+def test_functions_that_hang_crash_or_raise_beside_others(functions: str, pids: Path) -> None:
     texts = ["hang", "fine", "die", "fine", "raise", "crash", "fine", "fine"]
     samples = [rollout(text) for text in texts]
     specs = [f"{functions}:risky", f"{functions}:ones"]
@@ -362,7 +362,7 @@ def test_hanging_crashing_and_raising_beside_others(functions: str, pids: Path) 
         assert rewards.failures["died"] == 3
 
 
-def test_workers_are_used_again_and_do_not_outlive_the_pool(functions: str) -> None:
+def test_workers_are_reused_and_do_not_outlive_the_pool(functions: str) -> None:
     samples = [rollout(str(i)) for i in range(16)]
     with RewardFunctions([f"{functions}:pid"], workers=2, batch_size=1) as rewards:
         used = set()
@@ -393,7 +393,7 @@ def test_a_batch_is_spread_over_workers(functions: str) -> None:
 
 
 def test_workers_end_with_a_process_that_is_killed(functions: str, pids: Path) -> None:
-    """Nobody is left to close the pool, and a worker is in the middle of a call that would never end."""
+    """No process is left to close the pool, and a worker is in a call that would never end."""
     pids.write_text("")
     program = """
 import sys
@@ -421,27 +421,30 @@ rewards.score([Rollout(Prompt(0, (), ""), [], [], [], "hang")])
     ("spec", "message"),
     [
         ("exact_mach", "did you mean 'exact_match'"),
-        ({"name": "length", "weigth": 1}, "no 'weigth'; did you mean 'weight'"),
+        ({"name": "length", "weigth": 1}, "weigth: a reward has no such key; did you mean 'weight'"),
         ({"weight": 1}, "needs a name"),
-        ({"name": "length", "weight": "much"}, "weight='much' is no finite number"),
-        ({"name": "exact_match", "options": {"colum": "a"}}, r"no option 'colum'; it is exact_match\(column"),
+        ({"name": "length", "weight": "much"}, "weight: reward 'length' needs a number from .*, got 'much'"),
+        (
+            {"name": "exact_match", "options": {"colum": "a"}},
+            r"options\.colum: .* has no such option; its signature is exact_match\(column",
+        ),
         ({"name": "regex_format"}, "missing a required argument: 'pattern'"),
-        ({"name": "regex_format", "options": {"pattern": "("}}, "no regular expression"),
+        ({"name": "regex_format", "options": {"pattern": "("}}, "not a regular expression"),
         ({"name": "length", "options": {"limit": 5, "target": 5}}, "either a limit or a target"),
         ("FILE:nowhere", "functions.py has no 'nowhere'"),
         ("FILE:lenghts", "did you mean 'lengths'"),
-        ("FILE:constant", "is 5 instead of a plain function"),
-        ("FILE:later", "instead of a plain function"),
-        ("FILE:only_position", "is called with names"),
+        ("FILE:constant", "is 5, not a plain function"),
+        ("FILE:later", "not a plain function"),
+        ("FILE:only_position", "is called with keyword arguments"),
         ("FILE:no_completions", r"has the signature \(prompts\)"),
-        ({"name": "FILE:lengths", "options": {"x": 1}}, "signature cannot be used"),
+        ({"name": "FILE:lengths", "options": {"x": 1}}, "signature of reward .* cannot be used"),
         ("no_such_package.rewards:f", "there is no module 'no_such_package'"),
         ("rollgraph.rl.no_such:f", "there is no module 'rollgraph.rl.no_such'"),
         ("missing.py:f", r"there is no file missing\.py"),
-        ("file.py:", "write 'package.module:name'"),
+        ("file.py:", "expected 'package.module:name'"),
     ],
 )
-def test_what_cannot_be_loaded(functions: str, spec: Any, message: str) -> None:
+def test_loading_errors(functions: str, spec: Any, message: str) -> None:
     if isinstance(spec, str):
         spec = {"name": spec}
     spec = {key: value.replace("FILE", functions) if key == "name" else value for key, value in spec.items()}
@@ -449,7 +452,7 @@ def test_what_cannot_be_loaded(functions: str, spec: Any, message: str) -> None:
         RewardFunctions([spec])
 
 
-def test_names_have_to_differ() -> None:
+def test_labels_must_differ() -> None:
     spec = {"name": "regex_format", "options": {"pattern": "a"}}
     with pytest.raises(LoadError, match="two rewards are called 'regex_format'"):
         RewardFunctions([spec, spec])
@@ -470,7 +473,9 @@ def test_files_and_modules(tmp_path: Path) -> None:
             load_object(f"{broken}:f")
 
 
-def test_a_module_that_exits_is_an_error_and_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_exits_is_an_error_and_does_not_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a_program.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     for path in (f"{tmp_path / 'a_program.py'}:f", "a_program:f"):
@@ -555,7 +560,7 @@ def test_length() -> None:
     assert lengths(target=8) == [-1.0, -0.5, -0.25, 0.0, -1.0]
 
 
-def test_math_verify_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_math_verify_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError, match=r"pip install 'rollgraph\[math\]'"):
         RewardFunctions(["math_verify"])
@@ -581,7 +586,7 @@ def test_math_verify(completion: str, answer: str, score: float) -> None:
 
 
 def test_math_verify_in_workers() -> None:
-    """It sets alarm signals, which only a main thread may."""
+    """It sets alarm signals, which is only possible in a main thread."""
     pytest.importorskip("math_verify")
     rollouts = [rollout(rf"\boxed{{{i}}}", {"answer": "2"}) for i in range(4)]
     found, rewards = score(["math_verify"], *rollouts, workers=2, timeout=60.0)

@@ -1,4 +1,4 @@
-"""Calls in other processes: which are lost with their process, and what a call can do to the next one."""
+"""Calls in other processes: which calls are lost with their process, and what a call can do to the next one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pool(tmp_path: Path) -> Iterator[WorkerPool]:
 
 
 def kill_before_it_begins(pool: WorkerPool) -> None:
-    """The next call reaches a process that is there, and dies before it has looked at it."""
+    """Make the process that gets the next call die before it has looked at the call."""
     pid = pool._workers[0].pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
@@ -57,12 +57,12 @@ def test_a_call_that_was_not_begun_is_given_to_a_new_process(pool: WorkerPool, t
     assert (tmp_path / "starts").read_text() == "xx"
 
 
-def test_a_call_that_its_process_died_of_is_not(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_call_that_killed_its_process_is_not_repeated(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run([(-1,), (2,)]) == [Failure("died", "ended with exit code 5"), 4]
     assert (tmp_path / "starts").read_text() == "xx"
 
 
-def test_it_is_given_away_once_more_and_not_for_ever(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_call_is_repeated_only_once(pool: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "broken").touch()
     kill_before_it_begins(pool)
     assert pool.run([(4,)]) == [Failure("died", "ended with exit code 7")]
@@ -174,7 +174,7 @@ def test_a_call_that_forks_answers_once(calls: WorkerPool) -> None:
     assert calls.run([("fork_and_raise",), ("square", 6)]) == [1, 36]
 
 
-def test_what_a_call_writes_to_the_connection_does_not_outlast_the_time_out(calls: WorkerPool) -> None:
+def test_garbage_on_the_connection_does_not_outlast_the_timeout(calls: WorkerPool) -> None:
     broken = Failure("died", "something other than an answer was written to the worker's connection")
     for data in (b"\0\0\1\0", b"hello", b"call" + (2**63).to_bytes(8), b"call" + (2).to_bytes(8) + b"{}"):
         assert calls.run([("write", data), ("square", 3)]) == [broken, 9]
@@ -199,7 +199,7 @@ def test_nothing_that_a_call_started_outlives_the_worker(calls: WorkerPool, tmp_
 
 
 def test_a_signal_to_all_processes_of_a_job_costs_no_result(calls: WorkerPool, tmp_path: Path) -> None:
-    """The worker outlives it. What the call had started does not, so it is called again."""
+    """The worker survives the signal, but programs that the call started do not, so the call is repeated."""
 
     def stop_all() -> None:
         limit = time.monotonic() + 60
@@ -222,7 +222,7 @@ def test_a_signal_to_all_processes_of_a_job_costs_no_result(calls: WorkerPool, t
 
 
 def test_a_worker_that_a_stop_signal_ended_is_replaced_and_its_call_repeated(calls: WorkerPool, tmp_path: Path) -> None:
-    """One that has given up our handler, as a library can."""
+    """A library may have removed our handler."""
     (tmp_path / "calls.py").write_text(
         CALLS + "\ndef give_up(folder):\n"
         "    if (folder / 'gave up').exists():\n        return 1\n"
@@ -234,7 +234,7 @@ def test_a_worker_that_a_stop_signal_ended_is_replaced_and_its_call_repeated(cal
     assert calls.run([("give_up",)]) == [1]
 
 
-def test_programs_of_a_call_can_be_ended_and_do_not_have_the_connection(calls: WorkerPool) -> None:
+def test_programs_that_a_call_starts_can_be_ended_and_do_not_get_the_connection(calls: WorkerPool) -> None:
     assert calls.run([("end_children",)]) == [[-signal.SIGTERM, -signal.SIGTERM]]
     (open_ones,) = calls.run([("descriptors",)])
     assert open_ones == []
@@ -258,8 +258,8 @@ def test_what_calls_print_goes_to_standard_error(calls: WorkerPool, capfd: pytes
     assert "said by a program\n" in found.err
 
 
-def test_modules_in_the_working_directory_are_not_taken_for_the_standard_librarys(tmp_path: Path) -> None:
-    """They are the user's: a reward may be one of them, and may import others."""
+def test_modules_in_the_working_directory_do_not_shadow_the_standard_library(tmp_path: Path) -> None:
+    """They belong to the user: a reward may be one of them, and may import others."""
     for name in ("json", "types", "pickle", "socket", "inspect", "copy"):
         (tmp_path / f"{name}.py").write_text(f"open('hijacked by {name}', 'w')\nraise ImportError('not that one')\n")
     (tmp_path / "mine.py").write_text("import helpers\ndef f(completions, **columns):\n    return helpers.score()\n")

@@ -28,28 +28,32 @@ WRONG: list[tuple[list[str], type[Exception], str]] = [
     (["data.validation=FOLDER/nowhere.jsonl"], DataError, r"^data\.validation: .*nowhere\.jsonl: no such file"),
     (["warm_start.data=FOLDER/nowhere.jsonl"], DataError, r"^warm_start\.data: .*nowhere\.jsonl: no such file"),
     (["data.validation=FOLDER/bare.jsonl", "reward.functions=[{name: exact_match}]"], LoadError,
-     r"reward\.functions: reward 'exact_match' needs the column 'answer'"),
-    (["reward.functions=[{name: 'FOLDER/rewards.py:odd'}]"], LoadError, r"reward\.functions: .*has no 'odd'"),
-    (["reward.functions=[{name: 'os.path:basename'}]"], LoadError, r"reward\.functions: .*is called with names"),
+     r"reward\.functions\[0\]: reward 'exact_match' needs the column 'answer'"),
+    (["reward.functions=[{name: 'FOLDER/rewards.py:odd'}]"], LoadError,
+     r"reward\.functions\[0\]\.name: .*has no 'odd'"),
+    (["reward.functions=[{name: 'os.path:basename'}]"], LoadError,
+     r"reward\.functions\[0\]\.name: .*is called with keyword arguments"),
     (["log.sinks=[wandb]", "log.wandb.project=p"], SinkError, r"log\.sinks: not installed: wandb"),
     (["resume=must"], CheckpointError, "resume: must"),
     (["warm_start.data=FOLDER/train.jsonl"], DataError, r"warm_start\.data: .*train\.jsonl:1: a warm start needs"),
     (["warm_start.data=FOLDER/long.jsonl"], DataError, r"warm_start\.data: .*long\.jsonl:2: 16 tokens.* at most 10"),
     (["warm_start.data=FOLDER/half.jsonl"], DataError, r"warm_start\.data: .*half\.jsonl:1: cannot encode 'b.ud83d'"),
-    (["algorithm.options={clip: 0.2}"], ValueError, r"algorithm: algorithm 'grpo' has no setting 'clip'"),
-    (["algorithm.options={clip_low: -1}"], ValueError, r"algorithm\.options\.clip_low="),
-    (["algorithm={name: dr_grpo}"], ValueError, r"^algorithm\.options\.max_tokens is required by algorithm 'dr_grpo'"),
+    (["algorithm.options={clip: 0.2}"], ValueError, r"algorithm\.options\.clip: algorithm 'grpo' has no such setting"),
+    (["algorithm.options={clip_low: -1}"], ValueError, r"algorithm\.options\.clip_low: expected .*, got -1"),
+    (["algorithm={name: dr_grpo}"], ValueError,
+     r"^algorithm\.options\.max_tokens: required by algorithm 'dr_grpo', but missing"),
     (["graph.impl=cuda"], ConfigError, r"^graph\.impl: cuda needs a CUDA device, but this run is on cpu"),
     (["rollout.stop=['']"], ValueError, r"rollout\.stop="),
-    (["data.max_prompt_tokens=2"], DataError, r"data\.max_prompt_tokens is 2; .*data\.too_long='drop'"),
+    (["data.max_prompt_tokens=2"], DataError, r"data\.max_prompt_tokens: .*the limit is 2; .*data\.too_long='drop'"),
     (["memory.cache_gib=1e-6"], ConfigError, r"memory\.cache_gib: 1e-06 GiB hold 0 tokens.* may have 10"),
     ([CALCULATOR % 11], ConfigError,
      r"rollout\.environment\.options\.max_tokens: data\.max_prompt_tokens \(6\) and 11 tokens after it do not fit: "
      r"model\.tiny\.max_length is 16"),
     ([CALCULATOR % 16, "data.max_prompt_tokens=null"], ConfigError,
      r"rollout\.environment\.options\.max_tokens: a prompt and 16 tokens after it do not fit"),
-    ([CALCULATOR % 14, "data.max_prompt_tokens=null"], DataError, r"the prompt has 3 tokens, .*max_prompt_tokens is 2"),
-    ([CALCULATOR % 0], ValueError, r"rollout\.environment\.options\.max_tokens=0: is at least 1"),
+    ([CALCULATOR % 14, "data.max_prompt_tokens=null"], DataError,
+     r"max_prompt_tokens: .*the prompt has 3 tokens, .*the limit is 2"),
+    ([CALCULATOR % 0], ValueError, r"rollout\.environment\.options\.max_tokens: must be at least 1, got 0"),
     ([CALCULATOR % 8, "train.token_buckets=[10]"], ConfigError,
      r"train\.token_buckets: the largest holds 10 tokens, but the longest prompt with "
      r"rollout\.environment\.options\.max_tokens \(8\) takes 11"),
@@ -96,7 +100,9 @@ def test_right_inputs_get_as_far_as_the_model(folder: Path) -> None:
 
 
 def test_each_rank_needs_a_prompt(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.prompts_per_step=4: each of 5 ranks needs at least one"):
+    with pytest.raises(
+        ValueError, match=r"data\.prompts_per_step: each of 5 ranks needs at least one prompt per step, got 4"
+    ):
         check_inputs(config_of(folder), World(0, 5, "cpu"))
 
 
@@ -135,8 +141,8 @@ def test_workers_end_where_a_later_check_fails(folder: Path, monkeypatch: pytest
     from rollgraph.rl import workers
 
     stopped: list[int] = []
-    stop: Callable[..., int] = workers._Worker.stop
-    monkeypatch.setattr(workers._Worker, "stop", lambda self: stopped.append(1) or stop(self))
+    stop: Callable[..., int] = workers.WorkerHandle.stop
+    monkeypatch.setattr(workers.WorkerHandle, "stop", lambda self: stopped.append(1) or stop(self))
     with pytest.raises(DataError):
         train(config_of(folder, "reward.workers=1", "data.train=nowhere.jsonl"), ONE)
     assert stopped

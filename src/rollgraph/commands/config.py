@@ -1,4 +1,4 @@
-"""`rollgraph config`: the resolved configuration of a run, its JSON schema, the table of all keys, or one of theirs."""
+"""`rollgraph config`: print a resolved configuration, the JSON schema or a table of all keys, or import a config."""
 
 from __future__ import annotations
 
@@ -21,30 +21,35 @@ DONE, BROKEN = 0, 2
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "config",
-        help="show the resolved configuration of a run, or import one of NeMo-RL",
+        help="print the resolved configuration of a run, or import one from NeMo-RL",
         usage="%(prog)s [--schema | --keys] [FILE [key=value ...]]\n       %(prog)s import THEIRS [-o OURS]",
-        description="Check a configuration and print it with everything it inherits and all defaults, as YAML. "
+        description="Check a configuration and print it as YAML, with everything it inherits and all defaults. "
         "With `import`, translate a GRPO config of NeMo-RL and list what became of each of its keys. "
-        f"Exit code: {DONE} it is right, {BROKEN} something is wrong; every problem has its line on standard error.",
+        f"Exit code: {DONE} if it is valid, {BROKEN} if not; each problem is one line on standard error.",
     )
     add_words(parser, "rollout.temperature=0.7", nargs="?")
     parser.add_argument(
-        "-o", "--output", metavar="OURS", help="a new file that import writes; default: standard output"
+        "-o", "--output", metavar="OURS", help="new file to which `import` writes; default: standard output"
     )
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--schema", action="store_true", help="print the JSON schema of such files, for editors")
+    shape.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of configuration files, for editors"
+    )
     shape.add_argument("--keys", action="store_true", help="print a table of all keys, as Markdown")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.schema or options.keys:
-        print(json.dumps(json_schema(), indent=2) if options.schema else key_tables())
+    if options.schema:
+        print(json.dumps(json_schema(), indent=2))
+        return DONE
+    if options.keys:
+        print(key_tables())
         return DONE
     if options.config == "import":
         return import_theirs(options.overrides, options.output)
     if options.output is not None:
-        print("rollgraph config: -o is for import", file=sys.stderr)
+        print("rollgraph config: -o only works with import", file=sys.stderr)
         return BROKEN
     if options.config is None or ("=" in options.config and not Path(options.config).is_file()):
         print("rollgraph config: expected the YAML file of a run, --schema or --keys", file=sys.stderr)
@@ -58,7 +63,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def import_theirs(files: Sequence[str], output: str | None) -> int:
-    """YAML and what became of each key: to a file and standard output, or to standard output and standard error."""
+    """Print the translated YAML and what became of each key.
+
+    With `output`, the YAML goes to that file and the rest to standard output; otherwise the YAML goes to standard
+    output and the rest to standard error.
+    """
     from rollgraph.compat.nemo import import_nemo
 
     if len(files) != 1:
@@ -70,7 +79,7 @@ def import_theirs(files: Sequence[str], output: str | None) -> int:
             with Path(check_path(output)).open("x", encoding="utf-8") as file:
                 file.write(found.to_yaml())
     except FileExistsError:
-        print(f"{output} exists and is not overwritten: name another, or remove it", file=sys.stderr)
+        print(f"{output} exists and is not overwritten; choose another name or remove it", file=sys.stderr)
         return BROKEN
     except (ConfigError, FileError, OSError) as error:
         print(error, file=sys.stderr)
@@ -84,25 +93,33 @@ def import_theirs(files: Sequence[str], output: str | None) -> int:
 def key_tables() -> str:
     """Markdown: a table for the top level, then one for each section."""
     tables: dict[str, list[Key]] = {"": []}
-    titles = {"": "Top level"}
+    descriptions: dict[str, str] = {}
     for key in list_keys():
-        if spell(key.kind).startswith("section"):
-            titles[key.name] = f"`{key.name}`: {key.text}"
-        if spell(key.kind) != "section":  # a section that may be null, or a list of sections, is a value as well
-            tables.setdefault(key.name.rpartition(".")[0], []).append(key)
+        kind = spell(key.kind)
+        if kind.startswith("section"):
+            descriptions[key.name] = key.text
+        if kind != "section":  # a section that may be null, or a list of sections, is a value as well
+            section = key.name.rpartition(".")[0]
+            tables.setdefault(section, []).append(key)
     blocks = []
     for section, keys in tables.items():
-        rows = [f"| `{key.name}` | {_cell(spell(key.kind))} | {_default(key)} | {_cell(key.text)} |" for key in keys]
-        title = titles.get(section, f"`{section}`: an entry of the list")
-        blocks.append("\n".join([f"### {title}", "", "| key | value | default | |", "|---|---|---|---|", *rows]))
+        title = f"`{section}`" if section else "Top level"
+        lines = [f"### {title}", ""]
+        if section:
+            lines += [descriptions.get(section, "An entry of the list."), ""]
+        lines += ["| key | value | default | description |", "|---|---|---|---|"]
+        for key in keys:
+            lines.append(f"| `{key.name}` | {_cell(spell(key.kind))} | {_default(key)} | {_cell(key.text)} |")
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
 def _default(key: Key) -> str:
     if key.default is MISSING:
         return "required"
-    value = list(key.default) if isinstance(key.default, tuple) else key.default
-    return f"`{value if value and isinstance(value, str) else json.dumps(value)}`"
+    if key.default and isinstance(key.default, str):
+        return f"`{key.default}`"
+    return f"`{json.dumps(key.default)}`"
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The words of a command that reads a configuration: its file, and key=value anywhere among the options."""
+"""Command-line arguments of every command that reads a configuration: its file, and key=value among the options."""
 
 from __future__ import annotations
 
@@ -8,19 +8,33 @@ from pathlib import Path
 
 def add_words(parser: argparse.ArgumentParser, example: str, nargs: str | None = None) -> None:
     parser.add_argument("config", nargs=nargs, help="YAML file of a run; see docs/config.md")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"anywhere, e.g. {example}")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help=f"override a key, anywhere on the line, e.g. {example}"
+    )
 
 
 def sort_words(options: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Take key=value from what argparse found no place for, because it came after an option; gives what is left.
+    """Move each key=value that argparse could not place, because it came after an option, to `options.overrides`.
 
-    The file is the first word that is no key=value, or is a file nevertheless.
+    Returns what is still unknown. The configuration file is the first word that is not key=value, or that is the name
+    of an existing file.
     """
     if not hasattr(options, "overrides"):
         return rest
-    left = [word for word in rest if word.startswith("-")]
-    words = [word for word in (options.config, *options.overrides, *rest) if word is not None and word not in left]
-    at = next((i for i, word in enumerate(words) if "=" not in word or Path(word).is_file()), 0)
+    unknown = [word for word in rest if word.startswith("-")]
+    words = []
+    for word in (options.config, *options.overrides, *rest):
+        if word is not None and word not in unknown:
+            words.append(word)
     if words:
-        options.config, options.overrides = words[at], words[:at] + words[at + 1 :]
-    return left
+        position = _find_file(words)
+        options.config = words[position]
+        options.overrides = words[:position] + words[position + 1 :]
+    return unknown
+
+
+def _find_file(words: list[str]) -> int:
+    for position, word in enumerate(words):
+        if "=" not in word or Path(word).is_file():
+            return position
+    return 0

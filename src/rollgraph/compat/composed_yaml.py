@@ -9,8 +9,10 @@ import os
 from pathlib import Path
 
 from rollgraph.compat.interpolation import Resolver
-from rollgraph.compat.omegaconf_yaml import parse_tree, plain
-from rollgraph.config.reader import Chain, ConfigError, Node, merge_bases, read_text
+from rollgraph.compat.omegaconf_yaml import parse_tree
+from rollgraph.config import ConfigError
+from rollgraph.config.inheritance import Chain, merge_bases, read_text
+from rollgraph.config.yaml_tree import Node, strip_places
 
 
 def load_composed(path: str | os.PathLike[str]) -> Node:
@@ -24,7 +26,7 @@ def _load(path: Path, chain: Chain) -> Node:
     tree = parse_tree(read_text(path), path)
     if not isinstance(tree.value, dict):
         raise ConfigError([f"{tree.place}: expected keys, got {type(tree.value).__name__}"])
-    return merge_bases(tree, path, chain, _load, _merge, lambda base: repr(plain(base)))
+    return merge_bases(tree, path, chain, _load, _merge, lambda base: repr(strip_places(base)))
 
 
 def _merge(base: Node, top: Node) -> Node:

@@ -14,7 +14,8 @@ from rollgraph.compat.graph_keys import GRAPH_KEYS, TRACKERS, implementation
 from rollgraph.compat.graph_remarks import LintKind, Remark
 from rollgraph.compat.graph_section import GraphSection
 from rollgraph.compat.omegaconf_yaml import entries, node_at, section_at
-from rollgraph.config.reader import ConfigError, Node
+from rollgraph.config import ConfigError
+from rollgraph.config.yaml_tree import Node
 
 KNOWN_KEYS = {*GRAPH_KEYS, *TRACKERS, *TRACKERS.values()}
 GENERATION = ("policy", "generation")

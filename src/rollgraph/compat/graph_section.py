@@ -21,8 +21,8 @@ from rollgraph.compat.graph_keys import (
     split_scopes,
 )
 from rollgraph.compat.graph_remarks import LintKind, Remark
-from rollgraph.compat.omegaconf_yaml import node_at, plain, section_at
-from rollgraph.config.reader import Node
+from rollgraph.compat.omegaconf_yaml import node_at, section_at
+from rollgraph.config.yaml_tree import Node, strip_places
 
 NEMO_PASSES_ON = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps")  # the latter two only lately
 NEMO_DROPS = f"NeMo-RL passes {', '.join(NEMO_PASSES_ON)} on to Megatron, but not"
@@ -47,7 +47,7 @@ class GraphSection:
         self.path = path
         self.known = known
         self.node = node_at(tree, path)
-        self.model: dict[str, Any] = plain(self.node)
+        self.model: dict[str, Any] = strip_places(self.node)
         self.rng = section_at(tree, *path[:-1], "rng")
         if "te_rng_tracker" in self.model:  # a flat file, like Megatron-LM's arguments
             self.rng = {**self.rng, "te_rng_tracker": self.model["te_rng_tracker"]}

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollgraph.compat.omegaconf_yaml import NUMBER
-from rollgraph.config.reader import LARGEST_NUMBER, MOST_VALUES, ConfigError, Node
+from rollgraph.config import ConfigError
+from rollgraph.config.yaml_tree import LARGEST_NUMBER, MOST_VALUES, Node
 
 RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {  # those that NeMo-RL registers
     "add": operator.add,

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rollgraph.config.reader import LARGEST_NUMBER, Budget, ConfigError, Node
+from rollgraph.config import ConfigError
+from rollgraph.config.yaml_tree import LARGEST_NUMBER, Budget, Node, strip_places
 from rollgraph.files import TOO_DEEP
 
 NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -28,15 +29,6 @@ def parse_tree(text: str, path: Path) -> Node:
         raise ConfigError([f"{_place(path)}: not YAML: {' '.join(str(error).split())}"]) from None
     except RecursionError:
         raise ConfigError([f"{_place(path)}: not YAML that can be used: {TOO_DEEP}"]) from None
-
-
-def plain(node: Node) -> Any:
-    """The value of a node and of everything below it, without places."""
-    if isinstance(node.value, dict):
-        return {name: plain(inner) for name, inner in node.value.items()}
-    if isinstance(node.value, list):
-        return [plain(inner) for inner in node.value]
-    return node.value
 
 
 def entries(node: Node) -> Iterable[tuple[str, Node]]:
@@ -57,7 +49,7 @@ def node_at(node: Node, path: tuple[str, ...]) -> Node:
 
 def section_at(tree: Node, *path: str) -> dict[str, Any]:
     """The plain keys of a section; empty where there is none."""
-    found = plain(node_at(tree, path))
+    found = strip_places(node_at(tree, path))
     return found if isinstance(found, dict) else {}
 
 

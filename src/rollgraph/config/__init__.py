@@ -1,37 +1,33 @@
 """The configuration of a run: its keys, how a file is read, and what is wrong with one.
 
-`keys.py` lists every key. `reader.py` turns YAML into dataclasses, `schema.py` describes them, and `limits.py` bounds
-the size of a model. Importing this package is instant.
+`keys.py` lists every key and `rules.py` the combinations that make no sense. A file is parsed by `yaml_tree.py`, merged
+with those it builds on by `inheritance.py`, and turned into dataclasses by `reader.py`; `schema.py` describes the keys.
+Importing this package is instant.
 """
 
 from rollgraph.config.keys import (
     COLDEST,
     AlgorithmConfig,
     Config,
-    ConfigError,
     DataConfig,
-    Key,
     LogConfig,
     ModelConfig,
     RolloutConfig,
     SinkName,
     TinyModelConfig,
-    broken_rules,
-    check_scopes,
-    json_schema,
-    list_keys,
-    load_config,
-    parse_config,
-    spell,
-    to_dict,
-    to_yaml,
 )
+from rollgraph.config.loading import json_schema, list_keys, load_config, parse_config
+from rollgraph.config.printing import to_dict, to_yaml
+from rollgraph.config.problems import ConfigError, ConfigProblem
+from rollgraph.config.rules import broken_rules, check_scopes
+from rollgraph.config.schema import Key, spell
 
 __all__ = [
     "COLDEST",
     "AlgorithmConfig",
     "Config",
     "ConfigError",
+    "ConfigProblem",
     "DataConfig",
     "Key",
     "LogConfig",

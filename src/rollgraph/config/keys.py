@@ -1,38 +1,19 @@
-"""The configuration of a run: every key with its type, limits, default and one-line description.
+"""Every key of a run's configuration, with its type, limits, default and description.
 
-Owns what can be configured and when that is wrong; whoever uses a value does not check it again. Paths are relative
-to the working directory. How a file is read is `reader.py`; importing this module is instant.
+Owns what can be configured; code that uses a value does not check it again. Rules that involve several keys are in
+`rules.py`. Paths are relative to the working directory. Importing this module is instant.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from rollgraph.config.limits import LARGEST
-from rollgraph.config.reader import ConfigError, load_tree, read_tree, to_dict, to_yaml
-from rollgraph.config.schema import COMMAS, PATH, Key, Limit, keys_of, schema_of, spell
+from rollgraph.config.schema import COMMAS, PATH, Limit
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Key",
-    "broken_rules",
-    "check_scopes",
-    "json_schema",
-    "list_keys",
-    "load_config",
-    "parse_config",
-    "spell",
-    "to_dict",
-    "to_yaml",
-]
-
-
-COLDEST = 0.01  # of temperatures: logits are divided by it
+COLDEST = 0.01  # the lowest temperature: logits are divided by it
 Count = Annotated[int, Limit("minimum", 1)]
 Natural = Annotated[int, Limit("minimum", 0)]
 Layers = Annotated[Count, Limit("maximum", LARGEST["layers"])]
@@ -40,7 +21,7 @@ Width = Annotated[Count, Limit("maximum", LARGEST["hidden"])]
 Heads = Annotated[Count, Limit("maximum", LARGEST["heads"])]
 WidthOfMlp = Annotated[Count, Limit("maximum", LARGEST["mlp"])]
 Positive = Annotated[float, Limit("exclusiveMinimum", 0)]
-Warm = Annotated[float, Limit("minimum", COLDEST)]
+Temperature = Annotated[float, Limit("minimum", COLDEST)]
 NotNegative = Annotated[float, Limit("minimum", 0)]
 Share = Annotated[float, Limit("minimum", 0), Limit("maximum", 1)]
 ShareAboveZero = Annotated[float, Limit("exclusiveMinimum", 0), Limit("maximum", 1)]
@@ -53,107 +34,134 @@ File = Annotated[str, PATH]
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModelConfig:
-    layers: Annotated[Layers, "decoder layers"] = 2
-    width: Annotated[Width, "of the hidden state"] = 64
-    heads: Annotated[Heads, "attention heads"] = 4
-    kv_heads: Annotated[Heads, "key/value heads, a divisor of heads"] = 2
-    mlp: Annotated[WidthOfMlp, "width inside the MLP"] = 128
-    max_length: Annotated[Count, "of a prompt with its completion, in tokens"] = 256
+    layers: Annotated[Layers, "Number of decoder layers."] = 2
+    width: Annotated[Width, "Size of the hidden state."] = 64
+    heads: Annotated[Heads, "Number of attention heads."] = 4
+    kv_heads: Annotated[Heads, "Number of key/value heads; must divide `heads`."] = 2
+    mlp: Annotated[WidthOfMlp, "Hidden size of the MLP."] = 128
+    max_length: Annotated[Count, "Longest prompt plus completion, in tokens."] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    path: Annotated[File | None, "folder of a Llama, Mistral, Qwen2 or Qwen3 model; this or `tiny` is required"] = None
-    tiny: Annotated[TinyModelConfig | None, "a small model with random weights, made on the spot"] = None
-    dtype: Annotated[Literal["auto", "bfloat16", "float32"], "of the weights; auto is as stored"] = "auto"
-    checkpointing: Annotated[bool, "recompute activations in backward: less memory, more time"] = False
+    path: Annotated[
+        File | None, "Folder of a Llama, Mistral, Qwen2 or Qwen3 model. Either this or `model.tiny` is required."
+    ] = None
+    tiny: Annotated[TinyModelConfig | None, "A small model with random weights, created for this run."] = None
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"], "Data type of the weights. auto: the type they are stored in."
+    ] = "auto"
+    checkpointing: Annotated[bool, "Recompute activations in the backward pass, which saves memory and costs time."] = (
+        False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    path: Annotated[File | None, "folder, or `bytes`; null is model.path, or `bytes` for a tiny model"] = None
+    path: Annotated[
+        File | None, "Folder of a tokenizer, or `bytes`. null: `model.path`, or `bytes` for a tiny model."
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    train: Annotated[File, "a .jsonl or .parquet file with a column `prompt`; rewards see all other columns"]
-    validation: Annotated[File | None, "like train; null is no validation"] = None
-    prompts_per_step: Annotated[Count, "prompts of a step, over all ranks"] = 32
-    max_prompt_tokens: Annotated[Count | None, "longest prompt; null is what the model takes"] = None
-    too_long: Annotated[Literal["error", "drop"], "what happens to longer prompts; dropped ones are counted"] = "error"
-    chat: Annotated[bool, "put each prompt into the model's chat template"] = False
-    shuffle: Annotated[bool, "a new order in every epoch, by the seed"] = True
+    train: Annotated[File, "A .jsonl or .parquet file with a column `prompt`; reward functions see all other columns."]
+    validation: Annotated[File | None, "Held-out data in the same format. null: no validation."] = None
+    prompts_per_step: Annotated[Count, "Number of prompts per step, over all ranks."] = 32
+    max_prompt_tokens: Annotated[Count | None, "Longest prompt, in tokens. null: as long as the model allows."] = None
+    too_long: Annotated[
+        Literal["error", "drop"], "What to do with longer prompts. error: stop; drop: leave them out and count them."
+    ] = "error"
+    chat: Annotated[bool, "Wrap each prompt in the model's chat template."] = False
+    shuffle: Annotated[bool, "Use a new order in every epoch, derived from the seed."] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    name: Annotated[File, "a built-in environment, package.module:name or path/file.py:name"]
-    options: Annotated[Options, "passed to it by name"] = field(default_factory=dict)
+    name: Annotated[File, "A built-in environment, package.module:name, or path/file.py:name."]
+    options: Annotated[Options, "Keyword arguments for the environment."] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    samples_per_prompt: Annotated[Count, "completions of each prompt: the size of a group"] = 16
-    max_tokens: Annotated[Count, "longest completion"] = 512
-    temperature: Annotated[Warm, "of sampling; lower ones explore nothing and overflow, 0 (greedy) included"] = 1.0
-    top_k: Annotated[Natural, "keep the k most likely tokens; 0 is all"] = 0
-    top_p: Annotated[ShareAboveZero, "keep the most likely tokens up to this share"] = 1.0
-    min_p: Annotated[Share, "keep tokens with this share of the likeliest's probability"] = 0.0
-    stop: Annotated[tuple[str, ...], "strings that end a completion"] = ()
-    rows: Annotated[Count, "sequences that decode at a time"] = 256
-    environment: Annotated[EnvironmentConfig | None, "several turns; null is one completion for each prompt"] = None
+    samples_per_prompt: Annotated[Count, "Completions per prompt, that is, the size of a group."] = 16
+    max_tokens: Annotated[Count, "Longest completion, in tokens."] = 512
+    temperature: Annotated[
+        Temperature, "Sampling temperature. Values near 0 overflow, and greedy sampling explores nothing."
+    ] = 1.0
+    top_k: Annotated[Natural, "Sample from the k most likely tokens. 0: from all tokens."] = 0
+    top_p: Annotated[ShareAboveZero, "Sample from the most likely tokens that together reach this probability."] = 1.0
+    min_p: Annotated[
+        Share, "Sample from tokens whose probability is at least this fraction of the most likely token's."
+    ] = 0.0
+    stop: Annotated[tuple[str, ...], "Strings that end a completion."] = ()
+    rows: Annotated[Count, "Number of sequences decoded at a time."] = 256
+    environment: Annotated[
+        EnvironmentConfig | None, "Environment for several turns. null: one completion per sample."
+    ] = None
 
     @property
     def filtered(self) -> bool:
-        """Drawn from some of the tokens: their log-probabilities are not the policy's."""
+        """Whether tokens are drawn from a subset, so that their log-probabilities are not the policy's."""
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctionConfig:
-    name: Annotated[File, "a built-in reward, package.module:function or path/file.py:function"]
-    weight: Annotated[float, "its share of the sum"] = 1.0
-    options: Annotated[Options, "passed to it by name"] = field(default_factory=dict)
-    label: Annotated[str, "its name in metrics; empty is the function's own"] = ""
+    name: Annotated[File, "A built-in reward, package.module:function, or path/file.py:function."]
+    weight: Annotated[float, "Factor of this function in the weighted sum."] = 1.0
+    options: Annotated[Options, "Keyword arguments for the function."] = field(default_factory=dict)
+    label: Annotated[str, "Name in the metrics. Empty: the function's own name."] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    functions: Annotated[tuple[RewardFunctionConfig, ...], "the reward is their weighted sum"] = ()
-    workers: Annotated[Natural, "processes that compute rewards; 0 is in this process"] = 0
-    timeout: Annotated[Positive, "seconds for one call of a function, with all its completions; needs workers"] = 10.0
-    on_failure: Annotated[float, "reward where a function raises or runs out of time; such cases are counted"] = 0.0
+    functions: Annotated[
+        tuple[RewardFunctionConfig, ...], "Reward functions; the reward is the weighted sum of their values."
+    ] = ()
+    workers: Annotated[Natural, "Number of processes that compute rewards. 0: compute them in the run's process."] = 0
+    timeout: Annotated[
+        Positive, "Seconds that one call of a function may take for all its completions. Needs workers."
+    ] = 10.0
+    on_failure: Annotated[float, "Value of a function that raises or runs out of time; such failures are counted."] = (
+        0.0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    name: Annotated[File, "a built-in algorithm, package.module:name or path/file.py:name"] = "grpo"
-    options: Annotated[Options, "passed to it by name"] = field(default_factory=dict)
-    minibatches: Annotated[Count, "optimizer steps for each pass over the rollouts"] = 1
-    epochs: Annotated[Count, "passes over the rollouts of a step"] = 1
-    kl_coef: Annotated[NotNegative, "weight of the KL divergence from the reference; 0 needs no reference"] = 0.0
+    name: Annotated[File, "A built-in algorithm, package.module:name, or path/file.py:name."] = "grpo"
+    options: Annotated[Options, "Settings of the algorithm."] = field(default_factory=dict)
+    minibatches: Annotated[Count, "Optimizer steps per pass over the rollouts."] = 1
+    epochs: Annotated[Count, "Passes over the rollouts of a step."] = 1
+    kl_coef: Annotated[
+        NotNegative, "Weight of the KL divergence from the reference policy. 0: no reference policy is needed."
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    lr: Annotated[NotNegative, "learning rate after warm-up"] = 1e-6
-    betas: Annotated[tuple[Beta, Beta], "decay of the first and second moment"] = (0.9, 0.999)
-    eps: Annotated[Positive, "added to the denominator"] = 1e-8
-    weight_decay: Annotated[NotNegative, "decoupled, as in AdamW"] = 0.0
-    clip_norm: Annotated[Positive | None, "largest norm of the gradient; null does not clip"] = 1.0
-    schedule: Annotated[Literal["constant", "linear", "cosine"], "of the learning rate; the others end at 0"] = (
-        "constant"
-    )
-    warmup_steps: Annotated[Natural, "updates, of which a step can have several, in which the rate rises from 0"] = 0
+    lr: Annotated[NotNegative, "Learning rate after warm-up."] = 1e-6
+    betas: Annotated[tuple[Beta, Beta], "Decay rates of the first and second moment."] = (0.9, 0.999)
+    eps: Annotated[Positive, "Constant added to the denominator for numerical stability."] = 1e-8
+    weight_decay: Annotated[NotNegative, "Decoupled weight decay, as in AdamW."] = 0.0
+    clip_norm: Annotated[Positive | None, "Largest norm of the gradient. null: no clipping."] = 1.0
+    schedule: Annotated[
+        Literal["constant", "linear", "cosine"], "Schedule of the learning rate; linear and cosine end at 0."
+    ] = "constant"
+    warmup_steps: Annotated[
+        Natural, "Number of optimizer updates in which the learning rate rises from 0. A step can have several updates."
+    ] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     token_buckets: Annotated[
         tuple[Count, ...] | None,
-        "sizes of microbatches that get a graph (where a graph is less than a step, the largest); null is chosen",
+        "Microbatch sizes, in tokens, that get a graph of their own (only the largest if a graph is less than a step). "
+        "null: chosen automatically.",
     ] = None
-    microbatch_tokens: Annotated[Count, "largest microbatch, where token_buckets is null"] = 16384
+    microbatch_tokens: Annotated[Count, "Largest microbatch, in tokens, if `token_buckets` is null."] = 16384
 
     @property
     def largest_bucket(self) -> int:
@@ -162,217 +170,130 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    data: Annotated[File, "JSON lines with `prompt` and `completion`"]
-    steps: Annotated[Count, "of supervised training, at most; its loss, too, is at rollout.temperature"] = 100
-    lr: Annotated[Positive, "learning rate, constant"] = 1e-5
-    batch_size: Annotated[Count, "sequences of a step"] = 32
-    stop_at: Annotated[float | None, "mean reward of samples at which to stop; null takes all steps"] = None
-    check_every: Annotated[Count, "steps between looks at the reward, where stop_at is given"] = 10
+    data: Annotated[File, "A .jsonl or .parquet file with columns `prompt` and `completion`."]
+    steps: Annotated[
+        Count, "Largest number of supervised training steps. Their loss also uses `rollout.temperature`."
+    ] = 100
+    lr: Annotated[Positive, "Constant learning rate of the warm start."] = 1e-5
+    batch_size: Annotated[Count, "Sequences per step."] = 32
+    stop_at: Annotated[
+        float | None, "Mean reward of sampled completions at which to stop early. null: take all steps."
+    ] = None
+    check_every: Annotated[Count, "Steps between two checks of the reward, if `stop_at` is given."] = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    impl: Annotated[Literal["auto", "none", "cuda", "tape"], "auto is cuda on a GPU, else tape; none is eager"] = "auto"
+    impl: Annotated[
+        Literal["auto", "none", "cuda", "tape"],
+        "Backend that captures graphs. auto: cuda on a GPU, otherwise tape; none: run eagerly.",
+    ] = "auto"
     scope: Annotated[
         Annotated[tuple[Scope, ...], COMMAS] | None,
-        "what one graph of training holds; null is step on one rank and layer on several",
+        "What one training graph contains. null: step on one rank, layer on several.",
     ] = None
-    warmup: Annotated[Count, "runs before a capture"] = 3
-    on_mismatch: Annotated[Literal["raise", "eager", "recapture"], "what a call does that does not fit its graph"] = (
-        "raise"
-    )
+    warmup: Annotated[Count, "Number of warm-up runs before a capture."] = 3
+    on_mismatch: Annotated[
+        Literal["raise", "eager", "recapture"], "What to do with a call that does not fit its graph."
+    ] = "raise"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    every: Annotated[Count, "steps from one validation to the next"] = 10
-    samples: Annotated[Count, "completions of each prompt, the k of pass@k"] = 1
-    temperature: Annotated[NotNegative, "of sampling; 0 takes the most likely token"] = 0.0
-    max_prompts: Annotated[Count | None, "the first so many prompts; null is all"] = 256
+    every: Annotated[Count, "Steps between two validations."] = 10
+    samples: Annotated[Count, "Completions per prompt: the k of pass@k."] = 1
+    temperature: Annotated[NotNegative, "Sampling temperature. 0: always take the most likely token."] = 0.0
+    max_prompts: Annotated[Count | None, "Number of prompts to use, from the start of the file. null: all."] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every: Annotated[Count, "steps from one checkpoint to the next; the last step always has one"] = 50
-    keep_last: Annotated[Count, "latest checkpoints kept, of those that `every` asks for"] = 2
-    keep_best: Annotated[Natural, "best checkpoints kept, by validation reward; a new best is saved at once"] = 1
-    asynchronous: Annotated[bool, "write while training goes on"] = True
-    export_at_end: Annotated[bool, "write a model folder for other tools after the last step"] = True
+    every: Annotated[Count, "Steps between two checkpoints. The last step is always saved."] = 50
+    keep_last: Annotated[Count, "How many of the latest regular checkpoints to keep."] = 2
+    keep_best: Annotated[
+        Natural, "How many of the best checkpoints, by validation reward, to keep. A new best is saved at once."
+    ] = 1
+    asynchronous: Annotated[bool, "Write checkpoints while training continues."] = True
+    export_at_end: Annotated[bool, "Write a model folder for other tools after the last step."] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
     timeout: Annotated[
-        Positive, "seconds that ranks wait for one another, wherever they do; then the run ends and names who is lost"
+        Positive, "Seconds that ranks wait for one another before the run ends and names the ranks that are lost."
     ] = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     cache_gib: Annotated[
-        Positive | None, "of the key/value cache; null: what all rows can use, at most half of the free memory"
+        Positive | None,
+        "Size of the key/value cache in GiB. null: as much as all rows can use, at most half of the free memory.",
     ] = None
-    reference: Annotated[Literal["auto", "device", "host"], "where the reference weights wait"] = "auto"
-    verify_weights: Annotated[bool, "compare checksums of the policy before and after other weights are used"] = False
+    reference: Annotated[
+        Literal["auto", "device", "host"],
+        "Where the reference weights are kept. auto: on the device if they fit, otherwise on the host.",
+    ] = "auto"
+    verify_weights: Annotated[
+        bool, "Compare checksums of the policy's weights before and after other weights are used."
+    ] = False
     logits: Annotated[
         Literal["auto", "whole", "chunks"],
-        "of a microbatch: whole, from forward to backward, or chunks of 1 GiB, computed twice; "
-        "auto is whole in up to an eighth of the free memory of a GPU",
+        "How the logits of a microbatch are held. whole: kept from forward to backward; chunks: in pieces of 1 GiB, "
+        "computed twice; auto: whole if they take at most an eighth of a GPU's free memory.",
     ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    every: Annotated[Count, "steps from one line of metrics to the next"] = 1
-    samples_every: Annotated[Natural, "steps from one set of sample completions to the next; 0 writes none"] = 10
+    every: Annotated[Count, "Steps between two lines of metrics."] = 1
+    samples_every: Annotated[Natural, "Steps between two sets of sample completions. 0: write none."] = 10
     sinks: Annotated[
-        tuple[SinkName, ...] | None, "where metrics go; null is jsonl, and tensorboard if it is installed"
+        tuple[SinkName, ...] | None, "Where metrics are written. null: jsonl, and tensorboard if it is installed."
     ] = None
-    wandb: Annotated[Options, "arguments of wandb.init"] = field(default_factory=dict)
-    mlflow: Annotated[Options, "tracking_uri, experiment and run_name"] = field(default_factory=dict)
-    progress: Annotated[Literal["auto", "live", "plain", "none"], "auto is live in a terminal, else plain"] = "auto"
+    wandb: Annotated[Options, "Arguments of wandb.init."] = field(default_factory=dict)
+    mlflow: Annotated[Options, "MLflow settings: tracking_uri, experiment and run_name."] = field(default_factory=dict)
+    progress: Annotated[
+        Literal["auto", "live", "plain", "none"], "Progress display. auto: live in a terminal, otherwise plain."
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    seed: Annotated[Natural, "of everything random"] = 0
-    steps: Annotated[Count, "rollouts and updates"] = 100
-    output: Annotated[File, "folder of the run: checkpoints, metrics, samples"] = "runs/default"
-    resume: Annotated[Literal["auto", "never", "must"], "from the output folder; auto is if there is something"] = (
-        "auto"
-    )
+    seed: Annotated[Natural, "Seed for all random number generators."] = 0
+    steps: Annotated[Count, "Number of steps; each samples rollouts and trains on them."] = 100
+    output: Annotated[File, "Folder for the run's checkpoints, metrics and samples."] = "runs/default"
+    resume: Annotated[
+        Literal["auto", "never", "must"],
+        "Whether to resume from the output folder. auto: resume if a checkpoint exists; never: stop if one exists; "
+        "must: stop if none exists.",
+    ] = "auto"
     cpu_threads: Annotated[
-        Count | None, "of PyTorch on a CPU; null leaves it to PyTorch, 1 is best for tiny models"
+        Count | None, "Number of PyTorch threads on a CPU. null: PyTorch decides; 1 is best for tiny models."
     ] = None
-    model: Annotated[ModelConfig, "what is trained"] = field(default_factory=ModelConfig)
-    tokenizer: Annotated[TokenizerConfig, "text to tokens"] = field(default_factory=TokenizerConfig)
-    data: Annotated[DataConfig, "prompts"]
-    rollout: Annotated[RolloutConfig, "how completions are sampled"] = field(default_factory=RolloutConfig)
-    reward: Annotated[RewardConfig, "what a completion is worth"] = field(default_factory=RewardConfig)
-    algorithm: Annotated[AlgorithmConfig, "how rewards become a loss"] = field(default_factory=AlgorithmConfig)
-    optimizer: Annotated[OptimizerConfig, "AdamW"] = field(default_factory=OptimizerConfig)
-    train: Annotated[TrainConfig, "microbatches"] = field(default_factory=TrainConfig)
-    warm_start: Annotated[WarmStartConfig | None, "supervised training before the first step; null is none"] = None
-    graph: Annotated[GraphConfig, "capture and replay"] = field(default_factory=GraphConfig)
-    validation: Annotated[ValidationConfig, "on data.validation"] = field(default_factory=ValidationConfig)
-    checkpoint: Annotated[CheckpointConfig, "durable state"] = field(default_factory=CheckpointConfig)
-    ranks: Annotated[RanksConfig, "several processes"] = field(default_factory=RanksConfig)
-    memory: Annotated[MemoryConfig, "of the device"] = field(default_factory=MemoryConfig)
-    log: Annotated[LogConfig, "what people see"] = field(default_factory=LogConfig)
+    model: Annotated[ModelConfig, "The model to train."] = field(default_factory=ModelConfig)
+    tokenizer: Annotated[TokenizerConfig, "How text becomes tokens."] = field(default_factory=TokenizerConfig)
+    data: Annotated[DataConfig, "The prompts to train on and to validate with."]
+    rollout: Annotated[RolloutConfig, "How completions are sampled."] = field(default_factory=RolloutConfig)
+    reward: Annotated[RewardConfig, "How completions are scored."] = field(default_factory=RewardConfig)
+    algorithm: Annotated[AlgorithmConfig, "How rewards become a loss."] = field(default_factory=AlgorithmConfig)
+    optimizer: Annotated[OptimizerConfig, "The AdamW optimizer."] = field(default_factory=OptimizerConfig)
+    train: Annotated[TrainConfig, "How training batches are split into microbatches."] = field(
+        default_factory=TrainConfig
+    )
+    warm_start: Annotated[WarmStartConfig | None, "Supervised training before the first step. null: none."] = None
+    graph: Annotated[GraphConfig, "Graph capture and replay."] = field(default_factory=GraphConfig)
+    validation: Annotated[ValidationConfig, "Validation on `data.validation`."] = field(
+        default_factory=ValidationConfig
+    )
+    checkpoint: Annotated[CheckpointConfig, "When checkpoints are written and which are kept."] = field(
+        default_factory=CheckpointConfig
+    )
+    ranks: Annotated[RanksConfig, "Runs with several processes."] = field(default_factory=RanksConfig)
+    memory: Annotated[MemoryConfig, "How device memory is used."] = field(default_factory=MemoryConfig)
+    log: Annotated[LogConfig, "Metrics, samples and progress."] = field(default_factory=LogConfig)
 
     @property
     def tokenizer_path(self) -> str:
         """A folder, or `bytes`."""
         return self.tokenizer.path or self.model.path or "bytes"
-
-
-# Rules across keys
-
-LEGAL_SCOPES: dict[str, tuple[Scope, ...]] = {  # a graph must end where ranks communicate: between layers or inside
-    "one rank": ("step", "layer", "attn", "mlp"),
-    "several ranks": ("layer", "attn", "mlp"),
-}
-GROUPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")  # a group of one would have no advantage
-
-
-def check_scopes(config: Config, ranks: int) -> tuple[Scope, ...]:
-    """The scopes to capture with so many ranks, none where `impl: none`; an illegal one raises."""
-    legal = LEGAL_SCOPES["one rank" if ranks == 1 else "several ranks"]
-    scopes = config.graph.scope or legal[:1]
-    if config.model.checkpointing and "step" not in scopes:
-        wrong = f"needs a graph of the whole step (one rank, graph.scope: step), not of {', '.join(scopes)}"
-        raise ConfigError([f"model.checkpointing: {wrong}"])
-    if config.graph.impl == "none":
-        return ()
-    if illegal := [scope for scope in scopes if scope not in legal]:
-        found = ", ".join(illegal)
-        raise ConfigError([f"graph.scope: {found} is not possible with {ranks} ranks; expected {', '.join(legal)}"])
-    return scopes
-
-
-def broken_rules(c: Config) -> list[tuple[str, str, str]]:
-    """(rule, key, what is wrong) for each rule across keys that does not hold."""
-    tiny, scope, sinks, buckets = c.model.tiny, c.graph.scope or (), c.log.sinks or (), c.train.token_buckets
-    alone = c.rollout.samples_per_prompt == 1
-    rollouts = c.data.prompts_per_step * c.rollout.samples_per_prompt
-    updates = c.steps * c.algorithm.minibatches * c.algorithm.epochs
-    longest = (c.data.max_prompt_tokens or 1) + c.rollout.max_tokens
-    kl_coef, kl_option = c.algorithm.kl_coef, c.algorithm.options.get("kl_coef")
-    one_kl = not kl_coef or kl_option in (None, kl_coef)
-    kl_in_reward = c.algorithm.options.get("kl_in") == "reward" and (kl_coef or kl_option)
-    heads_fit = tiny is None or (tiny.heads % tiny.kv_heads == 0 and tiny.width % (2 * tiny.heads) == 0)
-    # fmt: off
-    rules = (
-        ("one_model", "model", (c.model.path is None) != (tiny is None), "give either path or tiny"),
-        ("heads_fit", "model.tiny", heads_fit, "kv_heads must divide heads, and 2 x heads must divide width"),
-        ("length_fits", "rollout.max_tokens", tiny is None or longest <= tiny.max_length,
-         f"a prompt with its completion takes {longest} tokens or more, over model.tiny.max_length"),
-        ("microbatch_fits", f"train.{'token_buckets' if buckets else 'microbatch_tokens'}",
-         longest <= c.train.largest_bucket,
-         f"a prompt with its completion takes {longest} tokens or more (data.max_prompt_tokens + rollout.max_tokens), "
-         "over the largest microbatch"),
-        ("buckets_rise", "train.token_buckets", buckets is None or (buckets and list(buckets) == sorted(set(buckets))),
-         "sizes must be given in rising order"),
-        ("something_rewards", "reward.functions", c.reward.functions or c.rollout.environment,
-         "give a reward function or an environment"),
-        ("group_compares", "rollout.samples_per_prompt", not (alone and c.algorithm.name in GROUPED),
-         f"{c.algorithm.name} compares the samples of a prompt, so it needs 2 or more"),
-        ("minibatches_filled", "algorithm.minibatches", c.algorithm.minibatches <= rollouts,
-         f"a step has only {rollouts} rollouts"),
-        ("one_kl_coef", "algorithm.kl_coef", one_kl, f"is {kl_coef:g}, and algorithm.options.kl_coef is {kl_option}"),
-        ("one_kl_coef", "algorithm.options.kl_coef", one_kl, f"is {kl_option}, and algorithm.kl_coef is {kl_coef:g}"),
-        ("kl_of_the_policy", "algorithm.options.kl_in", not (kl_in_reward and c.rollout.filtered),
-         "with rollout.top_k, top_p or min_p, rollouts do not know the policy's log-probabilities: put KL in the loss"),
-        ("warmup_ends", "optimizer.warmup_steps", c.optimizer.warmup_steps <= updates,
-         f"there are {updates} updates (steps x algorithm.minibatches x algorithm.epochs)"),
-        ("samples_differ", "validation.samples", c.validation.samples == 1 or c.validation.temperature > 0,
-         "with validation.temperature 0 all samples are the same"),
-        ("greedy_or_warm", "validation.temperature", not 0 < c.validation.temperature < COLDEST,
-         f"0 takes the most likely token, anything else is {COLDEST} or more"),
-        ("scope_not_empty", "graph.scope", scope or c.graph.scope is None, "name a scope, or null"),
-        ("scope_without_graphs", "graph.scope", not (scope and c.graph.impl == "none"),
-         "a scope makes no sense with graph.impl: none; set the scope to null"),
-        ("scopes_apart", "graph.scope", len(scope) < 2 or sorted(scope) == ["attn", "mlp"],
-         "one scope holds another: give step, layer, attn, mlp or attn,mlp"),
-        ("sinks_differ", "log.sinks", len(set(sinks)) == len(sinks), "a sink is named twice"),
-        ("wandb_used", "log.wandb", not c.log.wandb or "wandb" in sinks, "wandb is not in log.sinks"),
-        ("mlflow_used", "log.mlflow", not c.log.mlflow or "mlflow" in sinks, "mlflow is not in log.sinks"),
-    )
-    # fmt: on
-    return [(rule, key, wrong) for rule, key, holds, wrong in rules if not holds]
-
-
-# Reading and describing
-
-Rules = Callable[[Config], list[tuple[str, str, str]]]
-
-
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *more: Rules) -> Config:
-    """Read a YAML file and those it names under `defaults`; `overrides` are like `rollout.temperature=0.7`, and `more`
-    are rules like `broken_rules`, whose problems are given their places."""
-
-    def rules(config: Config) -> list[tuple[str, str, str]]:
-        return [problem for each in (broken_rules, *more) for problem in each(config)]
-
-    return read_tree(Config, load_tree(Path(path)), overrides, rules)
-
-
-def parse_config(text: str, overrides: Sequence[str] = (), name: str = "<text>") -> Config:
-    """Like `load_config`, for the text of a file; its `defaults` are relative to the working directory."""
-    return read_tree(Config, load_tree(Path(name), text), overrides, broken_rules)
-
-
-def list_keys() -> Iterator[Key]:
-    """Every key in the order of the sections, sections and their keys included."""
-    return keys_of(Config)
-
-
-def json_schema() -> dict[str, Any]:
-    """For editors: completion and checks while typing."""
-    schema = schema_of(Config)
-    texts = {"type": "array", "items": {"type": "string"}}
-    schema["properties"]["defaults"] = {
-        "description": "files that this one builds on, relative to it; later ones win",
-        "anyOf": [{"type": "string"}, texts],
-    }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "rollgraph", **schema}

@@ -1,4 +1,5 @@
-"""How large a model may be: beyond these sizes a file is damaged, and building its model would take for ever."""
+"""The largest sizes of a model that are accepted. A file with larger ones is damaged, and building its model would
+take forever."""
 
 from __future__ import annotations
 

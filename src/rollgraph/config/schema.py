@@ -1,6 +1,6 @@
-"""What a dataclass says of the keys of a file: types with their limits, in words and as a JSON schema.
+"""What a dataclass says about the keys of a file: types and limits, in words and as a JSON schema.
 
-A field is `name: Annotated[type, "one line about it"] = default`. Nothing here knows which keys there are.
+A field is `name: Annotated[type, "A sentence about it."] = default`. Nothing here knows which keys there are.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -18,6 +18,8 @@ SYMBOLS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {  # by their names
     "maximum": ("≤", operator.le),
     "exclusiveMaximum": ("<", operator.lt),
 }
+WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Mapping: "mapping"}
+JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
 class Limit(NamedTuple):
@@ -25,15 +27,24 @@ class Limit(NamedTuple):
     bound: float
 
     def __str__(self) -> str:
+        symbol, _ = SYMBOLS[self.word]
         bound = self.bound if isinstance(self.bound, int) else f"{self.bound:g}"
-        return f"{SYMBOLS[self.word][0]} {bound}"
+        return f"{symbol} {bound}"
 
     def holds(self, value: Any) -> bool:
-        return SYMBOLS[self.word][1](value, self.bound)
+        _, compare = SYMBOLS[self.word]
+        return compare(value, self.bound)
 
 
 COMMAS = "may be written as text with commas"
 PATH = "is the path of a file or folder"
+
+
+class Key(NamedTuple):
+    name: str  # with dots, like rollout.temperature; reward.functions[].name inside a list
+    kind: Any
+    default: Any  # MISSING if a value is required
+    text: str
 
 
 @functools.cache
@@ -42,61 +53,59 @@ def hints_of(kind: Any) -> dict[str, Any]:
 
 
 def unwrap(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind, getattr(kind, "__metadata__", ())
+    """The type inside an `Annotated`, and what it is annotated with."""
+    if get_origin(kind) is not Annotated:
+        return kind, ()
+    return get_args(kind)[0], kind.__metadata__
 
 
-class Key(NamedTuple):
-    name: str  # with dots, like rollout.temperature; reward.functions[].name inside a list
-    kind: Any
-    default: Any  # MISSING where a value is required
-    text: str
-
-
-def keys_of(kind: Any, before: str = "") -> Iterator[Key]:
-    """Every key in the order of the sections, sections and their keys included."""
+def keys_of(kind: Any, prefix: str = "") -> Iterator[Key]:
+    """Every key in the order of the sections, including the sections themselves."""
     hints = hints_of(kind)
     for item in fields(kind):
-        hint, name = hints[item.name], before + item.name
-        inner, notes = unwrap(hint)
-        default = item.default if item.default_factory is MISSING else item.default_factory()
-        yield Key(name, hint, default, notes[-1])
-        args = [inner, *get_args(inner)]
-        for section in (arg for arg in args if is_dataclass(arg)):
-            yield from keys_of(section, name + ("[]." if get_origin(inner) is tuple else "."))
+        name = prefix + item.name
+        inner, notes = unwrap(hints[item.name])
+        yield Key(name, hints[item.name], _default_of(item), notes[-1])
+        inner_prefix = f"{name}[]." if get_origin(inner) is tuple else f"{name}."
+        for section in (inner, *get_args(inner)):
+            if is_dataclass(section):
+                yield from keys_of(section, inner_prefix)
+
+
+def _default_of(item: Field[Any]) -> Any:
+    if item.default_factory is not MISSING:
+        return item.default_factory()
+    return item.default
 
 
 def spell(kind: Any) -> str:
     """A type in words: `whole number ≥ 1 or null`."""
     kind, notes = unwrap(kind)
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin in (Union, UnionType):
         return f"{spell(args[0])} or null"
-    if origin is tuple:
-        words = f"list of {spell(args[0])}" if args[-1] is Ellipsis else f"list of {len(args)}: {spell(args[0])}"
+    if origin is tuple and args[-1] is Ellipsis:
+        words = f"list of {spell(args[0])}"
+    elif origin is tuple:
+        words = f"list of {len(args)}: {spell(args[0])}"
     elif origin is Literal:
         words = " | ".join(args)
     else:
-        named = {int: "whole number", float: "number", bool: "true or false", str: "text", Mapping: "mapping"}
-        words = named.get(origin or kind, "section")
+        words = WORDS.get(origin or kind, "section")
     limits = " and ".join(str(note) for note in notes if isinstance(note, Limit))
     return f"{words} {limits}" if limits else words
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
-    """Of a type, with those of a dataclass's fields inside."""
+    """The JSON schema of a type; that of a dataclass contains those of its fields."""
     kind, notes = unwrap(kind)
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin in (Union, UnionType):
         return {"anyOf": [schema_of(args[0]), {"type": "null"}]}
     if isinstance(kind, type) and is_dataclass(kind):
-        hints = hints_of(kind)
-        # `required` is left out: a file may leave to its defaults or to overrides what it does not say.
-        properties = {}
-        for item in fields(kind):
-            properties[item.name] = schema_of(hints[item.name]) | {"description": unwrap(hints[item.name])[1][-1]}
-            if item.default is not MISSING:
-                properties[item.name]["default"] = list(item.default) if type(item.default) is tuple else item.default
-        return {"type": "object", "additionalProperties": False, "properties": properties}
+        return _schema_of_section(kind)
     if origin is tuple:
         schema: dict[str, Any] = {"type": "array", "items": schema_of(args[0])}
         if args[-1] is not Ellipsis:
@@ -104,5 +113,18 @@ def schema_of(kind: Any) -> dict[str, Any]:
         return {"anyOf": [schema, {"type": "string"}]} if COMMAS in notes else schema
     if origin is Literal:
         return {"enum": list(args)}
-    word = {int: "integer", float: "number", bool: "boolean", str: "string"}.get(kind, "object")
-    return {"type": word, **{note.word: note.bound for note in notes if isinstance(note, Limit)}}
+    limits = {note.word: note.bound for note in notes if isinstance(note, Limit)}
+    return {"type": JSON_TYPES.get(kind, "object"), **limits}
+
+
+def _schema_of_section(kind: Any) -> dict[str, Any]:
+    # `required` is left out: a file need not give what its defaults or the overrides will.
+    hints = hints_of(kind)
+    properties = {}
+    for item in fields(kind):
+        _, notes = unwrap(hints[item.name])
+        schema = schema_of(hints[item.name]) | {"description": notes[-1]}
+        if item.default is not MISSING:
+            schema["default"] = list(item.default) if isinstance(item.default, tuple) else item.default
+        properties[item.name] = schema
+    return {"type": "object", "additionalProperties": False, "properties": properties}

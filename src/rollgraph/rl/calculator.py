@@ -1,7 +1,7 @@
 """An environment with a calculator: `<calc>12*(3+4)</calc>` is followed by `<result>84</result>`.
 
-Owns the arithmetic, which runs on whatever a policy writes: a parser's tree of which only numbers and operators are
-looked at, with limits on all sizes. Nothing is evaluated by Python itself.
+Owns the arithmetic, which runs on whatever a policy writes: it walks a syntax tree in which only numbers and operators
+are allowed, with limits on all sizes. Python itself evaluates nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rollgraph.types import Prompt
 
 Number = int | float
 
-_MOST_CHARACTERS = 200  # which bounds the depth of the tree, too
+_MOST_CHARACTERS = 200  # also bounds the depth of the tree
 _MOST_BITS = 256
 _CHARACTERS = re.compile(r"[0-9eE.+\-*/%() ]*")
 _CALL = re.compile(r"<calc>((?:(?!<calc>).)*?)</calc>", re.DOTALL)
 
 
 class CalculatorError(ValueError):
-    """An expression without a value; the message is what the policy is told."""
+    """An expression that has no value; the policy is told the message."""
 
 
 def calculator(
     tokenizer: Tokenizer, *, samples_per_prompt: int, max_turns: int = 8, max_tokens: int = 1024
 ) -> MultiTurn:
-    """The environment; its turns end where a call does."""
+    """The environment; a turn ends where a call does."""
     return MultiTurn(
         tokenizer,
         reply,
@@ -43,8 +43,8 @@ def calculator(
 
 
 def reply(text: str, prompt: Prompt) -> str | None:
-    """The result of the last call, unless there is one already."""
-    # A call need not end the text: the token that completes `</calc>` may hold a character more.
+    """The result of the last call, unless the text has it already."""
+    # The call need not end the text: the token that completes `</calc>` may contain more characters.
     calls = _CALL.findall(text.rpartition("</result>")[2])
     if not calls:
         return None
@@ -55,7 +55,7 @@ def reply(text: str, prompt: Prompt) -> str | None:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of numbers, + - * / // % ** and parentheses, as Python computes it."""
+    """The value of an expression of numbers, + - * / // % ** and parentheses, as Python would compute it."""
     if len(expression) > _MOST_CHARACTERS:
         raise CalculatorError("expression too long")
     if not _CHARACTERS.fullmatch(expression):
@@ -66,7 +66,7 @@ def evaluate(expression: str) -> Number:
         raise CalculatorError("division by zero") from None
     except OverflowError:
         raise CalculatorError("number too large") from None
-    except (SyntaxError, MemoryError, RecursionError):  # the parser runs out of its own stack
+    except (SyntaxError, MemoryError, RecursionError):  # the parser can run out of its own stack
         raise CalculatorError("invalid syntax") from None
 
 
@@ -90,7 +90,7 @@ def _check(value: Number) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    # Before it is computed: 9**9**9 has 370 million digits.
+    # Checked before it is computed: 9**9**9 has 370 million digits.
     if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > 2 * _MOST_BITS:
         raise CalculatorError("number too large")
     result: Number = base**exponent

@@ -1,86 +1,57 @@
-"""Prompts: read from a file, checked at the start, dealt out to ranks in an order that can be resumed.
+"""Prompts, dealt out to ranks in an order that can be resumed.
 
-Owns the order and the cursor. The order depends on (seed, epoch) alone and the cursor counts prompts, so neither
-knows of ranks or of the size of a step: both may change between a save and a resume. A row is held once, as it was
-read; tokens are made when it is its turn.
+Owns the order and the cursor. The order depends only on the seed and the epoch, and the cursor counts prompts. Neither
+knows about ranks or the size of a step, so both may change between a save and a resume. A row is held once, as it was
+read; its tokens are made when its turn comes.
 """
 
 from __future__ import annotations
 
-import codecs
 import copy
-import datetime
-import decimal
 import functools
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from rollgraph.rl.paths import import_extra
+from rollgraph.errors import InvalidInput
+from rollgraph.rl.rows import DataError, Row, is_text, load_rows, make_rows, read_jsonl
 from rollgraph.tokenizer import Message, Tokenizer
 from rollgraph.types import Prompt
 
-MOST_NESTED = 100  # objects and lists inside each other in one line
-RESERVED = ("prompts", "completions", "completion_ids")  # what rewards are given beside the columns
+__all__ = ["DataError", "PromptData", "Row", "is_text", "load_rows", "make_rows", "read_jsonl", "split"]
 
-
-class DataError(ValueError):
-    """A file or a row that cannot be trained on; the message names the line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A line of the data: its prompt, a text or a chat, and all other columns."""
-
-    prompt: str | list[Message]
-    columns: Mapping[str, Any]
-    place: str  # file:line, for messages
-
-
-def load_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a .jsonl file, one object in each line, or of a .parquet file."""
-    file = Path(path)
-    readers = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": _read_parquet}
-    if file.suffix not in readers:
-        raise DataError(f"{file}: data is a .jsonl file (one JSON object in each line) or a .parquet file")
-    if not file.is_file():
-        raise DataError(f"{file}: no such file")
-    rows = [_make_row(entry, f"{file}:{line}") for line, entry in readers[file.suffix](file)]
-    if not rows:
-        raise DataError(f"{file}: has no rows")
-    return rows
-
-
-def make_rows(entries: Iterable[Mapping[str, Any]], name: str = "row") -> list[Row]:
-    """Rows of your own making, as a file would have them: {"prompt": ..., "answer": ...}."""
-    return [_make_row(entry, f"{name}:{line}") for line, entry in enumerate(entries, 1)]
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def split(rows: Sequence[Row], held_out: int | float, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows to validate with: a number of them or, as a float, a share. Both keep their order."""
+    """Rows to train on and rows to validate with; both keep their order.
+
+    `held_out` is the number of validation rows or, as a float, their share of all rows.
+    """
     if isinstance(held_out, float):
         if not 0 <= held_out < 1:
-            raise DataError(f"held_out={held_out}: a share is at least 0 and less than 1")
+            raise DataError(f"a share must be at least 0 and less than 1, got {held_out}", argument="held_out")
         held_out = max(1, round(held_out * len(rows))) if held_out else 0
     if not 0 <= held_out < len(rows):
-        raise DataError(f"held_out={held_out} of {len(rows)} rows leaves none to train on")
+        raise DataError(f"{held_out} of {len(rows)} rows leaves none to train on", argument="held_out")
     chosen = set(_permute(len(rows), f"split/{seed}")[:held_out].tolist())
-    return [row for i, row in enumerate(rows) if i not in chosen], [row for i, row in enumerate(rows) if i in chosen]
+    train = [row for i, row in enumerate(rows) if i not in chosen]
+    validation = [row for i, row in enumerate(rows) if i in chosen]
+    return train, validation
 
 
 class PromptData:
-    """Deals out `prompts_per_step` prompts for each step, this rank's share of them to this rank.
+    """Deals out `prompts_per_step` prompts for each step, and gives this rank its share of them.
 
-    Epochs follow each other without a gap: a step may end one and begin the next. With `max_prompt_tokens` every row
-    is tokenised once at the start, so that a prompt that is too long, or that the tokenizer cannot encode, stops a run
-    before it has begun; `too_long` says whether it does, or is left out and counted in `dropped`; the longest that is
-    left has `longest` tokens. The id of a prompt is its index in `rows`.
+    Epochs follow each other without a gap: a step may end one and begin the next. The id of a prompt is its index in
+    `rows`.
+
+    With `max_prompt_tokens`, every row is tokenized once at the start. A prompt that is too long, or that the tokenizer
+    cannot encode, then stops the run before it has begun, or with `too_long="drop"` is left out and counted in
+    `dropped`. The longest prompt that is left has `longest` tokens.
     """
 
     def __init__(
@@ -98,39 +69,47 @@ class PromptData:
         ranks: int = 1,
     ) -> None:
         if not 0 <= rank < ranks:
-            raise ValueError(f"rank={rank} of ranks={ranks}")
+            raise InvalidInput(f"must be at least 0 and less than ranks={ranks}, got {rank}", argument="rank")
         if prompts_per_step < ranks:
-            raise ValueError(f"prompts_per_step={prompts_per_step}: each of {ranks} ranks needs at least one")
+            detail = f"each of {ranks} ranks needs at least one prompt per step, got {prompts_per_step}"
+            raise InvalidInput(detail, argument="prompts_per_step")
         if too_long not in ("error", "drop"):
-            raise ValueError(f"too_long={too_long!r}: is 'error' or 'drop'")
+            raise InvalidInput(f"expected 'error' or 'drop', got {too_long!r}", argument="too_long")
         if not rows:
-            raise DataError("there are no rows")
+            raise DataError("there are no rows", argument="rows")
         self.prompts_per_step = prompts_per_step
         self.longest = 0
-        self._rows, self._tokenizer, self._chat = rows, tokenizer, chat
-        self._seed, self._shuffle, self._rank, self._ranks = seed, shuffle, rank, ranks
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._seed = seed
+        self._shuffle = shuffle
+        self._rank = rank
+        self._ranks = ranks
         self._kept = self._measure(max_prompt_tokens, too_long)
-        self._epoch, self._order = -1, self._kept
+        self._epoch = -1
+        self._order = self._kept
         self._cursor = 0
-        self._make_prompt(int(self._kept[0]))  # a missing chat template is found now
+        self._make_prompt(int(self._kept[0]))  # finds a missing chat template now rather than later
 
     def __len__(self) -> int:
-        """Prompts in an epoch."""
+        """The number of prompts in an epoch."""
         return len(self._kept)
 
     @property
     def dropped(self) -> int:
-        """Rows that were left out because they are too long, or cannot be encoded."""
+        """The number of rows that were left out because they are too long or cannot be encoded."""
         return len(self._rows) - len(self._kept)
 
     @property
     def columns(self) -> frozenset[str]:
-        """Every column that some row has, which is what rewards can ask for."""
+        """Every column that some row has, which is what reward functions can ask for."""
         return frozenset(name for row in self._rows for name in row.columns)
 
     def next_prompts(self) -> list[Prompt]:
-        """This rank's share of the next step. Shares in the order of ranks are the prompts of the step in order."""
-        first, last = (rank * self.prompts_per_step // self._ranks for rank in (self._rank, self._rank + 1))
+        """This rank's share of the next step; the shares in the order of ranks are the prompts of the step in order."""
+        first = self._rank * self.prompts_per_step // self._ranks
+        last = (self._rank + 1) * self.prompts_per_step // self._ranks
         prompts = [self._make_prompt(self._find(self._cursor + i)) for i in range(first, last)]
         self._cursor += self.prompts_per_step
         return prompts
@@ -139,7 +118,7 @@ class PromptData:
         return {"cursor": self._cursor, **self._identity, "content": self._content}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. It has to be of the same data: the same order, whatever the ranks."""
+        """Continue where `state` was taken. It must be of the same data in the same order; ranks may differ."""
         self.check_state(state)
         self._cursor = state["cursor"]
 
@@ -147,13 +126,14 @@ class PromptData:
         """Raise if a state is not of this data."""
         for name, ours in self._identity.items():
             if state.get(name) != ours:
-                raise DataError(f"{name} is {ours} here and {state.get(name)} in the saved state: not the same order")
+                detail = f"is {ours} here but {state.get(name)} in the saved state, so the order would differ"
+                raise DataError(detail, argument=name)
         if state.get("content") != self._content:
-            where = self._rows[0].place.rpartition(":")[0]
-            raise DataError(f"{where}: its rows are not those of the saved state: not the same prompts or columns")
+            file = self._rows[0].place.rpartition(":")[0]
+            raise DataError("its rows are not those of the saved state: prompts or columns differ", place=file)
         cursor = state.get("cursor")
         if not isinstance(cursor, int) or cursor < 0:
-            raise DataError(f"the saved cursor is {cursor!r} instead of a number of prompts")
+            raise DataError(f"expected a number of prompts in the saved state, got {cursor!r}", argument="cursor")
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -161,43 +141,59 @@ class PromptData:
 
     @functools.cached_property
     def _content(self) -> str:
-        """A fingerprint of all rows: the same file, or another one that says the same."""
+        """A fingerprint of all rows; another file with the same rows has the same one."""
         digest = hashlib.blake2b(digest_size=16)
         for row in self._rows:
-            digest.update(json.dumps([row.prompt, row.columns], sort_keys=True, default=repr).encode() + b"\n")
+            text = json.dumps([row.prompt, row.columns], sort_keys=True, default=repr)
+            digest.update(text.encode() + b"\n")
         return digest.hexdigest()
 
-    def _measure(self, most: int | None, too_long: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The indices of rows that are short enough."""
+    def _measure(self, most: int | None, too_long: str) -> Indices:
+        """The indices of the rows that can be encoded and are short enough."""
         if most is None:
             return np.arange(len(self._rows))
         kept: list[int] = []
-        reason = ""
-        for index, row in enumerate(self._rows):
+        first_problem: DataError | None = None
+        for index in range(len(self._rows)):
             try:
-                count = len(self._make_prompt(index).tokens)
-            except DataError as error:
-                problem, hint = str(error), "mend it"
-            else:
-                if count <= most:
-                    kept.append(index)
-                    self.longest = max(self.longest, count)
-                    continue
-                problem = f"{row.place}: the prompt has {count} tokens, max_prompt_tokens is {most}"
-                hint = "raise it"
-            if too_long == "error":
-                raise DataError(f"{problem}; {hint}, or leave such prompts out with too_long='drop'")
-            reason = reason or problem
+                count = self._count_tokens(index, most)
+            except DataError as problem:
+                if too_long == "error":
+                    raise
+                first_problem = first_problem or problem
+                continue
+            kept.append(index)
+            self.longest = max(self.longest, count)
         if not kept:
-            raise DataError(f"every one of {len(self._rows)} prompts is left out: {reason}")
+            assert first_problem is not None
+            detail = f"all {len(self._rows)} prompts are dropped, the first because: {first_problem.detail}"
+            raise DataError(detail, argument=first_problem.argument, place=first_problem.place)
         return np.array(kept)
 
+    def _count_tokens(self, index: int, most: int) -> int:
+        """The length of a row's prompt; raises if it cannot be encoded or is longer than `most`."""
+        drop = ("too_long", "drop")
+        try:
+            count = len(self._make_prompt(index).tokens)
+        except DataError as error:
+            raise DataError(f"{error.detail}; fix it", place=error.place, alternative=drop) from error
+        if count > most:
+            raise DataError(
+                f"the prompt has {count} tokens, and the limit is {most}; raise it",
+                argument="max_prompt_tokens",
+                place=self._rows[index].place,
+                alternative=drop,
+            )
+        return count
+
     def _find(self, position: int) -> int:
-        """The row at a position of the endless sequence of epochs."""
+        """The row at a position in the endless sequence of epochs."""
         epoch, place = divmod(position, len(self))
-        if epoch != self._epoch:  # positions only grow, so the order of one epoch is enough
-            shuffled = self._kept[_permute(len(self), f"{self._seed}/{epoch}")] if self._shuffle else self._kept
-            self._epoch, self._order = epoch, shuffled
+        if epoch != self._epoch:  # positions only grow, so one epoch's order is enough
+            self._epoch = epoch
+            self._order = self._kept
+            if self._shuffle:
+                self._order = self._kept[_permute(len(self), f"{self._seed}/{epoch}")]
         return int(self._order[place])
 
     def _make_prompt(self, index: int) -> Prompt:
@@ -206,118 +202,18 @@ class PromptData:
         if self._chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         try:
-            text = prompt if isinstance(prompt, str) else self._tokenizer.render_chat(prompt)
-            tokens = self._tokenizer.encode(text, special=text is prompt)  # a template writes special tokens itself
+            if isinstance(prompt, str):
+                text = prompt
+                tokens = self._tokenizer.encode(text, special=True)
+            else:
+                text = self._tokenizer.render_chat(prompt)
+                tokens = self._tokenizer.encode(text, special=False)  # the template writes special tokens itself
         except ValueError as error:
-            raise DataError(f"{row.place}: {error}") from error
-        return Prompt(index, tuple(tokens), text, copy.deepcopy(row.columns))  # rows are for later epochs, too
+            raise DataError(str(error), place=row.place) from error
+        return Prompt(index, tuple(tokens), text, copy.deepcopy(row.columns))  # a reward may change its columns
 
 
-def _permute(count: int, key: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    # RandomState, because its stream is frozen: numpy may change Generator's between versions, and with it a resume.
+def _permute(count: int, key: str) -> Indices:
+    # RandomState, because its stream is frozen: numpy may change that of Generator, which would break a resume.
     words = np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u4")
     return np.random.RandomState(words).permutation(count)
-
-
-def read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
-    """The numbers of lines that are not empty, and what they hold: JSON in UTF-8, each key once."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield number, _read_json(line.removeprefix(codecs.BOM_UTF8))
-                except ValueError as error:
-                    raise DataError(f"{file}:{number}: {error}") from error
-
-
-def _read_json(line: bytes) -> Any:
-    """ValueError where a line is no UTF-8, no JSON, or more than can be worked with."""
-    try:
-        entry = json.loads(line.decode(), object_pairs_hook=_refuse_duplicates)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from error
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    if line.count(b"[") + line.count(b"{") > MOST_NESTED and _depth(entry) > MOST_NESTED:
-        raise ValueError(_TOO_DEEP)
-    return entry
-
-
-_TOO_DEEP = f"has more than {MOST_NESTED} objects and lists inside each other"
-
-
-def _depth(entry: Any) -> int:
-    """How many objects and lists are inside each other; counted level by level, however many there are."""
-    depth, level = 0, [entry]
-    while level := [inner for inner in level if isinstance(inner, list | dict)]:
-        depth += 1
-        level = [value for inner in level for value in (inner.values() if isinstance(inner, dict) else inner)]
-    return depth
-
-
-def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
-    parquet = import_extra("pyarrow.parquet", extra="parquet")
-    try:
-        batches = parquet.ParquetFile(file).iter_batches()
-        yield from enumerate((entry for batch in batches for entry in batch.to_pylist()), 1)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
-        raise DataError(f"{file}: cannot be read as Parquet ({error})") from error
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entry = dict(pairs)
-    if len(entry) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return entry
-
-
-def _make_row(entry: Any, place: str) -> Row:
-    if not isinstance(entry, Mapping):
-        raise DataError(f"{place}: is a {type(entry).__name__} instead of an object with a 'prompt'")
-    present = [name for name in ("prompt", "messages") if name in entry]
-    given = [name for name in present if entry[name] is not None] or present[
-        :1
-    ]  # Parquet has nulls for what is not there
-    if len(given) != 1:
-        keys = ", ".join(map(repr, entry)) or "nothing"
-        raise DataError(f"{place}: needs either 'prompt' or 'messages', {'not both' if given else f'and has {keys}'}")
-    for name in RESERVED:
-        if name in entry:
-            raise DataError(f"{place}: the column {name!r} has the name of something that rewards are given; rename it")
-    prompt = entry[given[0]]
-    if given[0] == "prompt" and not (is_text(prompt) and prompt):
-        raise DataError(f"{place}: 'prompt' is {prompt!r:.80} instead of a text")
-    if given[0] == "messages" and not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
-        raise DataError(f"{place}: 'messages' is {prompt!r:.80} instead of a list of {{role, content}}, both texts")
-    columns = {name: value for name, value in entry.items() if name not in ("prompt", "messages")}
-    return Row(prompt, {name: _plain(value, name, place) for name, value in columns.items()}, place)
-
-
-def _plain(value: Any, name: str, place: str) -> Any:
-    """As JSON will give it back: columns travel to other ranks and into checkpoints."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = (value.astype(str) if value.dtype.kind == "M" else value).tolist()
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(inner, name, place) for inner in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(inner, f"{name}.{key}", place) for key, inner in value.items()}
-    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
-    if isinstance(value, decimal.Decimal):
-        return str(value)
-    kind = type(value).__name__
-    raise DataError(f"{place}: the column {name!r} has {kind}, {value!r:.40}: make it text or numbers, or leave it out")
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and is_text(value.get("role")) and is_text(value.get("content"))
-
-
-def is_text(value: Any) -> bool:
-    """Whether it has tokens: JSON can spell half of a surrogate pair, which has none."""
-    return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))

@@ -1,85 +1,84 @@
-"""Names in a config become objects: dotted paths, files, and packages that are only there if they were asked for.
+"""Objects by import path ("package.module:name" or "file.py:name"), and modules of optional dependencies.
 
-Owns the messages for a name that leads nowhere. Nothing here knows what is loaded; whoever loads checks its signature.
+Owns the messages for a path that leads nowhere. Nothing here knows what is loaded; the caller checks its signature.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollgraph.errors import InvalidInput, suggest
 
-class LoadError(ValueError):
-    """A path that leads nowhere, or to something of the wrong kind."""
+
+class LoadError(InvalidInput):
+    """A name or a path that leads nowhere, or to something of the wrong kind; `place` is that path, quoted."""
 
 
 def load_object(path: str) -> Any:
-    """What "package.module:name" or "path/to/file.py:name" stands for; a name may have dots, as in `Class.method`."""
+    """The object at "package.module:name" or "path/to/file.py:name"; the name may have dots, as in `Class.method`."""
     where, colon, name = path.rpartition(":")
     if not (colon and where and name):
-        raise LoadError(f"{path!r}: write 'package.module:name' or 'path/to/file.py:name'")
-    found: Any = _load_file(Path(where), path) if where.endswith(".py") else _import(where, path)
+        raise LoadError("expected 'package.module:name' or 'path/to/file.py:name'", place=repr(path))
+    found: Any
+    if where.endswith(".py"):
+        found = _load_file(Path(where), path)
+    else:
+        found = _import(where, path)
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise LoadError(f"{path!r}: {where} has no {part!r}{suggest(part, dir(found))}") from None
+            raise LoadError(f"{where} has no {part!r}{suggest(part, dir(found))}", place=repr(path)) from None
     return found
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """A module of an optional dependency, or the command that installs it."""
+    """A module of an optional dependency; if it is missing, the error has the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{module} is needed here ({error}); pip install 'rollgraph[{extra}]'") from error
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest one, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+        raise ImportError(f"{module} is required ({error}); pip install 'rollgraph[{extra}]'", name=module) from error
 
 
 def _import(module: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # The module itself or a parent of it, rather than something that it imports.
+        # The module itself or a parent of it is missing, rather than something that it imports.
         if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise LoadError(f"{path!r}: there is no module {error.name!r}; a file is given as 'file.py:name'") from None
-        raise LoadError(f"{path!r}: importing {module} failed ({error})") from error
+            detail = f"there is no module {error.name!r}; write a file as 'file.py:name'"
+            raise LoadError(detail, place=repr(path)) from None
+        raise LoadError(f"importing {module} failed ({error})", place=repr(path)) from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a module is a program and can fail in any way, and exit
-        raise LoadError(f"{path!r}: importing {module} failed ({type(error).__name__}: {error})") from error
+    except BaseException as error:  # a module is a program: it can fail in any way, or exit
+        raise LoadError(f"importing {module} failed ({type(error).__name__}: {error})", place=repr(path)) from error
 
 
 def _load_file(file: Path, path: str) -> ModuleType:
     if not file.is_file():
-        raise LoadError(f"{path!r}: there is no file {file} (in {Path.cwd()})")
+        raise LoadError(f"there is no file {file} (in {Path.cwd()})", place=repr(path))
     file = file.resolve()
-    # One module for each file, however often it is named; the digest keeps files of the same name apart.
+    # One module per file, however often it is named; the digest keeps files of the same name apart.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None  # as for every .py
+    assert spec is not None  # true for every .py file
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    sys.modules[name] = module  # before it runs, because dataclasses and pickle look up their module
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise LoadError(f"{path!r}: {file.name} failed ({type(error).__name__}: {error})") from error
+        raise LoadError(f"{file.name} failed ({type(error).__name__}: {error})", place=repr(path)) from error
     return module

@@ -1,99 +1,49 @@
-"""Rewards: plain functions in TRL's signature, found by name or path, called for all rollouts of a step.
+"""Rewards: plain functions with TRL's signature, called for all rollouts of a step.
 
     def near(prompts, completions, answer, **columns):      # lists of the same length
         return [1.0 if text.strip() == wanted else 0.0 for text, wanted in zip(completions, answer)]
 
-Owns which arguments a function gets, which values are rewards, and what becomes of a function that fails: its rollouts
-are given a fixed value, the failure is counted, and the run goes on. Where functions run (here or in workers.py) makes
-no other difference.
+Owns the weighted sum, and what becomes of a function that fails: its rollouts get a fixed value, the failure is
+counted, and the run goes on. Whether functions run here or in worker processes makes no other difference.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
-from rollgraph.rl.builtin_rewards import BUILT_IN
-from rollgraph.rl.paths import LoadError, load_object, suggest
-from rollgraph.rl.workers import Failure, WorkerPool, describe, leave_if_forked, show
+from rollgraph.errors import InvalidInput, suggest
+from rollgraph.rl.paths import LoadError
+from rollgraph.rl.reward_calls import Score, call_reward, check_score
+from rollgraph.rl.reward_loading import LARGEST, Arguments, Reward, RewardSpec, is_allowed, load_reward
+from rollgraph.rl.worker_messages import Failure, show
+from rollgraph.rl.workers import WorkerPool
 from rollgraph.types import Rollout
 
-Function = Callable[..., Sequence[float | None]]
-Arguments = dict[str, list[Any]]  # by name, one entry for each rollout
-Score = float | None | Failure
-ENVIRONMENT = "environment"  # the label of what an environment gave
-MOST_MESSAGES = 5  # that people are told of
-LARGEST = 1e15  # of a reward: up to here its square, and that of a gradient it scales, have room in float32
-_GIVEN = frozenset({"prompts", "completions", "completion_ids"})  # what a function can ask for beside columns
+__all__ = ["ENVIRONMENT", "RewardFunctions", "RewardSpec", "load_reward"]
 
-
-@dataclass(frozen=True)
-class RewardSpec:
-    """An entry of the config.
-
-    >>> RewardSpec.read({"name": "numeric_match", "weight": 2.0, "options": {"tolerance": 0.01}})
-    >>> RewardSpec.read("my_rewards.py:politeness")
-    """
-
-    name: str  # a built-in one, or "package.module:function", or "path/to/file.py:function"
-    weight: float = 1.0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    label: str = ""  # in `Rollout.rewards`; the function's name if empty
-
-    @classmethod
-    def read(cls, entry: RewardSpec | str | Mapping[str, Any]) -> Self:
-        if isinstance(entry, str):
-            return cls(entry)
-        values = vars(entry) if isinstance(entry, RewardSpec) else dict(entry)
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise LoadError(f"a reward has no {key!r}{suggest(key, known)} (it has {', '.join(known)})")
-        if not isinstance(values.get("name"), str):
-            raise LoadError(f"a reward needs a name: {values!r}")
-        weight = values.get("weight", 1.0)
-        if not _is_allowed(weight):
-            limit = f"no finite number, or one beyond {LARGEST:g}"
-            raise LoadError(f"reward {values['name']!r}: weight={show(weight)} is {limit}")
-        return cls(**values)
-
-
-@dataclass(frozen=True)
-class Reward:
-    """A function that was loaded, and what its signature says."""
-
-    label: str
-    weight: float
-    function: Function
-    accepts: frozenset[str] | None  # names of arguments; None is any
-    needs: frozenset[str]  # columns it cannot do without
-    options: Mapping[str, Any] = field(default_factory=dict)  # of a function of the user's, which gets them as well
-
-    def choose(self, arguments: Arguments) -> Arguments:
-        return {name: v for name, v in arguments.items() if self.accepts is None or name in self.accepts}
+ENVIRONMENT = "environment"  # the label of the reward that an environment gave
+MOST_MESSAGES = 5  # how many different failures people are told about
+_ABOUT_ONE_ROLLOUT = ("not_finite", "too_large")  # failures of one value rather than of a whole call
 
 
 class RewardFunctions:
-    """Scores rollouts with several functions: `reward` is the weighted sum of what each of them says.
+    """Scores rollouts with several functions: `reward` is the weighted sum of what they return.
 
-    With `workers` they run in that many processes, `timeout` seconds at most for each call, and may hang or crash;
-    without, they run here and may not. A call is for `batch_size` rollouts, or for as many as spread a batch evenly
-    over the workers. What fails counts as `on_failure`: `failures` has the number of rollouts of each kind (raised,
-    timeout, died, wrong_type, wrong_length, not_finite, too_large, unscored), `messages` the first message of each,
-    `unread()` the first few that differ, and `unrewarded` the number of rollouts that no function had a reward for.
-    With `adds` the sum includes what a rollout has already, from its environment.
+    With `workers`, functions run in that many processes, with at most `timeout` seconds per call, and may hang or
+    crash; without, they run here and may not. One call is for `batch_size` rollouts, or for as many as spread a batch
+    evenly over the workers. With `adds`, the sum includes the reward a rollout already has from its environment.
+
+    What fails counts as `on_failure`. `failures` has the number of rollouts for each kind of failure (raised, timeout,
+    died, wrong_type, wrong_length, not_finite, too_large, unscored), `messages` the first message of each kind,
+    `unread()` the first few different messages, and `unrewarded` the number of rollouts that no function rewarded.
     """
 
     def __init__(
         self,
-        specs: Sequence[RewardSpec | str | Mapping[str, Any]],
+        functions: Sequence[RewardSpec | str | Mapping[str, Any]],
         *,
         workers: int = 0,
         timeout: float = 30.0,
@@ -101,25 +51,43 @@ class RewardFunctions:
         batch_size: int | None = None,
         adds: bool = False,
     ) -> None:
-        if not specs and not adds:
-            raise LoadError("there are no rewards")
-        if workers < 0 or timeout <= 0 or (batch_size is not None and batch_size < 1):
-            raise ValueError(f"{workers=}, {timeout=}, {batch_size=}: out of range")
-        if not _is_allowed(on_failure):
-            raise ValueError(f"on_failure={show(on_failure)}: is a number from -{LARGEST:g} to {LARGEST:g}")
-        read = [RewardSpec.read(entry) for entry in specs]
-        self._rewards = [load_reward(spec) for spec in read]
-        labels = [reward.label for reward in self._rewards]
-        if twice := [label for label, count in Counter(labels).items() if count > 1]:
-            raise LoadError(f"two rewards are called {twice[0]!r}; give one of them another 'label'")
-        self._workers, self._batch_size, self._on_failure = workers, batch_size, on_failure
+        if not functions and not adds:
+            raise LoadError("there are no reward functions", argument="functions")
+        if workers < 0:
+            raise InvalidInput(f"must be at least 0, got {workers}", argument="workers")
+        if timeout <= 0:
+            raise InvalidInput(f"must be more than 0 seconds, got {timeout}", argument="timeout")
+        if batch_size is not None and batch_size < 1:
+            raise InvalidInput(f"must be at least 1, got {batch_size}", argument="batch_size")
+        if not is_allowed(on_failure):
+            detail = f"expected a number from -{LARGEST:g} to {LARGEST:g}, got {show(on_failure)}"
+            raise InvalidInput(detail, argument="on_failure")
+        specs: list[RewardSpec] = []
+        self._rewards: list[Reward] = []
+        for index, entry in enumerate(functions):
+            with _naming_entry(index):
+                spec = RewardSpec.read(entry)
+                self._add(load_reward(spec))
+            specs.append(spec)
+        self._workers = workers
+        self._batch_size = batch_size
+        self._on_failure = on_failure
+        self._adds = adds
         self.failures: Counter[str] = Counter()
         self.messages: dict[str, str] = {}
         self.unrewarded = 0
-        self._adds, self._seen, self._unread = adds, set[str](), list[str]()
-        self._pool = None
+        self._seen: set[str] = set()
+        self._unread: list[str] = []
+        self._rewarded: set[int] = set()  # rollouts of the present call that some function has a reward for
+        self._pool: WorkerPool | None = None
         if workers:
-            self._pool = WorkerPool(workers, "rollgraph.rl.rewards:make_caller", (read,), timeout=timeout)
+            self._pool = WorkerPool(workers, "rollgraph.rl.reward_calls:make_caller", (specs,), timeout=timeout)
+
+    def _add(self, reward: Reward) -> None:
+        if any(reward.label == other.label for other in self._rewards):
+            detail = f"two rewards are called {reward.label!r}; give one of them another label"
+            raise LoadError(detail, argument="label")
+        self._rewards.append(reward)
 
     def __enter__(self) -> Self:
         return self
@@ -128,43 +96,52 @@ class RewardFunctions:
         self.close()
 
     def close(self) -> None:
-        """End the workers; there are none afterwards."""
+        """End the worker processes."""
         if self._pool is not None:
             self._pool.close()
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise if a function needs a column that the data does not have."""
         present = sorted(columns)
-        for reward in self._rewards:
-            if missing := sorted(reward.needs.difference(present)):
-                near = suggest(missing[0], present)
-                raise LoadError(f"reward {reward.label!r} needs the column {missing[0]!r}{near} (there is {present})")
+        for index, reward in enumerate(self._rewards):
+            for missing in sorted(reward.needs.difference(present)):
+                near = suggest(missing, present)
+                detail = f"reward {reward.label!r} needs the column {missing!r}{near} (the data has {present})"
+                raise LoadError(detail, argument=f"functions[{index}]")
 
     def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Fill in `rewards` and `reward` of each."""
+        """Fill in `rewards` and `reward` of each rollout."""
         size = self._batch_size or -(-len(rollouts) // max(self._workers, 1)) or 1
         batches = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
-        arguments = [_make_arguments(batch) for batch in batches]
-        calls = [(i, reward.choose(a)) for i, reward in enumerate(self._rewards) for a in arguments]
-        if self._pool is None:
-            results: list[Any] = [call_reward(self._rewards[i], chosen) for i, chosen in calls]
-        else:
-            results = self._pool.run(calls)
-        self._rewarded = set[int]()
+        results = iter(self._call_all(batches))
+        self._rewarded = set()
         for rollout in rollouts:
             rollout.rewards = {}
             self._begin(rollout)
-        each = iter(results)
         for reward in self._rewards:
             for batch in batches:
-                self._take(reward, batch, next(each))
+                self._add_scores(reward, batch, next(results))
         for rollout in rollouts:
             self._finish(rollout)
         self.unrewarded += sum(id(rollout) not in self._rewarded for rollout in rollouts)
 
+    def _call_all(self, batches: Sequence[Sequence[Rollout]]) -> list[Any]:
+        """What each function returned for each batch, or how it failed, function by function."""
+        arguments = [_make_arguments(batch) for batch in batches]
+        calls = []
+        for index, reward in enumerate(self._rewards):
+            for each in arguments:
+                calls.append((index, reward.choose(each)))
+        if self._pool is not None:
+            return self._pool.run(calls)
+        return [call_reward(self._rewards[index], chosen) for index, chosen in calls]
+
     def _begin(self, rollout: Rollout) -> None:
-        """What the sum begins with: nothing, or the environment's own reward."""
-        given = _check_score(rollout.reward) if self._adds else None
+        """Start the sum with nothing, or with the environment's own reward."""
+        if not self._adds:
+            rollout.reward = 0.0
+            return
+        given = check_score(rollout.reward)
         if isinstance(given, Failure):
             self._count(given.kind, f"{ENVIRONMENT}: {given.message} ({_name(rollout)})")
             given = self._on_failure
@@ -174,29 +151,30 @@ class RewardFunctions:
         if given is not None:
             rollout.rewards[ENVIRONMENT] = given
 
-    def _take(self, reward: Reward, batch: Sequence[Rollout], result: list[Score] | Failure) -> None:
+    def _add_scores(self, reward: Reward, batch: Sequence[Rollout], result: list[Score] | Failure) -> None:
         scores = [result] * len(batch) if isinstance(result, Failure) else result
         for rollout, score in zip(batch, scores, strict=True):
             if isinstance(score, Failure):
-                of_one = f" ({_name(rollout)})" if score.kind in _OF_ONE else ""
-                self._count(score.kind, f"{reward.label}: {score.message}{of_one}")
+                message = f"{reward.label}: {score.message}"
+                if score.kind in _ABOUT_ONE_ROLLOUT:
+                    message += f" ({_name(rollout)})"
+                self._count(score.kind, message)
                 score = self._on_failure
             elif score is not None:
                 self._rewarded.add(id(rollout))
-            if score is not None:  # None: this function has nothing to say about it
+            if score is not None:  # None: this function has nothing to say about the rollout
                 rollout.rewards[reward.label] = score
                 rollout.reward += reward.weight * score
 
     def _finish(self, rollout: Rollout) -> None:
-        """What the sum is worth: `on_failure` where nothing was added up, or more than a reward can be."""
+        """Replace the sum by `on_failure` if nothing was added up, or if it is larger than a reward can be."""
         if not rollout.rewards:
             self._count("unscored", f"no function has a reward for {_name(rollout)}")
             rollout.reward = self._on_failure
-        elif not abs(rollout.reward) <= LARGEST:  # weights can do this; NaN is infinity minus infinity
+        elif not abs(rollout.reward) <= LARGEST:  # weights can do this; infinity minus infinity is NaN
             parts = ", ".join(rollout.rewards)
-            self._count(
-                "too_large", f"the weighted sum of {parts} is {rollout.reward:g}, beyond {LARGEST:g} ({_name(rollout)})"
-            )
+            total = f"the weighted sum of {parts} is {rollout.reward:g}, beyond {LARGEST:g}"
+            self._count("too_large", f"{total} ({_name(rollout)})")
             rollout.reward = self._on_failure
             self._rewarded.discard(id(rollout))
 
@@ -204,7 +182,7 @@ class RewardFunctions:
         self.hear({kind: 1}, {kind: message})
 
     def hear(self, failures: Mapping[str, int], messages: Mapping[str, str]) -> None:
-        """Add failures to those that are known: of this process, or of another one that scores for the same run."""
+        """Add failures of this process, or of another one that scores for the same run, to those known so far."""
         self.failures.update(failures)
         for kind, message in messages.items():
             self.messages.setdefault(kind, message)
@@ -213,139 +191,36 @@ class RewardFunctions:
                 self._unread.append(message)
 
     def unread(self) -> list[str]:
-        """Messages that differ from all before, each given once, and only the first few of a run."""
-        unread, self._unread = self._unread, []
+        """Messages not returned before; only the first few different ones of a run."""
+        unread = self._unread
+        self._unread = []
         return unread
 
 
-def load_reward(spec: RewardSpec) -> Reward:
-    """The function of a spec, its name, options and signature checked."""
-    if ":" in spec.name:
-        function, needs = load_object(spec.name), frozenset[str]()
-        label = spec.label or spec.name.rpartition(":")[2]
-    elif spec.name in BUILT_IN:
-        factory = BUILT_IN[spec.name]
-        bound = _bind(factory, spec)
-        function, label = factory(**spec.options), spec.label or spec.name
-        needs = frozenset({bound["column"]} if "column" in bound else ())
-    else:
-        known = f"built in are {', '.join(BUILT_IN)}; your own is 'package.module:function' or 'file.py:function'"
-        raise LoadError(f"there is no reward {spec.name!r}{suggest(spec.name, BUILT_IN)} ({known})")
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise LoadError(f"reward {spec.name!r} is {function!r:.80} instead of a plain function")
-    options = spec.options if ":" in spec.name else {}
-    accepts, required = _read_signature(partial(function, **options) if options else function, spec)
-    return Reward(label, spec.weight, function, accepts, needs | required, options)
-
-
-def make_caller(specs: Sequence[RewardSpec]) -> Callable[[int, Arguments], list[Score]]:
-    """What a worker does: the same as this process would."""
-    rewards = [load_reward(spec) for spec in specs]
-    return lambda index, arguments: call_reward(rewards[index], arguments)
-
-
-def call_reward(reward: Reward, arguments: Arguments) -> list[Score]:
-    """The scores of a batch. One that raises is repeated for each rollout, so that a bad one costs no other."""
-    count, pid = len(next(iter(arguments.values()))), os.getpid()
+@contextmanager
+def _naming_entry(index: int) -> Iterator[None]:
+    """Say which entry of `functions` an error is about; without a field of its own, it is about the name."""
     try:
-        # Copies, because a function may sort or empty what it is given.
-        returned = reward.function(**copy_value({**reward.options, **arguments}))
-        if isinstance(returned, _UNORDERED):
-            kind = type(returned).__name__
-            return [Failure("wrong_type", f"returned a {kind} instead of a list of numbers")] * count
-        scores = list(returned)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit, and the panics of libraries in Rust, are no Exceptions
-        if count > 1:
-            singles = [{name: [values[i]] for name, values in arguments.items()} for i in range(count)]
-            return [score for single in singles for score in call_reward(reward, single)]
-        return [describe(error)]
-    finally:
-        leave_if_forked(pid)
-    if len(scores) != count:
-        return [Failure("wrong_length", f"{len(scores)} rewards for {count} completions")] * count
-    return [_check_score(score) for score in scores]
-
-
-_UNORDERED = (Mapping, Set, str, bytes, bytearray, memoryview)  # iterable, but no list of numbers
-_TEXT = (str, bytes, bytearray)  # float() would read a number in it
-_OF_ONE = ("not_finite", "too_large")  # kinds of failure that are about one value, and so one rollout
-
-
-def _check_score(score: Any) -> Score:
-    if score is None:
-        return None
-    try:
-        number = math.nan if isinstance(score, _TEXT) else float(score)  # numpy's and torch's scalars, too
-    except OverflowError:  # an integer or a fraction that no float can hold
-        return Failure("too_large", f"{show(score)} is beyond {LARGEST:g}")
-    except Exception:  # whatever an object of somebody's own making raises
-        number = math.nan
-    if not math.isfinite(number):
-        return Failure("not_finite", f"{show(score)} is no finite number")
-    if not _is_allowed(number):
-        return Failure("too_large", f"{show(score)} is beyond {LARGEST:g}")
-    return number
-
-
-def _is_allowed(number: Any) -> bool:
-    return isinstance(number, int | float) and abs(number) <= LARGEST  # False for NaN
+        yield
+    except InvalidInput as error:
+        named = error if error.argument else type(error)(error.detail, argument="name", place=error.place)
+        raise named.renamed(lambda name: f"functions[{index}].{name}") from error
 
 
 def _name(rollout: Rollout) -> str:
     return f"a sample of prompt {rollout.prompt.id}"
 
 
-def copy_value(value: Any) -> Any:
-    """A copy that shares nothing that can be changed; of what JSON can hold, faster than `deepcopy`."""
-    kind = type(value)
-    if kind is str or kind is int or kind is float:
-        return value
-    if kind is list:
-        return [copy_value(inner) for inner in value]
-    if kind is dict:
-        return {key: copy_value(inner) for key, inner in value.items()}
-    return copy.deepcopy(value)
-
-
 def _make_arguments(batch: Sequence[Rollout]) -> Arguments:
     names = dict.fromkeys(name for rollout in batch for name in rollout.prompt.columns)
-    columns = {name: [rollout.prompt.columns.get(name) for rollout in batch] for name in names}
-    return columns | {
-        "prompts": [rollout.prompt.text for rollout in batch],
-        "completions": [rollout.text for rollout in batch],
-        "completion_ids": [[t for t, own in zip(r.tokens, r.sampled, strict=True) if own] for r in batch],
-    }
+    arguments: Arguments = {}
+    for name in names:
+        arguments[name] = [rollout.prompt.columns.get(name) for rollout in batch]
+    arguments["prompts"] = [rollout.prompt.text for rollout in batch]
+    arguments["completions"] = [rollout.text for rollout in batch]
+    arguments["completion_ids"] = [_sampled_tokens(rollout) for rollout in batch]
+    return arguments
 
 
-def _bind(factory: Callable[..., Function], spec: RewardSpec) -> dict[str, Any]:
-    """All options of a built-in reward, defaults included."""
-    signature = inspect.signature(factory)
-    for name in spec.options:
-        if name not in signature.parameters:
-            raise LoadError(f"reward {spec.name!r} has no option {name!r}; it is {spec.name}{signature}")
-    try:
-        bound = signature.bind(**spec.options)
-    except TypeError as error:
-        raise LoadError(f"reward {spec.name!r}: {error}; it is {spec.name}{signature}") from None
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def _read_signature(function: Function, spec: RewardSpec) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """The names of arguments that a function accepts (None: any) and the columns it needs."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:  # written in C, or an option that it does not take
-        raise LoadError(f"reward {spec.name!r}: its signature cannot be used ({error})") from error
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    accepts = frozenset(p.name for p in named)
-    if any(p.kind == p.POSITIONAL_ONLY for p in parameters) or not (takes_any or "completions" in accepts):
-        raise LoadError(
-            f"reward {spec.name!r} is called with names, as f(prompts=..., completions=..., **columns), "
-            f"and has the signature {inspect.signature(function)}"
-        )
-    required = frozenset(p.name for p in named if p.default is p.empty) - _GIVEN
-    return None if takes_any else accepts, required
+def _sampled_tokens(rollout: Rollout) -> list[int]:
+    return [token for token, sampled in zip(rollout.tokens, rollout.sampled, strict=True) if sampled]

@@ -72,7 +72,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
         check_buckets(config, limits, data, held_out)
         if resume_from is not None:
             check_data(resume_from, data)
-        with about("reward.functions"):
+        with about("reward"):
             for each in filter(None, (data, held_out)):
                 rewards.check_columns(each.columns)
         undo.pop_all()
@@ -200,19 +200,19 @@ def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) ->
         for row, rollout in zip(rows, found, strict=True):
             count = len(rollout.prompt.tokens) + len(rollout.tokens)
             if count > most:
-                raise DataError(f"{row.place}: {count} tokens, but a sequence of this run has at most {most}")
+                raise DataError(f"{count} tokens, but a sequence of this run has at most {most}", place=row.place)
     return found
 
 
 def _read_demonstration(index: int, row: Row, tokenizer: Tokenizer) -> Rollout:
     completion = row.columns.get("completion")
     if not isinstance(row.prompt, str) or not isinstance(completion, str):
-        raise DataError(f"{row.place}: a warm start needs `prompt` and `completion`, both text")
+        raise DataError("a warm start needs `prompt` and `completion`, both text", place=row.place)
     try:
         prompt = Prompt(index, tuple(tokenizer.encode(row.prompt)), row.prompt)
         tokens = tokenizer.encode(completion, special=False)
     except ValueError as error:
-        raise DataError(f"{row.place}: {error}") from error
+        raise DataError(str(error), place=row.place) from error
     if tokenizer.eos_id is not None:
         tokens = [*tokens, tokenizer.eos_id]
     return Rollout(prompt, tokens, [True] * len(tokens), [0.0] * len(tokens))
@@ -229,7 +229,7 @@ def make_rewards(config: Config, environment: Environment) -> RewardFunctions:
         if given is not None:
             reason = f"rollout.environment {given.name} gives no rewards (it does not set `gives_rewards = True`)"
         raise ConfigError([f"reward.functions: is empty, and {reason}"])
-    with about("reward.functions"):
+    with about("reward"):
         return RewardFunctions(
             [_reward_spec(reward) for reward in config.reward.functions],
             workers=config.reward.workers if config.reward.functions else 0,

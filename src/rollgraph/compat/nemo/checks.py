@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from typing import NamedTuple
 
 from rollgraph.config import ConfigError, check_scopes, parse_config
+from rollgraph.errors import InvalidInput
 
 NAME = "translation"  # stands for the file in messages
-PROBLEM = re.compile(rf"(?:{NAME}:\d+: )?(?P<text>(?P<key>[\w.]*).*)", re.DOTALL)
 
 
 class Problem(NamedTuple):
@@ -26,13 +26,9 @@ def find_problems(text: str, ranks: int) -> list[Problem]:
         check_scopes(config, ranks)
         make_algorithm(config)
     except ConfigError as error:
-        return [_read(problem) for problem in error.problems]
+        return [Problem(problem.key.partition("[")[0], str(replace(problem, place=""))) for problem in error.problems]
+    except InvalidInput as error:
+        return [Problem(error.argument or "", str(error))]
     except (ValueError, ImportError) as error:
-        return [_read(str(error))]
+        return [Problem("", str(error))]
     return []
-
-
-def _read(problem: str) -> Problem:
-    found = PROBLEM.match(problem)
-    assert found is not None  # it takes any text
-    return Problem(found["key"], found["text"])

@@ -12,8 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from rollgraph.compat.nemo.keys import TABLE, Ignored, Rule, To
-from rollgraph.compat.omegaconf_yaml import plain
-from rollgraph.config.reader import Node
+from rollgraph.config.yaml_tree import Node, strip_places
 
 
 class Status(StrEnum):
@@ -63,7 +62,7 @@ class Ledger:
         return node
 
     def get(self, key: str) -> Any:
-        return plain(self.node(key))
+        return strip_places(self.node(key))
 
     def number(self, key: str) -> int | None:
         """A whole number; anything else is refused and treated as missing."""
@@ -117,13 +116,13 @@ class Ledger:
         """Write the line of a key, if the file has it and it has none yet."""
         if key in self.leaves and key not in self.lines:
             node = self.leaves[key]
-            self.lines[key] = LedgerLine(status, node.place, key, plain(node), text)
+            self.lines[key] = LedgerLine(status, node.place, key, strip_places(node), text)
 
     def finish(self) -> None:
         """Look up the keys without a line in the table; afterwards every key has one."""
         for key in self.leaves:
             if key not in self.lines:
-                self._apply(_find_rule(key), key, plain(self.leaves[key]))
+                self._apply(_find_rule(key), key, strip_places(self.leaves[key]))
 
     def take_back(self, ours: str, reason: str) -> bool:
         """Unset a key of rollgraph's, or the nearest one above it that was set, and refuse the keys that set it.

@@ -6,7 +6,7 @@ from typing import Any
 
 from rollgraph.compat.graph_keys import GRAPH_KEYS, SCOPE_KEYS, TRACKERS, contradictions, implementation, scopes
 from rollgraph.compat.nemo.ledger import Ledger
-from rollgraph.config.reader import ConfigError
+from rollgraph.config import ConfigError
 
 OUR_SCOPES = {"attn": "attn", "mlp": "mlp", "full_iteration": "step"}
 EAGER_GENERATION = "policy.generation.vllm_cfg.enforce_eager"

@@ -18,7 +18,7 @@ from rollgraph.compat.nemo.outputs import translate_checkpoints, translate_sinks
 from rollgraph.compat.nemo.policy import translate_backend, translate_graphs, translate_lengths, translate_model
 from rollgraph.compat.nemo.prompts import translate_data, translate_rewards
 from rollgraph.config import Config, ConfigError
-from rollgraph.config.reader import Node
+from rollgraph.config.yaml_tree import Node
 
 PARTS = (
     translate_graphs,  # before translate_backend, which ignores all keys of the backend that is not used

@@ -1,4 +1,4 @@
-"""Advantages: what a reward is worth beside others. Plain functions on numbers."""
+"""Advantages: how a reward compares with others. Plain functions on numbers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ EPSILON = 1e-6  # added to a standard deviation before it divides
 def per_group(
     rollouts: Sequence[Rollout], rewards: Sequence[float], function: Callable[[list[float]], list[float]]
 ) -> list[float]:
-    """`function` of the rewards of each group by itself, in the order of the rollouts."""
+    """Apply `function` to the rewards of each group separately; the results are in the order of the rollouts."""
     places: dict[int, list[int]] = {}
     for place, rollout in enumerate(rollouts):
         places.setdefault(rollout.group, []).append(place)
     advantages = [0.0] * len(rollouts)
     for group in places.values():
-        for place, value in zip(group, function([rewards[place] for place in group]), strict=True):
+        values = function([rewards[place] for place in group])
+        for place, value in zip(group, values, strict=True):
             advantages[place] = value
     return advantages
 
 
 def centred(rewards: Sequence[float]) -> list[float]:
-    """reward - mean. Exactly 0 where all rewards are equal, as for a single one."""
+    """reward - mean; exactly 0 if all rewards are equal, as with a single one."""
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
@@ -40,13 +41,13 @@ def normalized(rewards: Sequence[float]) -> list[float]:
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """reward - mean of the others."""
+    """reward - mean of the other rewards."""
     others = max(1, len(rewards) - 1)
     return [d * len(rewards) / others for d in centred(rewards)]
 
 
 def whitened(values: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """(value - mean) / standard deviation, where value i is there `counts[i]` times."""
+    """(value - mean) / standard deviation, with value i counted `counts[i]` times."""
     total = sum(counts)
     if not total or min(values) == max(values):
         return [0.0] * len(values)

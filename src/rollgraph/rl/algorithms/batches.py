@@ -1,4 +1,4 @@
-"""From rollouts to a batch: which tokens are trained on, which minibatch they go to, how much they count."""
+"""From rollouts to a batch: which tokens are trained on, which minibatch they go to, and how much they count."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from rollgraph.types import Batch, Rollout, Sample
 FAILED = frozenset({"error", "abort"})  # such a rollout says nothing about the policy
 
 
-def did_not_fail(rollout: Rollout) -> bool:
-    return rollout.finish_reason not in FAILED
+def has_failed(rollout: Rollout) -> bool:
+    return rollout.finish_reason in FAILED
 
 
 def trained_tokens(rollout: Rollout, mask_truncated: bool = False) -> list[bool]:
-    """What the policy sampled, unless the rollout failed or, if so wished, was cut off."""
+    """The tokens that the policy sampled; none if the rollout failed or, with `mask_truncated`, was cut off."""
     if not len(rollout.tokens) == len(rollout.sampled) == len(rollout.logprobs):
         raise ValueError(
             f"a rollout of prompt {rollout.prompt.id} has {len(rollout.tokens)} tokens, "
             f"but {len(rollout.sampled)} entries in `sampled` and {len(rollout.logprobs)} in `logprobs`"
         )
-    masked = not did_not_fail(rollout) or (mask_truncated and rollout.finish_reason == "length")
-    return [False] * len(rollout.tokens) if masked else rollout.sampled
+    truncated = rollout.finish_reason == "length"
+    if has_failed(rollout) or (mask_truncated and truncated):
+        return [False] * len(rollout.tokens)
+    return rollout.sampled
 
 
 def split(count: int, minibatches: int, seed: int) -> list[list[int]]:
-    """0..count-1, shuffled by `seed`, in parts that differ in size by one at most."""
+    """The indices 0..count-1, shuffled by `seed`, in parts whose sizes differ by at most one."""
     if not 1 <= minibatches <= count:
-        raise ValueError(f"{count} samples do not make {minibatches} minibatches")
+        raise ValueError(f"{count} samples do not fill {minibatches} minibatches")
     order = list(range(count))
     random.Random(seed).shuffle(order)
     bounds = [count * part // minibatches for part in range(minibatches + 1)]
@@ -47,7 +49,7 @@ def build_batch(
     seed: int,
     metrics: Mapping[str, float],
 ) -> Batch:
-    """Samples in minibatches; `weigh` gives a token's weight for each sequence of one minibatch, from their lengths."""
+    """Make minibatches of samples; `weigh` turns the lengths of a minibatch's sequences into token weights."""
 
     def sample(i: int, weight: float) -> Sample:
         rollout = rollouts[i]
@@ -69,20 +71,24 @@ def build_batch(
 
 
 def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What there is to say of rollouts whatever the algorithm; rewards are those of rollouts that did not fail."""
-    alive = [rollout for rollout in rollouts if did_not_fail(rollout)]
-    rewards = [rollout.reward for rollout in alive]
+    """Metrics of rollouts for any algorithm; rewards are those of rollouts that did not fail."""
+    usable = [rollout for rollout in rollouts if not has_failed(rollout)]
+    rewards = [rollout.reward for rollout in usable]
     mean = _mean(rewards)
-    names = dict.fromkeys(name for rollout in alive for name in rollout.rewards)
-    parts = {name: _mean([r.rewards[name] for r in alive if name in r.rewards]) for name in names}  # of who has one
-    return {
+    metrics = {
         "reward": mean,
         "reward_std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),
-        **{f"reward/{name}": value for name, value in parts.items()},
-        "length": _mean([len(rollout.tokens) for rollout in rollouts]),
-        "truncated": _mean([rollout.finish_reason == "length" for rollout in rollouts]),
-        "failed": _mean([not did_not_fail(rollout) for rollout in rollouts]),
     }
+    by_function: dict[str, list[float]] = {}  # a function need not have a reward for every rollout
+    for rollout in usable:
+        for name, value in rollout.rewards.items():
+            by_function.setdefault(name, []).append(value)
+    for name, values in by_function.items():
+        metrics[f"reward/{name}"] = _mean(values)
+    metrics["length"] = _mean([len(rollout.tokens) for rollout in rollouts])
+    metrics["truncated"] = _mean([rollout.finish_reason == "length" for rollout in rollouts])
+    metrics["failed"] = _mean([has_failed(rollout) for rollout in rollouts])
+    return metrics
 
 
 def _mean(values: Sequence[float]) -> float:

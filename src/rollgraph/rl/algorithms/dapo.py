@@ -1,7 +1,7 @@
-"""DAPO (Yu et al., 2025, arXiv 2503.14476): GRPO that clips higher, weighs tokens alike and samples dynamically.
+"""DAPO (Yu et al., 2025, arXiv 2503.14476): GRPO that clips higher, weights all tokens equally and samples dynamically.
 
 A = (r + overlong - mean(group)) / std(group); loss = mean over all tokens of -min(ratio A, clip(ratio, 0.8, 1.28) A);
-groups whose rewards are all equal are left out. overlong = 0 up to max_tokens - overlong_buffer, then falls to -1.
+groups in which all rewards are equal are left out. overlong = 0 up to max_tokens - overlong_buffer, then falls to -1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rollgraph.types import Rollout
 class DAPO(GRPO):
     clip_high: float = 0.28
     dynamic_sampling: bool = True
-    max_tokens: int | None = None  # the longest completion there can be; needed for overlong_buffer
-    overlong_buffer: int | None = None  # how many tokens before max_tokens the punishment begins; none: no punishment
+    max_tokens: int | None = None  # length of the longest possible completion; required by overlong_buffer
+    overlong_buffer: int | None = None  # how many tokens before max_tokens the penalty begins; none: no penalty
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,5 +39,5 @@ class DAPO(GRPO):
 
 
 def overlong_punishment(length: int, max_tokens: int, buffer: int) -> float:
-    """0 where the buffer begins, -1 at max_tokens and beyond, linear in between."""
+    """0 where the buffer begins, -1 from max_tokens on, linear in between."""
     return -min(1.0, max(0, length - (max_tokens - buffer)) / buffer)

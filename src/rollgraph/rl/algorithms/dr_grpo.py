@@ -1,7 +1,7 @@
 """Dr. GRPO (Liu et al., 2025, arXiv 2503.20783): GRPO without its two biases.
 
-A = r - mean(group); loss = mean over samples of the sum over tokens / max_tokens, so that neither hard nor short
-samples count more.
+A = r - mean(group); loss = mean over samples of the sum over tokens / max_tokens, so that neither hard prompts nor
+short samples count more than others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollgraph.rl.algorithms.weights import sequence_sums
 
 @dataclass(frozen=True, kw_only=True)
 class DrGRPO(GRPO):
-    max_tokens: int  # the longest completion there can be
+    max_tokens: int  # length of the longest possible completion
     normalize_std: bool = False
 
     def __post_init__(self) -> None:

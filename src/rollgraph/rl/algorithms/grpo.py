@@ -1,7 +1,7 @@
 """GRPO (Shao et al., 2024, arXiv 2402.03300).
 
 A = (r - mean(group)) / std(group); loss = mean over samples of the mean over tokens of -min(ratio A, clip(ratio) A),
-plus kl_coef x k3. The paper has kl_coef = 0.04.
+plus kl_coef x k3. The paper uses kl_coef = 0.04.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from rollgraph.types import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(PolicyGradient):
-    normalize_std: bool = True  # divide by the standard deviation of the group
+    normalize_std: bool = True  # divide by the group's standard deviation
 
     def advantages(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
-        return per_group(rollouts, rewards, normalized if self.normalize_std else centred)
+        compare = normalized if self.normalize_std else centred
+        return per_group(rollouts, rewards, compare)
 
     def weights(self, lengths: Sequence[int]) -> list[float]:
         return sequence_means(lengths)

@@ -1,7 +1,7 @@
 """GSPO (Zheng et al., 2025, arXiv 2507.18071): GRPO with one ratio for a whole sequence.
 
 s = (policy(sample) / old(sample))^(1/length); loss = mean over samples of -min(s A, clip(s) A). Such ratios are much
-closer to 1 than a token's, hence the clips.
+closer to 1 than those of single tokens, hence the narrow clips.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What algorithms that learn from rewards have in common: their settings, and the order in which terms are applied.
+"""The common base of all algorithms that learn from rewards: their settings, and the order in which terms are applied.
 
-An algorithm is a subclass that says what an advantage is, what a token weighs and, if need be, what the policy's
-term of the loss is.
+A subclass defines the advantage, the weight of a token and, if necessary, the policy term of the loss.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollgraph.rl.algorithms.batches import build_batch, describe, did_not_fail, trained_tokens
+from rollgraph.rl.algorithms.batches import build_batch, describe, has_failed, trained_tokens
 from rollgraph.rl.algorithms.settings import check, check_types
 from rollgraph.rl.losses import (
     KL_ESTIMATORS,
@@ -30,18 +29,18 @@ from rollgraph.types import Batch, Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient:
-    """Settings of all algorithms that learn from rewards."""
+    """Settings shared by all algorithms that learn from rewards."""
 
-    clip_low: float = 0.2  # the ratio is clipped to 1 - clip_low .. 1 + clip_high
+    clip_low: float = 0.2  # the ratio is clipped to the range from 1 - clip_low to 1 + clip_high
     clip_high: float = 0.2
-    dual_clip: float | None = None  # bounds the ratio where the advantage is negative
+    dual_clip: float | None = None  # bounds the ratio if the advantage is negative
     kl_coef: float = 0.0  # 0: no reference policy is needed
     kl_estimator: str = "k3"  # or "k1" or "k2"
-    kl_in: str = "loss"  # or "reward": the estimates of all sampled tokens are subtracted from the reward
-    entropy_coef: float = 0.0  # encourages entropy
-    importance_cap: float | None = None  # corrects for old / rollout, up to this factor
-    mask_truncated: bool = False  # do not train on rollouts that were cut off
-    dynamic_sampling: bool = False  # leave out groups whose rewards are all equal
+    kl_in: str = "loss"  # or "reward": the KL of all sampled tokens is subtracted from the reward
+    entropy_coef: float = 0.0  # weight of the entropy, which is encouraged
+    importance_cap: float | None = None  # corrects for old / rollout by at most this factor
+    mask_truncated: bool = False  # do not train on rollouts that were cut off at the token limit
+    dynamic_sampling: bool = False  # leave out groups in which all rewards are equal
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -69,11 +68,11 @@ class PolicyGradient:
         return self.importance_cap is not None
 
     def advantages(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
-        """One for each rollout, from shaped rewards. Failed rollouts are not among them."""
+        """The advantage of each rollout, from shaped rewards; failed rollouts are not among them."""
         raise NotImplementedError
 
     def weights(self, lengths: Sequence[int]) -> list[float]:
-        """Of a token in each sequence of a minibatch, from how many tokens of it are trained on."""
+        """The weight of a token in each sequence of a minibatch, from the number of its tokens that are trained on."""
         raise NotImplementedError
 
     def policy_term(self, streams: TokenStreams) -> Term:
@@ -82,25 +81,28 @@ class PolicyGradient:
 
     def shaped_reward(self, rollout: Rollout) -> float:
         if not math.isfinite(rollout.reward):
-            raise ValueError(f"the reward of a rollout of prompt {rollout.prompt.id} is {rollout.reward}")
+            raise ValueError(
+                f"the reward of a rollout of prompt {rollout.prompt.id} is {rollout.reward}, not a finite number"
+            )
         if self.kl_in != "reward" or not self.kl_coef:
             return rollout.reward
         return rollout.reward - self.kl_coef * sampled_kl(rollout, self.kl_estimator)
 
     def keeps(self, group: Sequence[Rollout]) -> bool:
-        """Whether there is something to learn from the rollouts of one prompt."""
-        rewards = {rollout.reward for rollout in group if did_not_fail(rollout)}
+        """Whether there is anything to learn from the rollouts of one prompt."""
+        rewards = {rollout.reward for rollout in group if not has_failed(rollout)}
         return not self.dynamic_sampling or len(rewards) > 1
 
     def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1, seed: int = 0) -> Batch:
-        """The rollouts of all ranks in, samples in minibatches out. `seed` decides which samples go together."""
-        alive = [i for i, rollout in enumerate(rollouts) if did_not_fail(rollout)]
-        rewards = [self.shaped_reward(rollouts[i]) for i in alive]
+        """Turn the rollouts of all ranks into minibatches of samples; `seed` decides which samples go together."""
+        usable = [i for i, rollout in enumerate(rollouts) if not has_failed(rollout)]
+        rewards = [self.shaped_reward(rollouts[i]) for i in usable]
+        usable_advantages = self.advantages([rollouts[i] for i in usable], rewards)
         advantages = [0.0] * len(rollouts)
-        for i, value in zip(alive, self.advantages([rollouts[i] for i in alive], rewards), strict=True):
-            advantages[i] = value
+        for i, advantage in zip(usable, usable_advantages, strict=True):
+            advantages[i] = advantage
         trained = [trained_tokens(rollout, self.mask_truncated) for rollout in rollouts]
-        sizes = [abs(advantages[i]) for i in alive]
+        sizes = [abs(advantage) for advantage in usable_advantages]
         metrics = describe(rollouts) | {
             "shaped_reward": math.fsum(rewards) / max(1, len(rewards)),
             "advantage": math.fsum(sizes) / max(1, len(sizes)),
@@ -111,10 +113,12 @@ class PolicyGradient:
         )
 
     def loss(self, streams: TokenStreams) -> Term:
-        """The policy's term, corrected for how tokens were drawn, plus KL, minus entropy; and metrics that add up."""
+        """The policy term, corrected for how tokens were drawn, plus KL, minus entropy; and metrics as sums."""
         s = without_weightless(streams)
         per_token, seen = self.policy_term(s)
-        seen["rollout_kl"] = k3(s.rollout_logprobs, s.logprobs)  # KL(rollout || policy): 0 but for numerics at first
+        seen["rollout_kl"] = k3(
+            s.rollout_logprobs, s.logprobs
+        )  # KL(rollout || policy): at first 0, apart from numerics
         if self.importance_cap is not None:
             seen["importance"] = importance_correction(s.old_logprobs, s.rollout_logprobs, self.importance_cap)
             per_token = per_token * seen["importance"]
@@ -130,7 +134,7 @@ class PolicyGradient:
 
 
 def sampled_kl(rollout: Rollout, estimator: str) -> float:
-    """The estimates of KL(policy || reference) at all tokens that were sampled, added up."""
+    """The sum of the estimates of KL(policy || reference) at all sampled tokens."""
     if rollout.reference_logprobs is None:
         raise ValueError("KL in the reward needs rollouts that were scored by the reference policy before make_batch")
     streams = zip(rollout.sampled, rollout.logprobs, rollout.reference_logprobs, strict=True)

@@ -1,8 +1,8 @@
 """REINFORCE++ (Hu et al., 2025, arXiv 2501.03262): advantages are normalized over the whole batch.
 
 A = (R - mean(batch)) / std(batch) over all sampled tokens, R = r - kl_coef x KL; loss = mean over tokens of the
-clipped surrogate. With `group_baseline`, R - mean(group) is normalized ("w/ baseline"). Simplified: the paper
-subtracts from a token's R the KL of the tokens from there on, here it is the KL of the whole sample.
+clipped surrogate. With `group_baseline`, R - mean(group) is normalized (the paper's "w/ baseline"). This is simplified:
+the paper subtracts from a token's R the KL of the tokens from there on, and this the KL of the whole sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class ReinforcePP(PolicyGradient):
     group_baseline: bool = False
 
     def advantages(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
-        values = per_group(rollouts, rewards, centred) if self.group_baseline else rewards
+        values = rewards
+        if self.group_baseline:
+            values = per_group(rollouts, rewards, centred)
         return whitened(values, [sum(rollout.sampled) for rollout in rollouts])
 
     def weights(self, lengths: Sequence[int]) -> list[float]:

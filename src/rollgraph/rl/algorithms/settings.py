@@ -1,4 +1,4 @@
-"""Checks of settings, so that a mistake in a file is found before a run starts and is named."""
+"""Checks of an algorithm's settings, so that a mistake is found and named before a run starts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from rollgraph.errors import InvalidInput
+
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "none"}
 
 
 def check_types(settings: Any) -> None:
-    """Each field of a dataclass against its annotation, where that is a plain type or a choice of some.
+    """Check each field of a dataclass whose annotation is a plain type or a union of plain types.
 
-    YAML reads 1e-3 as a text, and Python takes True for a number.
+    This matters because YAML 1.1 reads 1e-3 as text, and Python accepts True as a number.
     """
     hints = get_type_hints(type(settings))
     for field in fields(settings):
-        value, hint = getattr(settings, field.name), hints[field.name]
+        value = getattr(settings, field.name)
+        hint = hints[field.name]
         allowed = get_args(hint) if get_origin(hint) is UnionType else (hint,)
         if all(kind in PLAIN for kind in allowed):
             fits = type(value) in allowed or (type(value) is int and float in allowed)
@@ -25,4 +28,4 @@ def check_types(settings: Any) -> None:
 
 def check(name: str, fits: bool, value: object, expected: str) -> None:
     if not fits:
-        raise ValueError(f"{name}={value!r}: expected {expected}")
+        raise InvalidInput(f"expected {expected}, got {value!r}", argument=name)

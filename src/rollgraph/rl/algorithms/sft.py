@@ -1,4 +1,4 @@
-"""SFT: rollouts are what to imitate. loss = mean over all tokens of -log p(token)."""
+"""SFT: the rollouts are demonstrations. loss = mean over all tokens of -log p(token)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class SFT:
 
     def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1, seed: int = 0) -> Batch:
         trained = [trained_tokens(rollout) for rollout in rollouts]
-        advantages, metrics = [1.0] * len(rollouts), describe(rollouts)
+        advantages = [1.0] * len(rollouts)
+        metrics = describe(rollouts)
         return build_batch(
             rollouts, trained, advantages, token_mean, minibatches=minibatches, seed=seed, metrics=metrics
         )

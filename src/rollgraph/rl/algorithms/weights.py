@@ -1,7 +1,7 @@
 """Weights: how much one token of a sequence counts in the loss of a minibatch.
 
-Each function takes how many tokens of each sequence are trained on. A sequence with none gets weight 0 and is not
-counted among the sequences.
+Each function takes the number of tokens of each sequence that are trained on. A sequence without any has weight 0 and
+is not counted as a sequence.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ def sequence_means(lengths: Sequence[int]) -> list[float]:
 
 def sequence_sums(lengths: Sequence[int], divisor: int = 1) -> list[float]:
     """The mean over sequences of the sum over tokens, divided by a constant."""
-    return [1 / (_count(lengths) * divisor) if length else 0.0 for length in lengths]
+    count = _count(lengths)
+    return [1 / (count * divisor) if length else 0.0 for length in lengths]
 
 
 def token_mean(lengths: Sequence[int]) -> list[float]:
     """The mean over all tokens."""
-    return [1 / sum(lengths) if length else 0.0 for length in lengths]
+    total = sum(lengths)
+    return [1 / total if length else 0.0 for length in lengths]
 
 
 def _count(lengths: Sequence[int]) -> int:

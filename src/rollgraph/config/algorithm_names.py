@@ -1,0 +1,20 @@
+"""The names of the built-in algorithms, and where each is defined.
+
+The names stand here rather than in `rl/`, so that a configuration can be checked without importing PyTorch.
+"""
+
+from __future__ import annotations
+
+ALGORITHM_PATHS = {
+    "grpo": "rollgraph.rl.algorithms.grpo:GRPO",
+    "dr_grpo": "rollgraph.rl.algorithms.dr_grpo:DrGRPO",
+    "rloo": "rollgraph.rl.algorithms.rloo:RLOO",
+    "reinforce_pp": "rollgraph.rl.algorithms.reinforce_pp:ReinforcePP",
+    "dapo": "rollgraph.rl.algorithms.dapo:DAPO",
+    "gspo": "rollgraph.rl.algorithms.gspo:GSPO",
+    "cispo": "rollgraph.rl.algorithms.cispo:CISPO",
+    "sft": "rollgraph.rl.algorithms.sft:SFT",
+}
+
+# These compare the samples of one prompt with each other: in a group of one, every advantage would be 0.
+GROUP_RELATIVE = frozenset({"grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo"})

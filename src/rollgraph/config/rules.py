@@ -1,0 +1,136 @@
+"""Rules that involve several keys: combinations that make no sense, and which graph scopes fit a number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollgraph.config.algorithm_names import GROUP_RELATIVE
+from rollgraph.config.keys import COLDEST, Config, Scope
+from rollgraph.config.problems import ConfigError, ConfigProblem
+from rollgraph.config.reader import BrokenRule
+
+LEGAL_SCOPES: dict[str, tuple[Scope, ...]] = {  # a graph must end where ranks communicate: between layers or inside
+    "one rank": ("step", "layer", "attn", "mlp"),
+    "several ranks": ("layer", "attn", "mlp"),
+}
+
+
+def check_scopes(config: Config, ranks: int) -> tuple[Scope, ...]:
+    """The scopes to capture with this many ranks; none with `graph.impl: none`. Raises if a scope is not possible."""
+    legal = LEGAL_SCOPES["one rank" if ranks == 1 else "several ranks"]
+    scopes = config.graph.scope or legal[:1]
+    if config.model.checkpointing and "step" not in scopes:
+        detail = f"needs a graph of the whole step (one rank, graph.scope: step), not of {', '.join(scopes)}"
+        raise ConfigError([ConfigProblem(detail, "model.checkpointing")])
+    if config.graph.impl == "none":
+        return ()
+    illegal = [scope for scope in scopes if scope not in legal]
+    if illegal:
+        detail = f"{', '.join(illegal)} is not possible with {ranks} ranks; expected {', '.join(legal)}"
+        raise ConfigError([ConfigProblem(detail, "graph.scope")])
+    return scopes
+
+
+def broken_rules(config: Config) -> list[BrokenRule]:
+    """(rule, key, what is wrong) for each rule that does not hold."""
+    return [
+        *_model_rules(config),
+        *_length_rules(config),
+        *_rollout_rules(config),
+        *_kl_rules(config),
+        *_schedule_rules(config),
+        *_graph_rules(config),
+        *_log_rules(config),
+    ]
+
+
+def _model_rules(config: Config) -> Iterator[BrokenRule]:
+    tiny = config.model.tiny
+    if (config.model.path is None) == (tiny is None):
+        yield "one_model", "model", "give either path or tiny"
+    if tiny is not None and (tiny.heads % tiny.kv_heads or tiny.width % (2 * tiny.heads)):
+        yield "heads_fit", "model.tiny", "kv_heads must divide heads, and 2 x heads must divide width"
+
+
+def _length_rules(config: Config) -> Iterator[BrokenRule]:
+    tiny = config.model.tiny
+    buckets = config.train.token_buckets
+    longest = (config.data.max_prompt_tokens or 1) + config.rollout.max_tokens
+    takes = f"a prompt with its completion takes at least {longest} tokens"
+    if tiny is not None and longest > tiny.max_length:
+        yield "length_fits", "rollout.max_tokens", f"{takes}, but model.tiny.max_length is {tiny.max_length}"
+    if longest > config.train.largest_bucket:
+        key = "train.token_buckets" if buckets else "train.microbatch_tokens"
+        wrong = (
+            f"{takes} (data.max_prompt_tokens + rollout.max_tokens), "
+            f"but the largest microbatch has {config.train.largest_bucket}"
+        )
+        yield "microbatch_fits", key, wrong
+    if buckets is not None and (not buckets or list(buckets) != sorted(set(buckets))):
+        yield "buckets_rise", "train.token_buckets", "sizes must be in increasing order, and there must be at least one"
+
+
+def _rollout_rules(config: Config) -> Iterator[BrokenRule]:
+    if not config.reward.functions and not config.rollout.environment:
+        yield "something_rewards", "reward.functions", "give a reward function or an environment"
+    if config.rollout.samples_per_prompt == 1 and config.algorithm.name in GROUP_RELATIVE:
+        wrong = f"{config.algorithm.name} compares the samples of a prompt, so it needs 2 or more"
+        yield "group_compares", "rollout.samples_per_prompt", wrong
+    rollouts = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    if config.algorithm.minibatches > rollouts:
+        yield "minibatches_filled", "algorithm.minibatches", f"a step has only {rollouts} rollouts"
+
+
+def _kl_rules(config: Config) -> Iterator[BrokenRule]:
+    coefficient = config.algorithm.kl_coef
+    option = config.algorithm.options.get("kl_coef")
+    if coefficient and option not in (None, coefficient):
+        wrong = f"is {coefficient:g}, but algorithm.options.kl_coef is {option}"
+        yield "one_kl_coef", "algorithm.kl_coef", wrong
+        wrong = f"is {option}, but algorithm.kl_coef is {coefficient:g}"
+        yield "one_kl_coef", "algorithm.options.kl_coef", wrong
+    in_reward = config.algorithm.options.get("kl_in") == "reward"
+    if in_reward and (coefficient or option) and config.rollout.filtered:
+        wrong = (
+            "with rollout.top_k, top_p or min_p, rollouts do not have the policy's own log-probabilities; "
+            "put the KL term in the loss"
+        )
+        yield "kl_of_the_policy", "algorithm.options.kl_in", wrong
+
+
+def _schedule_rules(config: Config) -> Iterator[BrokenRule]:
+    updates = config.steps * config.algorithm.minibatches * config.algorithm.epochs
+    if config.optimizer.warmup_steps > updates:
+        wrong = f"there are only {updates} updates (steps x algorithm.minibatches x algorithm.epochs)"
+        yield "warmup_ends", "optimizer.warmup_steps", wrong
+    temperature = config.validation.temperature
+    if config.validation.samples > 1 and temperature == 0:
+        wrong = "with validation.temperature 0, all samples of a prompt are the same"
+        yield "samples_differ", "validation.samples", wrong
+    if 0 < temperature < COLDEST:
+        wrong = f"use 0 for the most likely token, or {COLDEST} or more"
+        yield "greedy_or_warm", "validation.temperature", wrong
+
+
+def _graph_rules(config: Config) -> Iterator[BrokenRule]:
+    scope = config.graph.scope
+    if scope is None:
+        return
+    if not scope:
+        yield "scope_not_empty", "graph.scope", "name a scope, or null"
+    if scope and config.graph.impl == "none":
+        wrong = "a scope makes no sense with graph.impl: none; set the scope to null"
+        yield "scope_without_graphs", "graph.scope", wrong
+    if len(scope) > 1 and sorted(scope) != ["attn", "mlp"]:
+        wrong = "one scope contains another; give step, layer, attn, mlp or attn,mlp"
+        yield "scopes_apart", "graph.scope", wrong
+
+
+def _log_rules(config: Config) -> Iterator[BrokenRule]:
+    sinks = config.log.sinks or ()
+    if len(set(sinks)) < len(sinks):
+        yield "sinks_differ", "log.sinks", "a sink is named twice"
+    if config.log.wandb and "wandb" not in sinks:
+        yield "wandb_used", "log.wandb", "wandb is not in log.sinks"
+    if config.log.mlflow and "mlflow" not in sinks:
+        yield "mlflow_used", "log.mlflow", "mlflow is not in log.sinks"

@@ -1,0 +1,156 @@
+"""Rows of data: read from a .jsonl or .parquet file, or made in Python, and checked one by one.
+
+Owns what a row may hold. Columns become what JSON can hold, because they travel to other ranks and into checkpoints.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollgraph.errors import InvalidInput
+from rollgraph.files import FileError, MissingFile, read_json_lines, regular_file
+from rollgraph.rl.paths import import_extra
+from rollgraph.rl.reward_loading import GIVEN
+from rollgraph.tokenizer import Message
+
+
+class DataError(InvalidInput):
+    """A file or a row that cannot be trained on; `place` is the file, or file:line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the data: its prompt, which is text or a chat, and all other columns."""
+
+    prompt: str | list[Message]
+    columns: Mapping[str, Any]
+    place: str  # file:line, for messages
+
+
+def load_rows(path: str | os.PathLike[str]) -> list[Row]:
+    """The rows of a .jsonl file, which has one object per line, or of a .parquet file."""
+    file = Path(path)
+    if file.suffix not in READERS:
+        detail = "expected a .jsonl file, with one JSON object per line, or a .parquet file"
+        raise DataError(detail, place=str(file))
+    try:
+        regular_file(file)
+    except MissingFile:
+        raise DataError("no such file", place=str(file)) from None
+    except FileError as error:
+        raise DataError(error.detail, place=error.place) from None
+    rows = [_make_row(entry, f"{file}:{line}") for line, entry in READERS[file.suffix](file)]
+    if not rows:
+        raise DataError("has no rows", place=str(file))
+    return rows
+
+
+def make_rows(entries: Iterable[Mapping[str, Any]], name: str = "row") -> list[Row]:
+    """Rows made in Python, as a file would have them: {"prompt": ..., "answer": ...}."""
+    return [_make_row(entry, f"{name}:{line}") for line, entry in enumerate(entries, 1)]
+
+
+def read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
+    """The number and the value of each line that is not empty: JSON in UTF-8 in which no object gives a key twice."""
+    try:
+        yield from read_json_lines(file)
+    except FileError as error:
+        raise DataError(error.detail, place=error.place) from error
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
+    parquet = import_extra("pyarrow.parquet", extra="parquet")
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for entry in batch.to_pylist():
+                number += 1
+                yield number, entry
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise DataError(f"cannot be read as Parquet ({error})", place=str(file)) from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _make_row(entry: Any, place: str) -> Row:
+    if not isinstance(entry, Mapping):
+        raise DataError(f"expected an object with a 'prompt', got a {type(entry).__name__}", place=place)
+    for name in GIVEN:
+        if name in entry:
+            detail = f"the column {name!r} has the name of an argument that every reward function gets; rename it"
+            raise DataError(detail, place=place)
+    source = _find_prompt(entry, place)
+    prompt = entry[source]
+    if source == "prompt" and not (is_text(prompt) and prompt):
+        raise DataError(f"'prompt' must be text, got {prompt!r:.80}", place=place)
+    if source == "messages" and not _is_chat(prompt):
+        detail = f"'messages' must be a list of {{role, content}}, both text, got {prompt!r:.80}"
+        raise DataError(detail, place=place)
+    columns = {}
+    for name, value in entry.items():
+        if name not in ("prompt", "messages"):
+            columns[name] = _to_plain(value, name, place)
+    return Row(prompt, columns, place)
+
+
+def _find_prompt(entry: Mapping[str, Any], place: str) -> str:
+    """Which column holds the prompt. Parquet has nulls for what a row does not give."""
+    present = [name for name in ("prompt", "messages") if name in entry]
+    given = [name for name in present if entry[name] is not None]
+    if len(given) > 1:
+        raise DataError("expected either 'prompt' or 'messages', got both", place=place)
+    if not present:
+        columns = ", ".join(map(repr, entry)) or "nothing"
+        raise DataError(f"expected either 'prompt' or 'messages', got {columns}", place=place)
+    return given[0] if given else present[0]
+
+
+def _to_plain(value: Any, name: str, place: str) -> Any:
+    """The value as JSON will give it back."""
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind == "M":  # dates and times
+            value = value.astype(str)
+        value = value.tolist()
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_to_plain(inner, name, place) for inner in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _to_plain(inner, f"{name}.{key}", place) for key, inner in value.items()}
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    kind = type(value).__name__
+    detail = f"the column {name!r} holds {kind} ({value!r:.40}); convert it to text or numbers, or leave it out"
+    raise DataError(detail, place=place)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_message(message) for message in value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and is_text(value.get("role")) and is_text(value.get("content"))
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a string that can be encoded: JSON can spell half of a surrogate pair, which has no tokens."""
+    if not isinstance(value, str):
+        return False
+    return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
