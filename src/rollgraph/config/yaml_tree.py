@@ -74,7 +74,7 @@ def compose(text: str, place: str) -> Node:
 class _Composer:
     """Turns PyYAML's nodes into ours and collects what is wrong on the way."""
 
-    def __init__(self, at: Any, scalar_kind: type, sequence_kind: type) -> None:
+    def __init__(self, at: Any, scalar_kind: type[Any], sequence_kind: type[Any]) -> None:
         self.problems: list[ConfigProblem] = []
         self._budget = Budget()
         self._at = at

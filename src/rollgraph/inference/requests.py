@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from rollgraph.config import COLDEST
+from rollgraph.errors import InvalidInput
 
 
 class RequestError(ValueError):
@@ -45,7 +46,7 @@ class SamplingParams:
         for name, (is_valid, expected) in _RULES.items():
             value = getattr(self, name)
             if not is_valid(value):
-                raise ValueError(f"{name}={value!r}: must be {expected}")
+                raise InvalidInput(f"must be {expected}, got {value!r}", argument=name)
 
     @property
     def filtered(self) -> bool:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from rollgraph.config.limits import LARGEST
+from rollgraph.errors import InvalidInput
 
 REQUIRED: Any = object()  # in the place of a default: the field must be there
 _HUGE = 1e300  # JSON has integers that no float can hold
 
 
-class ArchitectureError(ValueError):
+class ArchitectureError(InvalidInput):
     """A config.json that the decoder cannot be built from."""
 
 

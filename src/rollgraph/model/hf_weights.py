@@ -200,7 +200,7 @@ def read_architecture(source: Path) -> Architecture:
     try:
         return Architecture.from_config(config)
     except ArchitectureError as error:
-        raise ArchitectureError(f"{source}: {error}") from None
+        raise ArchitectureError(error.detail, place=str(source)) from None
 
 
 def read_dtype(source: Path) -> str | None:

@@ -155,7 +155,7 @@ def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits
     settings = config.data
     with about("data.train"):
         rows = load_rows(settings.train)
-    with about("data", "prompts_per_step", "max_prompt_tokens", "too_long"):
+    with about("data"):
         return PromptData(
             rows,
             tokenizer,
@@ -176,7 +176,7 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> Promp
         return None
     with about("data.validation"):
         rows = load_rows(config.data.validation)[: config.validation.max_prompts]
-    with about("data", "max_prompt_tokens", "too_long"):
+    with about("data"):
         return PromptData(
             rows,
             tokenizer,
@@ -247,13 +247,13 @@ def make_environment(config: Config, tokenizer: Tokenizer, samples: int) -> Envi
     given = config.rollout.environment
     if given is None:
         return SingleTurn(samples)
-    with about("rollout.environment.options", *given.options):
+    with about("rollout.environment.options"):
         return load_environment(given.name, tokenizer=tokenizer, samples_per_prompt=samples, **given.options)
 
 
 def make_sampling(config: Config, environment: Environment) -> SamplingParams:
     rollout = config.rollout
-    with about("rollout", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop"):
+    with about("rollout"):
         return SamplingParams(
             max_tokens=rollout.max_tokens,
             temperature=rollout.temperature,
@@ -268,7 +268,7 @@ def make_algorithm(config: Config) -> Algorithm:
     options = dict(config.algorithm.options)
     if config.algorithm.kl_coef:
         options["kl_coef"] = config.algorithm.kl_coef
-    with about("algorithm.options", *options):
+    with about("algorithm.options"):
         return load_algorithm(config.algorithm.name, options)
 
 
