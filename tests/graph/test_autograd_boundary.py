@@ -1,4 +1,4 @@
-"""Where a graph meets the program's autograd: gradients, versions, views, threads and transforms, as in eager."""
+"""The boundary between a graph and the program's autograd: everything behaves as in eager, or is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollgraph.graph import (
     capture,
     make_graphed_callables,
 )
-from rollgraph.graph.capture import MAX_VARIANTS
+from rollgraph.graph.captured import MAX_VARIANTS
 from rollgraph.graph.errors import MemoryInUse
 
 BOTH = pytest.mark.parametrize("how", ["callable", "capture"])
@@ -75,7 +75,7 @@ def test_a_parameter_reached_in_two_ways_gets_both_gradients(
         assert torch.allclose(found, twin.emb.weight.grad, rtol=1e-13, atol=1e-13)
 
 
-def test_a_parameter_reached_only_past_the_module_gets_its_gradient(backend: str, device: torch.device) -> None:
+def test_a_parameter_reached_only_outside_the_module_gets_its_gradient(backend: str, device: torch.device) -> None:
     class Past(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -92,10 +92,10 @@ def test_a_parameter_reached_only_past_the_module_gets_its_gradient(backend: str
 
 
 class Marked(nn.Parameter):
-    """A parameter class of somebody's own."""
+    """A parameter class of the user's own."""
 
 
-def test_a_parameter_is_still_a_parameter_while_it_is_captured(backend: str, device: torch.device) -> None:
+def test_a_parameter_is_still_a_parameter_during_capture(backend: str, device: torch.device) -> None:
     class Curious(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -203,7 +203,7 @@ def test_an_output_that_no_backward_reads_may_change(backend: str, device: torch
 
 
 def test_an_input_changed_before_the_backward_does_not_matter(backend: str, device: torch.device) -> None:
-    """Eager refuses this one. A graph has a copy, so its gradient is that of the forward's input."""
+    """Eager refuses this. A graph has its own copy, so its gradient is that of the forward's input."""
     weight = doubles(3, grad=True)
     graphed = make_graphed_callables(lambda x: x * weight, (doubles(3),), backend=backend)
     x = doubles(3)
@@ -227,8 +227,8 @@ def test_weights_may_change_between_two_steps(backend: str, device: torch.device
     assert all(torch.allclose(p, q, rtol=1e-12) for p, q in zip(module.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_checkpointed_region_is_as_free_as_in_eager(backend: str, device: torch.device) -> None:
-    """Its weights are not saved but read again, so eager accepts the change."""
+def test_weights_of_a_checkpointed_region_may_change_as_in_eager(backend: str, device: torch.device) -> None:
+    """Checkpointing does not save the weights but reads them again, so eager accepts the change."""
     module = two_layers()
 
     class Checkpointed(nn.Module):
@@ -251,7 +251,7 @@ def test_a_checkpointed_region_is_as_free_as_in_eager(backend: str, device: torc
 # -- views of gradients ----------------------------------------------------------------------------
 
 
-def test_a_view_of_a_gradient_goes_on_to_be_one(backend: str, device: torch.device) -> None:
+def test_a_view_of_a_gradient_remains_a_view(backend: str, device: torch.device) -> None:
     module = nn.Linear(3, 2).double()
     twin = copy.deepcopy(module)
     make_graphed_callables(module, (doubles(4, 3),), backend=backend)
@@ -281,7 +281,7 @@ def test_a_view_kept_after_its_gradient_was_dropped_keeps_its_value(backend: str
 
 
 @pytest.mark.parametrize("how", ["view", "slice"])
-def test_a_flat_gradient_buffer_is_not_overwritten_once_it_was_let_go(
+def test_a_flat_gradient_buffer_is_not_overwritten_after_it_was_detached(
     backend: str, device: torch.device, how: str
 ) -> None:
     weight, x = nn.Parameter(doubles(3)), doubles(3)
@@ -399,7 +399,7 @@ def test_an_argument_returned_after_it_was_written_is_refused(backend: str, devi
 def test_an_argument_that_is_written_after_its_last_read_is_accepted(
     backend: str, device: torch.device, how: str
 ) -> None:
-    """A decode step that leaves the next token where it found the last one."""
+    """A decode step that writes the next token to where it read the last one."""
     token, memory = torch.zeros(1), torch.zeros(4)
 
     def step(x: Tensor) -> Tensor:
@@ -441,7 +441,7 @@ def test_forward_mode_and_function_transforms_are_refused(backend: str, device: 
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run in threads that start together; what one raises is raised here."""
+    """Run in threads that start together, and raise here what one of them raised."""
     barrier, errors = threading.Barrier(count), []
 
     def run(index: int) -> None:
@@ -493,7 +493,9 @@ def test_threads_that_replay_one_graph_get_their_own_results_or_an_error(
 
 
 @BOTH
-def test_threads_that_take_turns_and_keep_clones_are_right(backend: str, device: torch.device, how: str) -> None:
+def test_threads_that_take_turns_and_keep_clones_get_correct_results(
+    backend: str, device: torch.device, how: str
+) -> None:
     turn, right = threading.Lock(), []
 
     def work(index: int) -> None:
@@ -512,7 +514,9 @@ def test_threads_that_take_turns_and_keep_clones_are_right(backend: str, device:
 
 
 @BOTH
-def test_an_output_that_another_thread_holds_is_not_overwritten(backend: str, device: torch.device, how: str) -> None:
+def test_an_output_that_another_thread_refers_to_is_not_overwritten(
+    backend: str, device: torch.device, how: str
+) -> None:
     pool = GraphPool()
     with torch.no_grad():
         double, triple = (graph(how, lambda x, n=n: x * n, torch.zeros(3), pool=pool, backend=backend) for n in (2, 3))
@@ -533,7 +537,7 @@ def test_an_output_that_another_thread_holds_is_not_overwritten(backend: str, de
     assert results == [[2.0] * 3, [3.0] * 3]
 
 
-def test_training_one_graph_in_two_threads_is_refused_or_right(backend: str, device: torch.device) -> None:
+def test_training_one_graph_in_two_threads_is_refused_or_correct(backend: str, device: torch.device) -> None:
     module = nn.Linear(3, 3).double()
     make_graphed_callables(module, (doubles(2, 3, grad=True),), backend=backend)
     held = module(doubles(2, 3))
@@ -615,7 +619,7 @@ def test_recapture_keeps_a_bounded_number_of_captures(backend: str, device: torc
     assert pool.report().graphs[0].captures == MAX_VARIANTS + 4
 
 
-def test_recapture_keeps_what_waits_for_its_backward(backend: str, device: torch.device) -> None:
+def test_recapture_keeps_a_capture_whose_backward_is_pending(backend: str, device: torch.device) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""What a graph is bound to: whatever the program does to it after capture is followed exactly, or refused."""
+"""Bindings: a change of the program after capture is followed exactly, or refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Program:
 
 
 def twins(*args: Any, backend: str, **options: Any) -> tuple[Program, Program, Any]:
-    """Two equal programs and the captured step of the first."""
+    """Two equal programs, and the captured step of the first one."""
     program = Program(*args)
     twin = copy.deepcopy(program)
     return program, twin, capture(program.step, (torch.randn(3, 4),), backend=backend, **options)
@@ -74,7 +74,7 @@ def assert_equal(program: Program, twin: Program) -> None:
 
 
 def run(program: Program, graphed: Any, twin: Program) -> None:
-    """One replay and one eager step from the same random state; everything is equal afterwards."""
+    """Run one replay and one eager step from the same random state; afterwards everything is equal."""
     x, seed = torch.randn(3, 4), int(torch.randint(1 << 30, ()))
     torch.manual_seed(seed)
     loss = graphed(x).clone()
@@ -86,7 +86,7 @@ def run(program: Program, graphed: Any, twin: Program) -> None:
 
 
 def followed_or_refused(program: Program, graphed: Any, twin: Program, reason: str) -> None:
-    """The change was made to both: the replay does what eager does, or it is StaleGraph and nothing changed."""
+    """After the same change to both: the replay does what eager does, or raises StaleGraph and changes nothing."""
     before = copy.deepcopy([*program.model.state_dict().values()])
     grads = [p.grad if p.grad is None else p.grad.clone() for p in program.model.parameters()]
     try:
@@ -309,7 +309,7 @@ def test_training_mode_toggled_and_toggled_back(backend: str, device: torch.devi
 
 
 class Towers(nn.Module):
-    """Lists and dictionaries of modules: gone through, nested, chosen from, empty, and never used."""
+    """Lists and dictionaries of modules: run completely, nested, run in part, empty, and never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ def test_a_list_that_a_function_goes_through_is_found(backend: str, device: torc
         graphed(x)
 
 
-def test_layers_graphed_one_by_one_do_not_mind_another(backend: str, device: torch.device) -> None:
+def test_layers_graphed_one_by_one_accept_a_new_layer(backend: str, device: torch.device) -> None:
     layers, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), torch.randn(3, 4)
     eager = copy.deepcopy(layers)
     make_graphed_callables(tuple(layers), ((x,), (x,)), backend=backend)
@@ -418,7 +418,7 @@ def test_layers_graphed_one_by_one_do_not_mind_another(backend: str, device: tor
 
 
 class Trainer:
-    """No module: it has a model, of which it runs parts, and a tensor."""
+    """Not a module: an object with a tensor and a model, of which it runs parts."""
 
     def __init__(self) -> None:
         self.model = nn.ModuleDict({"encoder": nn.Linear(4, 4), "heads": nn.ModuleList([nn.Linear(4, 4), nn.Tanh()])})
@@ -463,8 +463,8 @@ def test_a_name_that_a_function_reads_is_followed(backend: str, device: torch.de
         graphed(x)
 
 
-def test_a_name_may_go(backend: str, device: torch.device) -> None:
-    """The graph holds what it read, and the function could not run any more."""
+def test_a_name_may_be_deleted(backend: str, device: torch.device) -> None:
+    """The graph keeps what it read; the function itself could no longer run."""
     trainer, x = Trainer(), torch.randn(3, 4)
     GLOBAL["tensor"] = torch.ones(4)
     graphed, expected = capture(trainer.run, (x,), backend=backend), trainer.run(x)
@@ -602,7 +602,7 @@ def test_a_hook_around_a_graph_runs(backend: str, device: torch.device) -> None:
     assert torch.equal(model(x), eager(x) * 2)
 
 
-def test_hooks_taken_off_and_put_on_again_are_the_same(backend: str, device: torch.device) -> None:
+def test_a_hook_that_is_removed_and_added_again_is_not_new(backend: str, device: torch.device) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
 
     def register() -> Any:
@@ -632,7 +632,7 @@ def test_a_tensor_hook_added_inside_a_captured_step_is_found(backend: str, devic
 
 
 class Sign(torch.optim.Optimizer):
-    """Keeps its rate and a tensor in plain attributes, and counts its steps."""
+    """An optimizer with its rate and a tensor in plain attributes, which counts its steps."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -684,7 +684,7 @@ def test_parameters_of_a_group_changed_in_place(backend: str, device: torch.devi
         entries.pop()
     else:
         entries[0] = nn.Parameter(torch.ones_like(entries[0]))
-    with pytest.raises(StaleGraph, match=r"param_groups\[0\]\['params'\] has other entries"):
+    with pytest.raises(StaleGraph, match=r"the entries of .*param_groups\[0\]\['params'\] changed since capture"):
         graphed(torch.randn(3, 4))
 
 
@@ -737,7 +737,7 @@ def test_a_gradient_assigned_by_the_user(backend: str, device: torch.device, zer
 
 @pytest.mark.parametrize("at_capture", ["none", "existing"])
 def test_a_kept_gradient_is_not_overwritten(backend: str, device: torch.device, at_capture: str) -> None:
-    """`kept = p.grad; p.grad = None; step()` leaves `kept` alone in eager; a graph has one buffer, and says so."""
+    """`kept = p.grad; p.grad = None; step()` does not touch `kept` in eager. A graph has one buffer, so it raises."""
     program = Program("sgd", None, False)
     if at_capture == "existing":
         for p in program.model.parameters():
@@ -747,7 +747,7 @@ def test_a_kept_gradient_is_not_overwritten(backend: str, device: torch.device, 
     kept = program.model.last.bias.grad
     value = kept.clone()
     program.optimizer.zero_grad(set_to_none=True)
-    with pytest.raises(StaleGraph, match="still held"):
+    with pytest.raises(StaleGraph, match="still referenced"):
         graphed(torch.randn(3, 4))
     assert torch.equal(kept, value)
     del kept

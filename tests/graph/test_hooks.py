@@ -1,4 +1,4 @@
-"""Contracts 4 and 5: hooks run beside a graph, in order and with the same arguments; guards cannot be paused."""
+"""Hooks run around a graph, in order and with the same arguments. Guards cannot be paused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 
 
 class Log:
-    """Hooks that write down their calls, as `name:kind` and with the shape of their arguments."""
+    """Hooks that log their calls as `name:kind`, with the shapes of their arguments."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -41,7 +41,7 @@ class Log:
 
 
 def structure(tree: Any) -> Any:
-    """A description of arguments that must not differ between the three moments."""
+    """A description of the arguments, which must be the same in all three moments."""
     if isinstance(tree, Tensor):
         return ("tensor", tuple(tree.shape), tree.dtype, tree.requires_grad)
     if isinstance(tree, (tuple, list)):
@@ -89,7 +89,7 @@ def test_order_for_several_callables(backend: str, device: torch.device) -> None
 
 
 def test_order_under_a_schedule(backend: str, device: torch.device) -> None:
-    """Scenario 3: 1F1B over two chunks and two microbatches."""
+    """The order is 1F1B over two chunks and two microbatches."""
     log, (a, b) = Log(), layers(2)
     order = [1, 1, 2, -2, -1, 2, -2, -1]
     warmed: list[tuple[str, Any]] = []
@@ -285,8 +285,8 @@ def test_paused_nests_and_survives_exceptions(backend: str, device: torch.device
     assert log.take() == ["a:pre_forward", "a:post_forward"], "each pass asks when it runs"
 
 
-def test_hooks_left_out_do_not_pause_each_other(backend: str, device: torch.device) -> None:
-    """Callables without hooks share nothing that a pause of one could reach."""
+def test_pausing_hooks_does_not_affect_callables_without_hooks(backend: str, device: torch.device) -> None:
+    """Callables without hooks share no state that a pause could change."""
     log, (a, b) = Log(), layers(2)
     graph((a, b), ((sample(),), (sample(),)), backend=backend, hooks=[log.hooks("a", ALL), None])
     log.take()
@@ -298,7 +298,7 @@ def test_hooks_left_out_do_not_pause_each_other(backend: str, device: torch.devi
 # -- what hooks may hold on to ---------------------------------------------------------------------
 
 
-def test_backward_hooks_pin_nothing(backend: str, device: torch.device) -> None:
+def test_backward_hooks_keep_no_tensor_alive(backend: str, device: torch.device) -> None:
     (layer,) = layers(1)
     hooks = GraphHooks(pre_backward=[lambda m: None], post_backward=[lambda m: None], when=ALL)
     graph(layer, (sample(),), backend=backend, hooks=hooks)
@@ -391,7 +391,7 @@ def test_a_guard_is_not_a_mismatch_to_act_on(backend: str, device: torch.device,
 
 
 class Sharded:
-    """One module's parameters: a shard that is kept, and the full values only between hooks."""
+    """The parameters of one module: a permanent shard, and full values only between the hooks."""
 
     def __init__(self, module: nn.Module, repoint: bool) -> None:
         self.parameters = list(module.parameters())
@@ -458,7 +458,7 @@ def test_fully_sharded_parameters(backend: str, device: torch.device, repoint: b
 
 @pytest.mark.parametrize("repoint", [False, True])
 def test_without_the_hooks_at_replay_the_poison_shows(backend: str, device: torch.device, repoint: bool) -> None:
-    """The test above can fail: nothing un-shards by itself."""
+    """Shows that the test above can fail: parameters are not un-sharded without hooks."""
     block = nn.Linear(4, 4)
     sharded = Sharded(block, repoint)
     graph(block, (sample(),), backend=backend, hooks=sharded.hooks(("warmup", "capture")))

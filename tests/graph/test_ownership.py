@@ -1,4 +1,4 @@
-"""Contract 3: who owns which memory, which intervals are open, and what a lent output may be used for."""
+"""Ownership of memory, open intervals, and how long an output is valid."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def test_accumulation_is_exact(backend: str, device: torch.device) -> None:
 def test_a_parameter_shared_by_two_graphs_gets_both_gradients(
     backend: str, device: torch.device, existing: bool
 ) -> None:
-    """`x + shift` hands its incoming gradient through: memory that the next backward graph fills anew."""
+    """`x + shift` returns its incoming gradient, in memory that the next backward graph overwrites."""
     shift = nn.Parameter(torch.zeros(4))
     functions = (lambda x: x * 2 + shift, lambda x: x * 3 + shift)
     graphed = make_graphed_callables(functions, ((torch.randn(4, requires_grad=True),),) * 2, backend=backend)
@@ -379,7 +379,7 @@ def test_samples_and_inputs_are_never_written_to(backend: str, device: torch.dev
 
 
 def squeeze_memory(device: torch.device) -> None:
-    """Free what is free, then write NaN over as much of it as a new allocation can get."""
+    """Free unused memory, then fill as much of it with NaN as a new allocation can get."""
     gc.collect()
     limit = 1 << 28
     if device.type == "cuda":
@@ -481,7 +481,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(action=st.sampled_from(ACTIONS), i=st.integers(0, 2), flag=st.booleans(), place=st.integers(0, 11))
     def act(self, action: str, i: int, flag: bool, place: int) -> None:
-        """One rule, weighted: hypothesis leaves whole rules out of a run, and then little would happen."""
+        """A single weighted rule, because hypothesis omits whole rules from a run, and then little would happen."""
         if action in ("backward", "drop") and not self.pending:
             action = "forward"
         if action == "forward":
@@ -563,7 +563,7 @@ def test_any_program_over_one_pool(backend: str, device: torch.device) -> None:
 
 
 def test_large_gradients_leave_as_they_are_made(backend: str, device: torch.device) -> None:
-    """Those above a MiB are moved inside the backward itself: one used twice, one of an input, a small one."""
+    """Gradients above a MiB move inside the backward itself: one used twice, one of an input, and a small one."""
     model = nn.ModuleDict({"shared": nn.Linear(600, 600), "last": nn.Linear(600, 8)})
 
     def forward(x: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def layer_keys(schedule: Schedule) -> list[int]:
 
 
 def run_in_slots(schedule: Schedule, slots: Sequence[int]) -> None:
-    """Act the schedule out: a forward writes its entry in its slot, the backward must find it there."""
+    """Simulate the schedule: a forward writes its entry to its slot, and the backward must find it there."""
     memory: dict[int, int] = {}
     for step in schedule.steps:
         entry = schedule.entry(step)
@@ -177,7 +177,7 @@ def test_every_legal_order_of_a_size(chunks: int, microbatches: int, count: int)
 
 
 def test_every_legal_order_of_two_chunks_and_three_microbatches() -> None:
-    """Too many to check all of everything: steps and plan only, one layer a chunk."""
+    """Too many to check everything: only steps and plan, with one layer per chunk."""
     count = 0
     for order in legal_orders(2, 3):
         count += 1
@@ -353,7 +353,7 @@ def test_sequential(count: int) -> None:
 
 
 def test_forward_only_entries_stay_live() -> None:
-    """Nothing in the order says when an output has been read, so no buffer may be handed on."""
+    """The order does not say when an output has been read, so no buffer may be reused."""
     schedule = parse_order([1, 2, 1, 2], 2, forward_only=True)
     assert [s.kind for s in schedule.steps] == ["forward"] * 4
     assert schedule.live_ranges() == [(0, 3), (2, 3), (1, 3), (3, 3)]
@@ -640,7 +640,7 @@ def test_the_example_in_the_header_is_true() -> None:
 
 
 def test_decides_without_tensors() -> None:
-    """Pure Python: the only thing it takes from the project or from outside is the error it raises."""
+    """The file is pure Python: besides the standard library it imports only the error that it raises."""
     tree = ast.parse(Path(module.__file__).read_text())
     imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     imported |= {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}

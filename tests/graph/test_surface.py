@@ -1,4 +1,4 @@
-"""Surfaces: what fits, what is refused and how it is said, and what `on_mismatch` does about it."""
+"""Surfaces: which calls fit, what the refusal of others says, and what `on_mismatch` does."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _expanded(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("view", [_expanded, lambda x: x.t().contiguous().t(), lambda x: x.repeat(1, 2)[:, ::2]])
 def test_strided_inputs_and_gradients_give_eagers_values(backend: str, device: torch.device, view: Any) -> None:
-    """Integer values, so that sums are exact in whatever order the strides make a kernel add."""
+    """The values are integers, so that sums are exact in whatever order a kernel adds."""
 
     def integers() -> Tensor:
         return torch.randint(-4, 5, (3, 4)).float()

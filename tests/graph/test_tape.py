@@ -147,7 +147,7 @@ def test_print_is_refused(backend: str, device: torch.device, capsys: pytest.Cap
 
 @pytest.mark.parametrize("name", ["apply_", "map_", "map2_"])
 def test_a_refused_host_write_changes_nothing(name: str) -> None:
-    """Warm-up ran it for real, and the dispatcher saw nothing of it."""
+    """Warm-up ran it for real, without the dispatcher."""
     outside = torch.ones(4)
     others = (outside.clone(),) * {"apply_": 0, "map_": 1, "map2_": 2}[name]
 
@@ -314,7 +314,7 @@ def test_replay_equals_eager(backend: str, device: torch.device, name: str) -> N
 
 
 def test_zeros_without_memory_get_some() -> None:
-    """Derivatives of autograd make them. A replay has nowhere to write their value to."""
+    """Autograd's derivatives make such zeros, and a replay would have no memory to write them to."""
 
     def function(x: Tensor) -> Any:
         zeros = torch._efficientzerotensor(4, 4)
@@ -395,7 +395,7 @@ def test_addresses_are_static_and_python_is_not_replayed(backend: str, device: t
 
 
 def test_flag_written_in_place_is_seen(backend: str, device: torch.device) -> None:
-    """Scenario 8."""
+    """A replay reads the flag from memory, so it sees the new value."""
     flag, rate = torch.zeros((), dtype=torch.bool), torch.tensor(1.0)
     graphed = capture(lambda x: torch.where(flag, x * rate, -x), (example(),), backend=backend)
     x = example()
@@ -405,7 +405,7 @@ def test_flag_written_in_place_is_seen(backend: str, device: torch.device) -> No
         assert torch.equal(graphed(x), x * value if on else -x)
 
 
-def test_lent_outputs_are_written_over_and_copies_are_not(backend: str, device: torch.device) -> None:
+def test_the_next_replay_overwrites_outputs_but_not_copies(backend: str, device: torch.device) -> None:
     graphed = capture(lambda x: x * 2, (example(),), backend=backend)
     first = graphed(example())
     kept = first.clone()
@@ -513,7 +513,7 @@ def test_same_seed_same_draws_fresh_each_time(backend: str, device: torch.device
 
 
 def test_two_graphs_and_eager_code_share_a_stream(backend: str, device: torch.device) -> None:
-    """Scenario 9."""
+    """Replays and eager draws alternate on one generator and give the numbers of an eager program."""
     x = example()
     first, second = (lambda x: F.dropout(x, 0.5) + 1), (lambda x: torch.rand(4, 4) * F.dropout(x, 0.3))
     pool = GraphPool()
@@ -534,7 +534,7 @@ def test_two_graphs_and_eager_code_share_a_stream(backend: str, device: torch.de
     assert torch.equal(a(x), mine[6])
 
 
-def test_generator_of_ones_own(backend: str, device: torch.device) -> None:
+def test_a_generator_of_the_users_own(backend: str, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(3)
     before = generator.get_state()
     graphed = capture(lambda: torch.rand(4, generator=generator), (), backend=backend)
@@ -583,7 +583,7 @@ _STATE = torch.get_rng_state()
 @pytest.mark.parametrize(
     "function", [_seed_first, _seed_last, _seed_in_a_fork, _set_state, _seed_generator, _local_generator]
 )
-def test_seeding_inside_is_refused_or_right(function: Callable[[Tensor, torch.Generator], Tensor]) -> None:
+def test_seeding_inside_is_refused_or_correct(function: Callable[[Tensor, torch.Generator], Tensor]) -> None:
     generator, x = torch.Generator(), example()
     try:
         graphed = capture(function, (x, generator), backend="tape")
@@ -685,7 +685,7 @@ def test_conjugate_and_negative_views_are_replayed(backend: str, device: torch.d
 
 @pytest.mark.parametrize("name", [name for name in BITS if name not in ("written", "data")])
 def test_gradients_pass_conjugate_and_negative_views(backend: str, device: torch.device, name: str) -> None:
-    """The backward saves such views, gets gradients that are, and makes them."""
+    """The backward saves such views, gets them as gradients, and makes them."""
     weight = nn.Parameter(_complex(example).exp())
     twin = copy.deepcopy(weight)
 
@@ -708,7 +708,7 @@ def test_gradients_pass_conjugate_and_negative_views(backend: str, device: torch
 
 
 def test_a_step_with_conjugate_views_inside(backend: str, device: torch.device) -> None:
-    """Forward and backward in one recording: what autograd saved is unpacked as another tensor object."""
+    """Forward and backward are one recording: autograd unpacks what it saved as another tensor object."""
     weight, outside = nn.Parameter(_complex(example).exp()), _complex(other)
     twin, view = copy.deepcopy(weight), outside.conj()
 

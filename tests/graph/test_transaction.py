@@ -1,4 +1,4 @@
-"""Contract 1: a capture, failed or successful, leaves the process as it found it."""
+"""A capture, failed or successful, leaves the process as it found it."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Trainer:
         return loss.detach()
 
     def step_outside(self, x: Tensor) -> Tensor:
-        """The same with gradients that come and go, as around graphed modules."""
+        """The same with gradients that are set to None and made again, as around graphed modules."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.model(x).square().mean()
         loss.backward()
@@ -174,7 +174,7 @@ def run(step: Callable[[Tensor], Tensor], trainer: Trainer, steps: int, seed: in
 
 
 def assert_goes_on(trainer: Trainer, twin: Trainer, backend: str) -> None:
-    """Eager training goes on as if nothing had been tried; then a capture succeeds and is right."""
+    """Eager training continues as if there had been no attempt; then a capture succeeds and is correct."""
     bomb = next(m for m in trainer.model.modules() if isinstance(m, Bomb))
     bomb.fuse = None
     assert run(trainer.step, trainer, 2, 11) == run(twin.step, twin, 2, 11)
@@ -370,7 +370,7 @@ def test_keyboard_interrupt(backend: str, device: torch.device, which: str, numb
 
 @pytest.mark.parametrize("run_number", [1, 2, 3, 4, 5])
 def test_optimizer_step_that_fails(backend: str, device: torch.device, run_number: int) -> None:
-    """Steps: warm-up 1, the one that creates state, warm-up 2 and 3, the recorded one."""
+    """The steps are warm-up 1, the one that creates state, warm-up 2 and 3, and the recorded one."""
     trainer, twin, calls = Trainer(device), Trainer(device), []
 
     def explode(*_: Any) -> None:
@@ -430,7 +430,7 @@ def test_host_read_in_backward(backend: str, device: torch.device) -> None:
     assert_same(before, photograph(layer))
 
 
-def test_a_failed_recapture_keeps_the_graphs_there_are(backend: str, device: torch.device) -> None:
+def test_a_failed_recapture_keeps_the_existing_graphs(backend: str, device: torch.device) -> None:
     trainer, twin = Trainer(device), Trainer(device)
     step = capture(trainer.step, (inputs(),), backend=backend, on_mismatch="recapture")
     before = photograph(trainer.model, trainer.optimizer)
@@ -615,7 +615,7 @@ def test_dampening_is_refused_until_it_ran_once(backend: str, device: torch.devi
 
 
 class CountingOptimizer(torch.optim.Optimizer):
-    """Keeps its step as a Python number, as many hand-written ones do."""
+    """Keeps its step count as a Python number, as many hand-written optimizers do."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -689,7 +689,7 @@ REBINDS = [
 
 
 @pytest.mark.parametrize("write", REBINDS)
-def test_state_that_is_bound_anew_raises_or_is_right(
+def test_rebound_state_raises_or_is_correct(
     backend: str, device: torch.device, write: Callable[[State, Tensor], None]
 ) -> None:
     torch.manual_seed(3)

@@ -154,7 +154,7 @@ def _rolled(function: Callable[..., Any], inputs: tuple[Any, ...], by: int) -> t
     """The same values in other places, if the function takes them: a replay should see inputs that are new."""
     from torch import Tensor
 
-    from rollgraph.graph.undo_log import Transaction
+    from rollgraph.graph.transaction import Transaction
 
     rolled = tuple(t.roll(by, 0) if isinstance(t, Tensor) and t.dim() else t for t in inputs)
     try:

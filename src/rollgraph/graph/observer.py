@@ -1,6 +1,6 @@
-"""Whether somebody watches the captures of this context, as the sanitizer does.
+"""The observer of the captures in this context, such as the sanitizer.
 
-It is asked for when something is captured, and when a call is refused; a replay does not know of it.
+A capture asks for it, and so does a call that is refused; a replay never does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rollgraph.graph.backend import Backend
 
 class Observer(Protocol):
     def backend(self, backend: Backend) -> Backend:
-        """The backend to capture with."""
+        """The backend to capture with, in place of `backend`."""
 
     def captured(self, graph: Any, called: Iterable[nn.Module]) -> None:
-        """A graph was captured, and these modules were called in it."""
+        """`graph` was captured; `called` are the modules that its function called."""
 
     def saw(self, graph: Any, error: Exception) -> None:
-        """A call of a graph was refused."""
+        """A call of `graph` was refused with `error`."""
 
 
-watching: ContextVar[Observer | None] = ContextVar("watching", default=None)
+current_observer: ContextVar[Observer | None] = ContextVar("current_observer", default=None)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rollgraph.graph import Findings, GraphPool, ReplayMismatch, capture, make_graphed_callables, sanitize
-from rollgraph.graph.observer import watching
+from rollgraph.graph.observer import current_observer
 from rollgraph.graph.tape import TapeRecording
 from tests.forked import run_command
 from tests.parity.models import BATCH, MODELS, TIME, WIDTH
@@ -349,7 +349,7 @@ def test_nothing_is_left_behind_and_nothing_is_there_without_it() -> None:
     with sanitize():
         inside = capture(lambda x: x + 1, (torch.zeros(2),))
         inside(torch.zeros(2))
-    assert watching.get() is None
+    assert current_observer.get() is None
     assert torch._C._len_torch_dispatch_stack() == 0
     assert torch._C._len_torch_function_stack() == 0
     outside = capture(lambda x: x + 1, (torch.zeros(2),))
@@ -360,7 +360,7 @@ def test_nothing_is_left_behind_and_nothing_is_there_without_it() -> None:
 def test_other_exceptions_pass_through() -> None:
     with pytest.raises(ZeroDivisionError), sanitize():
         _ = 1 / 0
-    assert watching.get() is None
+    assert current_observer.get() is None
     assert torch._C._len_torch_dispatch_stack() == 0
 
 

@@ -29,7 +29,8 @@ from rollgraph.graph.sanitizer.trace import (
     same_bits,
 )
 from rollgraph.graph.surface import StaticTensors, own_copy
-from rollgraph.graph.undo_log import RngState, Transaction, bytes_of, storage_of
+from rollgraph.graph.transaction import RngState, Transaction
+from rollgraph.graph.undo_log import bytes_of, storage_of
 
 Doubt = tuple[str, Location]  # a Python value that changed, which may matter or not
 
@@ -291,10 +292,8 @@ PYTHON_RANDOM = "random numbers are drawn from Python's or NumPy's generator, ou
 
 
 def _recordings_of(graph: Any) -> Iterator[Any]:
-    for segment in getattr(graph, "_segments", ()):
-        yield from (segment.forward, segment.backward)
-    for variant in getattr(graph, "_variants", ()):
-        yield variant.recording
+    for variant in graph._variants:
+        yield from variant.recordings()
 
 
 def _python_random() -> tuple[Any, Any]:

@@ -33,7 +33,7 @@ from rollgraph.graph.errors import (
     here,
     raised_at,
 )
-from rollgraph.graph.observer import watching
+from rollgraph.graph.observer import current_observer
 from rollgraph.graph.sanitizer.comparing_backend import PYTHON_RANDOM, ComparingBackend, ComparingRecording, Doubt
 from rollgraph.graph.sanitizer.findings import Finding, Findings
 from rollgraph.graph.sanitizer.snapshot import ProgramSnapshot, definition_of, hooks_inside, short
@@ -68,7 +68,7 @@ def sanitize(compare: bool = True, stream: TextIO | None = None) -> Iterator[Fin
 def sanitize_process_if_asked() -> None:
     """ROLLGRAPH_SANITIZE=1: watch this thread to the end, write findings to stderr as they come, and sum up."""
     asked = os.environ.get("ROLLGRAPH_SANITIZE", "0")
-    if asked == "0" or watching.get() is not None:
+    if asked == "0" or current_observer.get() is not None:
         return
     if asked != "1":
         raise ValueError(f"ROLLGRAPH_SANITIZE={asked}: expected 0 or 1")
@@ -99,7 +99,7 @@ class Sanitizer:
         self._modes: list[Any] = [_Operations(self), _Methods(self)]
 
     def __enter__(self) -> Sanitizer:
-        self._token = watching.set(self)
+        self._token = current_observer.set(self)
         self.active = True
         for mode in self._modes:
             mode.__enter__()
@@ -109,7 +109,7 @@ class Sanitizer:
         for mode in reversed(self._modes):
             mode.__exit__(None, None, None)
         self.active = False
-        watching.reset(self._token)
+        current_observer.reset(self._token)
 
     def add(self, kind: str, graph: str, what: str, where: Location) -> None:
         finding = Finding(kind, graph, what, where)
