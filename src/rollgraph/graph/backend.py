@@ -208,7 +208,8 @@ def _refuse(operation: str) -> None:
     raise HostReadError(
         f"{operation} at {here()} reads tensor values on the host: a replay would not run it again. "
         "Keep the value in a tensor (torch.where, masked arithmetic), or move the read out of the captured function"
-        + optimizer_hint()
+        + optimizer_hint(),
+        operation=operation,
     )
 
 
@@ -218,7 +219,7 @@ def optimizer_hint() -> str:
 
 
 @contextmanager
-def capture_errors(what: str) -> Iterator[None]:
+def capture_errors(what: str, kind: type[CaptureError] = CaptureError) -> Iterator[None]:
     """Turn whatever the user's function raised into a CaptureError that names the place."""
     try:
         yield
@@ -228,7 +229,7 @@ def capture_errors(what: str) -> Iterator[None]:
         message = str(error).split("\n", 1)[0]
         if "legacy stream" in message:
             message += " (is an output or a loss of an earlier run still alive? It ties the parameters to its stream)"
-        raise CaptureError(f"{what} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error
+        raise kind(f"{what} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error
 
 
 # -- CUDA ------------------------------------------------------------------------------------------

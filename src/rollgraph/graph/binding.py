@@ -152,7 +152,8 @@ class Binding:
                 if type(found) is type(held) and found == held:
                     continue
                 raise StaleGraph(
-                    f"{name} was {held!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it"
+                    f"{name} was {held!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it",
+                    frozen_value=True,
                 )
             remedy = "capture again" if isinstance(held, torch.nn.Module) else "copy into it instead"
             raise StaleGraph(f"{name} was replaced by another object since capture (load_state_dict?): {remedy}")

@@ -154,7 +154,7 @@ class GraphedCallable(Captured):
         segment.seal()
         self._segments.insert(0, segment)
         if self._watch is not None:
-            self._watch.captured(self, segment.called())
+            self._watch.captured(self, segment.called(), segment.recordings())
         simple = len(self._segments) == 1 and not self._guards and not self.spec.hooked and self._backend.records
         self._short_way = segment.short_way() if simple else None
         record = self.record

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from rollgraph.graph.autograd_leaves import leaves_behind
 from rollgraph.graph.backend import Backend, CudaBackend, EagerBackend, Recording, Sentry, capture_errors
 from rollgraph.graph.binding import Binding, BoundGradients
-from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
+from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph, WarmupError
 from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard, check_guards
 from rollgraph.graph.live_objects import ProgramObjects, noting_calls
-from rollgraph.graph.observer import watching
+from rollgraph.graph.observer import creating_optimizer_state, watching
 from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.slots import (
@@ -272,7 +272,7 @@ class GraphedFunction(Captured, Generic[P, R]):
             arena.lenders.append(variant.lender)
         self._variants.insert(0, variant)
         if self._watch is not None:
-            self._watch.captured(self, self._called.values())
+            self._watch.captured(self, self._called.values(), [variant.recording])
         self.record.surface = str(surface)
         self.record.captures += variant.recording.operations > 0
         self.record.operations = variant.recording.operations
@@ -303,7 +303,7 @@ class GraphedFunction(Captured, Generic[P, R]):
         """Run the function for real: find the gradients it writes and the optimizer state it creates."""
         args, kwargs = surface.arguments(statics.tensors)
         gradients, last = BoundGradients(()), max(self._warmup, 2) - 1  # the second run shows what happens to gradients
-        with self._backend.stage(arena), capture_errors(f"warm-up of {self.name!r}"):
+        with self._backend.stage(arena), capture_errors(f"warm-up of {self.name!r}", WarmupError):
             for run in range(last + 1):
                 gradients.bind()
                 self._hooks.run("pre_forward", "warmup", self.target, args, kwargs)
@@ -322,7 +322,8 @@ class GraphedFunction(Captured, Generic[P, R]):
                     transaction.restore_gradients()
                     gradients = BoundGradients(leaves)
                 if run == 0:
-                    transaction.create_optimizer_state()
+                    with creating_optimizer_state():
+                        transaction.create_optimizer_state()
             gradients.prepare_recording()
         transaction.undo_log.expect(gradients.buffers)
         refuse_written(transaction.undo_log, surface, statics)

@@ -36,7 +36,7 @@ from rollgraph.graph.capture import (
     overtaking_writes,
     refuse_written,
 )
-from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph
+from rollgraph.graph.errors import CaptureError, GraphError, MemoryInUse, ReplayMismatch, StaleGraph, WarmupError
 from rollgraph.graph.hooks import GraphHooks, run_warmup_hook
 from rollgraph.graph.live_objects import ProgramObjects, noting_calls
 from rollgraph.graph.pool import FOREVER, Arena
@@ -354,6 +354,9 @@ class Segment:
     def called(self) -> Iterable[nn.Module]:
         return self._called.values()
 
+    def recordings(self) -> list[Recording]:
+        return [self.forward] if self.backward is None else [self.forward, self.backward]
+
     def operations(self) -> int:
         return self.forward.operations + (self.backward.operations if self.backward is not None else 0)
 
@@ -612,7 +615,7 @@ def capture_segments(
         with Transaction(*targets) as transaction:
             for first, *others in _microbatches(segments, schedule):
                 run_warmup_hook(pre_warmup_hook, "pre_warmup_hook", first.spec.target)
-                with backend.stage(first.arena), capture_errors(f"warm-up of {first.spec.name!r}"):
+                with backend.stage(first.arena), capture_errors(f"warm-up of {first.spec.name!r}", WarmupError):
                     first.warm_up(transaction, warmup if backend.records else 1)
                     for other in others:
                         other.learn_from(first, transaction)

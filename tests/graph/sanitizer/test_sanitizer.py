@@ -25,53 +25,82 @@ from torch.utils.checkpoint import checkpoint
 
 from rollgraph.graph import Findings, GraphPool, ReplayMismatch, capture, make_graphed_callables, sanitize
 from rollgraph.graph.observer import watching
+from rollgraph.graph.sanitizer.kinds import KINDS
 from rollgraph.graph.tape import TapeRecording
 from tests.forked import run_command
 from tests.parity.models import BATCH, MODELS, TIME, WIDTH
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 # -- the gallery -----------------------------------------------------------------------------------
 
 
-def gallery() -> dict[str, tuple[str, str, str]]:
-    """Title -> (program, output, mended program), as the documentation has them."""
-    text = (ROOT / "docs/sanitizer.md").read_text().split("# Gallery", 1)[1]
+def read_preamble(text: str) -> str:
+    """The imports that all programs of the gallery share."""
+    (preamble,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return str(preamble)
+
+
+def read_gallery(text: str) -> dict[str, tuple[str, str, str]]:
+    """Title -> (program, report, fixed program). A diff holds both programs."""
     entries = {}
     for section in text.split("\n## ")[1:]:
         title = section.partition("\n")[0]
-        program, mended = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-        (output,) = re.findall(r"```text\n(.*?)```", section, re.DOTALL)
-        entries[title] = (program, output, mended)
+        (diff,) = re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
+        (report,) = re.findall(r"```text\n(.*?)```", section, re.DOTALL)
+        lines = diff.splitlines(keepends=True)
+        program = "".join(line[1:] or line for line in lines if not line.startswith("+"))
+        fixed = "".join(line[1:] or line for line in lines if not line.startswith("-"))
+        entries[title] = (program, report, fixed)
     return entries
 
 
-GALLERY = gallery()
+GALLERY_PAGE = (ROOT / "docs/sanitizer_gallery.md").read_text()
+PREAMBLE = read_preamble(GALLERY_PAGE)
+GALLERY = read_gallery(GALLERY_PAGE)
+
+
+def documented_kinds() -> dict[str, tuple[str, str]]:
+    """Kind -> (why, fix), as the documentation's table has them."""
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.*) \| (.*) \|$", (ROOT / "docs/sanitizer.md").read_text(), re.MULTILINE)
+    return {kind: (why, fix) for kind, why, fix in rows}
+
+
+def complete(report: str) -> str:
+    """A report of the gallery with the lines that it leaves out, taken from the table of kinds."""
+    why, fix = documented_kinds()[report.partition(":")[0]]
+    finding, summary = report.split("\n\n")
+    return f"{finding}\n  why:   {why}\n  fix:   {fix}\n\n{summary}"
 
 
 def run(program: str) -> Findings:
     names: dict[str, Any] = {"__name__": "gallery"}
+    exec(PREAMBLE, names)
     exec(compile(program, "program.py", "exec"), names)
     findings = names["findings"]
     assert isinstance(findings, Findings)
     return findings
 
 
+def test_the_documentation_has_every_kind() -> None:
+    assert documented_kinds() == {kind.name: (kind.why, kind.fix) for kind in KINDS.values()}
+
+
 @pytest.mark.parametrize("title", GALLERY)
 def test_gallery(title: str) -> None:
-    program, output, mended = GALLERY[title]
+    program, report, fixed = GALLERY[title]
     findings = run(program)
     (marked,) = [i for i, line in enumerate(program.splitlines(), 1) if line.endswith("# <-")]
     assert findings.items[0].where.line == marked
-    assert str(findings) + "\n" == output
-    fixed = run(mended)
-    assert not len(fixed), fixed
-    assert fixed.replays or fixed.graphs
+    assert str(findings) + "\n" == complete(report)
+    clean = run(fixed)
+    assert not len(clean), clean
+    assert clean.replays or clean.graphs
 
 
 def test_the_gallery_has_every_kind_and_the_known_failures_of_the_field() -> None:
-    found = {output.partition(":")[0] for _, output, _ in GALLERY.values()}
+    found = {report.partition(":")[0] for _, report, _ in GALLERY.values()}
     assert found >= {
         "host-read", "escape", "moved", "hook", "constant", "stale-output", "orphan", "generator", "tree", "collective",
         "differs",
@@ -309,14 +338,14 @@ ON_CUDA = [  # the others name a generator or a tensor of the CPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("title", ON_CUDA)
 def test_gallery_on_cuda(title: str) -> None:
-    program, output, mended = GALLERY[title]
+    program, report, fixed = GALLERY[title]
     (marked,) = [i for i, line in enumerate(program.splitlines(), 1) if line.endswith("# <-")]
     with torch.device("cuda"):
         found = run(program).items[0]
-        fixed = run(mended)
-    assert (found.kind, found.where.line) == (output.partition(":")[0], marked)
-    assert not len(fixed), fixed
-    assert fixed.graphs
+        clean = run(fixed)
+    assert (found.kind, found.where.line) == (report.partition(":")[0], marked)
+    assert not len(clean), clean
+    assert clean.graphs
 
 
 @pytest.mark.gpu
@@ -809,14 +838,14 @@ def odd_targets(targets: Path) -> Path:
         ("targets:itself_and_misuses", 1, "mismatch"),
         ("targets:dirty", 1, "host-read"),
         ("targets:broken", 2, "the function itself fails"),
-        ("targets:wrong", 2, "returned a int"),
+        ("targets:wrong", 2, "returned a value of type int"),
         ("targets:raising", 2, "OSError: no such model"),
         ("targets:nothing", 2, "captured nothing"),
         ("targets:leaving", 2, "sys.exit(0)"),
         ("targets:offsets", 0, "clean: 1 graph"),
         ("random.py:module", 0, "clean: 1 graph"),
         ("package/inner.py:module", 0, "clean: 1 graph"),
-        ("missing.py:module", 2, "there is no file"),
+        ("missing.py:module", 2, "no such file"),
         ("targets:missing", 2, "no function 'missing'"),
         ("absent:f", 2, "cannot import absent"),
         ("targets", 2, "expected package.module:function"),
@@ -837,7 +866,7 @@ def test_check_on_cuda_without_a_gpu(targets: Path) -> None:
     done = command(targets, "-m", "rollgraph", "check", "targets:raising", "--backend", "cuda")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "rollgraph check: --backend cuda: there is no CUDA device here; use --backend tape\n"
+    assert done.stderr == "rollgraph check: --backend cuda needs a CUDA device, and there is none; use --backend tape\n"
 
 
 def test_check_json(targets: Path) -> None:
