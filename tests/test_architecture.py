@@ -48,7 +48,8 @@ LAYERS = (
         "graph/sanitizer/kinds.py", "graph/sanitizer/findings.py", "graph/sanitizer/referrers.py",
         "graph/sanitizer/operation_trace.py", "graph/sanitizer/divergence.py", "graph/sanitizer/output_poisoning.py",
         "graph/sanitizer/unrecorded_hooks.py", "graph/sanitizer/snapshot.py", "graph/sanitizer/line_search.py",
-        "graph/sanitizer/eager_reference.py", "graph/sanitizer/session.py", "graph/sanitizer/instrumented_backend.py",
+        "graph/sanitizer/eager_reference.py", "graph/sanitizer/session.py",
+        "graph/sanitizer/instrumented_recording.py", "graph/sanitizer/instrumented_backend.py",
         "graph/sanitizer/diagnosis.py", "graph/sanitizer/interceptors.py", "graph/sanitizer/sanitizer.py",
     ), packages=BASE),
     Layer("parts", (

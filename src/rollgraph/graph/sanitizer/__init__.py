@@ -1,6 +1,6 @@
 """The sanitizer: finds what a graph would get wrong, by checking captures and comparing replays with eager.
 
-Reading order: `sanitizer.py` (the observer), `instrumented_backend.py` (what happens at a replay), then the checks:
+Reading order: `sanitizer.py` (the observer), `instrumented_recording.py` (what happens at a replay), then the checks:
 `snapshot.py`, `output_poisoning.py`, `unrecorded_hooks.py`, `eager_reference.py` and `divergence.py`.
 """
 

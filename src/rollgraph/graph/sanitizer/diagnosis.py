@@ -16,7 +16,7 @@ from rollgraph.graph.errors import (
     here,
     raised_at,
 )
-from rollgraph.graph.sanitizer.instrumented_backend import InstrumentedRecording
+from rollgraph.graph.sanitizer.instrumented_recording import InstrumentedRecording
 
 
 def kind_of(error: GraphError) -> str:

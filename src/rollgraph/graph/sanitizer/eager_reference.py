@@ -17,7 +17,7 @@ from rollgraph.graph.sanitizer.operation_trace import OperationTrace, TracedOper
 from rollgraph.graph.undo_log import RngState, Transaction, bytes_of
 
 
-class Write(NamedTuple):
+class MemoryWrite(NamedTuple):
     """Memory that a run wrote."""
 
     storage: torch.UntypedStorage
@@ -31,7 +31,7 @@ class EagerRun:
 
     inputs: list[Tensor]
     outputs: list[Tensor | None]
-    writes: list[Write]
+    writes: list[MemoryWrite]
     operations: list[TracedOperation]
     rng: RngState  # before the run
 
@@ -65,7 +65,7 @@ class EagerReference:
             with undo_log.run(again=True), trace, torch.set_grad_enabled(self._grad_mode), autocast:
                 results = self._thunk(inputs)
             outputs = [None if result is None else result.detach().clone() for result in results]
-            writes = [Write(storage, before, bytes_of(storage).clone()) for storage, before in undo_log.saved()]
+            writes = [MemoryWrite(storage, before, bytes_of(storage).clone()) for storage, before in undo_log.saved()]
             undo_log.keep_fresh()  # the activations, which the backward will need
         return EagerRun(inputs, outputs, writes, trace.operations, rng)
 

@@ -22,7 +22,8 @@ from rollgraph.graph.errors import GraphError, HostReadError, MemoryInUse, Stale
 from rollgraph.graph.observer import watching
 from rollgraph.graph.sanitizer.diagnosis import kind_of, place_of
 from rollgraph.graph.sanitizer.findings import Findings
-from rollgraph.graph.sanitizer.instrumented_backend import InstrumentedBackend, InstrumentedRecording
+from rollgraph.graph.sanitizer.instrumented_backend import InstrumentedBackend
+from rollgraph.graph.sanitizer.instrumented_recording import InstrumentedRecording
 from rollgraph.graph.sanitizer.interceptors import MethodInterceptor, OperationInterceptor, intercepting_backward
 from rollgraph.graph.sanitizer.session import Session, spell_host_read
 from rollgraph.graph.sanitizer.snapshot import ProgramSnapshot
