@@ -209,7 +209,8 @@ def _refuse(operation: str) -> None:
     raise HostReadError(
         f"{operation} at {here()} reads tensor values on the host: a replay would not run it again. "
         "Keep the value in a tensor (torch.where, masked arithmetic), or move the read out of the captured function"
-        + optimizer_hint()
+        + optimizer_hint(),
+        operation=operation,
     )
 
 
@@ -222,8 +223,8 @@ def optimizer_hint() -> str:
 
 
 @contextmanager
-def capture_errors(what: str) -> Iterator[None]:
-    """Turn an exception of the user's function into a CaptureError that names the line."""
+def capture_errors(what: str, kind: type[CaptureError] = CaptureError) -> Iterator[None]:
+    """Turn an exception of the user's function into a CaptureError, of that `kind`, that names the line."""
     try:
         yield
     except GraphError:
@@ -232,4 +233,4 @@ def capture_errors(what: str) -> Iterator[None]:
         message = str(error).split("\n", 1)[0]
         if getattr(error, "error_code", None) == _STREAM_CAPTURE_IMPLICIT:
             message += " (is an output or a loss of an earlier run still alive? It ties the parameters to its stream)"
-        raise CaptureError(f"{what} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error
+        raise kind(f"{what} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error

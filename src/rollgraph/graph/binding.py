@@ -161,7 +161,8 @@ class Binding:
                 if type(found) is type(value) and found == value:
                     continue
                 raise StaleGraph(
-                    f"{name} was {value!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it"
+                    f"{name} was {value!r} at capture and is {found!r} now; a graph needs it as a tensor to follow it",
+                    frozen_value=True,
                 )
             remedy = "capture again" if isinstance(value, torch.nn.Module) else "copy into it instead"
             raise StaleGraph(f"{name} was replaced by another object since capture (load_state_dict?): {remedy}")

@@ -229,7 +229,7 @@ class Captured(ABC, Generic[P, R, V]):
         """Use `variant` for calls from now on, and count it."""
         self._variants.insert(0, variant)
         if self._observer is not None:
-            self._observer.captured(self, variant.called)
+            self._observer.captured(self, variant.called, variant.recordings())
         self.record.surface = str(variant.surface)
         self.record.captures += self._records
         self.record.operations = sum(recording.operations for recording in variant.recordings())

@@ -40,17 +40,26 @@ class Location:
 class GraphError(RuntimeError):
     """Base of everything raised by `rollgraph.graph`."""
 
-    def __init__(self, message: str = "", where: Location | None = None) -> None:
+    def __init__(self, message: str = "", where: Location | None = None, *, frozen_value: bool = False) -> None:
         super().__init__(message)
-        self.where = where  # the user's line, where it is not the one that was running
+        self.where = where  # the user's line, if it is not the one that was running
+        self.frozen_value = frozen_value  # a Python value that the graph froze at capture has changed since
 
 
 class CaptureError(GraphError):
     """The function cannot be captured; the process is as it was before the attempt."""
 
 
+class WarmupError(CaptureError):
+    """The function raised in a warm-up run, before anything was recorded: it fails without any graph."""
+
+
 class HostReadError(CaptureError):
     """The function reads a tensor value on the host, which a replay would not do again."""
+
+    def __init__(self, message: str = "", where: Location | None = None, *, operation: str = "") -> None:
+        super().__init__(message, where)
+        self.operation = operation  # the operation that reads
 
 
 class GeneratorError(CaptureError):

@@ -33,8 +33,9 @@ from rollgraph.graph.capture_steps import (
     writes_before_last_read,
 )
 from rollgraph.graph.captured import GraphSpec
-from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch
+from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, WarmupError
 from rollgraph.graph.live_objects import noting_calls
+from rollgraph.graph.observer import creating_optimizer_state
 from rollgraph.graph.output_tree import OutputTree
 from rollgraph.graph.pool import Arena
 from rollgraph.graph.slots import growing, hook_places, optimizer_slots, slots_of, stepped_optimizers
@@ -233,7 +234,7 @@ class FunctionRecorder:
         """Run the function for real: find the gradients it writes, and create the optimizer state it needs."""
         spec = self._spec
         runs = max(spec.warmup, 2)  # the second run shows what happens to existing gradients
-        with spec.backend.stage(self._arena), capture_errors(f"warm-up of {spec.name!r}"):
+        with spec.backend.stage(self._arena), capture_errors(f"warm-up of {spec.name!r}", WarmupError):
             for run in range(runs):
                 self._gradients.bind()
                 self._run_once(transaction, again=run > 0)
@@ -244,7 +245,8 @@ class FunctionRecorder:
                     transaction.restore_gradients()
                     self._gradients = BoundGradients(leaves)
                 if run == 0:
-                    transaction.create_optimizer_state()
+                    with creating_optimizer_state():
+                        transaction.create_optimizer_state()
             self._gradients.prepare_recording()
         transaction.undo_log.expect(self._gradients.buffers)
         refuse_written_arguments(transaction.undo_log, self._surface, self._statics)

@@ -34,7 +34,7 @@ class SavedVersions:
     @classmethod
     def of(cls, results: Sequence[Tensor], named: Mapping[str, Tensor]) -> SavedVersions:
         """The versions of those among `named` that the autograd graph behind `results` saved."""
-        saved = [(spanned(t), t.device) for t in _saved_tensors(results) if storage_of(t) is not None and t.numel()]
+        saved = [(spanned(t), t.device) for t in saved_tensors(results) if storage_of(t) is not None and t.numel()]
         found = {}
         for name, tensor in named.items():
             if tensor.is_inference() or storage_of(tensor) is None or not tensor.numel():
@@ -54,7 +54,7 @@ class SavedVersions:
         )
 
 
-def _saved_tensors(results: Sequence[Tensor]) -> Iterator[Tensor]:
+def saved_tensors(results: Sequence[Tensor]) -> Iterator[Tensor]:
     """What the nodes behind `results` saved, except what a saved-tensor hook packed away."""
     for node in nodes_behind(results):
         for name in dir(node):

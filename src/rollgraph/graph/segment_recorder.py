@@ -24,7 +24,7 @@ from rollgraph.graph.capture_steps import (
     refuse_written_arguments,
     writes_before_last_read,
 )
-from rollgraph.graph.errors import CaptureError
+from rollgraph.graph.errors import CaptureError, WarmupError
 from rollgraph.graph.hooks import run_warmup_hook
 from rollgraph.graph.live_objects import ProgramObjects, noting_calls
 from rollgraph.graph.passes import CallablePasses, CallableSpec
@@ -302,7 +302,7 @@ def _record_all(
     with Transaction(*targets) as transaction:
         for first, *others in _microbatches(recorders, schedule):
             run_warmup_hook(pre_warmup_hook, "pre_warmup_hook", first.spec.target)
-            with backend.stage(first.arena), capture_errors(f"warm-up of {first.spec.name!r}"):
+            with backend.stage(first.arena), capture_errors(f"warm-up of {first.spec.name!r}", WarmupError):
                 first.warm_up(transaction, runs)
                 for other in others:
                     other.learn_from(first, transaction)

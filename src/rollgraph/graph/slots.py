@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rollgraph.graph.bytecode import nested_codes
 from rollgraph.graph.live_objects import ProgramObjects
 from rollgraph.graph.names import Paths
 from rollgraph.graph.undo_log import UndoLog
@@ -278,10 +279,9 @@ def _read_by_class(kind: type) -> set[str]:
 def _codes(function: Any) -> list[CodeType]:
     """The code of a function and of the functions defined inside it."""
     code = code_of(function) if callable(function) else None
-    pending = [code] if isinstance(code, CodeType) else []
-    for found in pending:
-        pending += [constant for constant in found.co_consts if isinstance(constant, CodeType)]
-    return pending
+    if not isinstance(code, CodeType):
+        return []
+    return list(nested_codes(code))
 
 
 def _names(function: Any) -> set[str]:

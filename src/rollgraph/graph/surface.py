@@ -146,7 +146,7 @@ class Surface:
                 ):
                     raise ReplayMismatch(self._difference(leaves))
             elif leaf is not expected.value and not same_constant(leaf, expected.value):
-                raise ReplayMismatch(self._difference(leaves))
+                raise ReplayMismatch(self._difference(leaves), frozen_value=True)
         if self._all_tensors:
             return leaves
         return [leaf for leaf, is_tensor in zip(leaves, self._is_tensor, strict=True) if is_tensor]

@@ -105,7 +105,7 @@ class TapeProgram:
         kept = self._live(entries)
         self.operations = count_operations(kept)
         self.source = self._write(kept)
-        namespace: dict[str, Any] = dict(self._names)
+        namespace: dict[str, Any] = {"__name__": __name__, **self._names}
         exec(compile(self.source, "<tape>", "exec"), namespace)
         self.run: Callable[[], None] = namespace["replay"]
 
