@@ -427,7 +427,7 @@ class Trainer:
         self.last = torch.zeros(4)
 
     def run(self, x: Tensor) -> Tensor:
-        self.last = self.scale  # assigned here: nobody else's business
+        self.last = self.scale  # assigned here: not bound by the graph
         x = self.model.encoder(x) * self.scale + self.parts["bias"]
         for head in self.model.heads:
             x = head(x)

@@ -94,7 +94,7 @@ def test_a_dropped_output_closes_the_interval(backend: str, device: torch.device
     pool = GraphPool()
     (graphed,), (twin,) = chain(1, backend, pool)
     for _ in range(3):
-        graphed(leaf())  # nobody keeps it
+        graphed(leaf())  # not kept
         assert pool.arena.open_intervals() == []
     out = graphed(leaf())
     doubled = out * 2  # keeps the node alive
@@ -234,7 +234,7 @@ def test_reset_of_a_pool_frees_it_for_new_captures(backend: str, device: torch.d
     assert torch.equal(again(x), twin_again(x))  # although `out` of a graph that is gone is still around
 
 
-# -- lent outputs ----------------------------------------------------------------------------------
+# -- static outputs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["callable", "capture"])
@@ -398,8 +398,8 @@ def test_results_survive_memory_pressure(backend: str, device: torch.device) -> 
     blocks, twins = chain(3, backend, pool)
     hidden = {"shift": torch.randn(4)}
     shift = hidden["shift"].clone()
-    borrowed = capture(lambda x: (x + hidden["shift"]).exp().sum(0), (torch.randn(3, 4),), pool=pool, backend=backend)
-    hidden.clear()  # the user forgets it: the graph borrowed it
+    shifted = capture(lambda x: (x + hidden["shift"]).exp().sum(0), (torch.randn(3, 4),), pool=pool, backend=backend)
+    hidden.clear()  # the user drops it, but the graph still refers to it
     for _ in range(2):
         x = torch.randn(3, 4)
         for modules in (blocks, twins):
@@ -410,7 +410,7 @@ def test_results_survive_memory_pressure(backend: str, device: torch.device) -> 
             del out
         assert equal_gradients(blocks, twins)
         squeeze_memory(device)
-        result = borrowed(x)
+        result = shifted(x)
         squeeze_memory(device)
         assert torch.equal(result, (x + shift).exp().sum(0))
 

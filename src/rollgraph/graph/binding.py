@@ -32,7 +32,7 @@ class Binding:
     """Addresses and slots as they were at capture; `check` raises if one of them changed.
 
     `trained` are leaves whose gradient autograd does not see, so that a binding has to notice when they are frozen;
-    `sums` are the buffers that their gradients are added to. `growing` are lists of modules: a module added to one
+    `sums` are the buffers that their gradients are added to. `growable` are lists of modules: a module added to one
     would run in the function. `hooks` are the places where a new hook would run in the function, but not in a replay.
     """
 
@@ -43,7 +43,7 @@ class Binding:
         modules: Iterable[torch.nn.Module] = (),
         trained: Iterable[Tensor] = (),
         sums: Iterable[Tensor] = (),
-        growing: Iterable[torch.nn.Module] = (),
+        growable: Iterable[torch.nn.Module] = (),
         hooks: Sequence[HookPlace] = (),
     ) -> None:
         self._names = {id(slot.value): slot.name for slot in slots}
@@ -66,7 +66,7 @@ class Binding:
         self._trained = list(trained)
         self._modules = [module.__dict__ for module in modules]
         self._training = [attributes["training"] for attributes in self._modules]
-        self._growing = [(module._modules, set(module._modules), type(module).__name__) for module in growing]
+        self._growable = [(module._modules, set(module._modules), type(module).__name__) for module in growable]
         self._remember_slots(slots)
         self._remember_hooks(hooks)
         self._has_rare_checks = any(
@@ -76,7 +76,7 @@ class Binding:
     def _remember_slots(self, slots: Sequence[BoundSlot]) -> None:
         self._slots = slots
         containers = {id(slot.container): slot.container for slot in slots if not slot.single}
-        containers |= {id(container): container for container, _, _ in self._growing}
+        containers |= {id(container): container for container, _, _ in self._growable}
         # All of them take one comparison: Python finds identical objects equal without looking at their values.
         self._containers = list(containers.values())
         self._contents = [dict(container) for container in self._containers]
@@ -166,7 +166,7 @@ class Binding:
                 )
             remedy = "capture again" if isinstance(value, torch.nn.Module) else "copy into it instead"
             raise StaleGraph(f"{name} was replaced by another object since capture (load_state_dict?): {remedy}")
-        for container, keys, name in self._growing:
+        for container, keys, name in self._growable:
             added = [f"{key} ({type(container[key]).__name__})" for key in container if key not in keys]
             if added:
                 raise StaleGraph(

@@ -17,7 +17,7 @@ from rollgraph.graph.captured import callable_name
 from rollgraph.graph.errors import CaptureError
 from rollgraph.graph.live_objects import ProgramObjects
 from rollgraph.graph.pool import Arena
-from rollgraph.graph.slots import lists_gone_through, modules_with
+from rollgraph.graph.slots import fully_called_lists, modules_with
 from rollgraph.graph.static_outputs import StaticOutputs
 from rollgraph.graph.surface import InputHazards, Span, StaticTensors, Surface, own_copy
 from rollgraph.graph.transaction import Transaction
@@ -55,7 +55,7 @@ def bound_modules(
     if isinstance(target, nn.Module):
         found.update((id(module), module) for module in target.modules())
     else:
-        found.update((id(module), module) for module in lists_gone_through(called, objects.modules))
+        found.update((id(module), module) for module in fully_called_lists(called, objects.modules))
     found.update((id(module), module) for module in modules_with(tensors, objects.modules))
     for module in found.values():
         if isinstance(module, torch.jit.ScriptModule):

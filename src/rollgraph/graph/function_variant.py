@@ -38,7 +38,7 @@ from rollgraph.graph.live_objects import noting_calls
 from rollgraph.graph.observer import creating_optimizer_state
 from rollgraph.graph.output_tree import OutputTree
 from rollgraph.graph.pool import Arena
-from rollgraph.graph.slots import growing, hook_places, optimizer_slots, slots_of, stepped_optimizers
+from rollgraph.graph.slots import growable_lists, hook_places, optimizer_slots, slots_of, stepped_optimizers
 from rollgraph.graph.static_outputs import StaticOutputs
 from rollgraph.graph.surface import InputHazards, StaticTensors, Surface
 from rollgraph.graph.transaction import Transaction
@@ -313,7 +313,7 @@ class FunctionRecorder:
             slots,
             modules,
             trained=leaves,
-            growing=growing(modules, self._called),
+            growable=growable_lists(modules, self._called),
             hooks=hook_places(self._called.values(), optimizers),
         )
 

@@ -41,7 +41,7 @@ class LiveObjects:
         self._tracking = False
         self._expected = 0  # the collector's count of collections, if the callback has seen all of them
         self._idle = 0
-        # Made anew for each search. What hides it, such as gc.freeze(), hides other new objects, too.
+        # A new one for each search. What hides it, such as gc.freeze(), hides other new objects, too.
         self._marker = _Marker()
         self._saw_marker = False
 
@@ -188,18 +188,19 @@ class PythonState:
         self._training = [(module, module.training) for module in objects.modules]
         self._hooks = [(d, dict(d)) for m in objects.modules for d in _hook_dicts(m)]
         self._tensor_hooks = [(t, dict(t._backward_hooks or {})) for t in objects.leaves]
-        self._slots: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
-            (m, d, dict(d)) for m in objects.modules for d in (m._parameters, m._buffers)
-        ]
-        tensors = {id(t): t for _, _, saved in self._slots for t in saved.values() if t is not None}
+        self._slots: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        tensors: dict[int, Tensor] = {}
+        for module in objects.modules:
+            for slots in (module._parameters, module._buffers):
+                self._slots.append((module, slots, dict(slots)))
+                tensors.update((id(t), t) for t in slots.values() if t is not None)
         self._memory = [(t, t.data_ptr(), t.detach()) for t in tensors.values() if t.layout is torch.strided]
         self._requires_grad = [(t, t.requires_grad) for t in (*objects.leaves, *tensors.values()) if _is_leaf(t)]
-        self._numbers = [
-            (type(optimizer).__name__, state, dict(state))
-            for optimizer in objects.optimizers
-            for state in optimizer.state.values()
-            if isinstance(state, dict)
-        ]
+        self._numbers: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []  # states with Python numbers in them
+        for optimizer in objects.optimizers:
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    self._numbers.append((type(optimizer).__name__, state, dict(state)))
 
     def rebound(self) -> Iterator[str]:
         """What the program has replaced or re-pointed since, which a replay would not do again."""
@@ -216,6 +217,7 @@ class PythonState:
                     yield f"{name} state {key!r}, a Python number (it must be a tensor)"
 
     def restore(self) -> None:
+        """Restore flags and hooks."""
         for module, training in self._training:
             module.training = training
         for hooks, saved in self._hooks:

@@ -32,7 +32,7 @@ from rollgraph.graph.pool import Arena
 from rollgraph.graph.saved_versions import SavedVersions
 from rollgraph.graph.schedule import Schedule
 from rollgraph.graph.segment import ReplayableSegment
-from rollgraph.graph.slots import growing, hook_places, slots_of
+from rollgraph.graph.slots import growable_lists, hook_places, slots_of
 from rollgraph.graph.static_outputs import allocate_together
 from rollgraph.graph.surface import InputHazards, StaticTensors, Surface, TensorSpec
 from rollgraph.graph.transaction import Transaction
@@ -194,7 +194,7 @@ class SegmentRecorder:
             modules,
             trained=buffered,
             sums=[spec.grad_buffers[p] for p in buffered],
-            growing=growing(modules, self._called),
+            growable=growable_lists(modules, self._called),
             hooks=hook_places(self._called.values()),
         )
 

@@ -138,7 +138,7 @@ def path_slots(target: Any, called: Mapping[int, nn.Module], tensors: Iterable[T
     ids = set(map(id, tensors))
 
     def wanted(value: Any) -> bool:
-        return id(value) in ids or (isinstance(value, nn.Module) and _gone_through(value, called))
+        return id(value) in ids or (isinstance(value, nn.Module) and _was_called(value, called))
 
     return [BoundSlot(*step, single=True, may_vanish=True) for step in Paths(target, wanted).found]
 
@@ -146,11 +146,11 @@ def path_slots(target: Any, called: Mapping[int, nn.Module], tensors: Iterable[T
 # -- lists of modules ------------------------------------------------------------------------------
 
 
-def lists_gone_through(called: Mapping[int, nn.Module], alive: Iterable[nn.Module]) -> list[nn.Module]:
+def fully_called_lists(called: Mapping[int, nn.Module], alive: Iterable[nn.Module]) -> list[nn.Module]:
     """Lists and dictionaries of modules whose entries were all called. (The list itself is never called.)"""
     longer = [m for m in alive if isinstance(m, _LISTS) and len(m._modules) > 1]
-    found: list[nn.Module] = [m for m in longer if _gone_through(m, called)]
-    found += [m for m in _lists_below(called) if _gone_through(m, called) or not m._modules]
+    found: list[nn.Module] = [m for m in longer if _was_called(m, called)]
+    found += [m for m in _lists_below(called) if _was_called(m, called) or not m._modules]
     return list({id(m): m for m in found}.values())
 
 
@@ -158,22 +158,31 @@ def entry_slots(called: Mapping[int, nn.Module]) -> Iterator[BoundSlot]:
     """The called entries of lists below a called module, whether or not all entries were called."""
     for module in _lists_below(called):
         for key, entry in module._modules.items():
-            if entry is not None and _gone_through(entry, called):
+            if entry is not None and _was_called(entry, called):
                 yield BoundSlot(module._modules, key, entry, f"{type(module).__name__}.{key}", single=True)
 
 
-def growing(modules: Sequence[nn.Module], called: Mapping[int, nn.Module]) -> list[nn.Module]:
+def growable_lists(modules: Sequence[nn.Module], called: Mapping[int, nn.Module]) -> list[nn.Module]:
     """The lists and dictionaries of modules in which a new entry would run: those whose entries were all called.
 
     An empty one counts if the `forward` of its parent module names it.
     """
-    lists = [m for m in modules if isinstance(m, _LISTS)]
-    found: list[nn.Module] = [m for m in lists if _gone_through(m, called)]
-    for empty in (m for m in lists if not m._modules):
-        keys = [(parent, key) for parent in modules for key, child in parent._modules.items() if child is empty]
-        if any(key in _names(parent.forward) for parent, key in keys):
-            found.append(empty)
+    found: list[nn.Module] = []
+    for module in modules:
+        if not isinstance(module, _LISTS):
+            continue
+        if _was_called(module, called) or (not module._modules and _is_named(module, modules)):
+            found.append(module)
     return found
+
+
+def _is_named(child: nn.Module, modules: Iterable[nn.Module]) -> bool:
+    """Whether the `forward` of a parent names the attribute that `child` is in."""
+    for parent in modules:
+        for key, found in parent._modules.items():
+            if found is child and key in _names(parent.forward):
+                return True
+    return False
 
 
 def _lists_below(called: Mapping[int, nn.Module]) -> Iterator[nn.Module]:
@@ -185,12 +194,12 @@ def _lists_below(called: Mapping[int, nn.Module]) -> Iterator[nn.Module]:
                 pending.append(child)
 
 
-def _gone_through(module: nn.Module, called: Mapping[int, nn.Module]) -> bool:
+def _was_called(module: nn.Module, called: Mapping[int, nn.Module]) -> bool:
     """Whether the module was called or, if it is a list, all of its entries were."""
     if id(module) in called:
         return True
     entries = module._modules.values() if isinstance(module, _LISTS) else ()
-    return bool(entries) and all(entry is not None and _gone_through(entry, called) for entry in entries)
+    return bool(entries) and all(entry is not None and _was_called(entry, called) for entry in entries)
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -245,13 +254,19 @@ def _tensors(state: dict[Any, Any]) -> Iterator[Tensor]:
 def hook_places(called: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> list[HookPlace]:
     """Where hooks are registered that run inside a graph's function, but not in its replay."""
     kinds = _MODULE_HOOKS if torch.is_grad_enabled() else _MODULE_HOOKS[:2]
-    owners = [(owner, kinds) for owner in called] + [(owner, _OPTIMIZER_HOOKS) for owner in optimizers]
-    return [
-        HookPlace(vars(owner)[kind], kind.strip("_").removesuffix("s").replace("_", " "), type(owner).__name__)
-        for owner, kinds in owners
-        for kind in kinds
-        if kind in vars(owner)
-    ]
+    places: list[HookPlace] = []
+    for module in called:
+        places += _hook_places_of(module, kinds)
+    for optimizer in optimizers:
+        places += _hook_places_of(optimizer, _OPTIMIZER_HOOKS)
+    return places
+
+
+def _hook_places_of(owner: Any, kinds: Iterable[str]) -> Iterator[HookPlace]:
+    for kind in kinds:
+        if kind in vars(owner):
+            readable = kind.strip("_").removesuffix("s").replace("_", " ")
+            yield HookPlace(vars(owner)[kind], readable, type(owner).__name__)
 
 
 def code_of(hook: Any) -> Any:
