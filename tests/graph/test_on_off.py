@@ -180,7 +180,7 @@ def test_training_mode_goes_both_ways(backend: str, device: torch.device) -> Non
     assert replays(pool) == [1]
 
 
-# -- contract 8: outside the tree ------------------------------------------------------------------
+# -- outside the module tree ------------------------------------------------------------------
 
 
 def test_the_tree_and_the_state_are_those_of_the_model(backend: str, device: torch.device) -> None:
