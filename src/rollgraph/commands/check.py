@@ -162,7 +162,7 @@ def _function_and_inputs(target: str, built: Any) -> tuple[Callable[..., Any], t
                 return built[1], ()
             if inputs is not None:
                 return built[1], inputs
-    raise TargetError(f"{target} returned a value of type {type(built).__name__} that does not fit; it {_MUST_RETURN}")
+    raise TargetError(f"{target} returned a value of type {type(built).__name__}, but it {_MUST_RETURN}")
 
 
 def _as_inputs(value: Any) -> tuple[Any, ...] | None:

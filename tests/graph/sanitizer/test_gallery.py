@@ -70,6 +70,11 @@ def test_the_documentation_has_every_kind() -> None:
     assert documented_kinds() == {kind.name: (kind.why, kind.fix) for kind in KINDS.values()}
 
 
+def test_the_documentation_shows_a_complete_report() -> None:
+    (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs/sanitizer.md").read_text(), re.DOTALL)
+    assert shown == complete(GALLERY["`.item()` in a loss"][1])
+
+
 @pytest.mark.parametrize("title", GALLERY)
 def test_gallery(title: str) -> None:
     program, report, fixed = GALLERY[title]

@@ -129,7 +129,7 @@ class InstrumentedRecording:
         except GraphError:
             raise
         except Exception as error:
-            first_line = str(error).splitlines()[0]
+            first_line = str(error).partition("\n")[0]
             what = f"eager raises {type(error).__name__}: {first_line}; the replay does not"
             self._session.report("differs", self._graph, what, raised_at(error))
             return None

@@ -79,10 +79,10 @@ def intercepting_backward(session: Session) -> Iterator[None]:
     """Report a backward that autograd refuses because it saved an output that is poisoned by now."""
     engine = torch.autograd._engine_run_backward
 
-    def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
-        saved = _poisoned_outputs_behind(roots, session)
+    def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        saved = _poisoned_outputs_behind(t_outputs, session)
         try:
-            return engine(roots, *args, **kwargs)
+            return engine(t_outputs, *args, **kwargs)
         except GraphError:
             raise
         except RuntimeError:

@@ -63,8 +63,10 @@ def held_by_program(things: list[Any], ignore: Sequence[Any] = ()) -> set[int]:
 
 
 def _owner_of(holder: Any) -> _Owner:
-    module = holder.__module__ if isinstance(holder, FunctionType) else type(holder).__module__
-    if isinstance(holder, dict) and "__builtins__" in holder:
+    module: Any = type(holder).__module__
+    if isinstance(holder, FunctionType):
+        module = holder.__module__
+    elif isinstance(holder, dict) and "__builtins__" in holder:
         module = holder.get("__name__")  # the globals of a module, or of a tape's program
     if isinstance(module, str) and module.startswith(_RUNTIME_MODULES):
         return _Owner.RUNTIME

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ class ProgramSnapshot:
         dropped = [now < before for now, before in zip(counts, self._counts, strict=True)]
         self._counts = list(map(min, counts, self._counts))
         # Only a tensor that lost a reference is worth the search for its holders.
-        suspects = [ref() for ref, lost in zip(self._watched, dropped, strict=True) if lost]
-        suspects = [tensor for tensor in suspects if tensor is not None]
+        suspects = _alive(compress(self._watched, dropped))
         held = held_by_program(suspects) | held_by_locals(suspects)
         return [tensor for tensor in suspects if id(tensor) not in held]
 
@@ -80,6 +80,16 @@ def _held_outside_modules(roots: Sequence[nn.Module], leaves: Iterable[Tensor]) 
     tensors = list(others.values())
     held = held_by_program(tensors, ignore=[others])
     return [weakref.ref(tensor) for tensor in tensors if id(tensor) in held]
+
+
+def _alive(refs: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    """The tensors behind weak references. In a function of its own, so that no local of the caller's holds one."""
+    tensors = []
+    for ref in refs:
+        tensor = ref()
+        if tensor is not None:
+            tensors.append(tensor)
+    return tensors
 
 
 def _tree(root: nn.Module) -> _Tree:
