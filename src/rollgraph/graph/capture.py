@@ -24,7 +24,8 @@ from rollgraph.graph.captured import (
 )
 from rollgraph.graph.cuda_backend import CudaBackend
 from rollgraph.graph.errors import CaptureError
-from rollgraph.graph.function_variant import FunctionRecorder, FunctionVariant, eager_variant
+from rollgraph.graph.function_recorder import FunctionRecorder
+from rollgraph.graph.function_variant import FunctionVariant, eager_variant
 from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard
 from rollgraph.graph.observer import current_observer
 from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
