@@ -21,6 +21,7 @@ from rollgraph.graph.pool import Arena
 from rollgraph.graph.surface import StaticTensors
 from rollgraph.graph.undo_log import tensors_in
 
+_STREAM_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the legacy stream would depend on the capture
 Thunk = Callable[[Sequence[Tensor]], list[Tensor | None]]  # a pass: from its inputs to its outputs
 
 
@@ -114,10 +115,6 @@ _READING_METHODS = {
         "__repr__", "__format__", "__contains__", "__dlpack__", "apply_", "map_", "map2_",
     )
 }  # fmt: skip
-
-
-# cudaErrorStreamCaptureImplicit: the legacy stream would depend on the capturing one.
-_STREAM_CAPTURE_IMPLICIT = 906
 _CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 
 

@@ -43,13 +43,13 @@ class GraphedCallable(Captured[..., Any, ReplayableSegment]):
         self._training = self.module.training if self.module is not None else False
         self._replaced: Any = None  # a forward that the module instance had of its own
         # Once installed, the module's dict of parameters. A shallow copy of the module refers to it, too.
-        self._parameters: dict[str, Any] = {}
-        self._own_references = _references(self._parameters)
+        self._module_parameters: dict[str, Any] = {}
+        self._own_references = _references(self._module_parameters)
         self._short_way: Call | None = None  # of the only variant, if there are neither hooks nor guards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay. A usual call takes the short way; any other takes the call path of `Captured`."""
-        if _references(self._parameters) != self._own_references:
+        if _references(self._module_parameters) != self._own_references:
             copied = self._shallow_copy(sys._getframe(1))
             if copied is not None:
                 return self._run_copy(copied, args, kwargs)
@@ -123,8 +123,8 @@ class GraphedCallable(Captured[..., Any, ReplayableSegment]):
         assert self.module is not None
         self._replaced = self.module.__dict__.get("forward")
         self.module.forward = self
-        self._parameters = self.module.__dict__["_parameters"]
-        self._own_references = _references(self._parameters)
+        self._module_parameters = self.module.__dict__["_parameters"]
+        self._own_references = _references(self._module_parameters)
 
     def _shallow_copy(self, caller: FrameType) -> nn.Module | None:
         """The calling module, if it is not the graphed one but a copy that still has this object as its forward."""
