@@ -100,7 +100,7 @@ class Captured(ABC, Generic[P, R, V]):
         self.enabled = True
         self.static_bytes = 0
         self._spec = spec
-        self._original = spec.original
+        self._original: Callable[..., R] = spec.original
         self._hooked = spec.hooked
         self._guards = list(spec.guards)
         self._records = spec.backend.records
@@ -132,7 +132,7 @@ class Captured(ABC, Generic[P, R, V]):
             variant, inputs = self._find(args, kwargs)
         except GraphError as error:
             if self._act_on(error) == "eager":
-                return self._original(*args, **kwargs)  # type: ignore[no-any-return]
+                return self._original(*args, **kwargs)
             variant = self._recapture(args, kwargs)
             inputs = Surface(args, kwargs).tensors
         if self._guards:
@@ -143,7 +143,7 @@ class Captured(ABC, Generic[P, R, V]):
         try:
             variant.check()
         except GraphError as error:
-            output: R = self._run_stale(variant, error, inputs, args, kwargs)
+            output = self._run_stale(variant, error, inputs, args, kwargs)
         else:
             output = variant.replay(inputs)
             self._count_run()
@@ -151,7 +151,7 @@ class Captured(ABC, Generic[P, R, V]):
             self._spec.hooks.run("post_forward", "replay", self.target, args, kwargs, output)
         return output
 
-    def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         self.record.eager_runs[reason] += 1
         return self._original(*args, **kwargs)
 
@@ -190,12 +190,12 @@ class Captured(ABC, Generic[P, R, V]):
         inputs: Sequence[Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
+    ) -> R:
         """A call that fits a variant whose bindings the program has changed."""
         if self._act_on(error) == "eager":
             return self._original(*args, **kwargs)
         self._drop(variant)
-        output = self._recapture(args, kwargs).replay(inputs)
+        output: R = self._recapture(args, kwargs).replay(inputs)
         self._count_run()
         return output
 
