@@ -182,6 +182,13 @@ def test_a_host_read_in_an_optimizer_is_placed_at_the_line_that_steps_it() -> No
     assert {(found.kind, found.where.line) for found in findings} == {("host-read", step.__code__.co_firstlineno + 3)}
 
 
+@pytest.mark.parametrize(("args", "kind"), [((torch.ones(2), 2.0), "constant"), ((torch.ones(3), 1.0), "mismatch")])
+def test_a_refused_call_is_classified_by_its_error(args: Any, kind: str) -> None:
+    with sanitize() as findings:
+        capture(lambda x, scale: x * scale, (torch.ones(2), 1.0))(*args)
+    assert [found.kind for found in findings] == [kind]
+
+
 def test_an_argument_that_the_program_keeps_is_an_escape() -> None:
     history = []
 

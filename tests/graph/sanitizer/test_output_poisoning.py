@@ -95,3 +95,23 @@ def test_an_output_that_autograd_saved_is_reported_when_its_backward_fails() -> 
     with pytest.raises(RuntimeError, match="inplace"):
         program()
     assert [found.kind for found in seen[0]] == ["stale-output"]
+
+
+def test_a_backward_that_fails_for_another_reason_is_not_reported() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    seen = []
+
+    def program() -> None:
+        with sanitize() as findings:
+            seen.append(findings)
+            graph = capture(lambda x: x * 2, (torch.ones(2),))
+            kept = graph(torch.ones(2))
+            graph(torch.ones(2))
+            loss = (weight * weight).sum()
+            loss.backward()
+            loss.backward()
+            del kept
+
+    with pytest.raises(RuntimeError, match="second time"):
+        program()
+    assert not len(seen[0]), seen[0]
