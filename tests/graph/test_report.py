@@ -163,3 +163,14 @@ def test_reset_releases_memory(backend: str, device: torch.device) -> None:
     if backend == "tape":
         assert pool.report().pool_bytes < 64 * 256 * 4
         assert pool.report().graphs[0].bytes_owned == 0
+
+
+def test_dropped_captures_are_not_counted_as_memory(backend: str, device: torch.device) -> None:
+    pool = GraphPool()
+    graphed = capture(lambda x: x * 2, (torch.randn(3),), pool=pool, backend=backend, on_mismatch="recapture")
+    for size in range(4, 40):
+        graphed(torch.randn(size))
+    record = pool.report().graphs[0]
+    assert record.dropped == 37 - 16
+    if backend == "tape":  # an input and an output each; the pool of a GPU rounds up
+        assert record.bytes_owned == sum(2 * 4 * size for size in range(40 - 16, 40))
