@@ -141,7 +141,7 @@ def test_reuse_lets_passes_that_are_never_open_together_share_an_input(
     make_graphed_callables(
         layers(2), [(sample(),)] * 6, _order=INTERLEAVED, _reuse_graph_input_output_buffers=reuse, pool=pool
     )
-    inputs = [segment.statics.tensors[0] for graph in pool.graphs for segment in graph._segments]
+    inputs = [segment.statics.tensors[0] for graph in pool.graphs for segment in graph._variants]
     assert len({t.data_ptr() for t in inputs}) == buffers
 
 

@@ -1,4 +1,4 @@
-"""What only CUDA can show: memory of a pool, memory that graphs share, and compute-sanitizer's verdict."""
+"""CUDA only: the memory of a pool, the memory that graphs share, and a run under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_chain_needs_no_more_memory_than_pytorchs(hidden: int, mlp: int) -> No
 
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_gradients_survive_the_other_graphs_of_a_pool(accumulate: bool) -> None:
-    """Graphs reuse each other's memory; a gradient that waits for the optimizer is not part of that."""
+    """Graphs reuse each other's memory, but not that of a gradient the optimizer still needs."""
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.5)).cuda() for _ in range(4)]
     twins, pool = copy.deepcopy(blocks), GraphPool()
     sample = torch.randn(8, 16, device="cuda", requires_grad=True)
@@ -70,7 +70,7 @@ def test_gradients_of_a_captured_step_survive_another_capture_in_its_pool() -> N
 
 
 def test_dropout_in_a_checkpointed_region_is_refused() -> None:
-    """A CUDA capture ignores the RNG state that checkpointing sets, without a word."""
+    """A CUDA capture silently ignores the RNG state that checkpointing sets."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).cuda()
     sample = torch.randn(2, 4, device="cuda", requires_grad=True)
     with pytest.raises(CaptureError, match="RNG state"):
@@ -78,7 +78,7 @@ def test_dropout_in_a_checkpointed_region_is_refused() -> None:
 
 
 def test_a_whole_step_over_modules_that_were_graphed_before() -> None:
-    """The leaves that stood for the modules' parameters are no part of the program any more."""
+    """The leaves that stood in for the modules' parameters are no longer part of the program."""
     blocks, pool = [nn.Linear(8, 8).cuda() for _ in range(2)], GraphPool()
     make_graphed_callables(tuple(blocks), ((torch.randn(4, 8, device="cuda", requires_grad=True),),) * 2, pool=pool)
     model = nn.Sequential(*blocks)

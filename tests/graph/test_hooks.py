@@ -1,4 +1,4 @@
-"""Contracts 4 and 5: hooks run beside a graph, in order and with the same arguments; guards cannot be paused."""
+"""Hooks run around a graph, in order and with the same arguments."""
 
 from __future__ import annotations
 
@@ -11,58 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollgraph.graph import CaptureError, GraphHooks, GraphPool, HookError, StaleGraph, capture
+from rollgraph.graph import CaptureError, GraphHooks, GraphPool, HookError, capture
 from rollgraph.graph import make_graphed_callables as graph
-
-ALL = ("warmup", "capture", "replay")
-KINDS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
-
-
-class Log:
-    """Hooks that write down their calls, as `name:kind` and with the shape of their arguments."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.arguments: list[tuple[str, Any]] = []
-
-    def hooks(self, name: str, when: Any = ALL) -> GraphHooks:
-        def make(kind: str) -> Any:
-            def hook(*arguments: Any) -> None:
-                self.calls.append(f"{name}:{kind}")
-                self.arguments.append((kind, structure(arguments)))
-
-            return hook
-
-        return GraphHooks(**{kind: [make(kind)] for kind in KINDS}, when=when)
-
-    def take(self) -> list[str]:
-        calls, self.calls = self.calls, []
-        return calls
-
-
-def structure(tree: Any) -> Any:
-    """A description of arguments that must not differ between the three moments."""
-    if isinstance(tree, Tensor):
-        return ("tensor", tuple(tree.shape), tree.dtype, tree.requires_grad)
-    if isinstance(tree, (tuple, list)):
-        return (type(tree).__name__, *map(structure, tree))
-    if isinstance(tree, dict):
-        return {key: structure(value) for key, value in tree.items()}
-    return id(tree) if callable(tree) else tree
-
-
-def passes(name: str) -> list[str]:
-    return [f"{name}:{kind}" for kind in KINDS]
-
-
-def layers(n: int) -> list[nn.Linear]:
-    torch.manual_seed(0)
-    return [nn.Linear(4, 4) for _ in range(n)]
-
-
-def sample() -> Tensor:
-    return torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
-
+from tests.graph.hook_logs import ALL, KINDS, Log, layers, passes, sample
 
 # -- order and arguments ---------------------------------------------------------------------------
 
@@ -89,7 +40,7 @@ def test_order_for_several_callables(backend: str, device: torch.device) -> None
 
 
 def test_order_under_a_schedule(backend: str, device: torch.device) -> None:
-    """Scenario 3: 1F1B over two chunks and two microbatches."""
+    """The order is 1F1B over two chunks and two microbatches."""
     log, (a, b) = Log(), layers(2)
     order = [1, 1, 2, -2, -1, 2, -2, -1]
     warmed: list[tuple[str, Any]] = []
@@ -285,8 +236,8 @@ def test_paused_nests_and_survives_exceptions(backend: str, device: torch.device
     assert log.take() == ["a:pre_forward", "a:post_forward"], "each pass asks when it runs"
 
 
-def test_hooks_left_out_do_not_pause_each_other(backend: str, device: torch.device) -> None:
-    """Callables without hooks share nothing that a pause of one could reach."""
+def test_pausing_hooks_does_not_affect_callables_without_hooks(backend: str, device: torch.device) -> None:
+    """Callables without hooks share no state that a pause could change."""
     log, (a, b) = Log(), layers(2)
     graph((a, b), ((sample(),), (sample(),)), backend=backend, hooks=[log.hooks("a", ALL), None])
     log.take()
@@ -298,7 +249,7 @@ def test_hooks_left_out_do_not_pause_each_other(backend: str, device: torch.devi
 # -- what hooks may hold on to ---------------------------------------------------------------------
 
 
-def test_backward_hooks_pin_nothing(backend: str, device: torch.device) -> None:
+def test_backward_hooks_keep_no_tensor_alive(backend: str, device: torch.device) -> None:
     (layer,) = layers(1)
     hooks = GraphHooks(pre_backward=[lambda m: None], post_backward=[lambda m: None], when=ALL)
     graph(layer, (sample(),), backend=backend, hooks=hooks)
@@ -319,188 +270,3 @@ def test_raw_output_is_not_kept_after_capture(backend: str, device: torch.device
     graph(layer, (sample(),), backend=backend, hooks=hooks)
     gc.collect()
     assert [ref() is None for ref in seen] == [True] * 4
-
-
-# -- guards ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_guards_run_at_every_replay_and_nothing_pauses_them(backend: str, device: torch.device, whole: bool) -> None:
-    (layer,), asked, reason = layers(1), [], [None]
-    twin = copy.deepcopy(layer)
-    hooks = GraphHooks(pre_forward=[lambda *_: asked.append("hook")], when=("replay",))
-
-    def guard() -> str | None:
-        asked.append("guard")
-        return reason[0]
-
-    pool, x = GraphPool(), sample().detach()
-    take = capture if whole else graph
-    graphed = take(layer, (x,), backend=backend, hooks=hooks, guards=[guard], pool=pool)
-    assert asked == [], "not at capture"
-    graphed(x)
-    assert asked == ["guard", "hook"]
-    with hooks.paused():
-        graphed(x)
-    assert asked == ["guard", "hook", "guard"]
-    reason[0] = "weights of step 3, not gathered"
-    rng, replays = torch.get_rng_state(), pool.report().replays
-    for context in (hooks.paused, torch.enable_grad):
-        with context(), pytest.raises(StaleGraph, match="weights of step 3"):
-            graphed(x)
-    assert "hook" not in asked[3:], "a refused replay runs no hook"
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert pool.report().replays == replays
-    assert layer.weight.grad is None
-    assert pool.arena.open_intervals() == []
-    reason[0] = None
-    assert torch.equal(graphed(x), twin(x))
-
-
-def test_guards_of_several_callables_and_their_order(backend: str, device: torch.device) -> None:
-    pair, asked = tuple(layers(2)), []
-    guards = [lambda: asked.append(1), lambda: asked.append(2)]
-    graph(pair, ((sample(),), (sample(),)), backend=backend, guards=guards)
-    pair[1](pair[0](sample()))
-    assert asked == [1, 2, 1, 2]
-
-
-def test_guard_that_raises_changes_nothing(backend: str, device: torch.device) -> None:
-    (layer,) = layers(1)
-
-    def guard() -> str | None:
-        raise LookupError("no such version")
-
-    pool = GraphPool()
-    graph(layer, (sample(),), backend=backend, guards=[guard], pool=pool)
-    with pytest.raises(LookupError):
-        layer(sample())
-    assert pool.report().replays == 0
-
-
-@pytest.mark.parametrize("policy", ["eager", "recapture"])
-def test_a_guard_is_not_a_mismatch_to_act_on(backend: str, device: torch.device, policy: str) -> None:
-    """Running eagerly on stale weights is as wrong as replaying on them."""
-    (layer,) = layers(1)
-    graph(layer, (sample(),), backend=backend, guards=[lambda: "stale"], on_mismatch=policy)
-    with pytest.raises(StaleGraph, match="stale"):
-        layer(sample())
-
-
-# -- what hooks are for: fully sharded parameters --------------------------------------------------
-
-
-class Sharded:
-    """One module's parameters: a shard that is kept, and the full values only between hooks."""
-
-    def __init__(self, module: nn.Module, repoint: bool) -> None:
-        self.parameters = list(module.parameters())
-        self.shards = [p.detach().clone() for p in self.parameters]
-        self.full = [p.data for p in self.parameters]
-        self.repoint = repoint
-        self.gathers = 0
-        self.reshard()
-
-    def unshard(self, *_: Any) -> None:
-        self.gathers += 1
-        for parameter, full, shard in zip(self.parameters, self.full, self.shards, strict=True):
-            full.copy_(shard)
-            if self.repoint:
-                parameter.data = full
-
-    def reshard(self, *_: Any) -> None:
-        for parameter, full, shard in zip(self.parameters, self.full, self.shards, strict=True):
-            full.fill_(float("nan"))
-            if self.repoint:
-                parameter.data = shard
-
-    def hooks(self, when: Any = ALL) -> GraphHooks:
-        return GraphHooks([self.unshard], [self.reshard], [self.unshard], [self.reshard], when=when)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter, shard in zip(self.parameters, self.shards, strict=True):
-            shard.sub_(parameter.grad, alpha=0.1)
-            parameter.grad = None
-
-
-@pytest.mark.parametrize("repoint", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
-def test_fully_sharded_parameters(backend: str, device: torch.device, repoint: bool, count: int) -> None:
-    torch.manual_seed(2)
-    blocks = [nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(count)]
-    twins = copy.deepcopy(blocks)
-    optimizer = torch.optim.SGD([p for t in twins for p in t.parameters()], 0.1)
-    sharded = [Sharded(block, repoint) for block in blocks]
-    samples = tuple((sample(),) for _ in blocks)
-    graph(tuple(blocks), samples, backend=backend, hooks=[s.hooks() for s in sharded])
-    assert all(torch.isnan(f).all() for s in sharded for f in s.full), "the hooks had the last word in capture"
-    for step in range(4):
-        x, y = ((sample() * (step + 1)).detach().requires_grad_() for _ in range(2))
-        before = [s.gathers for s in sharded]
-        a, b = x, y
-        for block, twin in zip(blocks, twins, strict=True):
-            a, b = block(a), twin(b)
-        assert torch.equal(a, b)
-        a.square().sum().backward()
-        b.square().sum().backward()
-        assert torch.equal(x.grad, y.grad)
-        assert [s.gathers - n for s, n in zip(sharded, before, strict=True)] == [2] * count
-        for block, twin in zip(blocks, twins, strict=True):
-            for p, q in zip(block.parameters(), twin.parameters(), strict=True):
-                assert torch.equal(p.grad, q.grad)
-                assert repoint or torch.isnan(p).all(), "sharded again outside"
-        for s in sharded:
-            s.step()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("repoint", [False, True])
-def test_without_the_hooks_at_replay_the_poison_shows(backend: str, device: torch.device, repoint: bool) -> None:
-    """The test above can fail: nothing un-shards by itself."""
-    block = nn.Linear(4, 4)
-    sharded = Sharded(block, repoint)
-    graph(block, (sample(),), backend=backend, hooks=sharded.hooks(("warmup", "capture")))
-    if repoint:
-        with pytest.raises(StaleGraph, match="weight"):
-            block(sample())
-    else:
-        assert torch.isnan(block(sample())).all()
-
-
-def test_sharded_function(backend: str, device: torch.device) -> None:
-    """The same around a whole captured step."""
-    block = nn.Linear(4, 4)
-    twin = copy.deepcopy(block)
-    sharded = Sharded(block, repoint=False)
-    hooks = GraphHooks([sharded.unshard], [sharded.reshard], when=ALL)
-
-    def step(x: Tensor, m: nn.Module = block) -> Tensor:
-        loss = m(x).square().sum()
-        loss.backward()
-        return loss.detach()
-
-    graphed = capture(step, (sample().detach(),), backend=backend, hooks=hooks)
-    for i in range(3):
-        x = sample().detach() + i
-        assert torch.equal(graphed(x), step(x, twin))
-        assert torch.equal(block.weight.grad, twin.weight.grad)
-        assert torch.isnan(block.weight).all()
-
-
-def test_moments_by_kind() -> None:
-    calls: list[str] = []
-    hooks = GraphHooks(
-        pre_forward=[lambda *_: calls.append("before")],
-        post_backward=[lambda *_: calls.append("after")],
-        when={"pre_forward": ("warmup", "capture", "replay"), "post_backward": ("replay",)},
-    )
-    layer = nn.Linear(2, 2)
-    graph(layer, (torch.randn(1, 2, requires_grad=True),), 1, hooks=hooks)
-    assert calls == ["before", "before"]  # warm-up, capture
-    layer(torch.randn(1, 2)).sum().backward()
-    assert calls == ["before"] * 3 + ["after"]
-    for wrong in ({"forward": ("replay",)}, {"pre_forward": "replay"}, {"pre_forward": ("never",)}):
-        with pytest.raises(ValueError, match="when="):
-            GraphHooks(when=wrong)

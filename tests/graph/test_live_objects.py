@@ -1,4 +1,4 @@
-"""What is alive is found without a walk over every object for each capture, and nothing is missed."""
+"""Captures find every live object without searching all objects each time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @pytest.fixture
 def full_walks() -> Iterator[list[Any]]:
-    """Each look at every object of the process, as the interpreter's own audit reports it."""
+    """Every search over all objects of the process, as the interpreter's audit events report it."""
     if not hasattr(sys, "_rollgraph_audited"):
         sys.addaudithook(_audit)  # for good: an audit hook cannot be taken back
         sys._rollgraph_audited = True  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ def holds(things: list[Any], wanted: Any) -> bool:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="this collector has no generations")
-def test_many_captures_walk_over_every_object_once(full_walks: list[Any]) -> None:
+def test_many_captures_search_all_objects_once(full_walks: list[Any]) -> None:
     gc.unfreeze()  # with the objects of PyTorch alone, there are many
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_what_was_frozen_and_thawed_between_two_captures_is_found() -> None:
     assert holds(ProgramObjects().leaves, leaf)
 
 
-def test_callbacks_that_somebody_else_cleared_are_noticed() -> None:
+def test_callbacks_cleared_by_other_code_are_noticed() -> None:
     ProgramObjects()
     before = list(gc.callbacks)
     gc.callbacks.clear()

@@ -1,4 +1,4 @@
-"""Graphs off and on again, and contract 8: a graph is outside the module tree."""
+"""Switching graphs off and on, and that a graph is outside the module tree."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_a_captured_function_switches_too(backend: str, device: torch.device) ->
         assert (double.enabled, whole.enabled) == (True, False)
 
 
-def test_the_state_found_on_entry_comes_back(backend: str, device: torch.device) -> None:
-    """Scenario 15: also when it was entered disabled, also under an exception, also nested."""
+def test_disabled_restores_the_state_it_found(backend: str, device: torch.device) -> None:
+    """Even if the graphs were disabled before, under an exception, and nested."""
     model, pool = graphed(backend)
     pool.graphs[1].disable()
     with pytest.raises(ZeroDivisionError), pool.disabled(), pool.disabled(model.blocks[0]):
@@ -135,7 +135,7 @@ def test_the_state_found_on_entry_comes_back(backend: str, device: torch.device)
 
 
 def test_modules_come_and_go_while_graphs_are_off(backend: str, device: torch.device) -> None:
-    """Scenario 13: nothing is looked up through the tree as it is now."""
+    """Graphs are not looked up in the current module tree."""
     model, pool = graphed(backend)
     expected = gradients(Model())
     with pool.disabled(model):
@@ -156,7 +156,7 @@ def test_modules_come_and_go_while_graphs_are_off(backend: str, device: torch.de
 
 
 def test_backward_belongs_to_its_forward(backend: str, device: torch.device) -> None:
-    """Switched in between: a graphed forward gets its graphed backward, an eager one its eager one."""
+    """Switched in between, a graphed forward has a graphed backward, and an eager forward an eager one."""
     model, pool = graphed(backend)
     expected = gradients(Model())
     for first, then in ((pool.enable, pool.disable), (pool.disable, pool.enable)):
@@ -180,7 +180,7 @@ def test_training_mode_goes_both_ways(backend: str, device: torch.device) -> Non
     assert replays(pool) == [1]
 
 
-# -- contract 8: outside the tree ------------------------------------------------------------------
+# -- outside the module tree ------------------------------------------------------------------
 
 
 def test_the_tree_and_the_state_are_those_of_the_model(backend: str, device: torch.device) -> None:
@@ -253,7 +253,7 @@ def test_copies_of_copies_and_of_a_disabled_model(backend: str, device: torch.de
 
 
 def test_deepcopy_of_a_list_with_module_and_graph(backend: str, device: torch.device) -> None:
-    """The graph may be met before the module it belongs to."""
+    """The copy may reach the graph before the module that it belongs to."""
     model, _ = graphed(backend, 1)
     block = model.blocks[0]
     forward, twin = copy.deepcopy([block.forward, block])
@@ -311,7 +311,7 @@ def test_reset_of_a_captured_function(backend: str, device: torch.device) -> Non
 
 def test_graphing_twice_is_refused(backend: str, device: torch.device) -> None:
     model, _ = graphed(backend, 1)
-    with pytest.raises(CaptureError, match="graphed already"):
+    with pytest.raises(CaptureError, match="already graphed"):
         graph(model.blocks[0], (sample(),), backend=backend)
 
 

@@ -1,53 +1,18 @@
-"""Contract 3: who owns which memory, which intervals are open, and what a lent output may be used for."""
+"""Ownership of memory, open intervals, and how long an output is valid."""
 
 from __future__ import annotations
 
 import copy
 import gc
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
 from torch import Tensor, nn
 
 from rollgraph.graph import GraphPool, StaleGraph, capture, make_graphed_callables
 from rollgraph.graph.errors import MemoryInUse
-
-
-def block() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-
-def chain(count: int, backend: str, pool: GraphPool | None = None) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Graphed blocks that share a pool, and their eager twins."""
-    blocks = [block() for _ in range(count)]
-    twins = copy.deepcopy(blocks)
-    samples = tuple((torch.randn(3, 4, requires_grad=True),) for _ in blocks)
-    make_graphed_callables(tuple(blocks), samples, pool=pool, backend=backend)
-    return blocks, twins
-
-
-def leaf() -> Tensor:
-    return torch.randn(3, 4, requires_grad=True)
-
-
-def equal_gradients(blocks: list[nn.Module], twins: list[nn.Module]) -> bool:
-    def parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
-        return [p for module in modules for p in module.parameters()]
-
-    pairs = [(p.grad, q.grad) for p, q in zip(parameters(blocks), parameters(twins), strict=True)]
-    return all((g is None and h is None) or (g is not None and h is not None and torch.equal(g, h)) for g, h in pairs)
-
+from tests.graph.chains import block, chain, equal_gradients, leaf
 
 # -- open intervals --------------------------------------------------------------------------------
 
@@ -94,7 +59,7 @@ def test_a_dropped_output_closes_the_interval(backend: str, device: torch.device
     pool = GraphPool()
     (graphed,), (twin,) = chain(1, backend, pool)
     for _ in range(3):
-        graphed(leaf())  # nobody keeps it
+        graphed(leaf())  # not kept
         assert pool.arena.open_intervals() == []
     out = graphed(leaf())
     doubled = out * 2  # keeps the node alive
@@ -234,7 +199,7 @@ def test_reset_of_a_pool_frees_it_for_new_captures(backend: str, device: torch.d
     assert torch.equal(again(x), twin_again(x))  # although `out` of a graph that is gone is still around
 
 
-# -- lent outputs ----------------------------------------------------------------------------------
+# -- static outputs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["callable", "capture"])
@@ -335,7 +300,7 @@ def test_accumulation_is_exact(backend: str, device: torch.device) -> None:
 def test_a_parameter_shared_by_two_graphs_gets_both_gradients(
     backend: str, device: torch.device, existing: bool
 ) -> None:
-    """`x + shift` hands its incoming gradient through: memory that the next backward graph fills anew."""
+    """`x + shift` returns its incoming gradient, in memory that the next backward graph overwrites."""
     shift = nn.Parameter(torch.zeros(4))
     functions = (lambda x: x * 2 + shift, lambda x: x * 3 + shift)
     graphed = make_graphed_callables(functions, ((torch.randn(4, requires_grad=True),),) * 2, backend=backend)
@@ -379,7 +344,7 @@ def test_samples_and_inputs_are_never_written_to(backend: str, device: torch.dev
 
 
 def squeeze_memory(device: torch.device) -> None:
-    """Free what is free, then write NaN over as much of it as a new allocation can get."""
+    """Free unused memory, then fill as much of it with NaN as a new allocation can get."""
     gc.collect()
     limit = 1 << 28
     if device.type == "cuda":
@@ -398,8 +363,8 @@ def test_results_survive_memory_pressure(backend: str, device: torch.device) -> 
     blocks, twins = chain(3, backend, pool)
     hidden = {"shift": torch.randn(4)}
     shift = hidden["shift"].clone()
-    borrowed = capture(lambda x: (x + hidden["shift"]).exp().sum(0), (torch.randn(3, 4),), pool=pool, backend=backend)
-    hidden.clear()  # the user forgets it: the graph borrowed it
+    shifted = capture(lambda x: (x + hidden["shift"]).exp().sum(0), (torch.randn(3, 4),), pool=pool, backend=backend)
+    hidden.clear()  # the user drops it, but the graph still refers to it
     for _ in range(2):
         x = torch.randn(3, 4)
         for modules in (blocks, twins):
@@ -410,7 +375,7 @@ def test_results_survive_memory_pressure(backend: str, device: torch.device) -> 
             del out
         assert equal_gradients(blocks, twins)
         squeeze_memory(device)
-        result = borrowed(x)
+        result = shifted(x)
         squeeze_memory(device)
         assert torch.equal(result, (x + shift).exp().sum(0))
 
@@ -427,165 +392,3 @@ def test_a_graph_outlives_everything_the_user_deletes(backend: str, device: torc
     assert torch.equal(graphed(x), expected)
     squeeze_memory(device)
     assert torch.equal(step(x), expected)
-
-
-# -- any program over one pool ---------------------------------------------------------------------
-
-
-ACTIONS = [*["forward"] * 5, *["backward"] * 4, "drop", "switch", "zero", "eager"]
-
-
-@dataclass(eq=False)
-class Pending:
-    """A forward whose backward is still to come, graphed and eager."""
-
-    graphs: list[int]  # the graphs whose intervals it keeps open, in order
-    out: Tensor
-    twin: Tensor
-    leaf: Tensor
-    twin_leaf: Tensor
-
-
-class Programs(RuleBasedStateMachine):
-    """Any order of forward, backward, drop, disable and enable. Exactly what the contract allows is accepted and
-    equals eager, bit for bit; whatever is refused changed nothing and can be done later."""
-
-    backend: str
-    pool: GraphPool | None = None
-    blocks: list[nn.Module]
-    twins: list[nn.Module]
-
-    @initialize()
-    def start(self) -> None:
-        self.pending: list[Pending] = []
-        shared = type(self)
-        if shared.pool is None or shared.pool.arena.open_intervals():  # the traceback of a failure keeps outputs
-            shared.pool = GraphPool()
-            shared.blocks, shared.twins = chain(3, self.backend, shared.pool)
-        self.switch(True)
-        self.zero_grad(set_to_none=True)
-
-    def teardown(self) -> None:
-        self.pending.clear()
-
-    def _open(self, besides: Pending | None = None) -> list[int]:
-        return [i for p in self.pending if p is not besides for i in p.graphs]
-
-    def _intervals(self) -> list[str]:
-        return sorted(self.pool.arena.open_intervals())
-
-    def _state(self) -> list[Tensor]:
-        parameters = [p for b in self.blocks for p in b.parameters()]
-        gradients = [torch.empty(0) if p.grad is None else p.grad.clone() for p in parameters]
-        return [*gradients, *(p.out.detach().clone() for p in self.pending), torch.get_rng_state()]
-
-    @rule(action=st.sampled_from(ACTIONS), i=st.integers(0, 2), flag=st.booleans(), place=st.integers(0, 11))
-    def act(self, action: str, i: int, flag: bool, place: int) -> None:
-        """One rule, weighted: hypothesis leaves whole rules out of a run, and then little would happen."""
-        if action in ("backward", "drop") and not self.pending:
-            action = "forward"
-        if action == "forward":
-            self.forward(i, through=flag)
-        elif action == "backward":
-            self.backward(self.pending[place % len(self.pending)])
-        elif action == "drop":
-            del self.pending[place % len(self.pending)]
-        elif action == "switch":
-            self.switch(flag)
-        elif action == "zero":
-            self.zero_grad(set_to_none=flag)
-        else:
-            self.eager()
-
-    def forward(self, i: int, through: bool) -> None:
-        x = torch.randn(3, 4)
-        last = self.pending[-1] if through and self.pending else None
-        leaves = (last.leaf, last.twin_leaf) if last else (x.clone().requires_grad_(), x.clone().requires_grad_())
-        before, intervals = self._state(), self._intervals()
-        allowed = not self.on or all(j < i for j in self._open())
-        try:
-            out = self.blocks[i](last.out if last else leaves[0])
-        except MemoryInUse:
-            assert not allowed
-            assert all(map(torch.equal, before, self._state()))
-            assert self._intervals() == intervals
-            return
-        assert allowed
-        twin = self.twins[i](last.twin if last else leaves[1])
-        assert torch.equal(out, twin)
-        if last:
-            self.pending.remove(last)
-        self.pending.append(Pending([*(last.graphs if last else []), *([i] if self.on else [])], out, twin, *leaves))
-
-    def backward(self, one: Pending) -> None:
-        before, intervals = self._state(), self._intervals()
-        allowed = all(j < i for i in one.graphs for j in self._open(besides=one))
-        try:
-            one.out.square().sum().backward()
-        except MemoryInUse:
-            assert not allowed
-            assert all(map(torch.equal, before, self._state()))
-            assert self._intervals() == intervals
-            return
-        assert allowed
-        one.twin.square().sum().backward()
-        self.pending.remove(one)
-        assert equal_gradients(self.blocks, self.twins)
-        assert torch.equal(one.leaf.grad, one.twin_leaf.grad)
-
-    def switch(self, on: bool) -> None:
-        self.on = on
-        (self.pool.enable if on else self.pool.disable)()
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        for module in (*self.blocks, *self.twins):
-            module.zero_grad(set_to_none=set_to_none)
-
-    def eager(self) -> None:
-        with self.pool.disabled():
-            x = torch.randn(5, 4)
-            for modules in (self.blocks, self.twins):
-                nn.Sequential(*modules)(x).sum().backward()
-        assert equal_gradients(self.blocks, self.twins)
-
-    @invariant()
-    def the_pool_knows_what_is_open(self) -> None:
-        assert len(self._intervals()) == len(self._open())
-
-
-def test_any_program_over_one_pool(backend: str, device: torch.device) -> None:
-    class Machine(Programs):
-        pass
-
-    Machine.backend = backend
-    examples = 60 if backend != "cuda" else 12  # a capture is slow there, and the rules do not know the backend
-    run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
-
-
-def test_large_gradients_leave_as_they_are_made(backend: str, device: torch.device) -> None:
-    """Those above a MiB are moved inside the backward itself: one used twice, one of an input, a small one."""
-    model = nn.ModuleDict({"shared": nn.Linear(600, 600), "last": nn.Linear(600, 8)})
-
-    def forward(x: Tensor) -> Tensor:
-        return model["last"](model["shared"](model["shared"](x).tanh()))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return forward(x)
-
-    module = Model()
-    x = torch.randn(600, 600, requires_grad=True)
-    forward(x).square().sum().backward()
-    leaves = [x, *model.parameters()]
-    expected = [leaf.grad for leaf in leaves]
-    make_graphed_callables(module, (x.detach().clone().requires_grad_(),), backend=backend)
-    for _ in range(2):
-        for leaf in leaves:
-            leaf.grad = None
-        module(x).square().sum().backward()
-        assert all(torch.equal(leaf.grad, e) for leaf, e in zip(leaves, expected, strict=True))
-        assert not any(leaf._backward_hooks for leaf in leaves)

@@ -86,7 +86,7 @@ def test_eager_backend_says_so(device: torch.device) -> None:
 
 
 def test_eager_backend_keeps_no_autograd_graph(device: torch.device) -> None:
-    """It would tie the parameters to the stream of that call, and no CUDA capture could follow."""
+    """It would tie the parameters to the stream of that call, and a later CUDA capture would fail."""
     layer, losses = nn.Linear(4, 4), []
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def test_hooks_on_sub_modules_are_noted(backend: str, device: torch.device) -> N
     assert "hooks on 1 sub-modules ran at capture and do not run at replay" in str(pool.report())
 
 
-def test_memory_is_given_back_by_reset(backend: str, device: torch.device) -> None:
+def test_reset_releases_memory(backend: str, device: torch.device) -> None:
     pool = GraphPool()
     layer = graph(nn.Linear(256, 256), (torch.zeros(64, 256, requires_grad=True),), pool=pool, backend=backend)
     assert pool.report().pool_bytes > 64 * 256 * 4 * 2
@@ -163,3 +163,14 @@ def test_memory_is_given_back_by_reset(backend: str, device: torch.device) -> No
     if backend == "tape":
         assert pool.report().pool_bytes < 64 * 256 * 4
         assert pool.report().graphs[0].bytes_owned == 0
+
+
+def test_dropped_captures_are_not_counted_as_memory(backend: str, device: torch.device) -> None:
+    pool = GraphPool()
+    graphed = capture(lambda x: x * 2, (torch.randn(3),), pool=pool, backend=backend, on_mismatch="recapture")
+    for size in range(4, 40):
+        graphed(torch.randn(size))
+    record = pool.report().graphs[0]
+    assert record.dropped == 37 - 16
+    if backend == "tape":  # an input and an output each; the pool of a GPU rounds up
+        assert record.bytes_owned == sum(2 * 4 * size for size in range(40 - 16, 40))

@@ -1,9 +1,8 @@
-"""The tape has the semantics of a CUDA graph: static addresses, no Python at replay, no host reads."""
+"""The tape has the semantics of a CUDA graph: static addresses, and no Python at replay."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,198 +15,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from rollgraph.graph import CaptureError, GraphPool, HostReadError, capture
+from rollgraph.graph import CaptureError, GraphPool, capture
 from rollgraph.graph import make_graphed_callables as graph
-
-
-def example() -> Tensor:
-    return torch.linspace(-2, 2, 16).view(4, 4).cos() - 0.1
-
-
-def other() -> Tensor:
-    return torch.linspace(3, -1, 16).view(4, 4).sin() * 2
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Equal bit for bit, with the same structure, dtypes, shapes and strides."""
-    (left, left_tree), (right, right_tree) = pytree.tree_flatten(a), pytree.tree_flatten(b)
-    if left_tree != right_tree:
-        return False
-    for x, y in zip(left, right, strict=True):
-        if not isinstance(x, Tensor):
-            if type(x) is not type(y) or x != y:
-                return False
-        elif (x.dtype, x.shape, x.stride()) != (y.dtype, y.shape, y.stride()) or not torch.equal(x, y):
-            return False
-    return True
-
-
-def line_of(marker: str) -> str:
-    lines = inspect.getsource(sys.modules[__name__]).split("\n")
-    (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# here: {marker}")]
-    return f"{__file__}:{number}"
-
-
-# -- host reads ------------------------------------------------------------------------------------
-
-
-def _assign_by_mask(x: Tensor) -> Tensor:
-    x = x.clone()
-    x[x > 0] = torch.arange(16.0)[: x.shape[0] * 4][:8].repeat(2)[:MASKED]
-    return x
-
-
-MASKED = int((example() > 0).sum())
-
-READS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
-    "item": ("item", lambda x: x.sum().item()),
-    "float": ("__float__", lambda x: float(x.sum())),
-    "int": ("__int__", lambda x: int(x.sum())),
-    "complex": ("__complex__", lambda x: complex(x.sum())),
-    "bool": ("__bool__", lambda x: bool(x.sum() > 0)),
-    "if": ("__bool__", lambda x: x if x.sum() > 0 else -x),
-    "and": ("__bool__", lambda x: x.sum() and x),
-    "max": ("__bool__", lambda x: max(x[0, 0], x[0, 1])),
-    "tolist": ("tolist", lambda x: x.tolist()),
-    "detached tolist": ("tolist", lambda x: x.data.tolist()),
-    "numpy": ("numpy", lambda x: x.detach().cpu().numpy().sum()),
-    "asarray": ("__array__", lambda x: np.asarray(x.detach().cpu())),
-    "np.array": ("__array__", lambda x: np.array([x.sum().cpu()])),
-    "str": ("__repr__", lambda x: str(x)),
-    "repr": ("__repr__", lambda x: repr(x)),
-    "f-string": ("__format__", lambda x: f"{x.sum():.3f}"),
-    "percent": ("__float__", lambda x: "%f" % x.sum()),  # noqa: UP031
-    "nonzero": ("nonzero", lambda x: x.nonzero()),
-    "argwhere": ("nonzero", lambda x: torch.argwhere(x)),
-    "where": ("nonzero", lambda x: torch.where(x > 0)),
-    "masked_select": ("masked_select", lambda x: x.masked_select(x > 0)),
-    "mask": ("index", lambda x: x[x > 0]),
-    "assign by mask": ("index_put", _assign_by_mask),
-    "accumulate by mask": ("index_put", lambda x: x.clone().index_put_((x > 0,), torch.ones(()), accumulate=True)),
-    "unique": ("unique", lambda x: torch.unique(x)),
-    "unique_consecutive": ("unique_consecutive", lambda x: torch.unique_consecutive(x)),
-    "bincount": ("bincount", lambda x: torch.bincount(x.abs().long().flatten())),
-    "equal": ("equal", lambda x: torch.equal(x, x * 1)),
-    "allclose": ("allclose", lambda x: torch.allclose(x, x * 1)),
-    "is_nonzero": ("scalar", lambda x: torch.is_nonzero(x.sum())),
-    "in": ("__contains__", lambda x: 1.0 in x),
-    "repeat_interleave": ("repeat_interleave", lambda x: x.repeat_interleave(torch.arange(4), 0)),
-    "range": ("__index__", lambda x: [0 for _ in range(x.sum().long())]),
-    "list index": ("__index__", lambda x: [1, 2][(x.sum() * 0).long()]),
-    "slice": ("scalar", lambda x: x[: x.sum().abs().long()]),
-    "full": ("scalar", lambda x: torch.full((2,), x.sum())),
-    "arange": ("scalar", lambda x: torch.arange(x.sum().abs() + 1)),
-    "alpha": ("scalar", lambda x: x.add(x, alpha=x.sum())),
-    "one_hot": ("scalar", lambda x: F.one_hot(x.abs().long())),
-    "to cpu and item": ("item", lambda x: x.cpu().mean().item()),
-    "tensor of tensors": ("tensor", lambda x: torch.tensor([x.sum(), x.mean()])),
-    "as_tensor of tensors": ("as_tensor", lambda x: torch.as_tensor([x.sum()])),
-    "new_tensor of tensors": ("new_tensor", lambda x: x.new_tensor([x.sum(), 1.0])),
-    "tensor_split": ("tensor_split", lambda x: torch.tensor_split(x, x.sum(0).abs().long().clamp(1, 3).cpu())),
-    "from_dlpack": ("dlpack", lambda x: torch.from_numpy(np.from_dlpack(x.detach().cpu()) * 2)),
-    "apply_": ("apply_", lambda x: x.detach().cpu().clone().apply_(lambda v: v * 2)),
-    "map_": ("map_", lambda x: x.detach().cpu().clone().map_(x.detach().cpu(), lambda a, b: a + b)),
-    "map2_": ("map2_", lambda x: (lambda y: y.clone().map2_(y, y, lambda a, b, c: a + b + c))(x.detach().cpu())),
-    "pack_padded": (
-        "pack_padded",
-        lambda x: nn.utils.rnn.pack_padded_sequence(x[None], x.sum(0).long().clamp(1, 3)[:1].cpu(), True).data,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", READS)
-def test_host_reads_are_refused_with_their_place(backend: str, device: torch.device, name: str) -> None:
-    operation, read = READS[name]
-
-    class Reader(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return read(x)
-
-    model = nn.Sequential(nn.Identity(), nn.Sequential(Reader()))
-    with pytest.raises(HostReadError) as caught:
-        capture(model, (example(),), backend=backend)
-    message = str(caught.value)
-    copied = backend == "cuda" and "_to_copy" in message  # there the copy to the CPU is refused already
-    assert copied or operation in message
-    assert "Sequential.1.0" in message
-    assert f"{__file__}:{read.__code__.co_firstlineno + (2 if read is _assign_by_mask else 0)}" in message or (
-        name in ("pack_padded",) and __file__ in message
-    )
-
-
-def test_print_is_refused(backend: str, device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
-    def step(x: Tensor) -> Tensor:
-        print(x)  # here: print
-        return x
-
-    with pytest.raises(HostReadError, match="__repr__") as caught:
-        capture(step, (example(),), backend=backend)
-    assert line_of("print") in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["apply_", "map_", "map2_"])
-def test_a_refused_host_write_changes_nothing(name: str) -> None:
-    """Warm-up ran it for real, and the dispatcher saw nothing of it."""
-    outside = torch.ones(4)
-    others = (outside.clone(),) * {"apply_": 0, "map_": 1, "map2_": 2}[name]
-
-    def step(x: Tensor) -> Tensor:
-        return x + getattr(outside, name)(*others, lambda value, *_: value + 1)  # here: write
-
-    with pytest.raises(HostReadError, match=name) as caught:
-        capture(step, (torch.ones(4),), backend="tape")
-    assert line_of("write") in str(caught.value)
-    assert torch.equal(outside, torch.ones(4))
-    assert name not in vars(Tensor)
-
-
-BACKWARD_READS = {
-    name: READS[name] for name in ("item", "bool", "tolist", "numpy", "asarray", "repr", "f-string", "map_")
-}
-
-
-@pytest.mark.parametrize("name", BACKWARD_READS)
-@pytest.mark.parametrize("way", ["function", "callable", "hook"])
-def test_host_reads_in_backward_are_refused(backend: str, device: torch.device, name: str, way: str) -> None:
-    read, layer = BACKWARD_READS[name][1], nn.Linear(4, 4)
-
-    class Reader(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            read(gradient)
-            return gradient * 2
-
-    def step(x: Tensor) -> None:
-        y = layer(x)
-        if way == "hook":
-            y.register_hook(lambda gradient: (read(gradient), None)[1])
-        else:
-            y = Reader.apply(y)
-        y.sum().backward()
-
-    target, take = (lambda x: Reader.apply(layer(x)), graph) if way == "callable" else (step, capture)
-    with pytest.raises(HostReadError):  # on CUDA at the copy to the CPU, where there is one
-        take(target, (example(),), backend=backend)
-
-
-def test_adam_without_fused_gets_a_hint(backend: str, device: torch.device) -> None:
-    layer = nn.Linear(4, 4)
-    optimizer = torch.optim.Adam(layer.parameters(), fused=False, foreach=False)
-
-    def step(x: Tensor) -> None:
-        layer(x).sum().backward()
-        optimizer.step()  # here: adam
-
-    with pytest.raises(CaptureError, match="fused=True" if backend == "tape" else ".") as caught:
-        capture(step, (example(),), backend=backend)
-    if backend == "tape":
-        assert isinstance(caught.value, HostReadError)
-        assert line_of("adam") in str(caught.value)
-
+from tests.graph.comparisons import equal, example, other
 
 # -- what can be recorded --------------------------------------------------------------------------
 
@@ -314,7 +124,7 @@ def test_replay_equals_eager(backend: str, device: torch.device, name: str) -> N
 
 
 def test_zeros_without_memory_get_some() -> None:
-    """Derivatives of autograd make them. A replay has nowhere to write their value to."""
+    """Autograd's derivatives make such zeros, and a replay would have no memory to write them to."""
 
     def function(x: Tensor) -> Any:
         zeros = torch._efficientzerotensor(4, 4)
@@ -395,7 +205,7 @@ def test_addresses_are_static_and_python_is_not_replayed(backend: str, device: t
 
 
 def test_flag_written_in_place_is_seen(backend: str, device: torch.device) -> None:
-    """Scenario 8."""
+    """A replay reads the flag from memory, so it sees the new value."""
     flag, rate = torch.zeros((), dtype=torch.bool), torch.tensor(1.0)
     graphed = capture(lambda x: torch.where(flag, x * rate, -x), (example(),), backend=backend)
     x = example()
@@ -405,7 +215,7 @@ def test_flag_written_in_place_is_seen(backend: str, device: torch.device) -> No
         assert torch.equal(graphed(x), x * value if on else -x)
 
 
-def test_lent_outputs_are_written_over_and_copies_are_not(backend: str, device: torch.device) -> None:
+def test_the_next_replay_overwrites_outputs_but_not_copies(backend: str, device: torch.device) -> None:
     graphed = capture(lambda x: x * 2, (example(),), backend=backend)
     first = graphed(example())
     kept = first.clone()
@@ -465,134 +275,6 @@ def test_unused_results_are_not_computed() -> None:
     assert "mm" not in graphed._variants[0].recording.program.source
 
 
-# -- randomness ------------------------------------------------------------------------------------
-
-DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "dropout": lambda x: F.dropout(x, 0.5),
-    "rand": lambda x: torch.rand(4, 4) + x,
-    "randn_like": lambda x: torch.randn_like(x),
-    "randint": lambda x: torch.randint(0, 9, (4,)),
-    "randperm": lambda x: torch.randperm(8),
-    "normal": lambda x: torch.normal(x, 1.0),
-    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
-    "multinomial": lambda x: torch.multinomial(x.abs() + 0.1, 2),
-    "exponential_": lambda x: x.clone().exponential_(),
-    "gumbel": lambda x: F.gumbel_softmax(x),
-    "rrelu": lambda x: F.rrelu(x, training=True),
-    "attention": lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], dropout_p=0.5),
-    "unused draw": lambda x: (torch.rand(3), x + torch.rand(4))[1],
-    "init": lambda x: nn.init.kaiming_uniform_(torch.empty(4, 4)),
-    "fork": lambda x: _fork(x),
-    "checkpoint": lambda x: checkpoint(F.dropout, x, use_reentrant=False) + torch.rand(4),
-}
-
-
-def _fork(x: Tensor) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        first = torch.rand(4)
-    return x * first + torch.rand(4)
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_same_seed_same_draws_fresh_each_time(backend: str, device: torch.device, name: str) -> None:
-    if backend == "cuda" and name in ("randperm", "fork", "multinomial"):
-        pytest.skip("CUDA: reads on the host, or forks the CPU's generator only")
-    function, x = DRAWS[name], example()
-    with torch.no_grad():
-        graphed = capture(function, (x,), backend=backend)
-        seen = []
-        for seed in (0, 1, 0):
-            torch.manual_seed(seed)
-            mine = [graphed(x).clone() for _ in range(3)] + [torch.rand(2)]
-            torch.manual_seed(seed)
-            assert all(map(torch.equal, mine, [function(x) for _ in range(3)] + [torch.rand(2)]))
-            seen.append(mine)
-        assert not torch.equal(seen[0][0], seen[0][1]), "a replay draws fresh numbers"
-        assert torch.equal(seen[0][0], seen[2][0])
-        assert not torch.equal(seen[0][0], seen[1][0])
-
-
-def test_two_graphs_and_eager_code_share_a_stream(backend: str, device: torch.device) -> None:
-    """Scenario 9."""
-    x = example()
-    first, second = (lambda x: F.dropout(x, 0.5) + 1), (lambda x: torch.rand(4, 4) * F.dropout(x, 0.3))
-    pool = GraphPool()
-    a, b = capture(first, (x,), backend=backend, pool=pool), capture(second, (x,), backend=backend, pool=pool)
-    torch.manual_seed(4)
-    state = None
-    mine = []
-    for i in range(3):
-        mine += [a(x).clone(), torch.rand(3), b(x).clone(), b(x).clone(), torch.randn(2), a(x).clone()]
-        if i == 0:
-            state = torch.cuda.get_rng_state() if x.is_cuda else torch.get_rng_state()
-    torch.manual_seed(4)
-    ours = []
-    for _ in range(3):
-        ours += [first(x), torch.rand(3), second(x), second(x), torch.randn(2), first(x)]
-    assert all(map(torch.equal, mine, ours))
-    (torch.cuda.set_rng_state if x.is_cuda else torch.set_rng_state)(state)  # a checkpoint was resumed
-    assert torch.equal(a(x), mine[6])
-
-
-def test_generator_of_ones_own(backend: str, device: torch.device) -> None:
-    generator = torch.Generator(device).manual_seed(3)
-    before = generator.get_state()
-    graphed = capture(lambda: torch.rand(4, generator=generator), (), backend=backend)
-    assert torch.equal(generator.get_state(), before)
-    mine = [graphed().clone(), graphed().clone(), torch.rand(2, generator=generator)]
-    generator.manual_seed(3)
-    ours = [torch.rand(4, generator=generator), torch.rand(4, generator=generator), torch.rand(2, generator=generator)]
-    assert all(map(torch.equal, mine, ours))
-
-
-def _seed_first(x: Tensor, _: torch.Generator) -> Tensor:
-    torch.manual_seed(3)
-    return x + torch.rand(4)
-
-
-def _seed_last(x: Tensor, _: torch.Generator) -> Tensor:
-    x = x + torch.rand(4)
-    torch.manual_seed(3)
-    return x
-
-
-def _seed_in_a_fork(x: Tensor, _: torch.Generator) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        x = x + torch.rand(4)
-    return x
-
-
-def _set_state(x: Tensor, generator: torch.Generator) -> Tensor:
-    torch.set_rng_state(_STATE)
-    return x + torch.rand(4)
-
-
-def _seed_generator(x: Tensor, generator: torch.Generator) -> Tensor:
-    generator.manual_seed(3)
-    return x + torch.rand(4, generator=generator)
-
-
-def _local_generator(x: Tensor, _: torch.Generator) -> Tensor:
-    return x + torch.rand(4, generator=torch.Generator().manual_seed(3))
-
-
-_STATE = torch.get_rng_state()
-
-
-@pytest.mark.parametrize(
-    "function", [_seed_first, _seed_last, _seed_in_a_fork, _set_state, _seed_generator, _local_generator]
-)
-def test_seeding_inside_is_refused_or_right(function: Callable[[Tensor, torch.Generator], Tensor]) -> None:
-    generator, x = torch.Generator(), example()
-    try:
-        graphed = capture(function, (x, generator), backend="tape")
-    except CaptureError:
-        return
-    for _ in range(3):
-        assert torch.equal(graphed(x, generator), function(x, generator))
-
-
 # -- with autograd ---------------------------------------------------------------------------------
 
 
@@ -625,102 +307,3 @@ def test_differentiable_outputs_of_every_kind(backend: str, device: torch.device
         for p, q in zip(layer.parameters(), twin.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
             assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-6)
-
-
-# -- conjugate and negative views ------------------------------------------------------------------
-
-
-def _write_through_conjugate(z: Tensor) -> Any:
-    z = z.clone()
-    z.conj().mul_(2 + 1j)
-    z.conj().imag.add_(1)  # a negative view
-    return z, z.conj()
-
-
-def _reshaped_conjugate(z: Tensor) -> Any:
-    view = (z * 2).conj()
-    view.t_()
-    return view, view * 1
-
-
-def _replaced_data(z: Tensor) -> Any:
-    made, view = z * 2, (z * 3).conj()
-    made.data = view
-    return made * 1j, view
-
-
-BITS: dict[str, Callable[[Tensor], Any]] = {
-    "kept and used": lambda z: (lambda w: (w, (w * w.conj()).real))(torch.fft.fft(z)),
-    "conjugate returned": lambda z: (z * 2).conj(),
-    "both returned": lambda z: (lambda w: (w, w.conj(), w.conj().imag, w.real))(z * 2),
-    "negative returned": lambda z: (z * 2).conj().imag,
-    "negative view": lambda z: (lambda w: (w, torch._neg_view(w), torch._neg_view(w.conj()) * 1))(z * 2),
-    "conjugate of a view": lambda z: (lambda w: (w, w[1:].t().conj(), w.conj()[:, ::2] + 1))(z * 2),
-    "conjugate twice": lambda z: (lambda w: (w, w.conj().conj() * 1, w.conj().t().conj()))(z * 2),
-    "adjoint": lambda z: (lambda w: (w, w.mH, w.mH @ w))(z * 2),
-    "of the input": lambda z: (z.conj(), z.mH @ z, z.conj().imag),
-    "of a constant": lambda z: (z.conj() @ torch.full((4, 4), 1 + 2j, dtype=z.dtype).conj(), z),
-    "cat and stack": lambda z: (lambda w: (w, torch.cat([w, w.conj()]), torch.stack([w.conj().imag, w.imag])))(z * 2),
-    "resolved": lambda z: (lambda w: (w, w.conj().resolve_conj(), w.conj().imag.resolve_neg()))(z * 2),
-    "sorted": lambda z: (lambda w: (w, w.conj().imag.sort().values))(z * 2),
-    "written": _write_through_conjugate,
-    "t_": _reshaped_conjugate,
-    "data": _replaced_data,
-}  # fmt: skip
-
-
-def _complex(make: Callable[[], Tensor]) -> Tensor:
-    return torch.complex(make().double(), make().double().t() * 3)
-
-
-@pytest.mark.parametrize("name", BITS)
-def test_conjugate_and_negative_views_are_replayed(backend: str, device: torch.device, name: str) -> None:
-    function = BITS[name]
-    with torch.no_grad():
-        graphed = capture(function, (_complex(example),), backend=backend)
-        for make in (other, example, other):
-            assert equal(graphed(_complex(make)), function(_complex(make)))
-            assert equal(graphed(_complex(make).conj()), function(_complex(make).conj())), "the input is a view itself"
-
-
-@pytest.mark.parametrize("name", [name for name in BITS if name not in ("written", "data")])
-def test_gradients_pass_conjugate_and_negative_views(backend: str, device: torch.device, name: str) -> None:
-    """The backward saves such views, gets gradients that are, and makes them."""
-    weight = nn.Parameter(_complex(example).exp())
-    twin = copy.deepcopy(weight)
-
-    def loss_of(tree: Any) -> Tensor:
-        leaves = [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.requires_grad]
-        return sum((t * t.conj()).real.sum() + (t * 1j).real.sum() for t in leaves)
-
-    def function(z: Tensor) -> Any:
-        return BITS[name](z * weight * weight.conj().sin())
-
-    graphed = graph(function, (_complex(example).requires_grad_(),), backend=backend)
-    for make in (other, example):
-        mine, theirs = _complex(make).requires_grad_(), _complex(make).requires_grad_()
-        got, expected = graphed(mine), BITS[name](theirs * twin * twin.conj().sin())
-        assert equal(got, expected)
-        loss_of(got).backward()
-        loss_of(expected).backward()
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(weight.grad, twin.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_a_step_with_conjugate_views_inside(backend: str, device: torch.device) -> None:
-    """Forward and backward in one recording: what autograd saved is unpacked as another tensor object."""
-    weight, outside = nn.Parameter(_complex(example).exp()), _complex(other)
-    twin, view = copy.deepcopy(weight), outside.conj()
-
-    def step(weight: Tensor, z: Tensor) -> Any:
-        product = (z @ weight).conj()
-        shifted = product.imag * view.imag + (product.mH @ view).real
-        loss = (shifted.square() + (product * product.conj()).real).sum()
-        loss.backward()
-        return loss, product.detach(), shifted.detach()
-
-    graphed = capture(lambda z: step(weight, z), (_complex(example),), backend=backend)
-    for make in (other, example):
-        assert equal(graphed(_complex(make)), step(twin, _complex(make)))
-        torch.testing.assert_close(weight.grad, twin.grad, rtol=1e-12, atol=1e-12)
-        outside.mul_(1 + 0.5j)  # read through its view

@@ -1,4 +1,4 @@
-"""`rollgraph check`: what a graph of a function would get wrong."""
+"""`rollgraph check`: captures a function under the sanitizer and prints what a graph of it would get wrong."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rollgraph.graph import Findings
 
 CLEAN, FOUND, BROKEN = 0, 1, 2
-_RETURNS = (
-    "return (callable, example_inputs), (model, step) or (model, step, example_inputs); or None, if it captures and "
-    "replays by itself"
+_MUST_RETURN = (
+    "must return (callable, example_inputs), (model, step) or (model, step, example_inputs), or return None if it "
+    "captures and replays by itself"
 )
 
 
@@ -31,13 +31,16 @@ def add_to(commands: Any) -> None:
     check = commands.add_parser(
         "check",
         help="find what a graph of a function would get wrong",
-        description="Capture a function under the sanitizer, replay it beside eager, and tell what differs or would. "
-        f"The target must {_RETURNS}. Exit code: {CLEAN} clean, {FOUND} findings, {BROKEN} it cannot be checked.",
+        description="Capture a function under the sanitizer, compare its replays with eager, and report what a graph "
+        f"of it would get wrong. The target is a function without arguments; it {_MUST_RETURN}. Exit code: {CLEAN} if "
+        f"there are no findings, {FOUND} if there are, {BROKEN} if the target cannot be checked.",
     )
     check.add_argument("target", help="package.module:function, or path/to/file.py:function")
-    check.add_argument("--replays", type=_positive, default=3, help="how often to replay (default: 3)")
-    check.add_argument("--backend", choices=("auto", "cuda", "tape"), default="auto", help="default: by device")
-    check.add_argument("--json", action="store_true", help="JSON on standard output")
+    check.add_argument("--replays", type=_positive, default=3, help="number of replays (default: 3)")
+    check.add_argument(
+        "--backend", choices=("auto", "cuda", "tape"), default="auto", help="default: auto, by the inputs' device"
+    )
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
     check.set_defaults(run=run)
 
 
@@ -53,38 +56,43 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_check(target: str, replays: int = 3, backend: Any = "auto") -> Findings:
-    """Build the target and capture and replay what it returns, under the sanitizer."""
+    """Build the target, then capture and replay what it returns, under the sanitizer."""
     import torch
 
-    from rollgraph.graph import CaptureError, capture, sanitize
+    from rollgraph.graph import sanitize
 
     if backend == "cuda" and not torch.cuda.is_available():
-        raise TargetError("--backend cuda: there is no CUDA device here; use --backend tape")
-    with _failures(f"importing {target}"):
+        raise TargetError("--backend cuda needs a CUDA device, and there is none; use --backend tape")
+    with _failures_of(f"importing {target}"):
         build = _load(target)
-    built: Any = None  # also where the target itself captures, and a GraphError of that ends the block
+    built: Any = None  # stays None if the target captures by itself and a GraphError ends the block
     with sanitize() as findings:
-        with _failures(target):
+        with _failures_of(target):
             built = build()
         if built is not None:
-            function, inputs = _parts(target, built)
-            try:
-                graph = capture(function, inputs, backend=backend)
-            except CaptureError as error:
-                if str(error).startswith("warm-up") and error.__cause__ is not None:
-                    raise TargetError(f"the function itself fails, without any graph: {error}") from error
-                raise
-            for replay in range(replays):
-                with _failures("a replay"):
-                    graph(*_rolled(function, inputs, replay))
+            function, inputs = _function_and_inputs(target, built)
+            _capture_and_replay(function, inputs, replays, backend)
     if built is None and not findings.graphs and not len(findings):
-        raise TargetError(f"{target} returned None and captured nothing: {_RETURNS}")
+        raise TargetError(f"{target} returned None and captured nothing; it {_MUST_RETURN}")
     return findings
 
 
+def _capture_and_replay(function: Callable[..., Any], inputs: tuple[Any, ...], replays: int, backend: Any) -> None:
+    from rollgraph.graph import capture
+    from rollgraph.graph.errors import WarmupError
+
+    try:
+        graph = capture(function, inputs, backend=backend)
+    except WarmupError as error:
+        raise TargetError(f"the function itself fails, even without a graph: {error}") from error
+    for replay in range(replays):
+        with _failures_of("a replay"):
+            graph(*_rolled_inputs(function, inputs, replay))
+
+
 @contextlib.contextmanager
-def _failures(what: str) -> Iterator[None]:
-    """Whatever the target raises, except for what the sanitizer is there for, means that it is broken."""
+def _failures_of(what: str) -> Iterator[None]:
+    """Turn whatever the target raises into a TargetError, except for the GraphErrors that the sanitizer explains."""
     from rollgraph.graph import GraphError
 
     try:
@@ -117,12 +125,12 @@ def _load(target: str) -> Callable[[], Any]:
 
 
 def _import_file(path: str) -> Any:
-    """A file as the module that it is: part of a package, or under a name that nothing else has."""
+    """Import a file as a module of its package or, outside a package, under a name that nothing else has."""
     if not os.path.exists(path):
-        raise TargetError(f"there is no file {path}")
-    folder, name = os.path.split(path[:-3])
-    if os.path.exists(os.path.join(folder, "__init__.py")):
-        while os.path.exists(os.path.join(folder, "__init__.py")):
+        raise TargetError(f"no such file: {path}")
+    folder, name = os.path.split(path.removesuffix(".py"))
+    if _is_package(folder):
+        while _is_package(folder):
             folder, package = os.path.split(folder)
             name = f"{package}.{name}"
         sys.path.insert(0, folder)
@@ -137,32 +145,54 @@ def _import_file(path: str) -> Any:
     return module
 
 
-def _parts(target: str, built: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    from torch import Tensor, nn
+def _is_package(folder: str) -> bool:
+    return os.path.exists(os.path.join(folder, "__init__.py"))
+
+
+def _function_and_inputs(target: str, built: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What to capture, from the tuple that the target returned."""
+    from torch import nn
 
     if isinstance(built, tuple) and len(built) in (2, 3) and callable(built[0]):
-        last = built[-1]
-        inputs = (last,) if isinstance(last, Tensor) else tuple(last) if isinstance(last, (tuple, list)) else None
+        inputs = _as_inputs(built[-1])
         if len(built) == 2 and inputs is not None:
             return built[0], inputs
-        if isinstance(built[0], nn.Module) and callable(built[1]) and (len(built) == 2 or inputs is not None):
-            return built[1], inputs or ()
-    raise TargetError(f"{target} returned a {type(built).__name__} that is not understood: {_RETURNS}")
+        if isinstance(built[0], nn.Module) and callable(built[1]):
+            if len(built) == 2:
+                return built[1], ()
+            if inputs is not None:
+                return built[1], inputs
+    raise TargetError(f"{target} returned a value of type {type(built).__name__}, but it {_MUST_RETURN}")
 
 
-def _rolled(function: Callable[..., Any], inputs: tuple[Any, ...], by: int) -> tuple[Any, ...]:
-    """The same values in other places, if the function takes them: a replay should see inputs that are new."""
+def _as_inputs(value: Any) -> tuple[Any, ...] | None:
+    """Example inputs: a sequence, or a single tensor. None if the value is neither."""
     from torch import Tensor
 
-    from rollgraph.graph.undo_log import Transaction
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)):
+        return tuple(value)
+    return None
 
-    rolled = tuple(t.roll(by, 0) if isinstance(t, Tensor) and t.dim() else t for t in inputs)
+
+def _rolled_inputs(function: Callable[..., Any], inputs: tuple[Any, ...], by: int) -> tuple[Any, ...]:
+    """The inputs with their rows rotated, so that each replay sees new ones; unchanged if the function rejects that."""
+    from torch import Tensor
+
+    from rollgraph.graph.transaction import Transaction
+
+    rolled = []
+    for value in inputs:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            value = value.roll(by, 0)
+        rolled.append(value)
     try:
         with Transaction(function) as transaction, transaction.undo_log.run(again=True):
             function(*rolled)
     except Exception:
         return inputs
-    return rolled
+    return tuple(rolled)
 
 
 def _positive(text: str) -> int:

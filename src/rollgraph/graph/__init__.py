@@ -1,4 +1,12 @@
-"""Capture once, replay safely, on CUDA and on a CPU."""
+"""Capture once, replay safely, on CUDA and on a CPU.
+
+Reading order: `captured.py` is the path of every call. `function_recorder.py` and `function_variant.py` record and
+replay a whole function; `passes.py`, `segment_recorder.py` and `segment.py` a callable behind one autograd node.
+
+They rest on `surface.py` (does the call fit?), `binding.py` (does the program still mean the same memory?), `pool.py`
+(may that memory be overwritten?), `transaction.py` and `undo_log.py` (a capture leaves no trace), and on the backends,
+`cuda_backend.py` and `tape.py`.
+"""
 
 from rollgraph.graph.callables import GraphedCallable, make_graphed_callables
 from rollgraph.graph.capture import GraphedFunction, capture

@@ -1,6 +1,6 @@
-"""The leaves of a recorded autograd graph: which there are, and how a recording gets leaves of its own.
+"""The leaves of an autograd graph that is recorded: how to find them, and how a recording gets its own.
 
-Owns the stand-ins for a module's parameters while it is recorded, and what happens to gradients and
+Owns the stand-ins for a module's parameters during a recording, and what happens to the gradients and
 hooks of leaves inside a recorded backward. Knows nothing of segments.
 """
 
@@ -12,31 +12,27 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-_LARGE = 2**20  # bytes of a gradient: below, one launch for all of them is cheaper than memory
+_LARGE = 2**20  # bytes of a gradient; smaller ones are copied all in one launch, which is worth the memory
 
 
 @contextmanager
 def aliased_parameters(
     module: nn.Module | None, aliases: dict[Tensor, Tensor], shared: Container[Tensor] = ()
 ) -> Iterator[None]:
-    """Put leaves over the same memory in the places of a module's trainable parameters.
+    """Replace a module's trainable parameters by new leaves over the same memory.
 
-    A parameter that an autograd graph of the user's holds is tied to the stream of that graph, which a capture in
-    another stream cannot touch. These leaves are new. A parameter that is `shared`, because the module also reaches
-    it by another way (a list, a closure), stays what it is.
+    A parameter that belongs to an autograd graph of the user's is tied to the stream of that graph, which a capture
+    in another stream cannot use. A parameter that is `shared`, because the module also reaches it otherwise (through
+    a list or a closure), is not replaced.
     """
-    places = [
-        (child._parameters, name, parameter)
-        for child in (module.modules() if module is not None else ())
-        for name, parameter in child._parameters.items()
-        if parameter is not None and parameter.requires_grad and parameter not in shared
-    ]
-    # An LSTM keeps a second list of its parameters, which it makes anew when they change.
-    lists = [
-        (m, m._flat_weights, m._flat_weight_refs)
-        for m in (module.modules() if module is not None else ())
-        if isinstance(m, nn.RNNBase)
-    ]
+    modules = list(module.modules()) if module is not None else []
+    places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for child in modules:
+        for name, parameter in child._parameters.items():
+            if parameter is not None and parameter.requires_grad and parameter not in shared:
+                places.append((child._parameters, name, parameter))
+    # An LSTM keeps a second list of its parameters, which it rebuilds when they change.
+    lists = [(m, m._flat_weights, m._flat_weight_refs) for m in modules if isinstance(m, nn.RNNBase)]
     for parameters, name, parameter in places:
         if parameter not in aliases:
             aliases[parameter] = _alias(parameter)
@@ -47,11 +43,12 @@ def aliased_parameters(
         for parameters, name, parameter in places:
             parameters[name] = parameter
         for rnn, weights, references in lists:
-            rnn._flat_weights, rnn._flat_weight_refs = weights, references
+            rnn._flat_weights = weights
+            rnn._flat_weight_refs = references
 
 
 def _alias(parameter: nn.Parameter) -> Tensor:
-    """A new leaf that a forward cannot tell from the parameter, except with `is`: its class, attributes, version."""
+    """A new leaf with the class, attributes and version counter of the parameter: only `is` can tell them apart."""
     kind = type(parameter)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a wrapper around other tensors
         alias = parameter.data.requires_grad_()
@@ -64,9 +61,13 @@ def _alias(parameter: nn.Parameter) -> Tensor:
 
 @contextmanager
 def without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    found = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
-    for hooks, _ in found:
-        hooks.clear()
+    """Remove the tensor hooks of the leaves inside."""
+    found: list[tuple[Any, dict[Any, Any]]] = []
+    for leaf in leaves:
+        hooks = leaf._backward_hooks
+        if hooks:
+            found.append((hooks, dict(hooks)))
+            hooks.clear()
     try:
         yield
     finally:
@@ -76,17 +77,19 @@ def without_tensor_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def moving_out(leaves: Sequence[Tensor], buffers: Sequence[Tensor | None], users: Sequence[Tensor]) -> Iterator[None]:
-    """Move large gradients of our own leaves to their buffers as they are made: no two of them wait in the pool."""
+    """Copy large gradients of our own leaves to their buffers as they are made: they must not pile up in the pool.
+
+    Leaves that are among `users` are the program's own and get no hook.
+    """
 
     def into(buffer: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda gradient: buffer.copy_(gradient)
 
-    kept = set(map(id, users))
-    handles = [
-        leaf.register_hook(into(buffer))
-        for leaf, buffer in zip(leaves, buffers, strict=False)
-        if buffer is not None and buffer.nbytes >= _LARGE and id(leaf) not in kept
-    ]
+    of_users = set(map(id, users))
+    handles = []
+    for leaf, buffer in zip(leaves, buffers, strict=False):
+        if buffer is not None and buffer.nbytes >= _LARGE and id(leaf) not in of_users:
+            handles.append(leaf.register_hook(into(buffer)))
     try:
         yield
     finally:
@@ -95,7 +98,7 @@ def moving_out(leaves: Sequence[Tensor], buffers: Sequence[Tensor | None], users
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Any]:
-    """Every node of the autograd graph of the outputs."""
+    """Every node of the autograd graph behind the outputs."""
     pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -108,7 +111,7 @@ def nodes_behind(outputs: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def leaves_behind(outputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Every leaf that the outputs depend on, read off the autograd graph."""
+    """Every leaf that the outputs depend on, according to the autograd graph."""
     for node in nodes_behind(outputs):
         variable = getattr(node, "variable", None)
         if variable is not None:

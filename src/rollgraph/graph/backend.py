@@ -1,44 +1,42 @@
 """Backends: how a function becomes something that can be replayed.
 
-`eager` runs the Python again, `cuda` records a CUDA graph, `tape` (its own file) records operations.
-All three are behind one protocol, so nothing above asks which one it has. The refusal of host reads
-is here, because every recording backend needs it.
+The eager backend runs the Python function again; `cuda_backend.py` records a CUDA graph, and `tape.py` records
+operations. All three implement one protocol, so no code above asks which one it has. Host reads are
+refused here, because both recording backends need that.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.errors import CaptureError, GraphError, HostReadError, here, raised_at
-from rollgraph.graph.pool import Arena, pool_segments
+from rollgraph.graph.pool import Arena
 from rollgraph.graph.surface import StaticTensors
-from rollgraph.graph.undo_log import no_gc, storage_of, tensors_in
+from rollgraph.graph.undo_log import tensors_in
 
-_increment_version = torch._C._increment_version
-Thunk = Callable[[Sequence[Tensor]], list[Tensor | None]]
+_STREAM_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the legacy stream would depend on the capture
+Thunk = Callable[[Sequence[Tensor]], list[Tensor | None]]  # a pass: from its inputs to its outputs
 
 
 class Recording(Protocol):
-    """One recorded pass. `replay` fills the inputs, runs, and returns the outputs."""
+    """One recorded pass. `replay` fills the static inputs, runs the pass, and returns its outputs."""
 
     operations: int
-    nbytes: int  # memory that stays allocated for it
-    external: Sequence[Tensor]  # tensors it reads or writes that it did not make and was not given
+    nbytes: int  # memory that stays allocated for the recording
+    external: Sequence[Tensor]  # tensors that it uses but neither made nor got as inputs
     outputs: list[Tensor | None]
 
     def seal(self, versions: bool = True) -> None:
-        """All passes of its callable are recorded; none will refer to this one any more.
+        """Finish the recording: all passes of its callable are recorded, so none can refer to this one any more.
 
-        With `versions`, each replay raises those of its outputs: autograd sees that they were written.
+        With `versions`, each replay increments the version counters of its outputs, so that autograd notices the write.
         """
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]: ...
@@ -48,11 +46,11 @@ class Recording(Protocol):
 
 class Backend(Protocol):
     name: str
-    records: bool  # False: Python runs each time, so there is nothing to warm up or to bind
-    executes: bool  # recording runs the function for real
+    records: bool  # False if Python runs at each replay, so that there is nothing to warm up or to bind
+    executes: bool  # whether recording runs the function for real
 
     def stage(self, arena: Arena) -> AbstractContextManager[None]:
-        """Where warm-up runs."""
+        """The context that warm-up runs in."""
 
     def record(
         self,
@@ -62,7 +60,7 @@ class Backend(Protocol):
         generators: Sequence[torch.Generator],
         marks: dict[Any, Any],
     ) -> Recording:
-        """Run `thunk` on `inputs` and record it. `marks` is shared by the passes of one callable."""
+        """Run `thunk` on `inputs` and record it. The passes of one callable share `marks`."""
 
 
 # -- eager -----------------------------------------------------------------------------------------
@@ -117,13 +115,11 @@ _READING_METHODS = {
         "__repr__", "__format__", "__contains__", "__dlpack__", "apply_", "map_", "map2_",
     )
 }  # fmt: skip
-
-
 _CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 
 
 class HostReads(TorchFunctionMode):
-    """Refuses the reads that never reach the dispatcher: `.tolist()`, `.numpy()`, `bool()`, printing, `apply_`."""
+    """Refuses the host reads that bypass the dispatcher: `.tolist()`, `.numpy()`, `bool()`, printing, `apply_`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -135,7 +131,7 @@ class HostReads(TorchFunctionMode):
 
 
 def reads_on_host(func: Any, args: tuple[Any, ...]) -> str | None:
-    """The name of a function that reads values without a word to the dispatcher, else None."""
+    """The name of `func` if it reads values on the host without the dispatcher, else None."""
     name = _READING_METHODS.get(getattr(func, "__wrapped__", func))  # the undo log wraps some of them
     if name is not None:
         return f"Tensor.{name}"
@@ -152,14 +148,14 @@ def _lists_tensors(argument: Any) -> bool:
 
 @contextmanager
 def refusing_host_reads() -> Iterator[None]:
-    """HostReads, in backward too: PyTorch runs `backward` itself with the mode off, so the engine turns it on."""
+    """HostReads in forward and backward. PyTorch switches the mode off around `backward`; this switches it on again."""
     engine = torch.autograd._engine_run_backward
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def run_refusing(*args: Any, **kwargs: Any) -> Any:
         with HostReads():
             return engine(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = watched
+    torch.autograd._engine_run_backward = run_refusing
     try:
         with HostReads():
             yield
@@ -168,7 +164,7 @@ def refusing_host_reads() -> Iterator[None]:
 
 
 def refuse_host_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if an operation's result, or the shape of it, depends on values read on the host."""
+    """Raise HostReadError if an operation's result, or its shape, depends on values read on the host."""
     tags = func.tags
     if func._schema.name == "aten::_pack_padded_sequence":
         _refuse(str(func))
@@ -184,8 +180,10 @@ def refuse_host_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def refuse_copy_to_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """A copy into pageable memory cannot be captured, and would only be made to be read."""
-    name, source = func._schema.name, next(tensors_in(args[1:2] if "copy_" in func._schema.name else args[:1]), None)
+    """Raise HostReadError for a copy into pageable memory, which CUDA cannot capture."""
+    name = func._schema.name
+    sources = args[1:2] if "copy_" in name else args[:1]
+    source = next(tensors_in(sources), None)
     if source is None or not source.is_cuda:
         return
     target = kwargs.get("device")
@@ -208,186 +206,28 @@ def _refuse(operation: str) -> None:
     raise HostReadError(
         f"{operation} at {here()} reads tensor values on the host: a replay would not run it again. "
         "Keep the value in a tensor (torch.where, masked arithmetic), or move the read out of the captured function"
-        + optimizer_hint()
+        + optimizer_hint(),
+        operation=operation,
     )
 
 
 def optimizer_hint() -> str:
+    """What to add to a refusal if an optimizer is running."""
     in_optimizer = any("/torch/optim/" in frame.filename for frame in traceback.extract_stack())
-    return "; optimizers need fused=True on a CPU and capturable=True on a GPU" if in_optimizer else ""
+    if not in_optimizer:
+        return ""
+    return "; optimizers need fused=True on a CPU and capturable=True on a GPU"
 
 
 @contextmanager
-def capture_errors(what: str) -> Iterator[None]:
-    """Turn whatever the user's function raised into a CaptureError that names the place."""
+def capture_errors(what: str, kind: type[CaptureError] = CaptureError) -> Iterator[None]:
+    """Turn an exception of the user's function into a CaptureError, of that `kind`, that names the line."""
     try:
         yield
     except GraphError:
         raise
     except Exception as error:
         message = str(error).split("\n", 1)[0]
-        if "legacy stream" in message:
+        if getattr(error, "error_code", None) == _STREAM_CAPTURE_IMPLICIT:
             message += " (is an output or a loss of an earlier run still alive? It ties the parameters to its stream)"
-        raise CaptureError(f"{what} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error
-
-
-# -- CUDA ------------------------------------------------------------------------------------------
-
-
-class Sentry(TorchDispatchMode):
-    """Watches a CUDA capture: refuses host reads before they break it, and holds what it reads."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations = 0
-        self.seen: dict[int, Tensor] = {}
-        self._held: set[int] = set()  # the storages of those
-        self.made: dict[int, StorageWeakRef] = {}  # weak, but a key is not used again while it is here
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        refuse_host_read(func, args, kwargs)
-        refuse_copy_to_host(func, args, kwargs)
-        self.operations += 1
-        inputs = set()
-        for tensor in tensors_in((args, kwargs)):
-            storage = storage_of(tensor)
-            if storage is None or storage._cdata in self.made:
-                continue
-            inputs.add(storage._cdata)
-            # A leaf by identity, to see it re-pointed; of others only the memory, not their autograd graph.
-            if tensor.is_leaf:
-                self.seen[id(tensor)] = tensor
-                self._held.add(storage._cdata)
-            elif storage._cdata not in self._held:
-                self.seen[-storage._cdata] = tensor.detach()
-                self._held.add(storage._cdata)
-        result = func(*args, **kwargs)
-        for tensor in tensors_in(result):
-            storage = storage_of(tensor)
-            if storage is not None and storage._cdata not in inputs:
-                self.made.setdefault(storage._cdata, StorageWeakRef(storage))
-        return result
-
-
-class CudaRecording:
-    """A CUDA graph with its static inputs and outputs."""
-
-    def __init__(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        inputs: StaticTensors,
-        outputs: list[Tensor | None],
-        sentry: Sentry,
-        arena: Arena,
-    ) -> None:
-        self._arena = arena
-        self.operations = sentry.operations
-        self.external: Sequence[Tensor] = list(sentry.seen.values())
-        self.nbytes = 0
-        self._graph = graph
-        self._fill = inputs.fill
-        self._launch = super(torch.cuda.CUDAGraph, graph).replay
-        self.outputs = outputs
-        self._released = False
-        self._written = [o for o in outputs if o is not None and not o.is_inference()]
-
-    def seal(self, versions: bool = True) -> None:
-        if not versions:
-            self._written = []
-
-    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        self._fill(inputs)
-        self._launch()
-        if self._written:  # whoever saved an output of the previous replay for a backward now gets autograd's error
-            _increment_version(self._written)
-        return self.outputs
-
-    def release(self) -> None:
-        if not self._released:
-            self._graph.reset()
-            self._arena.release()
-        self._released = True
-        self.outputs, self._written, self.external = [], [], ()
-
-
-class CudaBackend:
-    name = "cuda"
-    records = True
-    executes = False
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-    @contextmanager
-    def stage(self, arena: Arena) -> Iterator[None]:
-        stream = arena.stream(self.device)
-        caller = torch.cuda.current_stream(self.device)
-        stream.wait_stream(caller)
-        try:
-            with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                yield
-        finally:
-            caller.wait_stream(stream)  # after a failure too: the rollback must not overtake what still runs there
-
-    def record(
-        self,
-        thunk: Thunk,
-        inputs: StaticTensors,
-        arena: Arena,
-        generators: Sequence[torch.Generator],
-        marks: dict[Any, Any],
-    ) -> Recording:
-        graph, sentry = torch.cuda.CUDAGraph(), Sentry()
-        for generator in generators:
-            if generator.device.type == "cuda":
-                graph.register_generator_state(generator)
-        with self.stage(arena), no_gc():
-            torch.cuda.synchronize(self.device)
-            torch._C._cuda_clearCublasWorkspaces()  # so that the graph's own workspace lies in its pool
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_allocated(self.device)
-            outputs = self._capture(graph, thunk, inputs, arena, sentry)
-            torch._C._cuda_clearCublasWorkspaces()
-            recording = CudaRecording(graph, inputs, outputs, sentry, arena)
-            recording.nbytes = torch.cuda.memory_allocated(self.device) - before
-        segments = pool_segments(arena)
-        recording.external = [
-            tensor
-            for tensor in recording.external  # the pool's own memory is the pool's to hold
-            if not any(start <= tensor.data_ptr() < start + size for start, size in segments)
-        ]
-        return recording
-
-    def _capture(
-        self, graph: torch.cuda.CUDAGraph, thunk: Thunk, inputs: StaticTensors, arena: Arena, sentry: Sentry
-    ) -> list[Tensor | None]:
-        arena.retain()
-        try:
-            graph.capture_begin(pool=cast(Any, arena.cuda_handle()), capture_error_mode="thread_local")
-            with refusing_host_reads(), sentry:
-                outputs = thunk(inputs.tensors)
-            graph.capture_end()
-        except BaseException:
-            self._abandon(graph, arena)
-            raise
-        return outputs
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph, arena: Arena) -> None:
-        """End a broken capture and clear what PyTorch leaves behind when CUDA invalidated it."""
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index, arena.cuda_handle())
-            generator = torch.cuda.default_generators[self.device.index]
-            generator.graphsafe_set_state(torch.Generator(self.device))  # the old one believes it is captured
-            arena.handle = None
-        graph.reset()
-        arena.release()
+        raise kind(f"{what} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error

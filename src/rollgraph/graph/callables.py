@@ -1,7 +1,7 @@
 """`make_graphed_callables`: modules and functions as graphs inside a training program.
 
-Owns how a graphed callable takes the place of the original (outside the module tree), what it does
-with a call, and how samples, schedule and static inputs are laid out. `segment.py` has the graphs.
+Owns how a graphed callable takes the place of the original (outside the module tree), the short way of a
+usual call, and how samples, schedule and static inputs are laid out. `segment.py` has the graphs.
 """
 
 from __future__ import annotations
@@ -14,49 +14,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollgraph.graph.capture import (
-    MAX_VARIANTS,
-    BackendName,
-    Captured,
-    OnMismatch,
-    callable_name,
-    choose_backend,
-    identity,
-    refuse_nesting,
-)
-from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch
-from rollgraph.graph.hooks import GraphHooks, Guard, check_guards, hooks_per_callable
+from rollgraph.graph.capture import BackendName, choose_backend
+from rollgraph.graph.capture_steps import static_copies
+from rollgraph.graph.captured import Captured, OnMismatch, callable_name, identity, refuse_nesting
+from rollgraph.graph.errors import CaptureError, GraphError
+from rollgraph.graph.hooks import GraphHooks, Guard, hooks_per_callable
+from rollgraph.graph.passes import CallableSpec
 from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule, assign_slots, check_slots, parse_order, sequential
-from rollgraph.graph.segment import CallableSpec, Segment, WarmupHook, capture_segments
-from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec, own_copy
+from rollgraph.graph.segment import Call, ReplayableSegment
+from rollgraph.graph.segment_recorder import SegmentRecorder, WarmupHook, capture_segments
+from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _references = sys.getrefcount
 
 
-class GraphedCallable(Captured):
-    """A callable whose calls replay. For a module it stands in for `forward`, outside the module tree."""
+class GraphedCallable(Captured[..., Any, ReplayableSegment]):
+    """A callable whose calls replay. For a module it replaces `forward`, outside the module tree."""
 
-    def __init__(self, spec: CallableSpec, on_mismatch: OnMismatch, guards: Sequence[Guard], warmup: int) -> None:
-        super().__init__(spec.target, spec.record, spec.backend, on_mismatch)
+    def __init__(self, spec: CallableSpec) -> None:
+        super().__init__(spec)
         self.spec = spec
         self.module = spec.module
         self.original = spec.original
         self.hooks = spec.hooks
-        self._warmup = warmup
-        self._guards = list(guards)
         self._training = self.module.training if self.module is not None else False
-        self._replaced: Any = None
-        self._segments: list[Segment] = []
-        self._state: dict[str, Any] = {}  # where installed, the module's parameters, and how many hold that dict
-        self._state_holders = _references(self._state)
-        self._short_way: Any = None  # that of the only segment, where there are neither hooks nor guards
+        self._replaced: Any = None  # a forward that the module instance had of its own
+        # Once installed, the module's dict of parameters. A shallow copy of the module refers to it, too.
+        self._module_parameters: dict[str, Any] = {}
+        self._own_references = _references(self._module_parameters)
+        self._short_way: Call | None = None  # of the only variant, if there are neither hooks nor guards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay. The usual call takes the short way; whatever is special about one is sorted out with care."""
-        if _references(self._state) != self._state_holders:
+        """Replay. A usual call takes the short way; any other takes the call path of `Captured`."""
+        if _references(self._module_parameters) != self._own_references:
             copied = self._shallow_copy(sys._getframe(1))
             if copied is not None:
                 return self._run_copy(copied, args, kwargs)
@@ -72,41 +65,13 @@ class GraphedCallable(Captured):
 
     @property
     def replays(self) -> bool:
-        """Whether a call, in the training mode of the capture, replays a graph and not the original."""
-        return self.enabled and bool(self._segments)
+        """Whether a call, in the training mode of the capture, replays a graph instead of the original."""
+        return self.enabled and bool(self._variants)
 
     def _call_with_care(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.module is not None and self.module.training is not self._training:
             return self._run_original("called in the other training mode", args, kwargs)
-        if not self.enabled or not self._segments:
-            return self._run_original("disabled" if self._segments else "reset", args, kwargs)
-        refuse_nesting(self.name)
-        try:
-            segment, inputs = self._find(args, kwargs)
-        except GraphError as error:
-            if self._act_on(error) == "eager":
-                return self.original(*args, **kwargs)
-            segment, inputs = self._recapture(args, kwargs), Surface(args, kwargs).tensors
-        if self._guards:
-            check_guards(self._guards, self.name)
-        if self.spec.hooked:
-            segment.arena.admit(segment.forward_number, self.name)  # before a hook has changed anything
-            self.hooks.run("pre_forward", "replay", self.target, args, kwargs)
-        try:
-            segment.binding.check()
-        except GraphError as error:
-            if self._act_on(error) == "eager":
-                output = self.original(*args, **kwargs)
-            else:
-                self._drop(segment)
-                output = self._recapture(args, kwargs).replay(inputs)
-                self._count_run()
-        else:
-            output = segment.replay(inputs)
-            self._count_run()
-        if self.spec.hooked:
-            self.hooks.run("post_forward", "replay", self.target, args, kwargs, output)
-        return output
+        return super().__call__(*args, **kwargs)
 
     def _run_copy(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.record.eager_runs["called through a shallow copy of the module"] += 1
@@ -114,87 +79,55 @@ class GraphedCallable(Captured):
             return self._replaced(*args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
 
-    def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.record.eager_runs[reason] += 1
-        return self.original(*args, **kwargs)
+    # -- variants --------------------------------------------------------------------------------
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Segment, Sequence[Tensor]]:
-        first: GraphError | None = None
-        for segment in self._segments:
-            try:
-                inputs = segment.bind(args, kwargs)
-            except ReplayMismatch as error:
-                first = first or error
-                continue
-            if segment is not self._segments[0]:
-                self._segments.remove(segment)
-                self._segments.insert(0, segment)
-            return segment, inputs
-        assert first is not None
-        raise first
-
-    def _recapture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Segment:
-        self._make_room()
-        surface = Surface(args, kwargs)
-        statics = StaticTensors([own_copy(t) for t in surface.tensors])
-        segment = Segment(self.spec, surface, statics, Arena())  # memory of its own: it may be replayed at any moment
-        capture_segments([segment], sequential(1), self._warmup)
-        self.adopt(segment)
-        segment.overtaken.check(surface.tensors)
+    def _capture(self, surface: Surface, arena: Arena) -> ReplayableSegment:
+        recorder = SegmentRecorder(self.spec, surface, static_copies(surface), arena)
+        (segment,) = capture_segments([recorder], sequential(1), self.spec.warmup)
         return segment
 
-    def _make_room(self) -> None:
-        """Drop what was not used for longest, of those that wait for no backward."""
-        idle = [segment for segment in reversed(self._segments) if not segment.is_open()]
-        for segment in idle[: max(0, len(self._segments) + 1 - MAX_VARIANTS)]:
-            self._drop(segment)
-            self.record.dropped += 1
-
-    def adopt(self, segment: Segment) -> None:
-        segment.seal()
-        self._segments.insert(0, segment)
-        if self._watch is not None:
-            self._watch.captured(self, segment.called())
-        simple = len(self._segments) == 1 and not self._guards and not self.spec.hooked and self._backend.records
-        self._short_way = segment.short_way() if simple else None
-        record = self.record
-        record.surface = str(segment.surface)
-        record.captures += self._backend.records
-        record.operations = segment.operations()
-        if self._backend.records:
-            self._own(1, segment)
-        inner = [m for m in self.module.modules() if m is not self.module] if self.module is not None else []
-        hooked = sum(bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks) for m in inner)
-        if hooked and self._backend.records:
-            record.notes.append(f"hooks on {hooked} sub-modules ran at capture and do not run at replay")
-
-    def _drop(self, segment: Segment) -> None:
-        self._segments.remove(segment)
+    def adopt(self, variant: ReplayableSegment) -> None:
+        super().adopt(variant)
         self._short_way = None
-        if self._backend.records:
-            self._own(-1, segment)
-        segment.release()
+        if self._records:
+            if len(self._variants) == 1 and not self._guards and not self._hooked:
+                self._short_way = variant.short_way()
+            self._note_inner_hooks()
 
-    def _own(self, sign: int, segment: Segment) -> None:
-        recorded = segment.nbytes() if self._backend.name != "cuda" else 0
-        self.record.bytes_owned += sign * (segment.static_bytes() + segment.nbytes())
-        self.static_bytes += sign * (segment.static_bytes() + recorded)
+    def _note_inner_hooks(self) -> None:
+        if self.module is None:
+            return
+        inner = [module for module in self.module.modules() if module is not self.module]
+        hooked = sum(bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks) for m in inner)
+        if hooked:
+            self.record.notes.append(f"hooks on {hooked} sub-modules ran at capture and do not run at replay")
+
+    def _drop(self, variant: ReplayableSegment) -> None:
+        self._short_way = None
+        super()._drop(variant)
+
+    def reset(self) -> None:
+        """Release the graphs and restore the original forward."""
+        super().reset()
+        self._short_way = None
+        if self.module is not None and self.module.__dict__.get("forward") is self:
+            if self._replaced is None:
+                del self.module.forward
+            else:
+                self.module.forward = self._replaced
+
+    # -- in place of a module's forward ----------------------------------------------------------
 
     def install(self) -> None:
-        """Stand in for the module's forward."""
+        """Replace the module's forward."""
         assert self.module is not None
         self._replaced = self.module.__dict__.get("forward")
         self.module.forward = self
-        self._watch_for_copies()
-
-    def _watch_for_copies(self) -> None:
-        """A shallow copy of the module has this stand-in too. It shares the dict of parameters, which shows it."""
-        assert self.module is not None
-        self._state = self.module.__dict__["_parameters"]
-        self._state_holders = _references(self._state)
+        self._module_parameters = self.module.__dict__["_parameters"]
+        self._own_references = _references(self._module_parameters)
 
     def _shallow_copy(self, caller: FrameType) -> nn.Module | None:
-        """The module that calls, if it is not ours but a copy that still has our stand-in."""
+        """The calling module, if it is not the graphed one but a copy that still has this object as its forward."""
         if caller.f_globals.get("__name__") != nn.Module.__module__:
             return None
         module = caller.f_locals.get("self")
@@ -202,26 +135,13 @@ class GraphedCallable(Captured):
             return None
         return module
 
-    def reset(self) -> None:
-        """Give the graphs back and put the original forward in place."""
-        for segment in self._segments:
-            segment.release()
-        self._segments.clear()
-        self._short_way = None
-        self.static_bytes = self.record.bytes_owned = 0
-        if self.module is not None and self.module.__dict__.get("forward") is self:
-            if self._replaced is None:
-                del self.module.forward
-            else:
-                self.module.forward = self._replaced
-
     def __reduce__(self) -> Any:
         """A copy or pickle of the module gets its own, ungraphed forward."""
         if self.module is None:
             return identity, (self.original,)
         if self._replaced is not None:
             return identity, (self._replaced,)
-        return getattr, (self.module, "forward")  # the copy is still empty here: its class answers
+        return getattr, (self.module, "forward")  # the copy has no attributes yet, so its class answers
 
 
 def make_graphed_callables(
@@ -246,24 +166,25 @@ def make_graphed_callables(
 ) -> Any:
     """Graph modules or functions, each a drop-in replacement inside a training program.
 
-    Takes the calls of `torch.cuda.make_graphed_callables`: one callable and its arguments, or tuples of both; a
-    module comes back as itself, with its `forward` replaced. Samples are copied, never written to.
+    The arguments are those of `torch.cuda.make_graphed_callables`: one callable and its sample arguments, or tuples of
+    both. A module is returned as itself, with its `forward` replaced. Samples are copied, never written.
 
     With `order`, +c is the forward of chunk c's next microbatch and -c the backward of its oldest pending one. The
-    result is then a tuple with a callable for each chunk, microbatch and layer, in that nesting;
-    `sample_args` has an entry for each of them, or one for each layer.
+    result is then a tuple with a callable for each chunk, microbatch and layer, in that nesting; `sample_args` has an
+    entry for each of them, or one for each layer.
 
-    `grad_buffers` maps parameters to tensors, of any dtype, into which the backward graph adds their gradient;
+    `grad_buffers` maps parameters to tensors, of any dtype, to which the backward graph adds their gradient;
     `param.grad` stays untouched.
 
-    With `retain_graph` a backward can run again, as long as autograd retains its graph: what a forward leaves for it
-    is memory that no other graph gets.
+    With `retain_graph` a backward can run again as long as autograd retains its graph; the memory that a forward
+    leaves for it is then never given to another graph.
     """
     single = not isinstance(callables, (tuple, list))
     targets = [callables] if single else list(callables)
     args, kwargs = _samples(single and order is None, sample_args, sample_kwargs)
     pool = GraphPool.of(pool)
-    chosen = choose_backend(backend, (args, kwargs), nn.ModuleList(t for t in targets if isinstance(t, nn.Module)))
+    modules = nn.ModuleList(target for target in targets if isinstance(target, nn.Module))
+    chosen = choose_backend(backend, (args, kwargs), modules)
     _check_targets(targets, num_warmup_iters)
     schedule = sequential(len(targets)) if order is None else parse_order(order, len(targets), layers_per_chunk)
     samples = _spread(schedule, args, kwargs)
@@ -272,53 +193,79 @@ def make_graphed_callables(
     for chunk, microbatch, layer in _entries(schedule):
         index = schedule.callable_index(chunk, layer)
         name = callable_name(targets[index])
-        name = pool.unique_name(name if order is None else f"{name}[{layer}]@{microbatch}")
-        record, buffers = GraphRecord(name, chosen.name), dict(grad_buffers or {})
+        if order is not None:
+            name = f"{name}[{layer}]@{microbatch}"
+        record = GraphRecord(pool.unique_name(name), chosen.name)
+        buffers = dict(grad_buffers or {})
         spec = CallableSpec(
-            targets[index], chosen, record, per_callable[index], allow_unused_input, buffers, retain_graph
-        )
-        graphs.append(GraphedCallable(spec, on_mismatch, guards, num_warmup_iters))
-    surfaces = [Surface(*sample) for sample in samples]
+            targets[index], chosen, record, per_callable[index], guards, on_mismatch, num_warmup_iters,
+            allow_unused_input, buffers, retain_graph,
+        )  # fmt: skip
+        graphs.append(GraphedCallable(spec))
     reuse = reuse_buffers and order is not None and not retain_graph  # a backward that runs again reads its inputs
-    statics = _static_inputs(schedule, surfaces, reuse)
-    segments = [Segment(g.spec, u, s, pool.arena) for g, u, s in zip(graphs, surfaces, statics, strict=True)]
-    capture_segments(segments, schedule, num_warmup_iters, pre_warmup_hook, post_warmup_hook)
-    for graph, segment in zip(graphs, segments, strict=True):
-        graph.adopt(segment)
-        pool.add(graph)
-        if order is None and graph.module is not None:
-            graph.install()
-    results = [graph.target if order is None and graph.module is not None else graph for graph in graphs]
+    recorders = _recorders(graphs, schedule, samples, reuse, pool.arena)
+    segments = capture_segments(recorders, schedule, num_warmup_iters, pre_warmup_hook, post_warmup_hook)
+    results = [_publish(graph, segment, pool, order) for graph, segment in zip(graphs, segments, strict=True)]
     return results[0] if single and order is None else tuple(results)
 
 
+def _publish(graph: GraphedCallable, segment: ReplayableSegment, pool: GraphPool, order: Sequence[int] | None) -> Any:
+    """Put a captured graph to use, and return what the user calls: the module itself, or the graph."""
+    graph.adopt(segment)
+    pool.add(graph)
+    if order is not None or graph.module is None:
+        return graph
+    graph.install()
+    return graph.module
+
+
+def _recorders(
+    graphs: Sequence[GraphedCallable],
+    schedule: Schedule,
+    samples: Sequence[tuple[Any, Any]],
+    reuse: bool,
+    arena: Arena,
+) -> list[SegmentRecorder]:
+    surfaces = [Surface(*sample) for sample in samples]
+    statics = _static_inputs(schedule, surfaces, reuse)
+    recorders = []
+    for graph, surface, inputs in zip(graphs, surfaces, statics, strict=True):
+        recorders.append(SegmentRecorder(graph.spec, surface, inputs, arena))
+    return recorders
+
+
 def _samples(single: bool, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """Sample arguments as one tuple and one dict for each of the given entries."""
+    """The sample arguments, as one tuple and one dict for each entry."""
     if single:
-        args, kwargs = (args,), None if kwargs is None else (kwargs,)
+        args = (args,)
+        if kwargs is not None:
+            kwargs = (kwargs,)
     args = list(args)
     if any(not isinstance(sample, (tuple, list)) for sample in args):
         raise CaptureError("sample_args must be a tuple of arguments for each callable")
-    kwargs = [{}] * len(args) if kwargs is None else list(kwargs)
+    if kwargs is None:
+        kwargs = [{}] * len(args)
+    kwargs = list(kwargs)
     if len(kwargs) != len(args):
         raise CaptureError(f"{len(args)} sample_args, but {len(kwargs)} sample_kwargs")
     return [tuple(sample) for sample in args], kwargs
 
 
 def _spread(schedule: Schedule, args: list[Any], kwargs: list[Any]) -> list[tuple[Any, Any]]:
-    """A sample for each entry; one for each callable serves all of its microbatches."""
+    """A sample for each entry; if there is one for each callable, its microbatches share it."""
     pairs = list(zip(args, kwargs, strict=True))
     if len(pairs) == schedule.entries:
         return pairs
     if len(pairs) != schedule.callables:
-        raise CaptureError(
-            f"{len(pairs)} sample_args: expected {schedule.callables} (one for each callable)"
-            + (f" or {schedule.entries} (one for each microbatch too)" if schedule.microbatches > 1 else "")
-        )
+        expected = f"{schedule.callables} (one for each callable)"
+        if schedule.microbatches > 1:
+            expected += f" or {schedule.entries} (one for each callable and microbatch)"
+        raise CaptureError(f"{len(pairs)} sample_args: expected {expected}")
     return [pairs[schedule.callable_index(chunk, layer)] for chunk, _, layer in _entries(schedule)]
 
 
 def _entries(schedule: Schedule) -> Iterable[tuple[int, int, int]]:
+    """(chunk, microbatch, layer) of each entry."""
     for chunk, layers in enumerate(schedule.layers_per_chunk):
         for microbatch in range(schedule.microbatches):
             for layer in range(layers):
@@ -335,7 +282,7 @@ def _check_targets(targets: list[Any], warmup: int) -> None:
             raise CaptureError(f"callables[{index}] is given twice: use `order` to graph several microbatches")
         if isinstance(target, nn.Module):
             if isinstance(target.__dict__.get("forward"), GraphedCallable):
-                raise CaptureError(f"callables[{index}] is graphed already: `module.forward.reset()` first")
+                raise CaptureError(f"callables[{index}] is already graphed: call `module.forward.reset()` first")
             trainable = [name for name, buffer in target.named_buffers() if buffer.requires_grad]
             if trainable:
                 raise CaptureError(f"buffers of callables[{index}] require grad: {', '.join(trainable)}")
@@ -343,9 +290,9 @@ def _check_targets(targets: list[Any], warmup: int) -> None:
 
 
 def _static_inputs(schedule: Schedule, surfaces: list[Surface], reuse: bool) -> list[StaticTensors]:
-    """Static inputs for each entry; entries that are never alive together share theirs."""
+    """Static inputs for each entry; with `reuse`, entries that are never live together share theirs."""
     if not reuse:
-        return [StaticTensors([own_copy(t) for t in surface.tensors]) for surface in surfaces]
+        return [static_copies(surface) for surface in surfaces]
     keys = [tuple((TensorSpec.of(t), t.stride(), t.requires_grad) for t in s.tensors) for s in surfaces]
     ranges = schedule.live_ranges()
     slots = assign_slots(ranges, keys)
@@ -353,5 +300,5 @@ def _static_inputs(schedule: Schedule, surfaces: list[Surface], reuse: bool) -> 
     made: dict[int, StaticTensors] = {}
     for slot, surface in zip(slots, surfaces, strict=True):
         if slot not in made:
-            made[slot] = StaticTensors([own_copy(t) for t in surface.tensors])
+            made[slot] = static_copies(surface)
     return [made[slot] for slot in slots]

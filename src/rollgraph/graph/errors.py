@@ -1,7 +1,7 @@
-"""What can go wrong with a graph, and where in the user's program it did.
+"""The exceptions of graphs, and where in the user's program they come from.
 
-Owns the exception hierarchy and the search for the user's line. Every error is raised with
-parameters, gradients and RNG as they were before the call that raised it.
+Owns the exception hierarchy and the search for the user's line. Whatever raises leaves parameters,
+gradients and RNG as they were before the call.
 """
 
 from __future__ import annotations
@@ -29,32 +29,45 @@ class Location:
     line: int
 
     def __str__(self) -> str:
-        parts = [f"module {self.module}"] * bool(self.module) + [f"{self.file}:{self.line}"] * bool(self.file)
+        parts = []
+        if self.module:
+            parts.append(f"module {self.module}")
+        if self.file:
+            parts.append(f"{self.file}:{self.line}")
         return ", ".join(parts) or "a place outside your program"
 
 
 class GraphError(RuntimeError):
     """Base of everything raised by `rollgraph.graph`."""
 
-    def __init__(self, message: str = "", where: Location | None = None) -> None:
+    def __init__(self, message: str = "", where: Location | None = None, *, frozen_value: bool = False) -> None:
         super().__init__(message)
-        self.where = where  # the user's line, where it is not the one that was running
+        self.where = where  # the user's line, if it is not the one that was running
+        self.frozen_value = frozen_value  # a Python value that the graph froze at capture has changed since
 
 
 class CaptureError(GraphError):
     """The function cannot be captured; the process is as it was before the attempt."""
 
 
+class WarmupError(CaptureError):
+    """The function raised in a warm-up run, before anything was recorded: it fails without any graph."""
+
+
 class HostReadError(CaptureError):
-    """The function reads a device value on the host, which a replay would never do again."""
+    """The function reads a tensor value on the host, which a replay would not do again."""
+
+    def __init__(self, message: str = "", where: Location | None = None, *, operation: str = "") -> None:
+        super().__init__(message, where)
+        self.operation = operation  # the operation that reads
 
 
 class GeneratorError(CaptureError):
-    """Random numbers come from a generator, or from a state of one, that a replay cannot follow."""
+    """Random numbers come from a generator, or from an RNG state, that a replay cannot follow."""
 
 
 class StateError(CaptureError):
-    """The function replaces state that it should write in place: a replay would not do that again."""
+    """The function replaces state instead of writing it in place, which a replay would not do again."""
 
 
 class HookError(CaptureError):
@@ -66,11 +79,11 @@ class ReplayMismatch(GraphError):
 
 
 class StaleGraph(GraphError):
-    """The graph is valid, but what it is bound to (parameters, weights, an interval) is not."""
+    """The graph is no longer valid: what it is bound to (parameters, weights, an open interval) has changed."""
 
 
 class MemoryInUse(StaleGraph):
-    """Replaying would overwrite memory that another pass, waiting for its backward, still needs."""
+    """A replay would overwrite memory that is still needed: by a pending backward, or by another thread."""
 
 
 class OrderError(GraphError, ValueError):
@@ -88,7 +101,7 @@ def here() -> Location:
 
 
 def raised_at(error: BaseException) -> Location:
-    """The user's innermost line on the way to `error`."""
+    """The user's innermost line in the traceback of `error`."""
     return _locate(list(_frames_of(error.__traceback__)))
 
 
@@ -99,23 +112,22 @@ def _frames_of(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int
 
 
 def _locate(frames: list[tuple[FrameType, int]]) -> Location:
-    file, line = "", 0
-    for frame, lineno in reversed(frames):
+    module = _module_path([frame for frame, _ in frames])
+    for frame, line in reversed(frames):
         filename = frame.f_code.co_filename
         if not is_library(filename):
-            file, line = filename, lineno
-            break
-    return Location(_module_path([frame for frame, _ in frames]), file, line)
+            return Location(module, filename, line)
+    return Location(module, "", 0)
 
 
 def is_library(filename: str) -> bool:
-    """A file of rollgraph, PyTorch or the standard library: never the place of a user's mistake."""
+    """Whether a file belongs to rollgraph, PyTorch or the standard library, and not to the user's program."""
     standard = filename.startswith(_STANDARD) and "-packages" not in filename
     return standard or filename.startswith((*_LIBRARIES, "<frozen", "<tape>"))
 
 
 def _module_path(frames: list[FrameType]) -> str:
-    """The chain of modules being called, read off the frames: nothing has to be hooked."""
+    """The chain of modules that are running, found in the frames, so that no module needs a hook."""
     path: list[str] = []
     current: torch.nn.Module | None = None
     for frame in frames:

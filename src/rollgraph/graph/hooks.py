@@ -1,7 +1,7 @@
-"""Hooks around captured work: user code that runs beside a graph and is never part of it.
+"""Hooks and guards: user code that runs around a graph and is never part of it.
 
-Hooks see the same arguments in warm-up, capture and replay, and can be paused. Guards are checks
-before every replay, and nothing can pause them.
+Hooks get the same arguments in warm-up, capture and replay, and can be paused. Guards are checks before
+every replay, and cannot be paused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rollgraph.graph.errors import CaptureError, HookError, StaleGraph
 Moment = Literal["warmup", "capture", "replay"]
 PreForward = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 PostForward = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]
-BackwardHook = Callable[[Any], None]  # no tensors: a backward hook must not pin activations
-Guard = Callable[[], str | None]  # the reason why a replay would be wrong, or None
+BackwardHook = Callable[[Any], None]  # gets no tensors, so that it cannot keep activations alive
+Guard = Callable[[], str | None]  # returns why a replay would be wrong, or None
 
 _MOMENTS = get_args(Moment)
 _KINDS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
@@ -25,11 +25,11 @@ _KINDS = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 
 @dataclass
 class GraphHooks:
-    """Hooks of one callable; each list runs in order.
+    """The hooks of one callable; each list runs in order.
 
-    pre_forward(callable, args, kwargs); post_forward(callable, args, kwargs, output) with the raw output;
-    pre_backward(callable); post_backward(callable). `when` names the moments in which they run, for all kinds or
-    by kind: warm-up and capture by default, replay where asked for.
+    The signatures are pre_forward(callable, args, kwargs), post_forward(callable, args, kwargs, output) with the raw
+    output, pre_backward(callable) and post_backward(callable). `when` lists the moments in which hooks run, for all
+    kinds or by kind; the default is warm-up and capture.
     """
 
     pre_forward: Sequence[PreForward] = ()
@@ -42,7 +42,8 @@ class GraphHooks:
     def __post_init__(self) -> None:
         if isinstance(self.when, Mapping) and not set(self.when) <= set(_KINDS):
             raise ValueError(f"when={self.when!r}: expected moments for some of {', '.join(_KINDS)}")
-        for moments in self.when.values() if isinstance(self.when, Mapping) else (self.when,):
+        lists = self.when.values() if isinstance(self.when, Mapping) else (self.when,)
+        for moments in lists:
             if isinstance(moments, str) or any(moment not in _MOMENTS for moment in moments):
                 raise ValueError(f"when={self.when!r}: expected a sequence of {', '.join(_MOMENTS)}")
         for kind in _KINDS:
@@ -52,7 +53,7 @@ class GraphHooks:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No hook runs inside; nests."""
+        """Inside, no hook runs. Pauses can be nested."""
         self._pauses += 1
         try:
             yield
@@ -60,15 +61,18 @@ class GraphHooks:
             self._pauses -= 1
 
     def wanted(self, kind: str, moment: Moment) -> bool:
-        moments = self.when.get(kind, ()) if isinstance(self.when, Mapping) else self.when
-        return moment in moments
+        """Whether hooks of that kind run at that moment."""
+        if isinstance(self.when, Mapping):
+            return moment in self.when.get(kind, ())
+        return moment in self.when
 
     @property
     def at_replay(self) -> bool:
+        """Whether hooks of any kind run at replay."""
         return any(self.wanted(kind, "replay") for kind in _KINDS)
 
     def run(self, kind: str, moment: Moment, *arguments: Any) -> None:
-        """Run the hooks of one kind, if they are asked for at this moment."""
+        """Run the hooks of one kind, if they run at this moment and are not paused."""
         if self._pauses or not self.wanted(kind, moment):
             return
         for hook in getattr(self, kind):
@@ -79,7 +83,7 @@ NO_HOOKS = GraphHooks()
 
 
 def hooks_per_callable(hooks: GraphHooks | Sequence[GraphHooks | None] | None, callables: int) -> list[GraphHooks]:
-    """One GraphHooks for each callable; a length mismatch is an error."""
+    """A GraphHooks for each callable. Raises CaptureError if the numbers differ."""
     if hooks is None:
         return [NO_HOOKS] * callables
     if isinstance(hooks, GraphHooks):
@@ -92,12 +96,13 @@ def hooks_per_callable(hooks: GraphHooks | Sequence[GraphHooks | None] | None, c
 
 
 def run_warmup_hook(hook: Callable[[Any], None] | None, kind: str, target: Any) -> None:
-    """`pre_warmup_hook` and `post_warmup_hook`: once for each callable, around all of its warm-up."""
+    """Run a `pre_warmup_hook` or `post_warmup_hook`, which surround the whole warm-up of a callable."""
     if hook is not None:
         _run(hook, kind, "warmup", (target,))
 
 
 def check_guards(guards: Sequence[Guard], graph: str) -> None:
+    """Raise StaleGraph if a guard objects to a replay."""
     for guard in guards:
         reason = guard()
         if reason is not None:

@@ -1,7 +1,7 @@
-"""The objects: what Python state is alive in the process, and what it looked like before a capture.
+"""Live objects: the Python state of the process, and what it looked like before a capture.
 
-A function reaches its model through closures, globals or attributes; the garbage collector is the
-one place that knows them all. Values in memory are the undo log's; names, flags and slots are here.
+A function reaches its model through closures, globals or attributes, and only the garbage collector
+knows them all. Owns names, flags, hooks and slots; the undo log owns values in memory.
 """
 
 from __future__ import annotations
@@ -20,66 +20,70 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KINDS = (Tensor, nn.Module, torch.optim.Optimizer)
-_IDLE = 200  # collections without a capture, after which live objects are followed no longer; an import has dozens
-_MANY = 50_000  # objects: with fewer, to look at all of them is as cheap
-_FOLLOWS = sys.version_info < (3, 14)  # later collectors have no generations to tell new objects by
+_IDLE = 200  # collections without a capture after which tracking stops; an import causes dozens
+_MANY = 50_000  # objects; with fewer, looking at all of them costs no more than tracking
+_CAN_TRACK = sys.version_info < (3, 14)  # later collectors do not tell new objects by generation
 
 
-class _Witness:
-    """An object to look for."""
+class _Marker:
+    """A new object that has to show up among the new objects."""
 
 
 class LiveObjects:
-    """The tensors, modules and optimizers of the process, for captures that come in bursts.
+    """The tensors, modules and optimizers of the process, found quickly for captures in quick succession.
 
-    Asking the garbage collector for every object takes a tenth of a second. That is done for the first capture.
-    After it, a new object is in a young generation, or this callback saw it there before it grew old.
+    Asking the garbage collector for every object takes a tenth of a second, and happens for the first capture only.
+    After that, a new object is in a young generation, or a callback has seen it there before it grew old.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Any]] = {}
-        self._following = False
-        self._expected = 0  # what the collector counts, if this callback has seen every collection
+        self._tracking = False
+        self._expected = 0  # the collector's count of collections, if the callback has seen all of them
         self._idle = 0
-        self._witness = (
-            _Witness()
-        )  # made with each look: whatever hides it, as gc.freeze() does, hides other new objects
-        self._saw_witness = False
+        # A new one for each search. What hides it, such as gc.freeze(), hides other new objects, too.
+        self._marker = _Marker()
+        self._saw_marker = False
 
     def find(self) -> list[Any]:
+        """Every tensor, module and optimizer that is alive."""
         self._idle = 0
-        if self._is_following():
+        if self._is_tracking():
             self._note(_young_objects())
-        if not self._is_following() or not self._saw_witness:
+        if not self._is_tracking() or not self._saw_marker:
             self._known.clear()
-            self._follow()  # first, so that nothing grows old unseen during the walk
+            self._start_tracking()  # first, so that no object grows old unseen during the search
             objects = gc.get_objects()
             self._note(objects)
-            if len(objects) < _MANY or gc.get_freeze_count():  # what is thawed later would come in unseen
-                self._leave()
-        self._witness, self._saw_witness = _Witness(), False
+            if len(objects) < _MANY or gc.get_freeze_count():  # objects that are unfrozen later would stay unseen
+                self._stop_tracking()
+        self._renew_marker()
         self._forget_dead()
         return [thing for ref in list(self._known.values()) if (thing := ref()) is not None]
+
+    def _renew_marker(self) -> None:
+        self._marker = _Marker()
+        self._saw_marker = False
 
     def _forget_dead(self) -> None:
         dead = [key for key, ref in list(self._known.items()) if ref() is None]
         for key in dead:
-            if self._known[key]() is None:  # a collection in between may have given the key to a new object
+            if self._known[key]() is None:  # a collection may have given the key to a new object meanwhile
                 del self._known[key]
 
-    def _is_following(self) -> bool:
-        return self._following and self._on_collection in gc.callbacks and _collections() == self._expected
+    def _is_tracking(self) -> bool:
+        return self._tracking and self._on_collection in gc.callbacks and _collections() == self._expected
 
-    def _follow(self) -> None:
-        if self._on_collection not in gc.callbacks and _FOLLOWS:
+    def _start_tracking(self) -> None:
+        if self._on_collection not in gc.callbacks and _CAN_TRACK:
             gc.callbacks.append(self._on_collection)
-        self._following = _FOLLOWS
+        self._tracking = _CAN_TRACK
         self._expected = _collections()
 
-    def _leave(self) -> None:
+    def _stop_tracking(self) -> None:
         if self._on_collection in gc.callbacks:
             gc.callbacks.remove(self._on_collection)
-        self._following = False
+        self._tracking = False
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] == 0:
@@ -89,18 +93,18 @@ class LiveObjects:
             return
         self._expected += 1
         self._idle += 1
-        if self._idle > _IDLE or not self._saw_witness:
-            self._leave()
-        self._witness, self._saw_witness = _Witness(), False
+        if self._idle > _IDLE or not self._saw_marker:
+            self._stop_tracking()
+        self._renew_marker()
 
     def _note(self, objects: Sequence[Any]) -> None:
-        kinds = _subclasses(_KINDS) | {_Witness}
-        # By type, never isinstance: a lazy proxy's __class__ may run code.
+        kinds = _subclasses(_KINDS) | {_Marker}
+        # By type instead of isinstance: the __class__ of a lazy proxy may run code.
         wanted = map(kinds.__contains__, map(type, objects))
         for thing in compress(objects, wanted):
-            if thing is self._witness:
-                self._saw_witness = True
-            elif type(thing) is not _Witness:
+            if thing is self._marker:
+                self._saw_marker = True
+            elif type(thing) is not _Marker:
                 self._known[id(thing)] = weakref.ref(thing)
 
 
@@ -109,7 +113,7 @@ def _young_objects() -> list[Any]:
 
 
 def _collections() -> int:
-    """Those after which objects have grown old."""
+    """How many collections have promoted objects to an old generation."""
     _, middle, old = gc.get_stats()
     return int(middle["collections"] + old["collections"])
 
@@ -125,12 +129,12 @@ def _subclasses(kinds: Sequence[type]) -> set[type]:
     return found
 
 
-# The one thing here that all of a process shares, because the collector that it follows is one as well.
+# The only object here that the whole process shares, because there is only one garbage collector to track.
 _live_objects = LiveObjects()
 
 
 class ProgramObjects:
-    """Every trainable leaf, module and optimizer alive. `roots` are found even if gc.freeze() hides them."""
+    """Every live trainable leaf, module and optimizer. `roots` are found even if gc.freeze() hides them."""
 
     def __init__(self, *roots: Any) -> None:
         leaves: dict[int, Tensor] = {}
@@ -159,7 +163,7 @@ class ProgramObjects:
 def _is_leaf(tensor: Tensor) -> bool:
     try:
         return tensor.is_leaf
-    except RuntimeError:  # a view that autograd has given up on is nobody's parameter
+    except RuntimeError:  # an invalid view, which cannot be a parameter
         return False
 
 
@@ -178,27 +182,28 @@ def noting_calls(called: dict[int, nn.Module]) -> Iterator[None]:
 
 
 class PythonState:
-    """Flags, hooks and slots of the modules and leaves of a objects, and how to put them back."""
+    """Flags, hooks and slots of modules, leaves and optimizers, to compare with later or to restore."""
 
     def __init__(self, objects: ProgramObjects) -> None:
         self._training = [(module, module.training) for module in objects.modules]
         self._hooks = [(d, dict(d)) for m in objects.modules for d in _hook_dicts(m)]
         self._tensor_hooks = [(t, dict(t._backward_hooks or {})) for t in objects.leaves]
-        self._slots: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = [
-            (m, d, dict(d)) for m in objects.modules for d in (m._parameters, m._buffers)
-        ]
-        tensors = {id(t): t for _, _, saved in self._slots for t in saved.values() if t is not None}
+        self._slots: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        tensors: dict[int, Tensor] = {}
+        for module in objects.modules:
+            for slots in (module._parameters, module._buffers):
+                self._slots.append((module, slots, dict(slots)))
+                tensors.update((id(t), t) for t in slots.values() if t is not None)
         self._memory = [(t, t.data_ptr(), t.detach()) for t in tensors.values() if t.layout is torch.strided]
         self._requires_grad = [(t, t.requires_grad) for t in (*objects.leaves, *tensors.values()) if _is_leaf(t)]
-        self._numbers = [
-            (type(optimizer).__name__, state, dict(state))
-            for optimizer in objects.optimizers
-            for state in optimizer.state.values()
-            if isinstance(state, dict)
-        ]
+        self._numbers: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []  # states with Python numbers in them
+        for optimizer in objects.optimizers:
+            for state in optimizer.state.values():
+                if isinstance(state, dict):
+                    self._numbers.append((type(optimizer).__name__, state, dict(state)))
 
     def rebound(self) -> Iterator[str]:
-        """What the program gave another object or other memory since, which a replay would not do again."""
+        """What the program has replaced or re-pointed since, which a replay would not do again."""
         for module, slots, saved in self._slots:
             for key, tensor in saved.items():
                 if slots.get(key) is not tensor:
@@ -212,6 +217,7 @@ class PythonState:
                     yield f"{name} state {key!r}, a Python number (it must be a tensor)"
 
     def restore(self) -> None:
+        """Restore flags and hooks."""
         for module, training in self._training:
             module.training = training
         for hooks, saved in self._hooks:
@@ -228,7 +234,7 @@ class PythonState:
                 tensor.requires_grad_(requires_grad)
 
     def restore_slots(self) -> None:
-        """After a failure: the objects and the memory that modules and optimizers had."""
+        """After a failure: give modules and optimizers back their objects and their memory."""
         for _, slots, saved in self._slots:
             if any(slots.get(key) is not value for key, value in saved.items()) or slots.keys() != saved.keys():
                 slots.clear()

@@ -1,8 +1,8 @@
 """The pool: owns graph memory and knows every graph in it.
 
-Graphs of one arena share memory: what one frees, a later capture reuses. A graph that ran its
+Graphs of one arena share memory: a later capture reuses what an earlier one freed. A graph that ran its
 forward and waits for its backward is an open interval. While it is open, exactly the graphs captured
-between its forward and its backward may replay: only their captures saw its memory as taken. The
+between its forward and its backward may replay, because only their captures saw its memory as in use. The
 rule depends on the order of captures alone, so a laptop and a GPU refuse the same programs.
 """
 
@@ -25,35 +25,37 @@ from rollgraph.graph.static_outputs import StaticOutputs
 
 PoolHandle = tuple[int, int]  # what torch.cuda.graph_pool_handle() returns
 FOREVER = sys.maxsize  # later than any capture
-_thread, _graph_task = threading.get_ident, torch._C._current_graph_task_id
+_thread = threading.get_ident
+_graph_task = torch._C._current_graph_task_id
 
 
 class CapturedGraph(Protocol):
-    """What a pool knows of a captured thing."""
+    """What a pool knows of a captured function or callable."""
 
     record: GraphRecord
     enabled: bool
     target: Any  # the module or function it was captured from
-    static_bytes: int  # owned outside of the arena's segments
+    static_bytes: int  # memory that it owns outside the arena
 
     def reset(self) -> None: ...
 
 
 class Arena:
-    """Memory shared by the captures made in it, with their order and their open intervals."""
+    """Memory shared by the captures made in it, their order, and their open intervals."""
 
     def __init__(self, handle: PoolHandle | None = None) -> None:
         self.handle = handle
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
-        self.scratch: dict[Any, torch.Tensor] = {}  # live only inside one backward, so shared by all
+        self.scratch: dict[Any, torch.Tensor] = {}  # used only during one backward, so all graphs share it
         self.captures = 0
         self._recordings = 0
-        # forward -> graph, backward, bounds before it was opened, the autograd node that can still run it
+        # forward -> (graph, backward, low and high before it was opened, the autograd node that can still run it)
         self._open: dict[int, tuple[str, int, int, int, ref[Any]]] = {}
-        self.low, self.high = -1, FOREVER  # captures strictly between may replay
-        self.lock = threading.RLock()  # held by whoever replays: memory is shared, so only one at a time can
-        self.lenders: list[StaticOutputs] = []  # the outputs of its recordings
-        self.borrower = 0  # the thread that they are lent to
+        self.low = -1  # captures strictly between low and high may replay
+        self.high = FOREVER
+        self.lock = threading.RLock()  # held during a replay: the memory is shared, so replays take turns
+        self.static_outputs: list[StaticOutputs] = []  # of its recordings
+        self.owning_thread = 0  # the thread that may use them
 
     def cuda_handle(self) -> PoolHandle:
         if self.handle is None:
@@ -61,57 +63,60 @@ class Arena:
         return self.handle
 
     def retain(self) -> None:
-        """A recording uses the arena's CUDA pool."""
+        """Count a recording that uses the arena's CUDA pool."""
         self._recordings += 1
 
     def release(self) -> None:
-        """One of them is gone. CUDA frees a pool with its last graph, and its handle is then dead."""
+        """Count a recording that is gone. CUDA frees a pool with its last graph, and the handle is then invalid."""
         self._recordings -= 1
         if self._recordings == 0:
             self.handle = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """One capture stream for each device: blocks are reused only within a stream."""
+        """The one capture stream of a device: memory blocks are reused only within a stream."""
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
         return self.streams[device]
 
     def next_capture(self) -> int:
-        """The place of a new recording in the order of captures."""
+        """The number of a new recording in the order of captures."""
         self.captures += 1
         return self.captures
 
     # -- threads ---------------------------------------------------------------------------------
 
-    def claim(self, graph: str) -> None:
-        """Make the calling thread the one that outputs are lent to; refuse while another one holds an output.
+    def enter_thread(self, graph: str) -> None:
+        """Make the calling thread the owning one; raise MemoryInUse while another thread still refers to an output.
 
-        That thread may be reading it at this very moment. A backward in a thread of autograd's own belongs to the
-        thread that waits for it.
+        That thread may be reading the output right now. A backward that runs in one of autograd's own threads belongs
+        to the thread that waits for it.
         """
-        if self.borrower == _thread() or _graph_task() != -1:
+        if self.owning_thread == _thread() or _graph_task() != -1:
             return
-        if any(lender.held() for lender in self.lenders):
-            gc.collect()  # it may wait in a reference cycle
-            if any(lender.held() for lender in self.lenders):
+        if self._outputs_referenced():
+            gc.collect()  # an output may be part of a reference cycle that is no longer in use
+            if self._outputs_referenced():
                 raise MemoryInUse(
-                    f"graph {graph!r} is used by two threads, and an output that the other one got from its pool is "
-                    "still held there: a replay would overwrite it. Keep a clone and drop the output before another "
-                    "thread's turn, or capture a graph in a pool of its own for each thread"
+                    f"graph {graph!r} is used by two threads, and the other thread still refers to an output from its "
+                    "pool: a replay would overwrite it. Clone the output and drop it before another thread's turn, or "
+                    "capture a graph in a pool of its own for each thread"
                 )
-        self.borrower = _thread()
+        self.owning_thread = _thread()
+
+    def _outputs_referenced(self) -> bool:
+        return any(outputs.referenced() for outputs in self.static_outputs)
 
     # -- open intervals --------------------------------------------------------------------------
 
     def admit(self, capture: int, graph: str) -> None:
-        """Refuse a replay that would overwrite what an open interval still needs."""
+        """Raise MemoryInUse for a replay that would overwrite what an open interval still needs."""
         if self.low < capture < self.high:
             return
-        while self._open and next(reversed(self._open.values()))[4]() is None:  # opened last and abandoned
+        while self._open and next(reversed(self._open.values()))[4]() is None:  # opened last, then abandoned
             _, (_, _, self.low, self.high, _) = self._open.popitem()
         if self.low < capture < self.high:
             return
-        gc.collect()  # a node that nobody can reach any more may wait in a reference cycle
+        gc.collect()  # an unreachable node may be part of a reference cycle
         self._close_abandoned()
         if self.low < capture < self.high:
             return
@@ -127,7 +132,7 @@ class Arena:
         )
 
     def open(self, graph: str, forward: int, backward: int, node: Any) -> None:
-        """Start the interval of an autograd node; it was admitted, so no other one of this graph is open."""
+        """Open the interval of an autograd node. Its forward was admitted, so the graph has no other open."""
         self._open[forward] = (graph, backward, self.low, self.high, ref(node))
         if forward > self.low:
             self.low = forward
@@ -140,7 +145,7 @@ class Arena:
 
     def close(self, forward: int) -> None:
         last, interval = self._open.popitem()
-        if last == forward:  # the usual order: what was opened last is closed first
+        if last == forward:  # the usual order: the interval opened last is closed first
             _, _, self.low, self.high, _ = interval
             return
         self._open[last] = interval
@@ -150,15 +155,16 @@ class Arena:
         self.low, self.high = -1, FOREVER
         for start, (graph, end, _, _, node) in remaining:
             self._open[start] = (graph, end, self.low, self.high, node)
-            self.low, self.high = max(self.low, start), min(self.high, end)
+            self.low = max(self.low, start)
+            self.high = min(self.high, end)
 
     def _close_abandoned(self) -> None:
-        """Close the intervals whose backward nobody can call any more."""
+        """Close the intervals whose backward can no longer be called."""
         for forward in [f for f, (*_, node) in reversed(self._open.items()) if node() is None]:
             self.close(forward)
 
     def waits_for(self, forward: int) -> bool:
-        """Somebody can still call the backward of that forward."""
+        """Whether the backward of that forward is pending and can still be called."""
         self._close_abandoned()
         return forward in self._open
 
@@ -168,7 +174,7 @@ class Arena:
 
 
 class GraphPool:
-    """Owns the graphs captured in it and their memory; one for each worker.
+    """Owns the graphs captured in it and their memory. Each worker has one.
 
     `handle` is a raw pool of `torch.cuda.graph_pool_handle()`, to share memory with other captures.
     """
@@ -187,7 +193,7 @@ class GraphPool:
         raise CaptureError(f"pool={pool!r}: expected a GraphPool, a torch.cuda.graph_pool_handle() or None")
 
     def unique_name(self, name: str) -> str:
-        """`name`, or `name#2`, `name#3`, ... where graphs of that name are already here."""
+        """`name`, or `name#2`, `name#3`, ... if the pool already has graphs of that name."""
         self._names[name] = count = self._names.get(name, 0) + 1
         return name if count == 1 else f"{name}#{count}"
 
@@ -197,7 +203,7 @@ class GraphPool:
     # -- on and off ------------------------------------------------------------------------------
 
     def disable(self, model: torch.nn.Module | None = None) -> None:
-        """Run the original code instead of every graph (of `model`), counted, until enabled again."""
+        """Run the original code instead of every graph (of `model`), counted as eager, until enabled again."""
         for graph in self._of(model):
             graph.enabled = False
 
@@ -207,7 +213,7 @@ class GraphPool:
 
     @contextmanager
     def disabled(self, model: torch.nn.Module | None = None) -> Iterator[None]:
-        """Graphs off inside; afterwards each is as it was found, whatever left the tree meanwhile."""
+        """Graphs are off inside. Afterwards each is as before, even if its module has left the tree meanwhile."""
         found = [(graph, graph.enabled) for graph in self._of(model)]
         try:
             self.disable(model)
@@ -225,18 +231,18 @@ class GraphPool:
     # -- end of life and report ------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Give back every graph and put every original callable back in place."""
+        """Release every graph and restore every original callable."""
         for graph in list(self.graphs):
             graph.reset()
         self.graphs.clear()
-        self.arena = Arena()  # no interval of the old graphs is left open
+        self.arena = Arena()  # without the open intervals of the old graphs
 
     def report(self) -> Report:
         records = tuple(copy.deepcopy(graph.record) for graph in self.graphs)
         return Report(records, self.memory_bytes())
 
     def memory_bytes(self) -> int:
-        """Reserved by the pool on the GPU, plus what its graphs own outside of it."""
+        """Memory that the pool reserved on the GPU, plus what its graphs own outside it."""
         outside = sum(graph.static_bytes for graph in self.graphs)
         return outside + sum(size for _, size in pool_segments(self.arena))
 

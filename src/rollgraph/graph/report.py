@@ -1,6 +1,6 @@
-"""What was captured, what was replayed, and what ran eagerly and why.
+"""The report: what was captured, what was replayed, and what ran eagerly and why.
 
-A record is counted by the graph it belongs to; a report is a snapshot of a pool's records.
+Each graph keeps its own record up to date; a report is a snapshot of the records of a pool.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GraphRecord:
-    """The life of one graph (a forward and a backward recording count as one)."""
+    """The counters of one graph. Its forward and its backward count as one."""
 
     name: str
     backend: str
     surface: str = ""
-    operations: int = 0  # operations seen by the dispatcher, forward and backward
+    operations: int = 0  # dispatched operations, forward and backward
     bytes_owned: int = 0
     captures: int = 0
     replays: int = 0  # forward replays
     backward_replays: int = 0
     eager_runs: Counter[str] = field(default_factory=Counter)  # reason -> count
-    dropped: int = 0  # captures given back because newer ones took their place
+    dropped: int = 0  # captures released to make room for newer ones
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Report:
-    """A table when printed, JSON for tools."""
+    """The records of a pool: a table when printed, JSON for tools."""
 
     graphs: tuple[GraphRecord, ...]
     pool_bytes: int
@@ -52,20 +52,7 @@ class Report:
 
     def __str__(self) -> str:
         header = ("graph", "backend", "ops", "owned", "captures", "replays", "eager", "surface")
-        rows = [
-            (
-                graph.name,
-                graph.backend,
-                str(graph.operations),
-                _bytes(graph.bytes_owned),
-                str(graph.captures),
-                f"{graph.replays}+{graph.backward_replays}" if graph.backward_replays else str(graph.replays),
-                str(graph.eager_runs.total()),
-                graph.surface if len(graph.surface) <= 60 else graph.surface[:57] + "...",
-            )
-            for graph in self.graphs
-        ]
-        lines = _table(header, rows)
+        lines = _table(header, list(map(_row, self.graphs)))
         for graph in self.graphs:
             lines += [f"  {graph.name}: {n} eager: {why}" for why, n in sorted(graph.eager_runs.items())]
             if graph.dropped:
@@ -80,20 +67,44 @@ class Report:
         return "\n".join(lines)
 
 
+def _row(graph: GraphRecord) -> tuple[str, ...]:
+    replays = str(graph.replays)
+    if graph.backward_replays:
+        replays += f"+{graph.backward_replays}"
+    surface = graph.surface
+    if len(surface) > 60:
+        surface = surface[:57] + "..."
+    return (
+        graph.name,
+        graph.backend,
+        str(graph.operations),
+        _bytes(graph.bytes_owned),
+        str(graph.captures),
+        replays,
+        str(graph.eager_runs.total()),
+        surface,
+    )
+
+
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    right = {2, 3, 4, 5, 6}
+    columns = zip(header, *rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    numeric = {2, 3, 4, 5, 6}
 
     def line(cells: Sequence[str]) -> str:
-        padded = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        padded = []
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+            padded.append(cell.rjust(width) if column in numeric else cell.ljust(width))
         return "  ".join(padded).rstrip()
 
     return [line(header), "  ".join("-" * width for width in widths), *map(line, rows)]
 
 
 def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    return f"{count:.1f} GiB"
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"

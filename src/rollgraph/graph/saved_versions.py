@@ -1,8 +1,8 @@
-"""What autograd saved for a backward, and whether it still is what the forward left.
+"""What autograd saved for a backward, and whether it was changed since the forward.
 
 Eager autograd refuses a backward over a tensor that was changed in place since it was saved. A graph
-would read that memory as it is. So the same counters are compared: those of the tensors from outside
-and of the outputs that the recorded forward saved, and of nothing else.
+would read the changed memory. So a segment compares the same version counters: those of the outside
+tensors and outputs that the recorded forward saved, and no others.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ version = attrgetter("_version")
 
 
 class SavedVersions:
-    """The versions of the tensors that a backward reads besides what its own forward made."""
+    """The version counters of the tensors that a backward reads and the program can change."""
 
     def __init__(self, named: Mapping[str, Tensor] | None = None) -> None:
         self._names = list(named or ())
-        # As plain tensors, which share the counter and are read faster than parameters.
+        # Plain tensors share the counter with parameters and are read faster.
         self.tensors = [tensor.detach() for tensor in (named or {}).values()]
-        self.noted: list[int] = []  # after a forward
+        self.noted: list[int] = []  # their versions after the last forward
 
     @classmethod
     def of(cls, results: Sequence[Tensor], named: Mapping[str, Tensor]) -> SavedVersions:
-        """Those of `named` that the autograd graph behind `results` saved."""
-        saved = [(spanned(t), t.device) for t in _saved_tensors(results) if storage_of(t) is not None and t.numel()]
+        """The versions of those among `named` that the autograd graph behind `results` saved."""
+        saved = [(spanned(t), t.device) for t in saved_tensors(results) if storage_of(t) is not None and t.numel()]
         found = {}
         for name, tensor in named.items():
             if tensor.is_inference() or storage_of(tensor) is None or not tensor.numel():
@@ -45,7 +45,7 @@ class SavedVersions:
         return cls(found)
 
     def refuse_change(self, graph: str) -> NoReturn:
-        """Before a backward that reads another version than its forward left."""
+        """Raise StaleGraph: a tensor changed since the forward."""
         pairs = zip(self._names, self.noted, self.tensors, strict=True)
         changed = [name for name, noted, tensor in pairs if tensor._version != noted]
         raise StaleGraph(
@@ -54,8 +54,8 @@ class SavedVersions:
         )
 
 
-def _saved_tensors(results: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What the nodes behind `results` saved, as it is packed: what a hook packed away is not looked for."""
+def saved_tensors(results: Sequence[Tensor]) -> Iterator[Tensor]:
+    """What the nodes behind `results` saved, except what a saved-tensor hook packed away."""
     for node in nodes_behind(results):
         for name in dir(node):
             if not name.startswith("_raw_saved_"):

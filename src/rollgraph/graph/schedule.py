@@ -1,11 +1,11 @@
-"""In which order a pipeline runs its forwards and backwards, and which buffers that order lets share.
+"""Schedules: the order in which a pipeline runs its forwards and backwards, and which buffers can be shared.
 
-Owns the meaning of an order and the live-range planner. Decides only: it touches no tensor and knows
+Owns the meaning of an order and the live-range planner. It only decides: it touches no tensor and knows
 nothing of capture, pools or modules, so every small order can be tested exhaustively.
 
-An order lists `+c` (forward of the next microbatch of chunk c, counted from 1) and `-c` (backward of the
-oldest microbatch of chunk c that still waits for it). A chunk is one or more layers: its forward runs
-them in order, its backward in reverse.
+An order lists `+c` (the forward of the next microbatch of chunk c, counted from 1) and `-c` (the backward
+of the oldest pending microbatch of chunk c). A chunk has one or more layers: its forward runs them in
+order, its backward in reverse.
 
     >>> schedule = parse_order([1, 1, -1, 1, -1, -1], callables=2)  # 1F1B: one chunk of 2 layers
     >>> schedule.microbatches, schedule.entries  # 3 microbatches of 2 layers
@@ -17,8 +17,8 @@ them in order, its backward in reverse.
     >>> slots  # the third microbatch moves into the buffers of the first
     [0, 1, 2, 3, 0, 1]
 
-What is checked is each chunk by itself, because a rank does not see the others: that chunk 2 needs what
-chunk 1 computed (here, or by way of other ranks) is the pipeline's business.
+Each chunk is checked by itself, because a rank does not see the others. That chunk 2 needs the results of
+chunk 1, from this rank or from others, is up to the pipeline.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class SchedulePass:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A legal order, spelled out layer by layer. Made by `parse_order` or `sequential`.
+    """A legal order, expanded layer by layer. Made by `parse_order` or `sequential`.
 
-    An *entry* is one (chunk, microbatch, layer): what is captured, one graph each. A
-    *callable* is one (chunk, layer): what the user wrote, shared by all its microbatches.
+    An *entry* is one (chunk, microbatch, layer), captured as one graph. A *callable* is one (chunk, layer): what the
+    user wrote, shared by all of its microbatches.
     """
 
     steps: tuple[SchedulePass, ...]  # in execution order
@@ -87,9 +87,9 @@ class Schedule:
         return sum(self.layers_per_chunk[:chunk]) + layer
 
     def live_ranges(self) -> list[tuple[int, int]]:
-        """For each entry the first and last step that need its buffers: its forward, its backward.
+        """For each entry, the first and the last step that need its buffers: its forward and its backward.
 
-        An entry without a backward is live to the last step: no step says when its output has been read.
+        An entry without a backward is live until the last step, since no step says when its output has been read.
         """
         starts = [0] * self.entries
         ends = [len(self.steps) - 1] * self.entries
@@ -105,10 +105,10 @@ def parse_order(
     layers_per_chunk: int | Sequence[int] | None = None,
     forward_only: bool = False,
 ) -> Schedule:
-    """Check `order` and spell it out for `callables` layers, dealt to chunks by `layers_per_chunk`.
+    """Check `order` and expand it for `callables` layers, which `layers_per_chunk` assigns to chunks.
 
-    One number means as many layers for every chunk, None that the callables divide evenly. An order that
-    is not legal raises `OrderError`, which names the position at fault.
+    A single number means that every chunk has as many layers, and None that the layers are divided evenly. An illegal
+    order raises `OrderError`, which names the position.
     """
     order = tuple(order)
     _check_elements(order)
@@ -119,7 +119,7 @@ def parse_order(
 
 
 def sequential(callables: int, forward_only: bool = False) -> Schedule:
-    """The default: one microbatch, forward through every callable, then backward in reverse."""
+    """The default order: one microbatch, forward through every callable, then backward in reverse."""
     return parse_order([1] if forward_only else [1, -1], callables, forward_only=forward_only)
 
 
@@ -141,7 +141,7 @@ def _check_elements(order: Sequence[int]) -> None:
 
 
 def _check_pairing(order: Sequence[int], forward_only: bool) -> None:
-    """Every backward must follow its forward, and every forward must get one."""
+    """Every backward must follow its forward, and every forward must have a backward."""
     forwards: defaultdict[int, list[int]] = defaultdict(list)  # chunk -> positions
     backwards: Counter[int] = Counter()
     for position, value in enumerate(order):
@@ -168,7 +168,7 @@ def _check_pairing(order: Sequence[int], forward_only: bool) -> None:
 
 
 def _check_chunks(order: Sequence[int]) -> None:
-    """Chunks must be 1..max with none left out, and all run the same microbatches."""
+    """Chunks must be 1..max without gaps, and all must run the same microbatches."""
     counts = Counter(value for value in order if value > 0)
     last = max(order)
     missing = next((chunk for chunk in range(1, last) if chunk not in counts), None)
@@ -186,7 +186,7 @@ def _check_chunks(order: Sequence[int]) -> None:
 
 
 def _deal_layers(chunks: int, callables: int, layers_per_chunk: int | Sequence[int] | None) -> tuple[int, ...]:
-    """How many layers each chunk holds, checked to use up the callables exactly."""
+    """How many layers each chunk has. Together they must be all callables."""
     if callables < 1:
         raise OrderError(f"callables = {callables}: there must be at least one")
     if layers_per_chunk is None:
@@ -205,10 +205,11 @@ def _deal_layers(chunks: int, callables: int, layers_per_chunk: int | Sequence[i
 
 
 def _expand(order: Sequence[int], layers: Sequence[int]) -> Iterator[SchedulePass]:
-    """The steps of a checked order. First forward, first backward: counting by sign numbers both."""
+    """The steps of a checked order. The n-th forward of a chunk and its n-th backward belong to microbatch n."""
     seen: Counter[int] = Counter()
     for position, value in enumerate(order):
-        chunk, microbatch = abs(value) - 1, seen[value]
+        chunk = abs(value) - 1
+        microbatch = seen[value]
         seen[value] += 1
         if value > 0:
             for layer in range(layers[chunk]):
@@ -219,11 +220,11 @@ def _expand(order: Sequence[int], layers: Sequence[int]) -> Iterator[SchedulePas
 
 
 def assign_slots(ranges: Sequence[tuple[int, int]], keys: Sequence[Hashable]) -> list[int]:
-    """A slot for each range, so that ranges share one only if their keys are equal and they never overlap.
+    """A slot for each range. Ranges share a slot only if their keys are equal and they never overlap.
 
-    Both ends belong to a range: one that ends at step t and one that starts at t overlap. By start time,
-    each range takes the slot of its key that has been free longest, and a new one only if all are busy.
-    A new slot thus means that every slot of the key is in use at that step, so no plan has fewer.
+    Both ends belong to a range: a range that ends at step t overlaps one that starts at t. In the order of their
+    starts, each range takes the slot of its key that has been free longest, or a new one if all are in use. So a new
+    slot means that every slot of the key is in use at that step, and no plan has fewer.
     """
     _check_ranges(ranges, keys)
     slots = [0] * len(ranges)
@@ -243,7 +244,7 @@ def assign_slots(ranges: Sequence[tuple[int, int]], keys: Sequence[Hashable]) ->
 
 
 def check_slots(ranges: Sequence[tuple[int, int]], keys: Sequence[Hashable], slots: Sequence[int]) -> None:
-    """Raise `OrderError` unless the plan is sound. Shares no code with the planner that it checks."""
+    """Raise `OrderError` unless the plan is sound. It shares no code with the planner, so that it can check it."""
     _check_ranges(ranges, keys)
     if len(slots) != len(ranges):
         raise OrderError(f"{len(ranges)} ranges, but {len(slots)} slots")
@@ -251,7 +252,7 @@ def check_slots(ranges: Sequence[tuple[int, int]], keys: Sequence[Hashable], slo
     for index, slot in enumerate(slots):
         tenants[slot].append(index)
     for slot, indexes in tenants.items():
-        # Sorted by start, some two ranges overlap only if some two neighbours do.
+        # Sorted by start, two ranges overlap only if two neighbours do.
         for a, b in pairwise(sorted(indexes, key=lambda i: (ranges[i], i))):
             shared = f"slot {slot} is shared by range {a} {ranges[a]} and range {b} {ranges[b]}"
             if keys[a] != keys[b]:
@@ -269,6 +270,6 @@ def _check_ranges(ranges: Sequence[tuple[int, int]], keys: Sequence[Hashable]) -
 
 
 def _check_index(name: str, index: int, count: int) -> None:
-    """A negative index must not wrap around to somebody else's buffers."""
+    """Raise IndexError if the index is out of range. A negative one must not wrap around to other buffers."""
     if not 0 <= index < count:
         raise IndexError(f"{name} {index} is not in 0..{count - 1}")

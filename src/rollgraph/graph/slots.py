@@ -1,8 +1,8 @@
 """Slots: the places where a program keeps what a graph was captured with, found and named at capture.
 
-Parameters, buffers and children of modules, constants of built-in modules, tensors in plain attributes,
-state and hyper-parameters of optimizers, and the dictionaries that hooks are registered in. `binding.py`
-compares them before each replay, so nothing belongs here that a correct program changes between replays.
+They are parameters, buffers and children of modules, constants of built-in modules, tensors in plain
+attributes, state and hyper-parameters of optimizers, and dictionaries of hooks. `binding.py` compares them
+before each replay, so a place that a correct program changes between replays does not belong here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rollgraph.graph.bytecode import nested_codes
 from rollgraph.graph.live_objects import ProgramObjects
 from rollgraph.graph.names import Paths
 from rollgraph.graph.undo_log import UndoLog
@@ -24,13 +25,13 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, tuple})
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# What built-in modules tell about the shapes of their weights. Their forward looks at the weights.
+# Attributes of built-in modules that describe their weights. Their forward looks at the weights instead.
 _DESCRIPTIONS = frozenset({
     "training", "in_features", "in1_features", "in2_features", "out_features", "in_channels", "out_channels",
     "num_features", "num_channels", "num_embeddings", "embedding_dim", "input_size", "hidden_size", "embed_dim", "kdim",
     "vdim", "head_dim", "normalized_shape", "affine", "elementwise_affine", "transposed",
 })  # fmt: skip
-# What built-in modules do not look at in eval mode.
+# Attributes that built-in modules ignore in eval mode.
 _FOR_TRAINING: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.modules.dropout._DropoutNd, "p"),
     (nn.modules.batchnorm._NormBase, "momentum"),
@@ -42,18 +43,18 @@ _FOR_TRAINING: tuple[tuple[type[nn.Module], str], ...] = (
 
 
 class BoundSlot(NamedTuple):
-    """One place, and what it held at capture."""
+    """One place, and its value at capture."""
 
     container: dict[Any, Any]
     key: Any
-    held: Any
+    value: Any
     name: str
-    apart: bool = False  # the container has other entries, which may change
-    may_go: bool = False  # without it the function itself would raise; a graph has borrowed what was there
+    single: bool = False  # only this entry of the container is bound; the others may change
+    may_vanish: bool = False  # the entry may be deleted: the graph keeps the value, where the function would raise
 
 
 class HookPlace(NamedTuple):
-    """Where the hooks of one kind of one module or optimizer are."""
+    """The dictionary in which a module or optimizer registers hooks of one kind."""
 
     hooks: Mapping[Any, Any]
     kind: str
@@ -70,7 +71,7 @@ def slots_of(
     read: Sequence[Tensor],
     optimizers: Iterable[torch.optim.Optimizer] = (),
 ) -> list[BoundSlot]:
-    """All slots but those that only optimizers have; `read` are the tensors that the recording read."""
+    """All slots except those of optimizers; `read` are the tensors that the recording read."""
     return [
         *module_slots(modules),
         *entry_slots(called),
@@ -81,25 +82,30 @@ def slots_of(
 
 
 def module_slots(modules: Iterable[nn.Module]) -> list[BoundSlot]:
-    """Where the modules keep their parameters, buffers and children, empty places included."""
-    return [
-        BoundSlot(container, key, held, f"{type(module).__name__}.{key}")
-        for module in modules
-        for container in (module._parameters, module._buffers, module._modules)
-        for key, held in container.items()
-    ]
+    """The entries of the modules' parameters, buffers and children, including those that are None."""
+    slots: list[BoundSlot] = []
+    for module in modules:
+        kind = type(module).__name__
+        for container in (module._parameters, module._buffers, module._modules):
+            slots += [BoundSlot(container, key, value, f"{kind}.{key}") for key, value in container.items()]
+    return slots
 
 
-def holders_of(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that keep one of the tensors."""
+def modules_with(tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that have one of the tensors as a parameter or buffer."""
     ids = set(map(id, tensors))
-    return [m for m in modules if any(id(t) in ids for d in (m._parameters, m._buffers) for t in d.values())]
+    found = []
+    for module in modules:
+        own = (*module._parameters.values(), *module._buffers.values())
+        if any(id(tensor) in ids for tensor in own):
+            found.append(module)
+    return found
 
 
 def constant_slots(called: Iterable[nn.Module]) -> Iterator[BoundSlot]:
-    """Plain attributes that decide what a module computes: those of built-in ones, and declared `__constants__`.
+    """Plain attributes that decide what a module computes: those of built-in modules, and declared `__constants__`.
 
-    Other attributes of a class of the program may be counters or caches: whether a result depends on one is not known.
+    Other attributes of the program's own classes may be counters or caches; whether a result depends on one is unknown.
     """
     for module in called:
         attributes = vars(module)
@@ -110,11 +116,11 @@ def constant_slots(called: Iterable[nn.Module]) -> Iterator[BoundSlot]:
         for name in names:
             if name in _DESCRIPTIONS or name in unused or type(attributes.get(name, module)) not in _PLAIN:
                 continue
-            yield BoundSlot(attributes, name, attributes[name], f"{type(module).__name__}.{name}", apart=True)
+            yield BoundSlot(attributes, name, attributes[name], f"{type(module).__name__}.{name}", single=True)
 
 
 def tensor_slots(owners: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[BoundSlot]:
-    """Plain attributes that hold one of the tensors, unless the owner's `forward` assigns them."""
+    """Plain attributes whose value is one of the tensors, unless the owner's `forward` assigns them."""
     ids = set(map(id, tensors))
     for owner in owners:
         attributes = vars(owner)
@@ -122,52 +128,61 @@ def tensor_slots(owners: Iterable[Any], tensors: Iterable[Tensor]) -> Iterator[B
             if not isinstance(value, Tensor) or id(value) not in ids:
                 continue
             if name not in _assigned(getattr(owner, "forward", None)):
-                yield BoundSlot(attributes, name, value, f"{type(owner).__name__}.{name}", apart=True, may_go=True)
+                yield BoundSlot(attributes, name, value, f"{type(owner).__name__}.{name}", single=True, may_vanish=True)
 
 
 def path_slots(target: Any, called: Mapping[int, nn.Module], tensors: Iterable[Tensor]) -> list[BoundSlot]:
-    """The names by which a function reaches the modules it called and the tensors it read: attributes and globals."""
+    """The attributes and globals through which a function reaches the modules it called and the tensors it read."""
     if isinstance(target, nn.Module):
         return []
     ids = set(map(id, tensors))
 
     def wanted(value: Any) -> bool:
-        return id(value) in ids or (isinstance(value, nn.Module) and _gone_through(value, called))
+        return id(value) in ids or (isinstance(value, nn.Module) and _was_called(value, called))
 
-    return [BoundSlot(*step, apart=True, may_go=True) for step in Paths(target, wanted).found]
+    return [BoundSlot(*step, single=True, may_vanish=True) for step in Paths(target, wanted).found]
 
 
 # -- lists of modules ------------------------------------------------------------------------------
 
 
-def lists_gone_through(called: Mapping[int, nn.Module], alive: Iterable[nn.Module]) -> list[nn.Module]:
-    """Lists and dictionaries of modules all of whose entries were called. Nobody calls the list itself."""
+def fully_called_lists(called: Mapping[int, nn.Module], alive: Iterable[nn.Module]) -> list[nn.Module]:
+    """Lists and dictionaries of modules whose entries were all called. (The list itself is never called.)"""
     longer = [m for m in alive if isinstance(m, _LISTS) and len(m._modules) > 1]
-    found: list[nn.Module] = [m for m in longer if _gone_through(m, called)]
-    found += [m for m in _lists_below(called) if _gone_through(m, called) or not m._modules]
+    found: list[nn.Module] = [m for m in longer if _was_called(m, called)]
+    found += [m for m in _lists_below(called) if _was_called(m, called) or not m._modules]
     return list({id(m): m for m in found}.values())
 
 
 def entry_slots(called: Mapping[int, nn.Module]) -> Iterator[BoundSlot]:
-    """The entries that were called of a list that was not gone through, below a module that was called."""
+    """The called entries of lists below a called module, whether or not all entries were called."""
     for module in _lists_below(called):
         for key, entry in module._modules.items():
-            if entry is not None and _gone_through(entry, called):
-                yield BoundSlot(module._modules, key, entry, f"{type(module).__name__}.{key}", apart=True)
+            if entry is not None and _was_called(entry, called):
+                yield BoundSlot(module._modules, key, entry, f"{type(module).__name__}.{key}", single=True)
 
 
-def growing(modules: Sequence[nn.Module], called: Mapping[int, nn.Module]) -> list[nn.Module]:
-    """The lists and dictionaries of modules whose new entries would run: those that were gone through.
+def growable_lists(modules: Sequence[nn.Module], called: Mapping[int, nn.Module]) -> list[nn.Module]:
+    """The lists and dictionaries of modules in which a new entry would run: those whose entries were all called.
 
-    An empty one counts if the `forward` of the module that has it names it.
+    An empty one counts if the `forward` of its parent module names it.
     """
-    lists = [m for m in modules if isinstance(m, _LISTS)]
-    found: list[nn.Module] = [m for m in lists if _gone_through(m, called)]
-    for empty in (m for m in lists if not m._modules):
-        keys = [(parent, key) for parent in modules for key, child in parent._modules.items() if child is empty]
-        if any(key in _names(parent.forward) for parent, key in keys):
-            found.append(empty)
+    found: list[nn.Module] = []
+    for module in modules:
+        if not isinstance(module, _LISTS):
+            continue
+        if _was_called(module, called) or (not module._modules and _is_named(module, modules)):
+            found.append(module)
     return found
+
+
+def _is_named(child: nn.Module, modules: Iterable[nn.Module]) -> bool:
+    """Whether the `forward` of a parent names the attribute that `child` is in."""
+    for parent in modules:
+        for key, found in parent._modules.items():
+            if found is child and key in _names(parent.forward):
+                return True
+    return False
 
 
 def _lists_below(called: Mapping[int, nn.Module]) -> Iterator[nn.Module]:
@@ -179,41 +194,42 @@ def _lists_below(called: Mapping[int, nn.Module]) -> Iterator[nn.Module]:
                 pending.append(child)
 
 
-def _gone_through(module: nn.Module, called: Mapping[int, nn.Module]) -> bool:
-    """It was called or, where it is a list, all of its entries were."""
+def _was_called(module: nn.Module, called: Mapping[int, nn.Module]) -> bool:
+    """Whether the module was called or, if it is a list, all of its entries were."""
     if id(module) in called:
         return True
     entries = module._modules.values() if isinstance(module, _LISTS) else ()
-    return bool(entries) and all(entry is not None and _gone_through(entry, called) for entry in entries)
+    return bool(entries) and all(entry is not None and _was_called(entry, called) for entry in entries)
 
 
 # -- optimizers ------------------------------------------------------------------------------------
 
 
 def stepped_optimizers(objects: ProgramObjects, undo_log: UndoLog) -> list[torch.optim.Optimizer]:
-    """The optimizers that stepped while the undo log watched."""
+    """The optimizers that stepped while the undo log was active."""
     return [o for o in objects.optimizers if _with_written_state(o, undo_log) or _writes_parameters(o, undo_log)]
 
 
 def optimizer_slots(optimizers: Iterable[torch.optim.Optimizer], undo_log: UndoLog) -> list[BoundSlot]:
-    """State, hyper-parameters, and the attributes that a class of the program reads in its own code."""
+    """State, hyper-parameters, and the attributes that an optimizer class of the program reads in its own code."""
     slots: list[BoundSlot] = []
     for optimizer in optimizers:
-        name, attributes = type(optimizer).__name__, vars(optimizer)
+        name = type(optimizer).__name__
+        attributes = vars(optimizer)
         stepped = _with_written_state(optimizer, undo_log)
         if stepped:
-            slots.append(BoundSlot(attributes, "state", optimizer.state, f"the state of {name}", apart=True))
+            slots.append(BoundSlot(attributes, "state", optimizer.state, f"the state of {name}", single=True))
         for parameter in stepped:
             state = optimizer.state[parameter]
             slots.append(BoundSlot(optimizer.state, parameter, state, f"the state of {name}"))
             slots += [BoundSlot(state, key, value, f"{name} state {key!r}") for key, value in state.items()]
-        slots.append(BoundSlot(attributes, "param_groups", optimizer.param_groups, f"{name}.param_groups", apart=True))
+        slots.append(BoundSlot(attributes, "param_groups", optimizer.param_groups, f"{name}.param_groups", single=True))
         for index, group in enumerate(optimizer.param_groups):
             slots += [
                 BoundSlot(group, key, value, f"{name}.param_groups[{index}][{key!r}]") for key, value in group.items()
             ]
         slots += [
-            BoundSlot(attributes, key, attributes[key], f"{name}.{key}", apart=True)
+            BoundSlot(attributes, key, attributes[key], f"{name}.{key}", single=True)
             for key in sorted(_read_by_class(type(optimizer)))
             if type(attributes.get(key, optimizer)) in _PLAIN
         ]
@@ -236,19 +252,25 @@ def _tensors(state: dict[Any, Any]) -> Iterator[Tensor]:
 
 
 def hook_places(called: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> list[HookPlace]:
-    """Where hooks are that would run inside a graph's function, and do not run in its replay."""
+    """Where hooks are registered that run inside a graph's function, but not in its replay."""
     kinds = _MODULE_HOOKS if torch.is_grad_enabled() else _MODULE_HOOKS[:2]
-    owners = [(owner, kinds) for owner in called] + [(owner, _OPTIMIZER_HOOKS) for owner in optimizers]
-    return [
-        HookPlace(vars(owner)[kind], kind.strip("_").removesuffix("s").replace("_", " "), type(owner).__name__)
-        for owner, kinds in owners
-        for kind in kinds
-        if kind in vars(owner)
-    ]
+    places: list[HookPlace] = []
+    for module in called:
+        places += _hook_places_of(module, kinds)
+    for optimizer in optimizers:
+        places += _hook_places_of(optimizer, _OPTIMIZER_HOOKS)
+    return places
+
+
+def _hook_places_of(owner: Any, kinds: Iterable[str]) -> Iterator[HookPlace]:
+    for kind in kinds:
+        if kind in vars(owner):
+            readable = kind.strip("_").removesuffix("s").replace("_", " ")
+            yield HookPlace(vars(owner)[kind], readable, type(owner).__name__)
 
 
 def code_of(hook: Any) -> Any:
-    """A function's code: another registration of the same function has the same."""
+    """The code of a hook's function, which is the same for every registration of it."""
     hook = inspect.unwrap(getattr(hook, "__func__", getattr(hook, "func", hook)))
     return getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
 
@@ -257,7 +279,7 @@ def code_of(hook: Any) -> Any:
 
 
 def _read_by_class(kind: type) -> set[str]:
-    """Names of attributes that the code of a class reads and does not assign; PyTorch's own classes left out."""
+    """Names of attributes that the code of a class reads but does not assign, without PyTorch's own classes."""
     read: set[str] = set()
     assigned: set[str] = set()
     for base in kind.__mro__:
@@ -270,12 +292,11 @@ def _read_by_class(kind: type) -> set[str]:
 
 
 def _codes(function: Any) -> list[CodeType]:
-    """A function's code and that of the functions written inside it."""
+    """The code of a function and of the functions defined inside it."""
     code = code_of(function) if callable(function) else None
-    pending = [code] if isinstance(code, CodeType) else []
-    for found in pending:
-        pending += [constant for constant in found.co_consts if isinstance(constant, CodeType)]
-    return pending
+    if not isinstance(code, CodeType):
+        return []
+    return list(nested_codes(code))
 
 
 def _names(function: Any) -> set[str]:

@@ -1,7 +1,7 @@
-"""The surface of a graph: what a call must look like for a replay to mean the same as the capture.
+"""The surface of a graph: what a call must look like for a replay to compute the same.
 
-Owns the comparison of a call with the captured one and the value-exact copy into static tensors,
-and knows which arguments such a copy cannot stand for. It never broadcasts, casts, or ignores one.
+Owns the comparison of a call with the captured one, the value-exact copy of arguments into static
+tensors, and which arguments such a copy cannot stand for. Arguments are never broadcast, cast or ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from rollgraph.graph.errors import CaptureError, ReplayMismatch
 
 _STRIDED = torch.strided
-_grad_enabled, _inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_grad_enabled = torch.is_grad_enabled
+_inference = torch.is_inference_mode_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
 _transform = torch._C._functorch.peek_interpreter_stack
 _CONSTANTS = (
@@ -33,7 +34,7 @@ _CONSTANTS = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is fixed about a tensor: everything but its values, strides and requires_grad."""
+    """What a surface fixes about a tensor: shape, dtype and device, but not values, strides or requires_grad."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -76,11 +77,14 @@ class Surface:
         paths, _ = pytree.tree_flatten_with_path((args, _sorted(kwargs)))
         self._names = [_argument_name(path) for path, _ in paths]
         self._expected = [self._expectation(leaf, name) for leaf, name in zip(leaves, self._names, strict=True)]
-        self._checks: list[Any] = [  # the same, in the form that `bind` compares fastest
-            (e.shape, e.dtype, e.device) if isinstance(e, TensorSpec) else _Constant(e) for e in self._expected
-        ]
+        self._checks: list[Any] = []  # the same, in the form that `bind` compares fastest
+        for expected in self._expected:
+            if isinstance(expected, TensorSpec):
+                self._checks.append((expected.shape, expected.dtype, expected.device))
+            else:
+                self._checks.append(_Constant(expected))
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        # No containers: a call needs no flattening.
+        # Without containers and keywords, a call needs no flattening.
         self._plain = not kwargs and len(args) == len(leaves) and all(map(is_, args, leaves))
         self._all_tensors = all(self._is_tensor)
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -92,17 +96,17 @@ class Surface:
     def _expectation(leaf: Any, name: str) -> Any:
         if isinstance(leaf, Tensor):
             if leaf.layout is not torch.strided:
-                raise CaptureError(f"argument {name} has layout {leaf.layout}; a graph takes strided tensors")
+                raise CaptureError(f"argument {name} has layout {leaf.layout}; a graph takes strided tensors only")
             return TensorSpec.of(leaf)
         if isinstance(leaf, _CONSTANTS) or inspect.isroutine(leaf):
             return leaf
         raise CaptureError(
-            f"argument {name} is a {type(leaf).__name__}, which a graph would freeze unseen: pass tensors, numbers "
+            f"argument {name} is a {type(leaf).__name__}, which a graph would silently freeze: pass tensors, numbers "
             "or containers of them, or register the type with torch.utils._pytree.register_pytree_node"
         )
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The captured call's arguments with `tensors` in the places of its own."""
+        """The arguments of the captured call, with `tensors` in place of its own."""
         supply = iter(tensors)
         leaves = [
             next(supply) if is_tensor else constant
@@ -112,7 +116,7 @@ class Surface:
         return args, {key: kwargs[key] for key in self._keywords}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
-        """The tensors of a call, in order; ReplayMismatch with the difference if it does not fit."""
+        """The tensors of a call, in order. Raises ReplayMismatch with the difference if the call does not fit."""
         grad, inference, cuda, cpu = self.modes
         if (
             _grad_enabled() is not grad
@@ -130,7 +134,7 @@ class Surface:
             reason = transformed(leaves)
             if reason is not None:
                 raise ReplayMismatch(reason)
-        for leaf, expected in zip(leaves, self._checks):  # noqa: B905 as many, or another tree
+        for leaf, expected in zip(leaves, self._checks):  # noqa: B905 the same tree has as many leaves
             if expected.__class__ is tuple:
                 shape, dtype, device = expected
                 if (
@@ -142,13 +146,13 @@ class Surface:
                 ):
                     raise ReplayMismatch(self._difference(leaves))
             elif leaf is not expected.value and not same_constant(leaf, expected.value):
-                raise ReplayMismatch(self._difference(leaves))
+                raise ReplayMismatch(self._difference(leaves), frozen_value=True)
         if self._all_tensors:
             return leaves
         return [leaf for leaf, is_tensor in zip(leaves, self._is_tensor, strict=True) if is_tensor]
 
     def quick_bind(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Tensor]]:
-        """`bind`, with the usual call of one tensor first: it has what it compares in variables of its own."""
+        """`bind`, with a fast path for the usual call of one tensor, which compares with local variables."""
         bind = self.bind
         grad, inference, cuda, cpu = self.modes
         if not (self._plain and self._all_tensors and len(self._checks) == 1) or cuda or cpu:
@@ -196,39 +200,45 @@ class Surface:
         names = [_argument_name(path) for path, _ in paths]
         missing = [name for name in self._names if name not in names]
         extra = [name for name in names if name not in self._names]
-        parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unexpected {', '.join(extra)}"] * bool(extra)
+        parts = []
+        if missing:
+            parts.append(f"missing {', '.join(missing)}")
+        if extra:
+            parts.append(f"unexpected {', '.join(extra)}")
         return "arguments differ from the captured call: " + ("; ".join(parts) or "other containers")
 
     def __str__(self) -> str:
-        parts = [
-            f"{name}: {expected}" if isinstance(expected, TensorSpec) else f"{name}={expected!r}"
-            for name, expected in zip(self._names, self._expected, strict=True)
-        ]
+        parts = []
+        for name, expected in zip(self._names, self._expected, strict=True):
+            if isinstance(expected, TensorSpec):
+                parts.append(f"{name}: {expected}")
+            else:
+                parts.append(f"{name}={expected!r}")
         return f"({', '.join(parts)})"
 
 
 class StaticTensors:
-    """The tensors a graph reads its inputs from: owned by it, at addresses that never change."""
+    """The tensors that a graph reads its inputs from: its own, at addresses that never change."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
-        self._memory = [t.detach() for t in tensors]  # cheaper to copy into than a leaf that requires grad
+        self._memory = [t.detach() for t in tensors]  # copying into a leaf that requires grad costs more
         self._ranges = [(t.data_ptr(), t.data_ptr() + max(1, t.untyped_storage().nbytes())) for t in tensors]
         self._low = min((start for start, _ in self._ranges), default=0)
         self._high = max((end for _, end in self._ranges), default=0)
 
     def fill(self, sources: Sequence[Tensor]) -> None:
-        """Copy value-exactly; skip only what already is at the same address with the same strides."""
+        """Copy the values exactly; skip only a source that is its static tensor, by address and strides."""
         low, high = self._low, self._high
         for source in sources:
             if low <= source.data_ptr() < high:
                 self._fill_with_aliases(sources)
                 return
-        for static, source in zip(self._memory, sources):  # noqa: B905 bind() counted them
+        for static, source in zip(self._memory, sources):  # noqa: B905 bind() has counted them
             static.copy_(source)
 
     def _fill_with_aliases(self, sources: Sequence[Tensor]) -> None:
-        """Some sources may lie in the static tensors themselves, in their own place or in another's."""
+        """Fill when a source may lie in a static tensor, its own or another one."""
         pending = []
         for static, source in zip(self._memory, sources, strict=True):
             address = source.data_ptr()
@@ -244,17 +254,21 @@ class StaticTensors:
         return sum(t.untyped_storage().nbytes() for t in self.tensors)
 
 
-Span = tuple[int, int]  # an address, and the one after the last
+Span = tuple[int, int]  # the first address, and the one after the last
 
 
-class Overtaken:
-    """For each input, memory that the function writes before it has read that input for the last time.
+class InputHazards:
+    """For each input, the memory that the function writes before it last reads that input.
 
-    Were an argument to lie there, eager would read what was written. A static copy has the value from before.
+    If an argument lay there, eager would read the new value, but a graph its static copy of the old one.
     """
 
-    def __init__(self, names: Sequence[str], spans: Sequence[Iterable[Span]]) -> None:
-        self._inputs = [(i, name, *_merged(s)) for i, (name, s) in enumerate(zip(names, spans, strict=True)) if s]
+    def __init__(self, names: Sequence[str] = (), spans: Sequence[Iterable[Span]] = ()) -> None:
+        self._inputs: list[tuple[int, str, list[int], list[int]]] = []
+        for index, (name, written) in enumerate(zip(names, spans, strict=True)):
+            starts, ends = _merged(written)
+            if starts:
+                self._inputs.append((index, name, starts, ends))
 
     def __bool__(self) -> bool:
         return bool(self._inputs)
@@ -262,17 +276,17 @@ class Overtaken:
     def check(self, inputs: Sequence[Tensor]) -> None:
         for place, name, starts, ends in self._inputs:
             low, high = spanned(inputs[place])
-            before = bisect_left(starts, high) - 1  # the last one that starts inside or before the input
+            before = bisect_left(starts, high) - 1  # the last span that starts before the end of the input
             if before >= 0 and ends[before] > low:
                 raise ReplayMismatch(
-                    f"argument {name} lies in memory that the function writes before it reads the argument: a graph "
-                    "reads a copy from before that write. Pass a clone, or let the function reach the tensor from "
-                    "outside its arguments"
+                    f"argument {name} lies in memory that the function writes before it reads the argument, but a "
+                    "graph reads a copy from before that write. Pass a clone, or let the function reach the tensor "
+                    "from outside its arguments"
                 )
 
 
 def _merged(spans: Iterable[Span]) -> tuple[list[int], list[int]]:
-    """Starts and ends of the same memory, sorted and apart from each other."""
+    """Sorted starts and ends of the same memory, as spans that do not touch."""
     starts: list[int] = []
     ends: list[int] = []
     for start, end in sorted(spans):
@@ -285,16 +299,18 @@ def _merged(spans: Iterable[Span]) -> tuple[list[int], list[int]]:
 
 
 def spanned(tensor: Tensor) -> Span:
-    """The memory of a tensor's elements, from the first one to the last."""
+    """The memory from a tensor's first element to its last."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
+    if not tensor.numel():
+        return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (int(last) + 1) * tensor.element_size() if tensor.numel() else start
+    return start, start + (int(last) + 1) * tensor.element_size()
 
 
 def transformed(leaves: Iterable[Any]) -> str | None:
-    """Why a graph cannot take these arguments: somebody differentiates or batches through the call."""
+    """Why a graph cannot take these arguments: a transform differentiates or batches through the call."""
     if _transform() is not None:
         return (
             "called inside a torch.func transform (vmap, grad, jvp, ...), which a graph cannot follow: transform the "
@@ -311,15 +327,18 @@ def transformed(leaves: Iterable[Any]) -> str | None:
 
 
 def own_copy(sample: Tensor) -> Tensor:
-    """A static tensor for a sample: a copy, so that replays never write into the user's own tensor."""
+    """A static tensor for a sample: a copy, so that replays never write the user's own tensor."""
     return sample.detach().clone().requires_grad_(sample.requires_grad)
 
 
 def _sorted(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(sorted(kwargs.items())) if len(kwargs) > 1 else kwargs
+    if len(kwargs) < 2:
+        return kwargs
+    return dict(sorted(kwargs.items()))
 
 
 def same_constant(found: Any, expected: Any) -> bool:
+    """Whether a graph captured with one constant is right for the other."""
     if type(found) is not type(expected):
         return False
     if isinstance(expected, (torch.nn.Module, torch.Generator, type)) or inspect.isfunction(expected):
@@ -330,13 +349,21 @@ def same_constant(found: Any, expected: Any) -> bool:
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:
-    """`0`, `0['mask']` or `scale=`: the position or keyword, then the place inside it."""
-    top, rest = path[1], pytree.keystr(path[2:])
-    return f"{top.idx}{rest}" if isinstance(top, pytree.SequenceKey) else f"{top.key}{rest}"
+    """`0`, `0['mask']` or `scale`: the position or keyword, then the path inside it."""
+    top = path[1]
+    rest = pytree.keystr(path[2:])
+    if isinstance(top, pytree.SequenceKey):
+        return f"{top.idx}{rest}"
+    return f"{top.key}{rest}"
 
 
 def _describe_modes(modes: Modes) -> str:
     grad, inference, cuda, cpu = modes
-    parts = ["inference mode" if inference else "grad on" if grad else "grad off"]
-    parts += [f"autocast({device}, {dtype})" for device, dtype in (("cuda", cuda), ("cpu", cpu)) if dtype]
+    if inference:
+        parts = ["inference mode"]
+    else:
+        parts = ["grad on" if grad else "grad off"]
+    for device, dtype in (("cuda", cuda), ("cpu", cpu)):
+        if dtype:
+            parts.append(f"autocast({device}, {dtype})")
     return ", ".join(parts)

@@ -1,0 +1,201 @@
+"""The CUDA backend: a recording is a `torch.cuda.CUDAGraph`.
+
+Owns what a capture on a CUDA stream needs beyond the function itself, and how a broken capture is cleaned
+up. Knows nothing of functions, modules or autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollgraph.graph.backend import (
+    Recording,
+    Thunk,
+    refuse_copy_to_host,
+    refuse_host_read,
+    refusing_host_reads,
+)
+from rollgraph.graph.pool import Arena, pool_segments
+from rollgraph.graph.surface import StaticTensors
+from rollgraph.graph.transaction import no_gc
+from rollgraph.graph.undo_log import storage_of, tensors_in
+
+_increment_version = torch._C._increment_version
+
+
+class CaptureMonitor(TorchDispatchMode):
+    """Sees each operation of a CUDA capture: refuses host reads before they break it, and keeps what it reads alive."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0
+        self.external: dict[int, Tensor] = {}  # tensors from outside that the operations used
+        self._kept: set[int] = set()  # the keys of their storages
+        self.made: dict[int, StorageWeakRef] = {}  # weak, but a key is not reused while its reference exists
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        refuse_host_read(func, args, kwargs)
+        refuse_copy_to_host(func, args, kwargs)
+        self.operations += 1
+        inputs = set()
+        for tensor in tensors_in((args, kwargs)):
+            storage = storage_of(tensor)
+            if storage is None or storage._cdata in self.made:
+                continue
+            inputs.add(storage._cdata)
+            # Keep a leaf itself, to notice `.data =`. Of other tensors keep the memory, but not the autograd graph.
+            if tensor.is_leaf:
+                self.external[id(tensor)] = tensor
+                self._kept.add(storage._cdata)
+            elif storage._cdata not in self._kept:
+                self.external[-storage._cdata] = tensor.detach()
+                self._kept.add(storage._cdata)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            storage = storage_of(tensor)
+            if storage is not None and storage._cdata not in inputs:
+                self.made.setdefault(storage._cdata, StorageWeakRef(storage))
+        return result
+
+
+class CudaRecording:
+    """A CUDA graph with its static inputs and outputs."""
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        inputs: StaticTensors,
+        outputs: list[Tensor | None],
+        monitor: CaptureMonitor,
+        arena: Arena,
+    ) -> None:
+        self._arena = arena
+        self.operations = monitor.operations
+        self.external: Sequence[Tensor] = list(monitor.external.values())
+        self.nbytes = 0
+        self._graph = graph
+        self._fill = inputs.fill
+        self._launch = super(torch.cuda.CUDAGraph, graph).replay
+        self.outputs = outputs
+        self._released = False
+        self._written = [o for o in outputs if o is not None and not o.is_inference()]
+
+    def seal(self, versions: bool = True) -> None:
+        if not versions:
+            self._written = []
+
+    def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        self._fill(inputs)
+        self._launch()
+        if self._written:  # a backward that saved an output of the previous replay now gets autograd's error
+            _increment_version(self._written)
+        return self.outputs
+
+    def release(self) -> None:
+        if not self._released:
+            self._graph.reset()
+            self._arena.release()
+        self._released = True
+        self.outputs = []
+        self._written = []
+        self.external = ()
+
+
+class CudaBackend:
+    name = "cuda"
+    records = True
+    executes = False
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device()
+        self.device = torch.device("cuda", index)
+
+    @contextmanager
+    def stage(self, arena: Arena) -> Iterator[None]:
+        stream = arena.stream(self.device)
+        caller = torch.cuda.current_stream(self.device)
+        stream.wait_stream(caller)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                yield
+        finally:
+            caller.wait_stream(stream)  # after a failure too: the rollback has to wait for what still runs there
+
+    def record(
+        self,
+        thunk: Thunk,
+        inputs: StaticTensors,
+        arena: Arena,
+        generators: Sequence[torch.Generator],
+        marks: dict[Any, Any],
+    ) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        monitor = CaptureMonitor()
+        for generator in generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+        with self.stage(arena), no_gc():
+            torch.cuda.synchronize(self.device)
+            torch._C._cuda_clearCublasWorkspaces()  # so that the graph's own workspace is allocated in its pool
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated(self.device)
+            outputs = self._capture(graph, thunk, inputs, arena, monitor)
+            torch._C._cuda_clearCublasWorkspaces()
+            recording = CudaRecording(graph, inputs, outputs, monitor, arena)
+            recording.nbytes = torch.cuda.memory_allocated(self.device) - before
+        recording.external = _outside_pool(recording.external, arena)
+        return recording
+
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, thunk: Thunk, inputs: StaticTensors, arena: Arena, monitor: CaptureMonitor
+    ) -> list[Tensor | None]:
+        arena.retain()
+        try:
+            graph.capture_begin(pool=cast(Any, arena.cuda_handle()), capture_error_mode="thread_local")
+            with refusing_host_reads(), monitor:
+                outputs = thunk(inputs.tensors)
+            graph.capture_end()
+        except BaseException:
+            self._abandon(graph, arena)
+            raise
+        return outputs
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, arena: Arena) -> None:
+        """End a broken capture and clear what PyTorch leaves behind when CUDA invalidated it."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, arena.cuda_handle())
+            generator = torch.cuda.default_generators[self.device.index]
+            generator.graphsafe_set_state(torch.Generator(self.device))  # the old state still counts as captured
+            arena.handle = None
+        graph.reset()
+        arena.release()
+
+
+def _outside_pool(tensors: Sequence[Tensor], arena: Arena) -> list[Tensor]:
+    """The tensors that do not lie in the arena's pool, which keeps its own memory alive."""
+    segments = pool_segments(arena)
+    found = []
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        if not any(start <= address < start + size for start, size in segments):
+            found.append(tensor)
+    return found
