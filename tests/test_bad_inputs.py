@@ -290,7 +290,7 @@ def test_an_odd_dtype(model: Path, capsys: pytest.CaptureFixture[str], command: 
     del config["dtype"]
     path.write_text(json.dumps(config | {key: dtype}))
     words = command_with(model, command)
-    refused(capsys, words, f"model.path: {path}: dtype={dtype!r}, not one of", code=code_of(command))
+    refused(capsys, words, f"model.path: {path}: dtype={dtype!r}: must be one of", code=code_of(command))
     if command == "plan":
         assert main([*words[:-1], "model.dtype=float32"]) == 0, "nobody asks the file"
 
