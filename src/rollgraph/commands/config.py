@@ -106,7 +106,8 @@ def key_tables() -> str:
         title = f"`{section}`" if section else "Top level"
         lines = [f"### {title}", ""]
         if section:
-            lines += [descriptions.get(section, "An entry of the list."), ""]
+            entry = f"An entry of `{section.removesuffix('[]')}`."
+            lines += [descriptions.get(section, entry), ""]
         lines += ["| key | value | default | description |", "|---|---|---|---|"]
         for key in keys:
             lines.append(f"| `{key.name}` | {_cell(spell(key.kind))} | {_default(key)} | {_cell(key.text)} |")

@@ -42,7 +42,7 @@ def read_text(path: Path) -> str:
     try:
         return files.read_text(path)
     except FileError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError([ConfigProblem(error.detail, place=error.place)]) from None
 
 
 def merge_bases(

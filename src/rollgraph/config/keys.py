@@ -78,7 +78,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    name: Annotated[File, "A built-in environment, package.module:name, or path/file.py:name."]
+    name: Annotated[File, "Import path of the environment: package.module:name or path/file.py:name."]
     options: Annotated[Options, "Keyword arguments for the environment."] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,11 +74,11 @@ def compose(text: str, place: str) -> Node:
 class _Composer:
     """Turns PyYAML's nodes into ours and collects what is wrong on the way."""
 
-    def __init__(self, at: Any, scalar_kind: type[Any], sequence_kind: type[Any]) -> None:
+    def __init__(self, at: Callable[[Any], str], scalar_kind: Any, sequence_kind: Any) -> None:
         self.problems: list[ConfigProblem] = []
         self._budget = Budget()
         self._at = at
-        self._scalar_kind = scalar_kind
+        self._scalar_kind = scalar_kind  # classes of PyYAML, which is only imported when needed
         self._sequence_kind = sequence_kind
 
     def convert(self, node: Any, depth: int = 0) -> Node:
