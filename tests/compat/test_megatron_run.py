@@ -210,6 +210,7 @@ def test_a_wrong_call_says_what_is_wrong(tmp_path: Path, arguments: list[str], m
 
 @pytest.mark.parametrize("name", ["absent", pytest.param("absent.part", marks=pytest.mark.slow)])
 def test_a_missing_module_is_one_line(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("megatron.core", reason=REASON)
     done = start(tmp_path, "run", "-m", name)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

@@ -318,7 +318,7 @@ def test_an_engine_without_filters_refuses_them(model: Decoder) -> None:
 )  # fmt: skip
 def test_invalid_parameters_are_named(options: dict[str, object]) -> None:
     (name,) = options
-    with pytest.raises(ValueError, match=f"^{name}="):
+    with pytest.raises(ValueError, match=f"^{name}: must be"):
         SamplingParams(**options)  # type: ignore[arg-type]
 
 

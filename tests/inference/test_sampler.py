@@ -212,7 +212,6 @@ def compare_kernel(device: str) -> None:
 
 def test_the_kernel_draws_the_same_tokens_as_pytorch() -> None:
     """In Triton's interpreter, which must be selected before Triton is imported."""
-    pytest.importorskip("triton")
     run_interpreted(compare_kernel)
 
 

@@ -191,7 +191,6 @@ def compare_kernels(device: str) -> None:
 
 def test_the_kernels_compute_what_plain_pytorch_computes() -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
-    pytest.importorskip("triton")
     run_interpreted(compare_kernels)
 
 

@@ -7,14 +7,12 @@ program, runs all cases in a process of its own and prints the result of each. W
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
 from rollgraph.model.pointwise import norm, rotary_angles, rotate
+from tests.interpreter import ENVIRONMENT, require_interpreter
 
 Case = Callable[[torch.device, torch.dtype], None]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # bf16 has 8 bits
@@ -201,12 +200,9 @@ CASES, INTERPRETED = make_cases()
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
     """The error of each case in Triton's interpreter; empty if it passed."""
-    pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    require_interpreter()
     done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, __file__], env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     results: dict[str, str] = json.loads(done.stdout)

@@ -11,6 +11,7 @@ import copy
 import functools
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -86,6 +87,7 @@ class PromptData:
         self._shuffle = shuffle
         self._rank = rank
         self._ranks = ranks
+        self._encoded: dict[int, tuple[str, array[int]]] = {}  # by row
         self._kept = self._measure(max_prompt_tokens, too_long)
         self._epoch = -1
         self._order = self._kept
@@ -174,9 +176,10 @@ class PromptData:
         """The length of a row's prompt; raises if it cannot be encoded or is longer than `most`."""
         drop = ("too_long", "drop")
         try:
-            count = len(self._make_prompt(index).tokens)
+            _, tokens = self._encode(index)
         except DataError as error:
             raise DataError(f"{error.detail}; fix it", place=error.place, alternative=drop) from error
+        count = len(tokens)
         if count > most:
             raise DataError(
                 f"the prompt has {count} tokens, and the limit is {most}; raise it",
@@ -197,6 +200,14 @@ class PromptData:
         return int(self._order[place])
 
     def _make_prompt(self, index: int) -> Prompt:
+        text, tokens = self._encode(index)
+        return Prompt(index, tuple(tokens), text, copy.deepcopy(self._rows[index].columns))  # a reward may change them
+
+    def _encode(self, index: int) -> tuple[str, array[int]]:
+        """The text and the tokens of a row, which is encoded once."""
+        found = self._encoded.get(index)
+        if found is not None:
+            return found
         row = self._rows[index]
         prompt: str | Sequence[Message] = row.prompt
         if self._chat and isinstance(prompt, str):
@@ -210,7 +221,8 @@ class PromptData:
                 tokens = self._tokenizer.encode(text, special=False)  # the template writes special tokens itself
         except ValueError as error:
             raise DataError(str(error), place=row.place) from error
-        return Prompt(index, tuple(tokens), text, copy.deepcopy(row.columns))  # a reward may change its columns
+        self._encoded[index] = text, array("q", tokens)
+        return self._encoded[index]
 
 
 def _permute(count: int, key: str) -> Indices:

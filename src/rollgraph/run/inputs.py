@@ -53,7 +53,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
     """
     check_device(config, world)
     scopes = check_scopes(config, world.size) or (("step",) if world.size == 1 else ("layer",))
-    with about("tokenizer.path"):
+    with about("model.path" if config.tokenizer.path is None else "tokenizer.path"):
         tokenizer = make_tokenizer(config)
     architecture, dtype = read_architecture(config, tokenizer)
     check_vocabulary(config, tokenizer, architecture)
