@@ -254,7 +254,7 @@ def test_a_malformed_index_is_refused(sharded: Path) -> None:
     index = sharded / files.INDEX
     for content, match in (
         ("{", "not JSON"),
-        ("[]", "no JSON object"),
+        ("[]", "does not hold a JSON object"),
         ("{}", "no weight_map"),
         ('{"weight_map": {}}', "missing"),
         ('{"weight_map": {"model.norm.weight": 5}}', r"index\.json: .*weight_map.*: model\.norm\.weight=5$"),
@@ -286,7 +286,7 @@ def test_a_missing_folder_is_refused(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"{", b"", b"\xff\xfe", b"null"])
 def test_a_config_that_is_not_json_is_refused(content: bytes, folder: Path) -> None:
     (folder / files.CONFIG).write_bytes(content)
-    refused(folder, r"config\.json (is not JSON|holds no JSON object)")
+    refused(folder, r"config\.json (is not JSON|does not hold a JSON object)")
 
 
 def test_weights_of_another_architecture_are_refused(folder: Path) -> None:
