@@ -103,7 +103,7 @@ def test_an_error_in_a_file_names_its_line(
 def test_an_invalid_argument_is_reported_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         ([str(folder / "nowhere"), "--prompt", "x"], "nowhere"),
-        ([str(folder), "--prompt", "x", "--top-p", "2"], "top_p: must be above 0"),
+        ([str(folder), "--prompt", "x", "--top-p", "2"], "top_p: must be above 0 and at most 1, got 2.0"),
         ([str(folder), "--prompts", str(folder / "none.jsonl")], "none.jsonl"),
         ([str(folder), "--prompt", "x", "--device", "banana"], "--device banana: expected cuda or cpu"),
         ([str(folder), "--prompt", "x", "--cache-gib", "0"], "--cache-gib 0"),

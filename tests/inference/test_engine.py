@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from rollgraph.errors import InvalidInput
 from rollgraph.graph import GraphError
 from rollgraph.inference import Engine, Output, Progress, RequestError, SamplingParams
 from rollgraph.model import Decoder, token_logprobs
@@ -318,8 +319,9 @@ def test_an_engine_without_filters_refuses_them(model: Decoder) -> None:
 )  # fmt: skip
 def test_invalid_parameters_are_named(options: dict[str, object]) -> None:
     (name,) = options
-    with pytest.raises(ValueError, match=f"^{name}: must be"):
+    with pytest.raises(InvalidInput, match=f"^{name}: must be .*, got ") as caught:
         SamplingParams(**options)  # type: ignore[arg-type]
+    assert caught.value.argument == name
 
 
 def test_parameters_at_their_limits() -> None:

@@ -209,7 +209,11 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
             {"bos_token": {}, "eos_token": {"a": 1}},
             r"special_tokens_map.json is .*eos_token",
         ),
-        ("tokenizer_config_json", "[" * 100_000, r"tokenizer_config.json: cannot be read \(.* 100 levels deep"),
+        (
+            "tokenizer_config_json",
+            "[" * 100_000,
+            r"tokenizer_config.json: cannot be read \(.* more than 100 levels deep",
+        ),
         ("tokenizer_json", "[" * 100_000, r"tokenizer.json cannot be used"),
         ("config_json", '{"a": %s}' % ("9" * 5000), r"[/]config.json: cannot be read \(.*more than 4300 digits"),
         (
