@@ -121,7 +121,8 @@ def _load(target: str) -> Callable[[], Any]:
         found = getattr(found, part, None)
     if not callable(found):
         raise TargetError(f"{name} has no function {attribute!r}")
-    return found
+    target: Callable[[], Any] = found
+    return target
 
 
 def _import_file(path: str) -> Any:

@@ -27,7 +27,7 @@ class StepEnd:
     surplus: list[Group]
 
 
-class Progress:
+class RunProgress:
     """Changes as a run takes its steps; `state()` is what a checkpoint saves of it."""
 
     def __init__(self, config: Config, data: PromptData) -> None:

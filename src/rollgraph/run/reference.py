@@ -11,8 +11,9 @@ from pathlib import Path
 from rollgraph.config import Config
 from rollgraph.model import load_weights, save_model, weight_files
 from rollgraph.model.hf_weights import CONFIG
-from rollgraph.run.checkpoints import CheckpointError, Saved
+from rollgraph.run.checkpoints import Saved
 from rollgraph.run.setup import Run
+from rollgraph.sharding import CheckpointError
 from rollgraph.sharding.manifest import FileRecord, check_files, read_states, record_files
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from rollgraph.inference import Progress as Sampling
+from rollgraph.inference import Progress
 from rollgraph.rl.algorithms.batches import describe
 from rollgraph.run.failures import count_failures, share_failures, show_reward_failures
 from rollgraph.run.progress import Group
@@ -51,7 +51,7 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
     Where KL needs it, those that the algorithm keeps also have the reference's log-probabilities.
     """
 
-    def show(progress: Sampling) -> None:
+    def show(progress: Progress) -> None:
         total = progress.finished + progress.running + progress.waiting
         run.log.view.phase("generate", progress.finished, total)
 

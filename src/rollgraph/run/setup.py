@@ -20,7 +20,7 @@ from rollgraph.policy import PolicyWorker
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.run.checkpoints import Checkpoints
 from rollgraph.run.inputs import Inputs, check_inputs, read_architecture
-from rollgraph.run.progress import Progress
+from rollgraph.run.progress import RunProgress
 from rollgraph.run.step_log import StepLog
 from rollgraph.run.stop import StopSignals
 from rollgraph.sharding import constant, cosine, linear, warm_up
@@ -39,7 +39,7 @@ class Run:
     inputs: Inputs
     policy: PolicyWorker
     checkpoints: Checkpoints
-    progress: Progress
+    progress: RunProgress
     log: StepLog
     stop: StopSignals
     threads_before: int  # PyTorch's, restored when the run is closed
@@ -102,7 +102,7 @@ def make_run(
         inputs=inputs,
         policy=policy,
         checkpoints=checkpoints,
-        progress=Progress(config, inputs.data),
+        progress=RunProgress(config, inputs.data),
         log=log,
         stop=stop or StopSignals(world),
         threads_before=threads,

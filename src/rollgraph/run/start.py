@@ -12,7 +12,8 @@ from typing import Literal
 
 from rollgraph.config import Config
 from rollgraph.rl.data import DataError, PromptData
-from rollgraph.run.checkpoints import CheckpointError, Saved, find_complete
+from rollgraph.run.checkpoints import Saved, find_complete
+from rollgraph.sharding import CheckpointError
 from rollgraph.sharding.manifest import read_states
 
 REPORT = "graphs.json"  # the last file that a run writes
