@@ -121,8 +121,8 @@ def _load(target: str) -> Callable[[], Any]:
         found = getattr(found, part, None)
     if not callable(found):
         raise TargetError(f"{name} has no function {attribute!r}")
-    target: Callable[[], Any] = found
-    return target
+    function: Callable[[], Any] = found
+    return function
 
 
 def _import_file(path: str) -> Any:
