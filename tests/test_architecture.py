@@ -35,7 +35,7 @@ class Layer:
 LAYERS = (
     Layer("values", (
         "errors.py", "files.py", "types.py",
-        "config/limits.py", "config/problems.py", "config/algorithm_names.py", "config/schema.py",
+        "config/limits.py", "config/problems.py", "config/algorithm_names.py", "config/field_types.py",
         "config/yaml_tree.py", "config/inheritance.py", "config/reader.py", "config/printing.py",
         "config/keys.py", "config/rules.py", "config/loading.py",
         "distributed/lost_ranks.py", "distributed/connection.py", "distributed/liveness.py", "distributed/world.py",
@@ -87,10 +87,10 @@ LAYERS = (
     ), packages=None),
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
-        "run/shapes.py", "run/start.py", "run/inputs.py", "run/step_floor.py", "run/memory_plan.py",
+        "run/shapes.py", "run/resume.py", "run/inputs.py", "run/step_floor.py", "run/memory_plan.py",
         "distributed/launch.py",
         "run/progress.py", "run/step_log.py", "run/setup.py", "run/failures.py", "run/reference.py",
-        "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/resume.py",
+        "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/begin.py",
     ), packages=None),
     Layer("people", (
         "train.py", "compat/", "commands/", "cli.py",

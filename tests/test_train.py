@@ -541,7 +541,7 @@ def test_a_save_that_failed_is_made_up_for_when_an_error_ends_the_run(
 
 def test_the_best_validation_is_kept_whatever_the_intervals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = iter([0.5, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5])  # before the first step, then after steps 1, 3, ...
-    for module in ("rollgraph.train", "rollgraph.run.resume"):
+    for module in ("rollgraph.train", "rollgraph.run.begin"):
         monkeypatch.setattr(f"{module}.evaluate", lambda run, seed: {"validation/reward": next(rewards)})
     saved = []
     original = Checkpoints.save

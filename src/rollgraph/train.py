@@ -8,14 +8,14 @@ from pathlib import Path
 from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.files import write_atomically
+from rollgraph.run.begin import begin
 from rollgraph.run.failures import REWARD_FAILURES, UNREWARDED, show_reward_failures, summarize_reward_failures
 from rollgraph.run.folder_lock import lock_folder
 from rollgraph.run.inputs import check_inputs, scores_old
-from rollgraph.run.resume import begin
+from rollgraph.run.resume import MODEL, REPORT, Finished, Fresh, find_start
 from rollgraph.run.rollouts import collect, evaluate
 from rollgraph.run.saving import save_after_step, save_before_stop, saved_on_error
 from rollgraph.run.setup import POLICY_LOSS, Run, make_run
-from rollgraph.run.start import MODEL, REPORT, Finished, Fresh, find_start
 from rollgraph.run.step_log import StepLog
 from rollgraph.run.stop import StopSignals
 from rollgraph.telemetry import check_sinks, make_view

@@ -1,10 +1,11 @@
 """The configuration of a run: its keys, how a file is read, and what is wrong with one.
 
 `keys.py` lists every key and `rules.py` the combinations that make no sense. A file is parsed by `yaml_tree.py`, merged
-with those it builds on by `inheritance.py`, and turned into dataclasses by `reader.py`; `schema.py` describes the keys.
-Importing this package is instant.
+with those it builds on by `inheritance.py`, and turned into dataclasses by `reader.py`; `field_types.py` describes
+their types. Importing this package is instant.
 """
 
+from rollgraph.config.field_types import Key, spell
 from rollgraph.config.keys import (
     COLDEST,
     AlgorithmConfig,
@@ -19,8 +20,7 @@ from rollgraph.config.keys import (
 from rollgraph.config.loading import json_schema, list_keys, load_config, parse_config
 from rollgraph.config.printing import to_dict, to_yaml
 from rollgraph.config.problems import ConfigError, ConfigProblem
-from rollgraph.config.rules import broken_rules, check_scopes
-from rollgraph.config.schema import Key, spell
+from rollgraph.config.rules import broken_rules, check_scopes, training_scopes
 
 __all__ = [
     "COLDEST",
@@ -44,4 +44,5 @@ __all__ = [
     "spell",
     "to_dict",
     "to_yaml",
+    "training_scopes",
 ]

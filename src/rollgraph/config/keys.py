@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from rollgraph.config.field_types import COMMAS, PATH, Limit
 from rollgraph.config.limits import LARGEST
-from rollgraph.config.schema import COMMAS, PATH, Limit
 
 COLDEST = 0.01  # the lowest temperature: logits are divided by it
 Count = Annotated[int, Limit("minimum", 1)]

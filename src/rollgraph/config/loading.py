@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollgraph.config.field_types import Key, keys_of, schema_of
 from rollgraph.config.inheritance import load_tree
 from rollgraph.config.keys import Config
 from rollgraph.config.reader import BrokenRule, read_tree
 from rollgraph.config.rules import broken_rules
-from rollgraph.config.schema import Key, keys_of, schema_of
 
 Rules = Callable[[Config], list[BrokenRule]]
 

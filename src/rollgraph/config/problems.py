@@ -1,6 +1,6 @@
 """What is wrong with a configuration, as fields: where, which key, what, and by which rule.
 
-Nothing here knows how a file is read or which keys there are.
+Nothing here knows how a file is read or which keys there are: `reader.py` finds the problems and suggests keys.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from rollgraph.config.field_types import COMMAS, PATH, Limit, hints_of, keys_of, spell, unwrap
 from rollgraph.config.problems import ConfigError, ConfigProblem
-from rollgraph.config.schema import COMMAS, PATH, Limit, hints_of, keys_of, spell, unwrap
 from rollgraph.config.yaml_tree import LARGEST_NUMBER, Node, compose, describe, put, shorten, strip_places
 from rollgraph.errors import nearest
 

@@ -31,6 +31,11 @@ def check_scopes(config: Config, ranks: int) -> tuple[Scope, ...]:
     return scopes
 
 
+def training_scopes(config: Config, ranks: int) -> tuple[Scope, ...]:
+    """The scopes into which a training step is divided, captured or not."""
+    return check_scopes(config, ranks) or LEGAL_SCOPES["one rank" if ranks == 1 else "several ranks"][:1]
+
+
 def broken_rules(config: Config) -> list[BrokenRule]:
     """(rule, key, what is wrong) for each rule that does not hold."""
     return [

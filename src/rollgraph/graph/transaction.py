@@ -1,7 +1,8 @@
 """Transactions: a capture attempt leaves the process as it found it.
 
 Owns the state around a capture that is not memory: random streams, gradients, optimizer state, modes and
-the garbage collector. `undo_log.py` restores memory, `live_objects.py` Python state.
+the garbage collector. `undo_log.py` restores memory (parameters,
+buffers), `live_objects.py` Python state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loss terms: pure functions over packed tokens, from which algorithms are built.
+"""Loss terms: pure functions over packed tokens. `algorithms/policy_gradient.py` puts them together, KL included.
 
 Everything here runs inside a captured graph: no value is read on the host, and no shape depends on data. Terms are per
 token. Only `weighted_sums` adds them up, so the tokens of a minibatch may fall into any microbatches on any ranks.

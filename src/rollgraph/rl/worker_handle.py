@@ -2,6 +2,7 @@
 
 A worker is a program of its own rather than a fork, because the parent has threads and a CUDA context, and rather than
 a child of multiprocessing, which may have no children itself and would run the user's script again.
+`worker_keeper.py` kills it with everything it has started.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollgraph.config import Config, ConfigError, check_scopes
+from rollgraph.config import Config, ConfigError, training_scopes
 from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, hf_weights
@@ -22,8 +22,8 @@ from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
 from rollgraph.run.key_errors import about
+from rollgraph.run.resume import check_data
 from rollgraph.run.shapes import check_buckets, check_cache, longest_prompt, make_limits
-from rollgraph.run.start import check_data
 from rollgraph.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from rollgraph.types import Prompt, Rollout
 
@@ -52,7 +52,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
     The data must be what the checkpoint `resume_from` was made with.
     """
     check_device(config, world)
-    scopes = check_scopes(config, world.size) or (("step",) if world.size == 1 else ("layer",))
+    scopes = training_scopes(config, world.size)
     with about("model.path" if config.tokenizer.path is None else "tokenizer.path"):
         tokenizer = make_tokenizer(config)
     architecture, dtype = read_architecture(config, tokenizer)

@@ -7,14 +7,13 @@ so memory that only one phase needs is counted once, at its largest.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
-from rollgraph.config import Config, check_scopes
+from rollgraph.config import Config, training_scopes
 from rollgraph.inference.decode_graphs import TABLE as STATE_COLUMNS
 from rollgraph.inference.defaults import BLOCK_SIZE, CPU_CACHE_BYTES, PREFILL_SEQUENCES, prefill_buckets
 from rollgraph.inference.kv_cache import CachePlan
@@ -25,13 +24,12 @@ from rollgraph.rl.algorithms import Algorithm
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
 from rollgraph.run.shapes import make_limits
 from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS, Floor, step_floor
-from rollgraph.sharding import BucketPlan, ShardedModel, plan_buckets, specs_of
+from rollgraph.sharding import BUCKET_BYTES, BucketPlan, plan_buckets, specs_of
 
 Phase = Literal["generate", "score", "train"]
 Place = Literal["device", "host"]
 PHASES: tuple[Phase, ...] = ("generate", "score", "train")
 
-BUCKET_BYTES: int = inspect.signature(ShardedModel).parameters["bucket_bytes"].default
 FP32 = 4
 
 
@@ -208,7 +206,7 @@ def _working_memory(
     a, itemsize = model.architecture, model.embed.weight.dtype.itemsize
     tokens, prefill = limits.token_buckets[-1], limits.prefill_tokens
     assert prefill is not None
-    scopes = check_scopes(config, ranks) or (("step",) if ranks == 1 else ("layer",))
+    scopes = training_scopes(config, ranks)
     chunk = min(tokens, max(1, CHUNK_ELEMENTS // a.vocabulary))
     kept = activation_bytes(a, tokens, itemsize, checkpointing=model.checkpointing, cuda=cuda)
     if model.checkpointing:

@@ -1,39 +1,117 @@
-"""Brings a run to its first step: loads the checkpoint it goes on from, or prepares a fresh start."""
+"""Decides how a run starts: from the beginning, from a checkpoint, or not at all because it is finished.
+
+The folder of the run is scanned once, and one pure function decides. `begin.py` carries the decision out.
+"""
 
 from __future__ import annotations
 
-from rollgraph.run.reference import keep_reference, restore_reference
-from rollgraph.run.rollouts import evaluate
-from rollgraph.run.saving import show_checkpoint_problems
-from rollgraph.run.setup import Run
-from rollgraph.run.start import Resume, Start, none_whole
-from rollgraph.run.warm_start import warm_start
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rollgraph.config import Config
+from rollgraph.rl.data import DataError, PromptData
+from rollgraph.run.checkpoints import Saved, find_complete
+from rollgraph.sharding import CheckpointError
+from rollgraph.sharding.manifest import read_states
+
+REPORT = "graphs.json"  # the last file that a run writes
+MODEL = "model"  # the exported model, beside it
 
 
-def begin(run: Run, start: Start) -> int | None:
-    """Bring the run to its first step and return its number, or None if the run was asked to stop on the way."""
-    if isinstance(start, Resume):
-        return _load_checkpoint(run, start)
-    if run.config.warm_start is not None and not warm_start(run):
-        return None
-    keep_reference(run)
-    data = run.inputs.data
-    data.load_state({**data.state(), "cursor": 0})  # the warm start has drawn prompts
-    if run.inputs.validation:
-        found = evaluate(run, "before")
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
-        run.log.note(f"before the first step: {shown}")
-        run.log.pending = {f"before/{name}": value for name, value in found.items()}
-    return 0
+@dataclass(frozen=True)
+class RunFolder:
+    """What the folder of a run holds. The contents of checkpoints have not been verified."""
+
+    path: Path
+    checkpoints: Sequence[Saved] = ()  # by step
+    broken: Mapping[Path, CheckpointError] = field(default_factory=dict)
+    has_model: bool = False
+    has_report: bool = False
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.path / "checkpoints"
 
 
-def _load_checkpoint(run: Run, start: Resume) -> int:
-    saved = run.checkpoints.newest_sound(start.folder.checkpoints, start.folder.broken)
-    if saved is None:
-        raise none_whole(start.folder.checkpoint_folder, run.checkpoints.broken.values())
-    restore_reference(run, saved)
-    run.progress.load_state(run.checkpoints.load(saved))
-    run.checkpoints.clear_surplus(saved)
-    show_checkpoint_problems(run)
-    run.log.note(f"resumed after {saved.step + 1} of {run.config.steps} steps")
-    return saved.step + 1
+@dataclass(frozen=True)
+class Fresh:
+    """Begin with step 0."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on after the newest checkpoint that turns out to be whole."""
+
+    newest: Saved
+    folder: RunFolder
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All steps were taken, and everything is on disk."""
+
+    newest: Saved
+
+
+Start = Fresh | Resume | Finished
+
+
+def scan_folder(output: str | Path) -> RunFolder:
+    path = Path(output)
+    broken: dict[Path, CheckpointError] = {}
+    found: Sequence[Saved] = ()
+    if (path / "checkpoints").is_dir():
+        found = find_complete(path / "checkpoints", on_broken=broken.__setitem__)
+    return RunFolder(path, found, broken, (path / MODEL).exists(), (path / REPORT).exists())
+
+
+def decide_start(folder: RunFolder, *, resume: Literal["auto", "never", "must"], steps: int, exports: bool) -> Start:
+    """Raise CheckpointError if `resume` forbids what the folder holds, or if none of its checkpoints can be read."""
+    place = folder.checkpoint_folder
+    if resume == "never" and (folder.checkpoints or folder.broken):
+        raise CheckpointError(f"resume: never, but {place} has checkpoints: choose another output")
+    if folder.broken and not folder.checkpoints:
+        raise none_whole(place, folder.broken.values())
+    if not folder.checkpoints:
+        if resume == "must":
+            raise CheckpointError(f"resume: must, but {place} has no whole checkpoint")
+        return Fresh()
+    newest = folder.checkpoints[-1]
+    everything_written = folder.has_report and (folder.has_model or not exports)
+    if newest.step + 1 >= steps and everything_written:
+        return Finished(newest)
+    return Resume(newest, folder)
+
+
+def find_start(config: Config) -> Start:
+    return decide_start(
+        scan_folder(config.output),
+        resume=config.resume,
+        steps=config.steps,
+        exports=config.checkpoint.export_at_end,
+    )
+
+
+def check_data(saved: Saved, data: PromptData) -> None:
+    """Raise DataError if a checkpoint was made with other data."""
+    try:
+        state = read_states(saved.path)[0]
+    except CheckpointError:
+        return  # an older checkpoint may be whole; that is known once they are verified
+    try:
+        data.check_state(state["data"])
+    except DataError as error:
+        raise DataError(
+            f"data.train, seed and data.shuffle do not match {saved.path}: {error}; choose another output"
+        ) from None
+
+
+def none_whole(folder: Path, problems: Iterable[object]) -> CheckpointError:
+    """There are checkpoints and none can be read. Starting over would overwrite what somebody may still repair."""
+    listed = "; ".join(map(str, problems))
+    return CheckpointError(
+        f"{folder} has no whole checkpoint; nothing was changed there. Choose another output, or move these away: "
+        f"{listed}"
+    )

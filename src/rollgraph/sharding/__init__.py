@@ -3,7 +3,7 @@
 `sharded_model.py` is where to start reading; `checkpoint_writer.py` and `checkpoint_loader.py` save and load it.
 """
 
-from rollgraph.sharding.bucket_plan import BucketPlan, MemoryPlan, execution_order, plan_buckets, specs_of
+from rollgraph.sharding.bucket_plan import BUCKET_BYTES, BucketPlan, MemoryPlan, execution_order, plan_buckets, specs_of
 from rollgraph.sharding.bucket_sync import StaleWeights
 from rollgraph.sharding.checkpoint_loader import load
 from rollgraph.sharding.checkpoint_writer import save
@@ -17,6 +17,7 @@ from rollgraph.sharding.sharded_model import ShardedModel
 from rollgraph.sharding.step_abort import StepAborted
 
 __all__ = [
+    "BUCKET_BYTES",
     "BucketPlan",
     "CheckpointError",
     "Collectives",

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 ALIGNMENT = 256  # bytes: every parameter and every shard starts at a multiple of this
 
+BUCKET_BYTES = 64 * 2**20  # the default size of a bucket
+
 
 @dataclass(frozen=True)
 class ParameterSpec:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rollgraph.distributed.world import World
 from rollgraph.graph.hooks import GraphHooks
-from rollgraph.sharding.bucket_plan import MemoryPlan, plan_buckets, plan_memory, specs_of
+from rollgraph.sharding.bucket_plan import BUCKET_BYTES, MemoryPlan, plan_buckets, plan_memory, specs_of
 from rollgraph.sharding.bucket_sync import BucketSync, StaleWeights
 from rollgraph.sharding.collectives import Collectives, Reduction
 from rollgraph.sharding.flat_buffer import FlatBuckets
@@ -48,7 +48,7 @@ class ShardedModel:
         *,
         overlap_gather: bool = True,
         overlap_reduce: bool = True,
-        bucket_bytes: int = 64 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         grad_dtype: torch.dtype = torch.float32,
         reduction: Reduction = "library",
         timeout: float = 600.0,

@@ -2,6 +2,9 @@
 
 A = (r - mean(group)) / std(group); loss = mean over samples of the mean over tokens of -min(ratio A, clip(ratio) A),
 plus kl_coef x k3. The paper uses kl_coef = 0.04.
+
+A built-in algorithm is a file like this one and a line in `config/algorithm_names.py`; one of your own needs only its
+import path in `algorithm.name`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollgraph.run.checkpoints import CheckpointError, Saved
-from rollgraph.run.start import Finished, Fresh, Resume, RunFolder, decide_start, scan_folder
+from rollgraph.run.resume import Finished, Fresh, Resume, RunFolder, decide_start, scan_folder
 
 FOLDER = Path("runs/one")
 

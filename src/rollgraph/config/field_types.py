@@ -1,6 +1,7 @@
 """What a dataclass says about the keys of a file: types and limits, in words and as a JSON schema.
 
-A field is `name: Annotated[type, "A sentence about it."] = default`. Nothing here knows which keys there are.
+A field is `name: Annotated[type, "A sentence about it."] = default`. Nothing here knows which keys
+there are: `keys.py` has them.
 """
 
 from __future__ import annotations

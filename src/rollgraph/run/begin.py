@@ -1,0 +1,39 @@
+"""Brings a run to its first step: loads its checkpoint, or prepares a fresh start. `resume.py` decides which."""
+
+from __future__ import annotations
+
+from rollgraph.run.reference import keep_reference, restore_reference
+from rollgraph.run.resume import Resume, Start, none_whole
+from rollgraph.run.rollouts import evaluate
+from rollgraph.run.saving import show_checkpoint_problems
+from rollgraph.run.setup import Run
+from rollgraph.run.warm_start import warm_start
+
+
+def begin(run: Run, start: Start) -> int | None:
+    """Bring the run to its first step and return its number, or None if the run was asked to stop on the way."""
+    if isinstance(start, Resume):
+        return _load_checkpoint(run, start)
+    if run.config.warm_start is not None and not warm_start(run):
+        return None
+    keep_reference(run)
+    data = run.inputs.data
+    data.load_state({**data.state(), "cursor": 0})  # the warm start has drawn prompts
+    if run.inputs.validation:
+        found = evaluate(run, "before")
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        run.log.note(f"before the first step: {shown}")
+        run.log.pending = {f"before/{name}": value for name, value in found.items()}
+    return 0
+
+
+def _load_checkpoint(run: Run, start: Resume) -> int:
+    saved = run.checkpoints.newest_sound(start.folder.checkpoints, start.folder.broken)
+    if saved is None:
+        raise none_whole(start.folder.checkpoint_folder, run.checkpoints.broken.values())
+    restore_reference(run, saved)
+    run.progress.load_state(run.checkpoints.load(saved))
+    run.checkpoints.clear_surplus(saved)
+    show_checkpoint_problems(run)
+    run.log.note(f"resumed after {saved.step + 1} of {run.config.steps} steps")
+    return saved.step + 1
