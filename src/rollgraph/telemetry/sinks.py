@@ -1,7 +1,8 @@
 """Where metrics go: JSON lines, TensorBoard, Weights & Biases, MLflow.
 
 Owns `metrics.jsonl` and `tensorboard/` in a run's folder, and how each sink continues after a resume. A package is
-imported when a sink that needs it is made. Only rank 0 makes sinks.
+imported when a sink that needs it is made. Only rank 0 makes sinks. A new sink is a class here, an
+entry in `make_sinks`, and its name and options in `config/keys.py`.
 """
 
 from __future__ import annotations
