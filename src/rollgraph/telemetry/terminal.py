@@ -1,7 +1,7 @@
-"""Progress in the terminal: a live picture, one line for each step, or nothing.
+"""Progress in the terminal: a live view, one line per step, or nothing.
 
-Owns what is on the screen while a run goes on, and which metrics are shown there. rich is imported when a live
-view is made. Only plain text goes to what is not a terminal.
+Owns what is on the screen during a run, and which metrics are shown there. rich is imported when a live view is made.
+Anything that is not a terminal gets plain text only.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 PHASES = ("generate", "reward", "score", "train")
-# Metrics that are shown, by name, each with the words around its number. All are in the sinks.
+# The metrics to show, each with the words around its number. Sinks get all metrics.
 SHOWN = {"reward": "reward {}", "kl": "KL {}", "loss": "loss {}", "tokens/s": "{} tokens/s", "memory_gib": "{} GiB"}
-VALIDATION = "validation/"  # metrics whose name begins so stay on the screen until the next validation
-RECENT = 20  # steps that the remaining time is estimated by
+VALIDATION = "validation/"  # metrics with this prefix stay on the screen until the next validation
+RECENT = 20  # steps from which the remaining time is estimated
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class View:
-    """What every view can be told. This one shows nothing."""
+    """The interface of all views. This one shows nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -34,19 +34,19 @@ class View:
         pass
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """So much of a phase of the current step is done. Cheap: may be called for every token."""
+        """Show how much of a phase of the current step is done. Cheap enough to be called for every token."""
 
     def step(self, step: int, values: Mapping[str, float], seconds_by_phase: Mapping[str, float]) -> None:
-        """A step, counted from 0, is complete."""
+        """Show a finished step; steps count from 0."""
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Show one line that stays."""
 
 
 def make_view(
     progress: Literal["auto", "live", "plain", "none"], total_steps: int, stream: IO[str] | None = None
 ) -> View:
-    """`live` needs a terminal that can move its cursor and show block characters; without one it is `plain`."""
+    """`live` needs a terminal that can move its cursor and show block characters; elsewhere it becomes `plain`."""
     stream = stream or sys.stdout
     if progress == "none":
         return View()
@@ -62,7 +62,9 @@ class PlainView(View):
     """`[ 12/100]  reward 0.412  KL 0.0031  6.1s: generate 4.1, train 1.9  9m 02s left`."""
 
     def __init__(self, total_steps: int, stream: IO[str]) -> None:
-        self._total, self._stream, self._clock = total_steps, stream, _Clock()
+        self._total = total_steps
+        self._stream = stream
+        self._clock = _Clock()
 
     def step(self, step: int, values: Mapping[str, float], seconds_by_phase: Mapping[str, float]) -> None:
         self._clock.add(sum(seconds_by_phase.values()))
@@ -83,17 +85,20 @@ class PlainView(View):
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         try:
             print(clean.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
-        except BrokenPipeError:  # a pager was closed: no reason to end a run, whose metrics are in its files
+        except BrokenPipeError:  # a pager was closed, which is no reason to end the run
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 class LiveView(View):
-    """Bars for the run and the phases of the current step, the metrics of the last, redrawn a few times a second."""
+    """Bars for the run and for the phases of the current step, and the metrics of the last one, redrawn as they change."""
 
     def __init__(self, total_steps: int, console: Console) -> None:
         from rich.live import Live
 
-        self._console, self._total, self._clock, self._done = console, total_steps, _Clock(), 0
+        self._console = console
+        self._total = total_steps
+        self._clock = _Clock()
+        self._done = 0
         self._phases: dict[str, tuple[int, int]] = dict.fromkeys(PHASES, (0, 0))
         self._seconds: dict[str, float] = {}
         self._values: dict[str, float] = {}
@@ -111,15 +116,18 @@ class LiveView(View):
 
     def phase(self, name: str, done: int, total: int) -> None:
         if self._is_new_step:
-            self._phases, self._is_new_step = dict.fromkeys(PHASES, (0, 0)), False
-        # A new dict, not a changed one: another thread may be drawing it.
+            self._phases = dict.fromkeys(PHASES, (0, 0))
+            self._is_new_step = False
+        # Replace the dict instead of changing it: another thread may be drawing it.
         phases = {**self._phases, name: (done, total)}
-        if name not in PHASES:  # what comes once, as a capture, has one row for all, and none when it is done
+        if name not in PHASES:  # phases that come once, such as captures, share one row until they are done
             phases = {kept: phases[kept] for kept in phases if kept in PHASES or (kept == name and done < total)}
         self._phases = phases
 
     def step(self, step: int, values: Mapping[str, float], seconds_by_phase: Mapping[str, float]) -> None:
-        self._done, self._values, self._seconds = step + 1, dict(values), dict(seconds_by_phase)
+        self._done = step + 1
+        self._values = dict(values)
+        self._seconds = dict(seconds_by_phase)
         self._clock.add(sum(seconds_by_phase.values()))
         self._is_new_step = True
         if "reward" in values:
@@ -159,7 +167,7 @@ class LiveView(View):
         for name, (done, total) in self._phases.items():
             seconds = self._seconds.get(name)
             if not total and self._seconds and seconds is None:
-                continue  # no part of a step of this run
+                continue  # this run has no such phase
             cell = "" if seconds is None else f"{seconds:.1f}s {seconds / max(whole, 1e-9):4.0%}"
             rows.append((name, done, total, cell))
         for name, done, total, cell in rows:
@@ -181,7 +189,7 @@ class LiveView(View):
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One block for each value, from the lowest to the highest; a space where it is not finite."""
+    """One block per value, scaled from the lowest to the highest; a space for values that are not finite."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
@@ -189,7 +197,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class _Clock:
-    """The remaining time, by the steps of late."""
+    """Estimates the remaining time from recent steps."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -208,7 +216,7 @@ def _shown(values: Mapping[str, float]) -> list[str]:
 
 
 def _wrapped(cells: Sequence[str], width: int) -> str:
-    """Cells side by side, and no line break inside of one."""
+    """Cells side by side, with line breaks only between them."""
     lines = [cells[0]]
     for cell in cells[1:]:
         if len(lines[-1]) + 3 + len(cell) <= width:
@@ -227,4 +235,8 @@ def _duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours >= 24:
         return f"{hours // 24}d {hours % 24:02d}h"
-    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    if minutes:
+        return f"{minutes}m {rest:02d}s"
+    return f"{rest}s"
