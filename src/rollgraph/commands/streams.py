@@ -1,4 +1,4 @@
-"""Standard output is for what a command answers; whatever else is printed on the way goes to standard error."""
+"""Keeps standard output for the answer of a command; everything else that is printed goes to standard error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TextIO
 
 @contextlib.contextmanager
 def printing_to_stderr() -> Iterator[None]:
-    """What others print meanwhile, from C too, is not the answer."""
+    """Send what others print, from C as well, to standard error."""
     _flush(answers := sys.stdout)
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -20,13 +20,13 @@ def printing_to_stderr() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        _flush(answers)  # somebody who has kept the stream may have written to it
+        _flush(answers)  # code that kept the stream may have written to it
         os.dup2(kept, 1)
         os.close(kept)
 
 
 def _flush(stream: TextIO) -> None:
-    """A stream, and those that C keeps."""
+    """Flush a stream, and the streams of C."""
     stream.flush()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)

@@ -90,7 +90,7 @@ class PlainView(View):
 
 
 class LiveView(View):
-    """Bars for the run and for the phases of the current step, and the metrics of the last one, redrawn as they change."""
+    """Bars for the run and for the phases of the current step, and the metrics of the last one."""
 
     def __init__(self, total_steps: int, console: Console) -> None:
         from rich.live import Live
