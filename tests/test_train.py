@@ -370,7 +370,7 @@ def test_a_reference_that_is_not_what_was_written_is_refused(folder: Path) -> No
     weights, config = (folder / "run" / "reference" / name for name in ("model.safetensors", "config.json"))
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
-    with pytest.raises(CheckpointError, match=r"reference/model.safetensors is not what was written.*put it back"):
+    with pytest.raises(CheckpointError, match=r"reference/model.safetensors is not what was written.*restore it"):
         train(config_of(folder, *options), ONE)
     train(config_of(folder, *options, "algorithm.options={kl_coef: 0}", "steps=2"), ONE)  # which reads no reference
     weights.write_bytes(whole)

@@ -1,7 +1,7 @@
-"""Whether names and options of what is built in are right: algorithms and rewards, each by its key.
+"""Checks the names and options of built-in algorithms and rewards, before a run starts.
 
-What a configuration can check without loading anything is `config.py`'s. What people bring themselves, by a path, is a
-program, and is looked at when a run begins. PyTorch is imported where an algorithm's options have to be read.
+`config/rules.py` checks everything that needs no import. What people bring themselves, by an import path, is a program
+and is checked when a run starts. PyTorch is imported only if an algorithm's options have to be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollgraph.rl.paths import LoadError
 
 
 def wrong_names(config: Config) -> list[tuple[str, str, str]]:
-    """(rule, key, what is wrong), like `broken_rules`."""
+    """(rule, key, what is wrong) for each mistake, like `broken_rules`."""
     return [*_of_the_algorithm(config), *_of_rewards(config)]
 
 
@@ -45,6 +45,6 @@ def _of_rewards(config: Config) -> Iterable[tuple[str, str, str]]:
         try:
             load_reward(RewardSpec(given.name, given.weight, given.options, given.label))
         except ImportError:
-            pass  # right, but not installed here: a run says how
+            pass  # the name is right, but a package is missing; a run says how to install it
         except InvalidInput as error:
             yield "reward_built_in", f"reward.functions[{index}].{error.argument or 'name'}", error.detail

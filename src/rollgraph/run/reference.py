@@ -1,7 +1,7 @@
-"""The reference policy of a run: which folder holds its weights, and that these are the ones the run began with.
+"""The reference policy of a run: which folder holds its weights, and whether they are still those the run began with.
 
-A run that made its reference itself, at random or by a warm start, keeps it in its own folder; otherwise the folder of
-`model.path` is the reference. Each checkpoint records the checksums of the files that a resumed run will read.
+A run whose reference is random or comes from a warm start keeps it in its own folder; otherwise the folder of
+`model.path` is the reference. Each checkpoint records checksums of the files that a resumed run will read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollgraph.sharding.manifest import FileRecord, check_files, read_states, re
 
 
 def keep_reference(run: Run) -> None:
-    """Of a run that begins: the policy as it is now."""
+    """Make the current policy the reference of a run that begins."""
     folder = _own_folder(run.config)
     if run.inputs.algorithm.needs_reference:
         run.policy.weights.save("reference")
@@ -31,9 +31,9 @@ def keep_reference(run: Run) -> None:
 
 
 def restore_reference(run: Run, saved: Saved) -> None:
-    """Of a run that goes on. Files that are not those it began with are an error, on all ranks.
+    """Load the reference of a run that goes on; raise on all ranks if its files have changed since the run began.
 
-    The weights of the policy are the reference's afterwards: a checkpoint is loaded next.
+    Afterwards the policy has the weights of the reference: the checkpoint must be loaded next.
     """
     problem = ""
     if run.world.rank == 0:
@@ -42,7 +42,7 @@ def restore_reference(run: Run, saved: Saved) -> None:
         except (CheckpointError, ValueError, OSError) as error:
             problem = str(error)
     if found := run.policy.sharded.collectives.all_gather_text(problem)[0]:
-        raise CheckpointError(f"{found}. It holds the reference policy: put it back as it was, or give another output")
+        raise CheckpointError(f"{found}. It holds the reference policy: restore it, or choose another output")
     if not run.inputs.algorithm.needs_reference:
         return
     folder = _own_folder(run.config)
@@ -63,8 +63,9 @@ def _check(run: Run, saved: Saved) -> None:
 
 
 def _record(run: Run) -> list[FileRecord]:
-    """The checksums of what a resumed run will read."""
-    folder, own = _folder(run.config), _own_folder(run.config)
+    """Checksums of the files that a resumed run will read."""
+    folder = _folder(run.config)
+    own = _own_folder(run.config)
     if own is not None:
         return record_files(folder, [folder / CONFIG, *weight_files(folder)])
     if run.inputs.algorithm.needs_reference:
@@ -81,7 +82,7 @@ def _folder(config: Config) -> Path:
 
 
 def _own_folder(config: Config) -> Path | None:
-    """Where the run keeps its reference, unless the model's own folder is the reference."""
+    """Where the run keeps its reference; None if the model's own folder is the reference."""
     if config.model.path is None or config.warm_start is not None:
         return Path(config.output) / "reference"
     return None
