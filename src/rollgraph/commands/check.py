@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollgraph.commands.streams import printing_to_stderr
@@ -126,7 +126,11 @@ def _load(target: str) -> Callable[[], Any]:
 
 
 def _import_file(path: str) -> Any:
-    """Import a file as a module of its package or, outside a package, under a name that nothing else has."""
+    """Import a file as a module of its package, if it is in one. An error of its code stays what it is: it may be one
+    that the sanitizer explains.
+    """
+    from rollgraph.rl.paths import import_file
+
     if not os.path.exists(path):
         raise TargetError(f"no such file: {path}")
     folder, name = os.path.split(path.removesuffix(".py"))
@@ -137,13 +141,7 @@ def _import_file(path: str) -> Any:
         sys.path.insert(0, folder)
         return importlib.import_module(name)
     sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(f"target of rollgraph check: {name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_file(Path(path))
 
 
 def _is_package(folder: str) -> bool:

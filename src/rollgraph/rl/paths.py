@@ -64,6 +64,16 @@ def _import(module: str, path: str) -> ModuleType:
 def _load_file(file: Path, path: str) -> ModuleType:
     if not file.is_file():
         raise LoadError(f"there is no file {file} (in {Path.cwd()})", place=repr(path))
+    try:
+        return import_file(file)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise LoadError(f"{file.name} failed ({type(error).__name__}: {error})", place=repr(path)) from error
+
+
+def import_file(file: Path) -> ModuleType:
+    """The module of a file outside any package; whatever its code raises is passed on."""
     file = file.resolve()
     # One module per file, however often it is named; the digest keeps files of the same name apart.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
@@ -76,9 +86,7 @@ def _load_file(file: Path, path: str) -> ModuleType:
     sys.modules[name] = module  # before it runs, because dataclasses and pickle look up their module
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:
+    except BaseException:
         del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise LoadError(f"{file.name} failed ({type(error).__name__}: {error})", place=repr(path)) from error
+        raise
     return module
