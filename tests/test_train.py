@@ -111,7 +111,7 @@ def assert_same_weights(one: Path, other: Path, step: int) -> None:
 ONE = World(0, 1, "cpu")
 
 
-def test_a_run_leaves_what_it_should_and_captures_nothing_on_the_way(folder: Path) -> None:
+def test_a_run_writes_everything_and_captures_nothing_after_warm_up(folder: Path) -> None:
     run = train(config_of(folder, "checkpoint.export_at_end=true", "algorithm.minibatches=1"), ONE)
     out = folder / "run"
     values = metrics_of(out)
@@ -217,7 +217,7 @@ def test_speed_by_phase_and_memory(folder: Path) -> None:
     assert 0.05 < line["memory_gib"] < 100  # PyTorch alone is more than the first
 
 
-def test_what_was_sampled_and_not_kept_is_in_the_metrics(folder: Path) -> None:
+def test_dropped_groups_are_in_the_metrics(folder: Path) -> None:
     """Of three prompts, two have rewards that are all equal: dapo leaves them out, and its mean without them is 0.5."""
     (folder / "rewards.py").write_text(
         "def even(prompts, completions, **columns):\n"
@@ -231,9 +231,7 @@ def test_what_was_sampled_and_not_kept_is_in_the_metrics(folder: Path) -> None:
         assert values["sampled_reward"] == pytest.approx(0.5 / 3)
 
 
-def test_threads_are_those_of_the_run_inside_and_what_they_were_afterwards(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_threads_is_restored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -314,7 +312,7 @@ def test_a_run_in_two_halves_is_the_same_run(folder: Path, name: str, monkeypatc
     assert_same_run(folder / "run", folder / "halves", step=3)
 
 
-def test_resume_says_what_it_needs(folder: Path) -> None:
+def test_each_value_of_resume_is_enforced(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="resume: must"):
         train(config_of(folder, "resume=must"), ONE)
     train(config_of(folder, "steps=1"), ONE)
@@ -330,7 +328,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_where_all_checkpoints_are_broken_nothing_begins_over_them(folder: Path) -> None:
+def test_a_run_does_not_start_over_broken_checkpoints(folder: Path) -> None:
     options = ["checkpoint.every=1", "data.validation=null"]
     train(config_of(folder, *options, "steps=2"), ONE)
     places = sorted((folder / "run" / "checkpoints").glob("step_*"))
@@ -353,7 +351,9 @@ def test_where_all_checkpoints_are_broken_nothing_begins_over_them(folder: Path)
 
 
 @pytest.mark.parametrize("file", ["rank0.safetensors", slow("manifest.json")])
-def test_going_back_to_an_older_checkpoint_is_told(folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_falling_back_to_an_older_checkpoint_is_reported(
+    folder: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["checkpoint.every=1", "data.validation=null", "log.progress=plain"]
     train(config_of(folder, *options, "steps=2"), ONE)
     flip(folder / "run" / "checkpoints" / "step_00000001" / file)
@@ -395,7 +395,7 @@ def test_a_model_folder_that_is_the_reference_must_stay_the_same(folder: Path) -
     train(config_of(folder, *options), ONE)
 
 
-def test_a_checkpoint_without_checksums_of_its_reference_is_told(
+def test_missing_checksums_of_the_reference_are_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As one from before there were any."""
@@ -409,7 +409,7 @@ def test_a_checkpoint_without_checksums_of_its_reference_is_told(
         assert ("has no checksums of the reference policy: " in capsys.readouterr().out) == told
 
 
-def test_a_run_that_was_killed_leaves_no_checkpoint_too_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_checkpoints_of_a_killed_run_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had saved the newest one, and not deleted the oldest one yet."""
     options = ["data.validation=null", "graph.impl=none", "checkpoint.every=1"]
     train(config_of(folder, *options, "steps=2", "checkpoint.keep_last=2"), ONE)
@@ -485,7 +485,7 @@ def test_an_exception_in_a_step_costs_nothing_that_was_learned(
     assert_same_weights(undisturbed, folder / "run", step=5)
 
 
-def test_ctrl_c_saves_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_saves_the_last_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
         fail_at(broken, sys.modules["rollgraph.train"], "validate", 3)
         with pytest.raises(KeyboardInterrupt):
@@ -494,7 +494,7 @@ def test_ctrl_c_saves_as_well(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("place", "call"), [((StepGraphs, "train"), 6), ((ShardedAdamW, "write_shards"), 3)])
-def test_what_is_no_end_of_a_step_is_not_saved(
+def test_weights_between_two_updates_are_not_saved(
     folder: Path,
     place: tuple[Any, str],
     call: int,
@@ -510,7 +510,7 @@ def test_what_is_no_end_of_a_step_is_not_saved(
     assert "progress since the last checkpoint is lost" in capsys.readouterr().out
 
 
-def test_a_save_that_failed_is_told_and_the_next_one_is_tried(
+def test_a_failed_save_is_reported_and_the_next_one_tried(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["checkpoint.every=1", "data.validation=null", "log.progress=plain"]
@@ -528,7 +528,7 @@ def test_a_save_that_failed_is_told_and_the_next_one_is_tried(
             train(config_of(folder, *options, "steps=6"), ONE)  # the last one
 
 
-def test_a_save_that_failed_is_made_up_for_when_an_error_ends_the_run(
+def test_a_failed_save_is_repeated_when_an_error_ends_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fail_at(monkeypatch, checkpoint_writer, "_write_tensors", 3)  # of the second save
@@ -641,7 +641,7 @@ def test_sigterm_ends_a_warm_start_at_once(
     assert [entry["step"] for entry in metrics_of(folder / "run")] == [0]
 
 
-def test_a_second_sigterm_asks_for_the_same(folder: Path) -> None:
+def test_a_second_sigterm_changes_nothing(folder: Path) -> None:
     """As where a signal goes to a whole job, and `torchrun` hands on its own."""
     (folder / "rewards.py").write_text(
         "import os, signal\n"
@@ -655,7 +655,7 @@ def test_a_second_sigterm_asks_for_the_same(folder: Path) -> None:
     assert weights_of(folder / "run", 0)
 
 
-def test_that_a_stop_was_saved_is_said_when_it_is_on_the_disk(
+def test_a_stop_is_reported_as_saved_once_it_is_on_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = Checkpoints._write
@@ -686,7 +686,7 @@ def test_a_stop_that_could_not_be_saved_is_an_error(
     assert "asked to stop: saved" not in capsys.readouterr().out
 
 
-def test_a_step_that_lost_its_rewards_to_the_stop_is_not_taken(
+def test_a_step_whose_reward_workers_died_of_the_stop_is_not_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A worker dies of what stops the run, in a way that it cannot hold off."""
@@ -860,7 +860,7 @@ def train_on_a_rank(world: World, config: Config, output: Path) -> None:
 
 
 @pytest.mark.multi
-def test_rewards_that_fail_on_another_rank_are_told_and_counted(folder: Path) -> None:
+def test_failed_rewards_of_other_ranks_are_reported_and_counted(folder: Path) -> None:
     (folder / "rewards.py").write_text(
         "import os\n"
         "def even(prompts, completions, **columns):\n"

@@ -25,7 +25,7 @@ ON_A_GPU = (
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_a_run_captures_nothing_on_the_way_and_agrees_with_itself(folder: Path, place: str) -> None:
+def test_a_run_captures_nothing_after_warm_up_and_is_consistent(folder: Path, place: str) -> None:
     run = train(config_of(folder, *ON_A_GPU, f"memory.reference={place}", "algorithm.minibatches=1"), GPU)
     values = metrics_of(folder / "run")
     assert [entry["step"] for entry in values] == [0, 1, 2, 3, 4, 5]

@@ -52,7 +52,7 @@ def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture
     assert torch.equal(exported.norm.detach(), saved["master/norm"])
 
 
-def test_other_tools_end_the_text_of_a_tiny_model_where_we_do(trained: Path, tmp_path: Path) -> None:
+def test_other_tools_stop_a_tiny_model_at_the_same_token(trained: Path, tmp_path: Path) -> None:
     """Once eos comes out, whatever the weights are, nothing follows it."""
     transformers = pytest.importorskip("transformers")
     target = tmp_path / "exported"
@@ -69,7 +69,7 @@ def test_other_tools_end_the_text_of_a_tiny_model_where_we_do(trained: Path, tmp
     assert found[0, 3:].tolist() == [257]
 
 
-def test_eval_and_export_say_which_checkpoints_they_pass_over(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_and_export_report_skipped_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, places = folder / "config.yaml", folder / "run" / "checkpoints"
     path.write_text(to_yaml(config_of(folder, "steps=2", "checkpoint.every=1")))
     assert main(["train", str(path)]) == 0
@@ -110,9 +110,7 @@ def test_eval_and_export_change_nothing_in_the_folder_of_the_run(
     assert untouched(run, now=False) == before
 
 
-def test_export_does_not_write_over_what_is_there(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_does_not_overwrite(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "exported"
     target.mkdir()
     (target / "config.json").write_text("mine")
@@ -131,7 +129,7 @@ def test_export_does_not_write_over_what_is_there(
     assert (tmp_path / "empty" / "config.json").read_text() == (target / "config.json").read_text()
 
 
-def test_what_is_wrong_is_said_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder)).replace("prompts_per_step", "prompt_per_step"))
     assert main(["train", str(path)]) == 2
@@ -181,7 +179,7 @@ def test_eval_says_what_pass_at_k_is_and_what_failed(
     assert "right if its reward" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_rewards_print_is_not_in_the_answer_of_eval(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_eval_prints_only_json_although_rewards_print(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder, "steps=1", "data.validation=null")))
     assert main(["train", str(path)]) == 0

@@ -255,7 +255,7 @@ def test_the_newest_and_the_best_are_kept(scores: dict[int, float | None], last:
 
 
 @BOTH
-def test_what_is_not_kept_is_gone(start: Callable[..., Run], asynchronous: bool) -> None:
+def test_pruned_checkpoints_are_deleted(start: Callable[..., Run], asynchronous: bool) -> None:
     run = start(keep_last=2, keep_best=1, asynchronous=asynchronous)
     kept = []
     for score in (0.1, 0.9, None, float("nan"), 0.2):
@@ -271,7 +271,7 @@ def test_what_is_not_kept_is_gone(start: Callable[..., Run], asynchronous: bool)
     assert run.checkpoints.complete()[1].score is None
 
 
-def test_a_run_that_went_back_keeps_what_it_saves(start: Callable[..., Run]) -> None:
+def test_a_run_resumed_from_an_older_checkpoint_keeps_its_saves(start: Callable[..., Run]) -> None:
     run = start(keep_last=1, keep_best=0)
     run.checkpoints.save(9, {})
     run.checkpoints.save(3, {})
@@ -279,7 +279,7 @@ def test_a_run_that_went_back_keeps_what_it_saves(start: Callable[..., Run]) -> 
     assert [saved.step for saved in run.checkpoints.complete()] == [3, 9]
 
 
-def test_what_is_saved_for_its_score_takes_no_place_of_the_newest(start: Callable[..., Run]) -> None:
+def test_checkpoints_kept_for_their_score_do_not_count_as_newest(start: Callable[..., Run]) -> None:
     run = start(keep_last=1, keep_best=1, asynchronous=False)
     kept = []
     for step, score, due in ((1, None, True), (2, 0.5, False), (3, 0.7, False), (4, 0.1, True), (5, 0.8, True)):
@@ -288,7 +288,7 @@ def test_what_is_saved_for_its_score_takes_no_place_of_the_newest(start: Callabl
     assert kept == [[1], [1, 2], [1, 3], [3, 4], [5]]
 
 
-def test_who_is_among_the_best(start: Callable[..., Run]) -> None:
+def test_is_best_compares_with_the_kept_scores(start: Callable[..., Run]) -> None:
     run, gate = start(keep_best=2), threading.Event()
     assert run.checkpoints.is_best(0.0)
     assert not run.checkpoints.is_best(float("nan"))
@@ -305,7 +305,7 @@ def test_who_is_among_the_best(start: Callable[..., Run]) -> None:
     assert not start(keep_best=0).checkpoints.is_best(9.0)
 
 
-def test_no_score_is_no_best(start: Callable[..., Run]) -> None:
+def test_a_missing_score_is_never_best(start: Callable[..., Run]) -> None:
     run = start()
     run.save()
     run.checkpoints.wait()
@@ -336,7 +336,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "rank0.safetensors", "rest.safetensors", "state.json"])
-def test_resuming_passes_over_what_is_broken(start: Callable[..., Run], file: str) -> None:
+def test_resuming_skips_broken_checkpoints(start: Callable[..., Run], file: str) -> None:
     first = start()
     first.train()
     sound = first.save(score=0.1)
@@ -393,7 +393,7 @@ def test_any_flipped_bit_of_a_manifest_is_found_or_means_nothing(start: Callable
 
 
 @pytest.mark.parametrize("field", ["shards", "rest", "parameters", "steps"])
-def test_a_manifest_without_a_part_is_no_manifest(start: Callable[..., Run], field: str) -> None:
+def test_an_incomplete_manifest_is_refused(start: Callable[..., Run], field: str) -> None:
     run = start()
     run.save()
     run.checkpoints.wait()
@@ -404,7 +404,7 @@ def test_a_manifest_without_a_part_is_no_manifest(start: Callable[..., Run], fie
     assert run.checkpoints.broken[place.parent] == f"{place} is not a checkpoint's manifest: it has no {field}"
 
 
-def test_a_checkpoint_under_another_name_is_none(start: Callable[..., Run]) -> None:
+def test_a_renamed_checkpoint_does_not_count(start: Callable[..., Run]) -> None:
     run = start(asynchronous=False)
     run.save()
     shutil.copytree(run.checkpoints.folder / "step_00000000", run.checkpoints.folder / "step_00000007")
@@ -525,7 +525,7 @@ def test_a_file_in_the_way(start: Callable[..., Run], asynchronous: bool) -> Non
     assert run.checkpoints.latest() == run.checkpoints.complete()[0]
 
 
-def test_a_folder_that_was_taken_away(start: Callable[..., Run]) -> None:
+def test_a_folder_that_disappeared(start: Callable[..., Run]) -> None:
     run = start()
     shutil.rmtree(run.checkpoints.folder)
     with pytest.raises(CheckpointError, match=r"run cannot be read: .*No such file"):
@@ -560,7 +560,7 @@ def test_a_step_is_not_saved_twice(start: Callable[..., Run]) -> None:
 # -- what dead runs leave --------------------------------------------------------------------------
 
 
-def test_left_overs_of_dead_runs_are_removed_and_those_of_live_ones_are_not(start: Callable[..., Run]) -> None:
+def test_leftovers_are_removed_only_if_their_run_is_dead(start: Callable[..., Run]) -> None:
     live = start()
     live.save()
     live.checkpoints.wait()
@@ -583,7 +583,7 @@ def test_left_overs_of_dead_runs_are_removed_and_those_of_live_ones_are_not(star
     assert names(folder) == ["step_00000000", "step_00000006.notes"]
 
 
-def test_a_run_killed_before_its_lock_had_its_name_leaves_nothing_either(start: Callable[..., Run]) -> None:
+def test_a_run_killed_before_its_lock_was_named_leaves_nothing(start: Callable[..., Run]) -> None:
     live = start()
     folder = live.checkpoints.folder
     (folder / "run_00000000.new").touch()
@@ -595,7 +595,7 @@ def test_a_run_killed_before_its_lock_had_its_name_leaves_nothing_either(start: 
     assert names(folder) == []
 
 
-def test_a_lock_that_was_taken_for_a_left_over_is_made_again(
+def test_a_lock_removed_as_a_leftover_is_created_again(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run clears the folder between the moments when the file is made and when it is locked."""
@@ -613,7 +613,7 @@ def test_a_lock_that_was_taken_for_a_left_over_is_made_again(
     assert [held.stem] != [path.stem for path in taken]
 
 
-def test_what_is_only_named_like_a_left_over_stays(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_files_that_only_look_like_leftovers_stay(start: Callable[..., Run], tmp_path: Path) -> None:
     folder = start().checkpoints.folder
     (tmp_path / "mine").touch()
     (folder / "run_00000000.lock").symlink_to(tmp_path / "mine")
@@ -645,7 +645,7 @@ def test_one_checkpoint_too_many_is_deleted_after_a_load(start: Callable[..., Ru
     assert names(run.checkpoints.folder) == ["step_00000002", "step_00000003"]
 
 
-def test_who_only_reads_leaves_no_trace(start: Callable[..., Run]) -> None:
+def test_readers_leave_no_trace(start: Callable[..., Run]) -> None:
     first = start(asynchronous=False)
     first.train()
     saved = first.save()
@@ -736,7 +736,7 @@ MOMENTS = [  # what is on the disk when the process is killed
 
 
 @pytest.mark.multi
-def test_killed_at_any_moment_the_last_whole_one_loads(tmp_path: Path) -> None:
+def test_after_a_kill_at_any_moment_the_last_whole_checkpoint_loads(tmp_path: Path) -> None:
     """Every life goes on from what the one before it left, and reaches the same weights at the same step."""
     context, chance = multiprocessing.get_context("forkserver"), random.Random(0)
     here, there = context.Pipe()

@@ -66,7 +66,7 @@ def test_a_run_that_was_killed_holds_nothing(tmp_path: Path) -> None:
         pass
 
 
-def test_nothing_is_left_of_a_run_that_came_to_nothing(tmp_path: Path) -> None:
+def test_a_run_that_fails_early_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError), lock_folder(tmp_path / "new" / "run", ONE):
         raise KeyError
     assert not (tmp_path / "new" / "run").exists()
@@ -99,7 +99,7 @@ def test_a_lock_is_not_written_through_a_link(tmp_path: Path, to: str) -> None:
         assert mine.read_text() == "years of work"
 
 
-def test_what_is_named_like_a_lock_and_is_none_stays(tmp_path: Path) -> None:
+def test_files_that_only_look_like_locks_stay(tmp_path: Path) -> None:
     lock = tmp_path / LOCK
     lock.write_text("process of elimination\n")
     with (

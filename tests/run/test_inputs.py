@@ -79,7 +79,7 @@ def write_rows(path: Path, *rows: dict[str, str]) -> None:
 
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize(("overrides", "kind", "message"), WRONG, ids=[wrong[2][:40] for wrong in WRONG])
-def test_is_found_before_a_model_is_made(
+def test_mistakes_are_reported_before_a_model_is_made(
     folder: Path, overrides: list[str], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollgraph.telemetry.sinks._installed", lambda package: False)
@@ -137,7 +137,7 @@ def test_turns_have_room_for_all_their_tokens(folder: Path) -> None:
     assert inputs.limits.max_length == 15
 
 
-def test_workers_end_where_a_later_check_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_workers_end_if_a_later_check_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rollgraph.rl import workers
 
     stopped: list[int] = []

@@ -154,7 +154,7 @@ def test_the_cache_is_what_rows_could_use_or_what_is_given(folder: Path) -> None
     ("setting", "gib", "where"),
     [("auto", 140, "device"), ("auto", 40, "host"), ("auto", None, "device"), ("host", 140, "host")],
 )
-def test_where_the_reference_waits(folder: Path, setting: str, gib: int | None, where: str) -> None:
+def test_the_plan_places_the_reference(folder: Path, setting: str, gib: int | None, where: str) -> None:
     device_bytes = None if gib is None else gib * GIB
     plan = make_plan(configured(folder, f"memory.reference={setting}"), device_bytes=device_bytes)
     (reference,) = [entry for entry in plan.lines if entry.name == "reference"]
@@ -167,7 +167,7 @@ def test_where_the_reference_waits(folder: Path, setting: str, gib: int | None, 
     ("setting", "gib", "whole"),
     [("auto", 140, True), ("auto", 80, False), ("auto", None, True), ("chunks", 140, False), ("whole", 80, True)],
 )
-def test_where_logits_are_kept(folder: Path, setting: str, gib: int | None, whole: bool) -> None:
+def test_the_plan_of_whole_and_chunked_logits(folder: Path, setting: str, gib: int | None, whole: bool) -> None:
     """16,384 tokens of a microbatch have 10 GB of them, which an eighth of what is free on 80 GiB does not hold."""
     device_bytes = None if gib is None else gib * GIB
     plan = make_plan(configured(folder, f"memory.logits={setting}"), device_bytes=device_bytes)
@@ -264,7 +264,7 @@ def saved_bytes(model: Decoder, tokens: int) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def test_a_run_takes_what_was_planned(tmp_path: Path) -> None:
+def test_a_run_uses_the_planned_memory(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     config = parse_config(
         f"""
@@ -344,7 +344,7 @@ def test_json_has_the_same_numbers(run_file: str, folder: Path, capsys: pytest.C
         (["stepz=3"], "unknown key"),
     ],
 )
-def test_says_what_is_wrong(
+def test_mistakes_are_explained(
     run_file: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(run_file, *arguments) == 2

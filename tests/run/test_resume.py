@@ -31,7 +31,7 @@ def test_the_newest_checkpoint_is_resumed(resume: str) -> None:
     assert decide(folder, resume) == Resume(saved(2), folder)
 
 
-def test_a_broken_checkpoint_beside_a_whole_one_is_passed_over() -> None:
+def test_a_broken_checkpoint_beside_a_whole_one_is_skipped() -> None:
     folder = RunFolder(FOLDER, [saved(1)], {saved(2).path: CheckpointError("torn")})
     assert decide(folder) == Resume(saved(1), folder)
 

@@ -54,7 +54,7 @@ def saved_steps(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
-def test_pressed_once_the_step_ends_first(
+def test_the_first_ctrl_c_lets_the_step_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     press_in(monkeypatch, LOOP, "collect", {2: 1})
@@ -66,7 +66,7 @@ def test_pressed_once_the_step_ends_first(
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_update_and_the_note_of_it_are_one(
+def test_an_update_and_its_record_are_atomic(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], times: int
 ) -> None:
     """The weights are those after the step, and nothing says so yet."""
@@ -79,7 +79,7 @@ def test_an_update_and_the_note_of_it_are_one(
     assert ("Ctrl-C: the run will end after this update" in found.err) == (times == 2)
 
 
-def test_pressed_three_times_in_an_update_the_loss_is_told(
+def test_a_third_ctrl_c_in_an_update_reports_the_loss(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     press_in(monkeypatch, LOOP, "refuse_dead", {2: 3})
@@ -90,7 +90,7 @@ def test_pressed_three_times_in_an_update_the_loss_is_told(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_waits_for_a_slow_disk_is_saved_or_the_loss_is_told(
+def test_ctrl_c_while_waiting_for_a_slow_disk_saves_or_reports_the_loss(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], again: bool
 ) -> None:
     """Pressed where the save of the second step waits for that of the first, and again where the error is handled."""
@@ -106,7 +106,7 @@ def test_what_waits_for_a_slow_disk_is_saved_or_the_loss_is_told(
         assert "saved after 2 of 4 steps" in out
 
 
-def test_a_wait_that_was_interrupted_can_be_waited_for_again(tmp_path: Path) -> None:
+def test_an_interrupted_wait_can_be_repeated(tmp_path: Path) -> None:
     run, gate = Run(tmp_path / "run"), threading.Event()
     assert run.checkpoints._writer is not None
     run.checkpoints._writer.submit(gate.wait, 60)  # the disk is slow
@@ -128,14 +128,14 @@ def wait_after(start: Callable[[], None], wait: Callable[[], None]) -> None:
     wait()
 
 
-def test_before_the_first_step_it_ends_at_once() -> None:
+def test_ctrl_c_before_the_first_step_ends_at_once() -> None:
     stop = StopSignals(ONE)
     with pytest.raises(KeyboardInterrupt), stop:
         press()
     assert not stop.requested
 
 
-def test_two_that_are_one_where_torchrun_hands_it_on() -> None:
+def test_a_signal_that_torchrun_forwards_counts_once() -> None:
     stop = StopSignals(World(1, 2, "cpu"))
     stop.begin_steps()
     with ExitStack() as stack:
@@ -147,7 +147,7 @@ def test_two_that_are_one_where_torchrun_hands_it_on() -> None:
     assert stop.requested
 
 
-def test_what_others_do_with_ctrl_c_stays() -> None:
+def test_a_foreign_ctrl_c_handler_is_kept() -> None:
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:

@@ -216,7 +216,7 @@ def test_a_torn_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_damaged_lines_are_told_with_their_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_lines_are_reported_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A bit of the second line was flipped, and a crash cut off the last one."""
     path = tmp_path / "metrics.jsonl"
     whole = b"".join(b'{"step": %d, "reward": 0.5}\n' % step for step in range(5))
@@ -284,7 +284,7 @@ def test_a_resume_does_not_write_through_a_link_of_its_temporary_file(tmp_path: 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_damaged_name_of_the_run_elsewhere_begins_no_other_run(tmp_path: Path, name: str) -> None:
+def test_a_damaged_run_id_does_not_start_a_second_run(tmp_path: Path, name: str) -> None:
     path, mine = tmp_path / "run" / f"{name}_run.txt", tmp_path / "mine"
     log = LogConfig(sinks=(name,))
     path.parent.mkdir()

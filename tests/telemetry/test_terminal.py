@@ -101,7 +101,7 @@ def test_the_picture_shows_phases_numbers_and_the_last_validation() -> None:
     assert "validation at 4:   reward 0.51   pass@4 0.7" in lines
 
 
-def test_what_comes_once_leaves_no_row() -> None:
+def test_a_phase_that_comes_once_leaves_no_row() -> None:
     """So that everything has room in 24 lines, however many graphs were captured."""
     view = LiveView(100, record(80, 24))
     for graph in range(15):
@@ -120,7 +120,7 @@ def test_what_comes_once_leaves_no_row() -> None:
     assert len(shown.splitlines()) < 24
 
 
-def test_only_what_tells_how_far_it_is_has_a_bar() -> None:
+def test_only_phases_with_progress_have_a_bar() -> None:
     view = LiveView(100, Console(force_terminal=True, width=90, file=io.StringIO()))
 
     def rows() -> dict[str, bool]:
