@@ -23,7 +23,7 @@ __all__ = ["folder"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run of one step, for tests that do not change it."""
+    """Train for one step and return the path of the configuration. Tests must not change this run."""
     folder = write_inputs(tmp_path_factory.mktemp("trained"))
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder, "steps=1")))
@@ -53,7 +53,7 @@ def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_other_tools_stop_a_tiny_model_at_the_same_token(trained: Path, tmp_path: Path) -> None:
-    """Once eos comes out, whatever the weights are, nothing follows it."""
+    """After the model emits eos, nothing follows, whatever the weights are."""
     transformers = pytest.importorskip("transformers")
     target = tmp_path / "exported"
     assert main(["export", str(trained), "--to", str(target)]) == 0
@@ -91,7 +91,7 @@ def test_eval_and_export_report_skipped_checkpoints(folder: Path, capsys: pytest
 def test_eval_and_export_change_nothing_in_the_folder_of_the_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So it may be read-only. (Root may write anyway, which the times of the folders would tell.)"""
+    """The folder may therefore be read-only. Root can write anyway, but modification times would reveal it."""
     path, run = folder / "config.yaml", folder / "run"
     path.write_text(to_yaml(config_of(folder, "steps=2", "checkpoint.every=1")))
     assert main(["train", str(path)]) == 0
@@ -212,7 +212,7 @@ def test_eval_prints_only_json_although_rewards_print(folder: Path, capfd: pytes
 
 
 def test_a_reward_too_large_is_counted_and_the_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also the largest that is allowed, with an algorithm that does not divide by the standard deviation."""
+    """The largest allowed reward also works, with an algorithm that does not divide by the standard deviation."""
     (folder / "huge.py").write_text(
         "values = [1e200, -1e308, 10**400, float('nan'), 1.0, 0.0, 1e15, -1e15]\n"
         "def f(completions, **columns):\n"
@@ -233,7 +233,7 @@ def test_a_reward_too_large_is_counted_and_the_run_goes_on(folder: Path, capsys:
 
 
 def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As schedulers send it: a step is trained on its rewards, not on those of workers that have died."""
+    """Schedulers signal every process. The step must still train on its real rewards, not on those of dead workers."""
     (folder / "job.py").write_text(
         "import os, signal\n"
         "calls = []\n"

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: they hold everything, come and go whole, and survive kills, bad disks and full ones."""
+"""Checkpoints of a run: they are complete, appear and disappear atomically, and survive kills and bad or full disks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BOTH = pytest.mark.parametrize("asynchronous", [True, False])
 
 
 class Run:
-    """A tiny model in training, and its checkpoints."""
+    """A tiny model in training, with its checkpoints."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.model, self.sharded, self.optimizer = make(ALONE)
@@ -47,7 +47,7 @@ class Run:
         self.model.seen.add_(1)
 
     def save(self, *, score: float | None = None, **more: Any) -> dict[str, Tensor]:
-        """Gives everything that is to be found again."""
+        """Save, and return everything that a load must restore."""
         self.checkpoints.save(self.optimizer.steps, {"cursor": self.optimizer.steps, **more}, score)
         return self.everything()
 
@@ -56,7 +56,7 @@ class Run:
 
 
 def everything(sharded: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    """Parameters, buffers, and the optimizer's state; all of it where there is one rank."""
+    """Return parameters, buffers and optimizer state. With several ranks, the optimizer state is this rank's share."""
     found = state(sharded.model, sharded)
     for piece in optimizer.pieces:
         for name, tensor in (("master", piece.master), *piece.state.items()):
@@ -66,7 +66,7 @@ def everything(sharded: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Tens
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Runs in one folder, one after the other or at the same time."""
+    """Start runs that share a folder, in turn or at the same time."""
     runs: list[Run] = []
 
     def begin(**options: Any) -> Run:
@@ -82,7 +82,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-# -- what is saved is what is loaded ---------------------------------------------------------------
+# -- a load restores what was saved ----------------------------------------------------------------
 
 
 @BOTH
@@ -110,9 +110,9 @@ def test_a_resumed_run_is_the_one_that_was_never_stopped(start: Callable[..., Ru
 def test_a_save_in_the_background_does_not_see_what_comes_after_it(start: Callable[..., Run]) -> None:
     run, gate = start(), threading.Event()
     assert run.checkpoints._writer is not None
-    for _ in range(2):  # the second snapshot is taken into the memory of the first
+    for _ in range(2):  # the second snapshot reuses the memory of the first
         run.train()
-        run.checkpoints._writer.submit(gate.wait, 30)  # the disk is slow
+        run.checkpoints._writer.submit(gate.wait, 30)  # simulates a slow disk
         cursor = [run.optimizer.steps]
         saved = run.save(list=cursor)
         run.train()
@@ -171,7 +171,7 @@ def two_ranks(world: World, folder: Path) -> dict[str, Any]:
     for _ in range(3):
         steps(world, model, sharded, optimizer, 1)
         checkpoints.save(optimizer.steps, {"rank": world.rank}, score=0.0)
-        steps(world, model, sharded, optimizer, 2)  # collectives, beside the writing
+        steps(world, model, sharded, optimizer, 2)  # runs collectives while the save is being written
     checkpoints.wait()
     sharded.collectives.all_gather_text("all have written, and rank 0 has deleted")
     found["complete"] = [saved.step for saved in checkpoints.complete()]
@@ -182,7 +182,7 @@ def two_ranks(world: World, folder: Path) -> dict[str, Any]:
     before = everything(sharded, optimizer)
 
     sharded.collectives.all_gather_text("all have loaded")
-    if world.rank == 0:  # only the rank whose share of the files this is will find it
+    if world.rank == 0:  # only the rank that checks this file can notice
         flip(newest.path / "rank1.safetensors")
     sharded.collectives.all_gather_text("it is broken")
     found["broken"] = error_of(lambda: checkpoints.load(newest))
@@ -234,7 +234,7 @@ def test_one_rank_then_two_then_one(start: Callable[..., Run], tmp_path: Path) -
     assert same(state(again.model, again.sharded), results[0]["saved"])
 
 
-# -- which are kept --------------------------------------------------------------------------------
+# -- which checkpoints are kept --------------------------------------------------------------------
 
 SCORES = st.none() | st.integers(0, 3).map(float)
 
@@ -249,7 +249,7 @@ def test_the_newest_and_the_best_are_kept(scores: dict[int, float | None], last:
     scored = [one for one in saved if one.score is not None]
     for one in kept - newest:
         assert one.score is not None
-    for one in scored:  # it is among the best, if fewer than that many are better, or equal and newer
+    for one in scored:  # it is one of the best if fewer than `best` others are better, or equal and newer
         better = sum((other.score, other.step) > (one.score, one.step) for other in scored)  # type: ignore[operator]
         assert (one in kept) == (one in newest or better < best)
 
@@ -297,7 +297,7 @@ def test_is_best_compares_with_the_kept_scores(start: Callable[..., Run]) -> Non
     assert run.checkpoints._writer is not None
     run.checkpoints.wait()
     run.checkpoints._writer.submit(gate.wait)
-    run.checkpoints.save(2, {}, 0.7)  # which is not on the disk yet
+    run.checkpoints.save(2, {}, 0.7)  # this one is not on disk yet
     assert [run.checkpoints.is_best(score) for score in (0.4, 0.5, 0.6, 0.8)] == [False, False, True, True]
     gate.set()
     run.checkpoints.wait()
@@ -317,7 +317,7 @@ def test_keeping_none_is_refused(tmp_path: Path) -> None:
         Run(tmp_path, keep_last=0)
 
 
-# -- what is broken --------------------------------------------------------------------------------
+# -- broken checkpoints ----------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -371,7 +371,7 @@ def test_resuming_skips_broken_checkpoints(start: Callable[..., Run], file: str)
     assert latest is not None
     run.checkpoints.load(latest)
     run.train()
-    saved = run.save()  # in the place of the broken one
+    saved = run.save()  # replaces the broken one
     run.checkpoints.wait()
     assert run.checkpoints.latest() == Saved(2, newest, None)
     assert names(run.checkpoints.folder) == ["step_00000001", "step_00000002"]
@@ -426,7 +426,7 @@ def test_a_buffer_of_another_shape_is_found_before_anything_changes(start: Calla
     assert same(other.everything(), before)
 
 
-# -- what cannot be saved --------------------------------------------------------------------------
+# -- saves that fail -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_a_state_that_is_not_json_is_refused_by_name(start: Callable[..., Run], 
 
 @contextmanager
 def no_larger_files_than(size: int | None) -> Iterator[None]:
-    """What a full disk does, of this process alone: writing beyond it is an error of the system."""
+    """Simulate a full disk for this process: the system refuses writes beyond this file size."""
     found = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, found[1]))
@@ -480,7 +480,7 @@ def test_a_full_disk_is_an_error_that_costs_nothing(start: Callable[..., Run], r
         else:
             run.save()
             assert run.checkpoints._running is not None
-            run.checkpoints._running.exception()  # until it is done
+            run.checkpoints._running.exception()  # waits until it is done
             error = error_of({"wait": run.checkpoints.wait, "close": run.checkpoints.close}[raised_by])
     assert error is not None
     assert "step_00000001 was not written" in error
@@ -488,7 +488,7 @@ def test_a_full_disk_is_an_error_that_costs_nothing(start: Callable[..., Run], r
     assert same(run.everything(), before)
     assert names(run.checkpoints.folder) == ["step_00000000"]
     if raised_by != "close":
-        run.save()  # there is room again, and the error was told once
+        run.save()  # there is room again, and the error is not raised twice
         run.checkpoints.wait()
         assert names(run.checkpoints.folder) == ["step_00000000", "step_00000001"]
     other = start()
@@ -557,7 +557,7 @@ def test_a_step_is_not_saved_twice(start: Callable[..., Run]) -> None:
         run.save()
 
 
-# -- what dead runs leave --------------------------------------------------------------------------
+# -- leftovers of dead runs ------------------------------------------------------------------------
 
 
 def test_leftovers_are_removed_only_if_their_run_is_dead(start: Callable[..., Run]) -> None:
@@ -566,11 +566,11 @@ def test_leftovers_are_removed_only_if_their_run_is_dead(start: Callable[..., Ru
     live.checkpoints.wait()
     folder = live.checkpoints.folder
     (lock,) = folder.glob("run_*.lock")
-    (folder / "run_00000000.lock").touch()  # of a run that was killed
+    (folder / "run_00000000.lock").touch()  # left by a killed run
     for run in ("00000000", "11111111", lock.stem.removeprefix("run_")):
-        for what in ("incomplete", "deleted"):  # a whole checkpoint in each, but not by its name
+        for what in ("incomplete", "deleted"):  # each holds a whole checkpoint under another name
             shutil.copytree(folder / "step_00000000", folder / f"step_00000005.{run}-9.{what}")
-    (folder / "step_00000006.notes").mkdir()  # not one of ours
+    (folder / "step_00000006.notes").mkdir()  # not written by rollgraph
     second = start()
     stays = [f"step_00000005.{lock.stem.removeprefix('run_')}-9.{what}" for what in ("deleted", "incomplete")]
     assert names(folder) == ["step_00000000", *stays, "step_00000006.notes"]
@@ -588,7 +588,7 @@ def test_a_run_killed_before_its_lock_was_named_leaves_nothing(start: Callable[.
     folder = live.checkpoints.folder
     (folder / "run_00000000.new").touch()
     with (folder / "run_11111111.new").open("x") as new:
-        fcntl.flock(new, fcntl.LOCK_EX)  # it lives, and is about to rename it
+        fcntl.flock(new, fcntl.LOCK_EX)  # its run is alive and about to rename it
         start()
         assert names(folder) == ["run_11111111.new"]
     start()
@@ -598,7 +598,7 @@ def test_a_run_killed_before_its_lock_was_named_leaves_nothing(start: Callable[.
 def test_a_lock_removed_as_a_leftover_is_created_again(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run clears the folder between the moments when the file is made and when it is locked."""
+    """Another run clears the folder after the file is created and before it is locked."""
     lock, taken = fcntl.flock, []
 
     def cleared_before(file: Any, how: int) -> None:
@@ -627,7 +627,7 @@ def test_files_that_only_look_like_leftovers_stay(start: Callable[..., Run], tmp
 
 
 def test_one_checkpoint_too_many_is_deleted_after_a_load(start: Callable[..., Run]) -> None:
-    """The run was killed when the newest one had its name, and before the oldest one had gone."""
+    """The run was killed after it renamed the newest checkpoint and before it deleted the oldest."""
     first = start(keep_last=3, keep_best=0, asynchronous=False)
     for step in (1, 2, 3):
         first.checkpoints.save(step, {})
@@ -637,7 +637,7 @@ def test_one_checkpoint_too_many_is_deleted_after_a_load(start: Callable[..., Ru
     run.checkpoints.load(latest)
     run.checkpoints.clear_surplus(latest)
     assert names(run.checkpoints.folder) == ["step_00000002", "step_00000003"]
-    flip(latest.path / "rank0.safetensors")  # what is broken does not count, and stays for whoever can mend it
+    flip(latest.path / "rank0.safetensors")  # a broken checkpoint is not counted, and is kept for repair
     run = start(keep_last=1, keep_best=0)
     latest = run.checkpoints.latest()
     assert latest is not None
@@ -651,7 +651,7 @@ def test_readers_leave_no_trace(start: Callable[..., Run]) -> None:
     saved = first.save()
     first.checkpoints.close()
     folder = first.checkpoints.folder
-    (folder / "run_00000000.new").touch()  # of a run that was killed: clearing is for those who write
+    (folder / "run_00000000.new").touch()  # left by a killed run; only a writer clears it
     (folder / "step_00000005.00000000-9.incomplete").mkdir()
     before = untouched(folder)
     reader = start(writes=False)
@@ -666,7 +666,10 @@ def test_readers_leave_no_trace(start: Callable[..., Run]) -> None:
 
 
 def untouched(folder: Path, now: bool = True) -> dict[str, tuple[int, int]]:
-    """When everything in a folder was changed, `now` made long ago: a file that comes and goes changes its folder's."""
+    """Return the modification time and size of everything in a folder.
+
+    `now` first sets all times to long ago, so that even a file that comes and goes shows in the time of its folder.
+    """
     paths = [folder, *folder.rglob("*")]
     if now:
         for path in paths:
@@ -679,7 +682,7 @@ def untouched(folder: Path, now: bool = True) -> dict[str, tuple[int, int]]:
 
 
 def large() -> tuple[ShardedModel, ShardedAdamW]:
-    """Large enough for a save to take longer than a step."""
+    """Make a model large enough that a save takes longer than a step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(12)))
     sharded = ShardedModel(model, ALONE)
@@ -711,7 +714,7 @@ def train_until_killed(folder: Path, asynchronous: bool) -> None:
 
 
 def nursery(pipe: Any, folder: Path) -> None:
-    """Starts processes that train, one at a time: forks of this one, which has imported all that a step imports."""
+    """Fork training processes, one at a time. This process has already imported everything that a step needs."""
     torch.set_num_threads(1)
     large()[1].step()
     while (asynchronous := pipe.recv()) is not None:
@@ -726,7 +729,7 @@ def nursery(pipe: Any, folder: Path) -> None:
 
 
 STEP = "step_" + 8 * "[0-9]"
-MOMENTS = [  # what is on the disk when the process is killed
+MOMENTS = [  # kill the process once this is on disk
     "*.incomplete",
     "*.incomplete/rank0.safetensors",
     "*.incomplete/rank0.json",
@@ -737,7 +740,7 @@ MOMENTS = [  # what is on the disk when the process is killed
 
 @pytest.mark.multi
 def test_after_a_kill_at_any_moment_the_last_whole_checkpoint_loads(tmp_path: Path) -> None:
-    """Every life goes on from what the one before it left, and reaches the same weights at the same step."""
+    """Each process resumes from what the previous one left, and has the same weights at the same step."""
     context, chance = multiprocessing.get_context("forkserver"), random.Random(0)
     here, there = context.Pipe()
     process = context.Process(target=nursery, args=(there, tmp_path), daemon=True)
@@ -749,7 +752,7 @@ def test_after_a_kill_at_any_moment_the_last_whole_checkpoint_loads(tmp_path: Pa
         here.send(life % 2 == 0)
         child = here.recv()
         deadline = time.monotonic() + 600
-        while not any(int(path.name[5:]) > last for path in folder.glob(STEP)):  # it has saved one
+        while not any(int(path.name[5:]) > last for path in folder.glob(STEP)):  # until it has saved one
             assert time.monotonic() < deadline
             time.sleep(0.001)
         moment, patience = MOMENTS[life % len(MOMENTS)], time.monotonic() + 0.5
@@ -757,13 +760,13 @@ def test_after_a_kill_at_any_moment_the_last_whole_checkpoint_loads(tmp_path: Pa
             time.sleep(0.0002)
         time.sleep(chance.random() * 0.003)
         os.kill(child, signal.SIGKILL)
-        assert os.WTERMSIG(here.recv()) == signal.SIGKILL, "it ended by itself"
+        assert os.WTERMSIG(here.recv()) == signal.SIGKILL, "the process ended before it was killed"
         torn += [path.suffix for path in folder.iterdir() if path.suffix != ".lock"]
 
         checkpoints = Checkpoints(folder, sharded, optimizer)
         latest = checkpoints.latest()
         assert latest is not None
-        assert latest.step > last, "something complete was lost"
+        assert latest.step > last, "a complete checkpoint was lost"
         last = latest.step
         logged = dict(line.split() for line in (tmp_path / "log").read_text().splitlines())
         assert checkpoints.load(latest) == {"step": last}

@@ -1,4 +1,4 @@
-"""One run in a folder at a time, and no trace of one that came to nothing."""
+"""Only one run may use a folder at a time, and a run that fails early leaves no trace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_second_run_is_refused_before_anything_is_loaded(folder: Path, monkeyp
         pytest.raises(FolderError, match=rf"run is in use by another run \(process {os.getpid()} on .*another output"),
     ):
         train(config_of(folder), ONE)
-    with pytest.raises(AssertionError):  # it was let go of
+    with pytest.raises(AssertionError):  # the lock was released
         train(config_of(folder), ONE)
 
 
@@ -109,11 +109,11 @@ def test_files_that_only_look_like_locks_stay(tmp_path: Path) -> None:
         pass
     assert lock.read_text() == "process of elimination\n"
     lock.unlink()
-    os.mkfifo(lock)  # nobody is at its other end
+    os.mkfifo(lock)  # no process has its other end open
     with pytest.raises(FolderError, match=r"run\.lock: is not a regular file"), lock_folder(tmp_path, ONE):
         pass
     lock.unlink()
-    lock.write_text("process 7 on a.machine\n")  # of a run that was killed
+    lock.write_text("process 7 on a.machine\n")  # left by a killed run
     with lock_folder(tmp_path, ONE):
         assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
@@ -131,7 +131,7 @@ def refused(rank: int, folder: str, out: Any) -> None:
 @pytest.mark.multi
 @pytest.mark.parametrize("taken", [True, False])
 def test_all_ranks_learn_that_a_folder_is_taken(tmp_path: Path, taken: bool) -> None:
-    """Only rank 0 looks at the lock; the others would wait for it for ever."""
+    """Only rank 0 looks at the lock; without the news, the other ranks would wait for it forever."""
     context = torch.multiprocessing.get_context("forkserver")
     out = context.SimpleQueue()
     with lock_folder(tmp_path / "run", ONE) if taken else nullcontext():

@@ -1,4 +1,4 @@
-"""What is wrong with a run is said before a model is made, by the keys people wrote."""
+"""Mistakes in a run's inputs are reported before a model is made, and name the configuration key."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_length_of_a_model_folder_counts_like_a_tiny_one(folder: Path, no_mo
 
 
 def test_turns_have_room_for_all_their_tokens(folder: Path) -> None:
-    """Several turns are longer than `rollout.max_tokens`, which is for one of them."""
+    """Several turns may take more than `rollout.max_tokens`, which limits a single turn."""
     inputs = check_inputs(config_of(folder, CALCULATOR % 9), ONE)
     assert inputs.limits.max_length == 15
 

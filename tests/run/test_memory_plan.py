@@ -62,7 +62,7 @@ def test_the_floor_of_a_step_of_a_1_5b_model(folder: Path) -> None:
     assert floor.repeated["prefill"] == pytest.approx(0.26, rel=0.02)
     assert floor.repeated["reference"] == pytest.approx(1.03, rel=0.01)
     assert floor.repeated["train"] == pytest.approx(3.09, rel=0.01)
-    # By FLOPs alone it would be 0.77; the last third of the steps waits for keys and values instead.
+    # FLOPs alone would take 0.77 s, but the last third of the steps is bound by reading keys and values.
     assert 0.77 < floor.repeated["decode"] < 0.77 * 1.05
     assert sum(floor.repeated.values()) == pytest.approx(5.15, rel=0.01)
     assert sum(floor.shared.values()) == pytest.approx(5.15 * 0.77, rel=0.02)
@@ -91,7 +91,7 @@ def test_fewer_rows_than_samples_decode_in_turns(folder: Path) -> None:
 
 @pytest.mark.parametrize("tflops", [1.0, 300.0, 785.0, 1e6])
 def test_decoding_is_the_sum_of_its_steps(folder: Path, tflops: float) -> None:
-    """With windows in half of the layers, where steps are bound by FLOPs, by bytes, or by one and then the other."""
+    """Half of the layers have windows; steps are bound by FLOPs, by bytes, or by one and then the other."""
     window = {"use_sliding_window": True, "sliding_window": 200, "max_window_layers": 14}
     (folder / "config.json").write_text(json.dumps(QWEN_1_5B | window))
     plan = make_plan(configured(folder), tflops=tflops)
@@ -141,10 +141,10 @@ def test_the_memory_of_weights(folder: Path) -> None:
 def test_the_cache_is_what_rows_could_use_or_what_is_given(folder: Path) -> None:
     of_a_token = 28 * 2 * 2 * 128 * 2
     whole = line(make_plan(configured(folder)), "key/value cache")
-    assert whole == (512 * 512 + 16) * of_a_token  # and a block for idle rows
+    assert whole == (512 * 512 + 16) * of_a_token  # plus a block for idle rows
     given = line(make_plan(configured(folder, "memory.cache_gib=2")), "key/value cache")
     assert 2 * GIB - 16 * of_a_token < given <= 2 * GIB
-    # 16 bytes for each of 1.54e9 weights leave little of 32 GiB: the cache takes half of it, training needs the rest.
+    # 16 bytes for each of 1.54e9 weights leave little of 32 GiB: the cache gets half of that, training the rest.
     small = make_plan(configured(folder, "memory.reference=host"), device_bytes=32 * GIB)
     free = 32 * GIB - sum(line(small, name) for name in ("parameters", "gradients, fp32", "optimizer"))
     assert line(small, "key/value cache") == pytest.approx(0.5 * free, rel=1e-2)
@@ -168,10 +168,10 @@ def test_the_plan_places_the_reference(folder: Path, setting: str, gib: int | No
     [("auto", 140, True), ("auto", 80, False), ("auto", None, True), ("chunks", 140, False), ("whole", 80, True)],
 )
 def test_the_plan_of_whole_and_chunked_logits(folder: Path, setting: str, gib: int | None, whole: bool) -> None:
-    """16,384 tokens of a microbatch have 10 GB of them, which an eighth of what is free on 80 GiB does not hold."""
+    """The 16,384 tokens of a microbatch have 10 GB of logits, more than an eighth of the free memory on 80 GiB."""
     device_bytes = None if gib is None else gib * GIB
     plan = make_plan(configured(folder, f"memory.logits={setting}"), device_bytes=device_bytes)
-    everything = 16384 * 151936 * (4 + 2)  # logits, and their gradient in bf16
+    everything = 16384 * 151936 * (4 + 2)  # logits and their gradient in bf16
     assert (line(plan, "logits, train") >= everything) == whole
 
 
@@ -241,14 +241,14 @@ def test_activations_are_what_a_forward_saves_on_a_gpu(family: str) -> None:
 
 
 def saved_bytes(model: Decoder, tokens: int) -> int:
-    """Of all storages that autograd keeps for the backward of log-probabilities, parameters left out."""
+    """Return the bytes that autograd saves for the backward pass of log-probabilities, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages: dict[int, Any] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage  # held, so that no other one gets its address
+            storages[storage.data_ptr()] = storage  # kept alive so that its address is not reused
         return tensor
 
     device = model.embed.weight.device
@@ -258,7 +258,7 @@ def saved_bytes(model: Decoder, tokens: int) -> int:
     keys = Keys(torch.arange(2 * tokens, device=device).clamp_max(tokens - 1), ends)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = model(ids, positions, ends, tokens, keys)
-        logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1), chunk=tokens // 2)  # which keeps no logits
+        logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1), chunk=tokens // 2)  # keeps no logits
     assert isinstance(logprobs, torch.Tensor)
     assert logprobs.requires_grad
     return sum(storage.nbytes() for storage in storages.values())

@@ -1,4 +1,4 @@
-"""How a run starts is decided by one pure function of what its folder holds."""
+"""One pure function decides from the contents of the folder how a run starts."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_only_groups_that_are_kept_are_scored(folder: Path, monkeypatch: pytest.
         groups: dict[int, set[float]] = {}
         for rollout in rollouts:
             groups.setdefault(rollout.group, set()).add(rollout.reward)
-        assert all(len(rewards) > 1 for rewards in groups.values()), "a group of equal rewards teaches nothing"
+        assert all(len(rewards) > 1 for rewards in groups.values()), "scored a group whose rewards are all equal"
         original(self, rollouts, weights)
 
     monkeypatch.setattr(PolicyWorker, "score", score)

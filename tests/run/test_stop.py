@@ -1,4 +1,4 @@
-"""Ctrl-C in every part of a run: nothing that was learned is lost without a word."""
+"""Ctrl-C in every part of a run: progress is saved, or its loss is reported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK = ["checkpoint.every=100", "data.validation=null", "graph.impl=none", "log
 
 @pytest.fixture(autouse=True)
 def _listening() -> Iterator[None]:
-    """A shell starts what it runs in the background deaf to Ctrl-C, and the tests with it."""
+    """Restore the default Ctrl-C handler: a shell makes background jobs, and so these tests, ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -39,7 +39,7 @@ def press(times: int = 1) -> None:
 
 
 def press_in(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, presses: dict[int, int]) -> None:
-    """So many times before the call of each number."""
+    """Press Ctrl-C before certain calls: `presses` maps the number of a call to the number of presses."""
     calls, original = [0], getattr(place, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def test_the_first_ctrl_c_lets_the_step_end(
 def test_an_update_and_its_record_are_atomic(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], times: int
 ) -> None:
-    """The weights are those after the step, and nothing says so yet."""
+    """Ctrl-C arrives when the weights are updated but the step is not recorded yet."""
     press_in(monkeypatch, LOOP, "refuse_dead", {2: times})
     with pytest.raises(KeyboardInterrupt):
         train(config_of(folder, *QUICK), ONE)
@@ -93,7 +93,7 @@ def test_a_third_ctrl_c_in_an_update_reports_the_loss(
 def test_ctrl_c_while_waiting_for_a_slow_disk_saves_or_reports_the_loss(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], again: bool
 ) -> None:
-    """Pressed where the save of the second step waits for that of the first, and again where the error is handled."""
+    """Ctrl-C arrives while the second save waits for the first, and with `again` also while that error is handled."""
     press_in(monkeypatch, Checkpoints, "settle", {3: 2, 4: int(again)})
     with pytest.raises(KeyboardInterrupt):
         train(config_of(folder, *QUICK, "checkpoint.every=1"), ONE)
@@ -109,7 +109,7 @@ def test_ctrl_c_while_waiting_for_a_slow_disk_saves_or_reports_the_loss(
 def test_an_interrupted_wait_can_be_repeated(tmp_path: Path) -> None:
     run, gate = Run(tmp_path / "run"), threading.Event()
     assert run.checkpoints._writer is not None
-    run.checkpoints._writer.submit(gate.wait, 60)  # the disk is slow
+    run.checkpoints._writer.submit(gate.wait, 60)  # simulates a slow disk
     run.save()
     main = threading.main_thread().ident
     assert main is not None
@@ -141,7 +141,7 @@ def test_a_signal_that_torchrun_forwards_counts_once() -> None:
     with ExitStack() as stack:
         stack.enter_context(stop)
         press(2)
-        stack.pop_all()  # the step went on
+        stack.pop_all()  # no exception: the step continued
     with pytest.raises(KeyboardInterrupt):
         stop.__exit__(None)
     assert stop.requested

@@ -14,7 +14,7 @@ from rollgraph.files import FileError
 from rollgraph.telemetry import SampleWriter, SinkError, check_sinks, close_sinks, make_sinks, truncate_jsonl
 from rollgraph.types import Prompt, Rollout
 
-# The part of each package's interface that a sink uses, writing down what it was told: the packages are optional.
+# Stand-ins for the optional packages: each has the interface that a sink uses, and records the calls.
 STAND_INS = {
     "tensorboardX": """
 import json, pathlib
@@ -146,7 +146,7 @@ def test_a_resumed_mlflow_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_wandb_with_the_real_package(tmp_path: Path) -> None:
-    """Offline: two halves of one run, each in a file of its own, to be synced later."""
+    """In offline mode, each half of the run has its own file, to be synced later."""
     wandb = pytest.importorskip("wandb")
     options = {"mode": "offline", "project": "p", "settings": wandb.Settings(console="off", silent=True)}
     for step in (0, 1):
@@ -217,7 +217,7 @@ def test_a_torn_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
 
 
 def test_damaged_lines_are_reported_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bit of the second line was flipped, and a crash cut off the last one."""
+    """The second line has flipped bits, and a crash cut off the last line."""
     path = tmp_path / "metrics.jsonl"
     whole = b"".join(b'{"step": %d, "reward": 0.5}\n' % step for step in range(5))
     second = whole.splitlines(keepends=True)[1]

@@ -94,7 +94,7 @@ def test_the_picture_shows_phases_numbers_and_the_last_validation() -> None:
     rows = {line.split()[0]: line for line in lines if line}
     assert re.search(r"[━╸] +5/100 +9m 30s left$", rows["steps"])
     assert re.search(r"[━╸] +213/512 +4\.1s +68%$", rows["generate"])
-    assert re.search(r"^train +1\.9s +32%$", rows["train"])  # of the last step; of this one nothing is done yet
+    assert re.search(r"^train +1\.9s +32%$", rows["train"])  # from the last step; this step has not reached it yet
     assert re.search(r"[━╸] +1/2$", rows["save"])
     assert "reward 0.412   KL 0.00312   12,346 tokens/s   31.2 GiB" in lines
     assert "reward ▁▃▄██" in lines
@@ -102,13 +102,13 @@ def test_the_picture_shows_phases_numbers_and_the_last_validation() -> None:
 
 
 def test_a_phase_that_comes_once_leaves_no_row() -> None:
-    """So that everything has room in 24 lines, however many graphs were captured."""
+    """Everything must fit into 24 lines, however many graphs were captured."""
     view = LiveView(100, record(80, 24))
     for graph in range(15):
         for done in (0, 1, 2):
             view.phase(f"capture decode {graph}", done, 2)
             assert picture(view, 80).count("capture") == (done < 2)
-    view.phase("warm start", 3, 100)  # which may end before its last step
+    view.phase("warm start", 3, 100)  # a warm start may end before its last step
     view.phase("generate", 1, 2)
     assert "warm start" in picture(view, 80)
     run_some(view)
@@ -157,7 +157,7 @@ def test_fits_into_narrow_terminals(width: int) -> None:
 
 
 def test_live_output_leaves_the_cursor_visible_also_after_an_exception() -> None:
-    console = record(height=5)  # lower than the picture
+    console = record(height=5)  # shorter than the picture
 
     def break_inside() -> None:
         with LiveView(3, console) as view:
@@ -178,7 +178,7 @@ def test_live_output_leaves_the_cursor_visible_also_after_an_exception() -> None
 
 
 def read_all(terminal: int) -> bytes:
-    """Until the other side is closed, which Linux reports as an error."""
+    """Read until the other side is closed, which Linux reports as an error."""
     seen = b""
     with contextlib.suppress(OSError):
         while data := os.read(terminal, 4096):
