@@ -1,4 +1,4 @@
-"""What the benchmarks share: tables, times, and the shape that all figures are for."""
+"""Code shared by the benchmarks: tables, timing, and the model shape that all figures are for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from rollgraph.model import Architecture, Decoder, Rope
 
-# Ceilings of one NVIDIA H200 as measured: a device-to-device copy, and a matrix product in bf16.
+# Measured ceilings of one NVIDIA H200: a device-to-device copy, and a matrix product in bf16.
 BYTES_PER_SECOND = 4.28e12
 FLOPS_PER_SECOND = 785e12
 
@@ -30,14 +30,14 @@ QWEN_1_5B = Architecture(
 
 
 def random_decoder(architecture: Architecture = QWEN_1_5B) -> Decoder:
-    """Random weights in bf16, made on the GPU."""
+    """Create a decoder on the GPU with random weights in bf16."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         return Decoder(architecture).to(torch.bfloat16)
 
 
 def device_time(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median milliseconds of a call, by events."""
+    """Return the median milliseconds of a call, measured with CUDA events."""
     for _ in range(3):
         run()
     times = []

@@ -1,10 +1,10 @@
-"""Generation at the shape of Qwen2.5-1.5B: `python benchmarks/generate.py` on a machine with a CUDA device.
+"""Time generation at the shape of Qwen2.5-1.5B: `python benchmarks/generate.py` on a machine with a CUDA device.
 
-Prompts of 128 tokens, 64 new tokens, plain temperature sampling, random weights in bf16. A decode step is timed while
-all rows run; the whole run, with prefill, is given beside it. In the same run: `transformers` with a static cache
-and compilation, and the floor: the larger of bytes over memory bandwidth and operations over the matrix units.
-`--profile` says where a step's time goes, `--agreement` how far log-probabilities of decode and of a packed forward
-differ.
+Prompts have 128 tokens, each gets 64 new ones by plain temperature sampling, and weights are random bf16. A decode step
+is timed while all rows run; the time of the whole run, with prefill, is printed next to it. The same run times
+`transformers` with a static cache and compilation, and computes the floor: the larger of bytes over memory bandwidth
+and operations over the throughput of the matrix units. `--profile` shows where the time of a step goes. `--agreement`
+shows how far the log-probabilities of decode and of a packed forward differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT, NEW = 128, 64
 
 
 def floor_ms(batch: int, parameters: int) -> float:
-    """Weights once, keys and values of the average length once, 2 operations for each parameter and row."""
+    """Read the weights once, and keys and values of the average length once; 2 operations per parameter and row."""
     a = QWEN_1_5B
     cache = batch * (PROMPT + NEW / 2) * a.layers * 2 * a.kv_heads * a.head_dim * 2
     return 1e3 * max((2 * parameters + cache) / BYTES_PER_SECOND, 2 * parameters * batch / FLOPS_PER_SECOND)
@@ -35,7 +35,7 @@ def prompts_of(batch: int) -> list[list[int]]:
 
 
 def time_ours(engine: Engine, batch: int) -> tuple[float, float]:
-    """Milliseconds of a decode step with all rows running, and of the whole run."""
+    """Return the milliseconds of a decode step with all rows running, and of the whole run."""
     params = SamplingParams(max_tokens=NEW)
 
     def run() -> tuple[float, float]:
@@ -43,10 +43,10 @@ def time_ours(engine: Engine, batch: int) -> tuple[float, float]:
         last = outputs[-1].completions[0].tokens
         synchronize()
         start = time.perf_counter()
-        while not last:  # until all of them decode
+        while not last:  # until all rows decode
             engine.step()
         begin, known = time.perf_counter(), len(last)
-        while len(outputs[0].completions[0].tokens) < NEW:  # until one of them is done
+        while len(outputs[0].completions[0].tokens) < NEW:  # until one row is done
             engine.step()
         step = (time.perf_counter() - begin) / (len(last) - known)
         while engine.step():
@@ -78,7 +78,7 @@ def time_transformers(model: Any, batch: int) -> tuple[float, float]:
         synchronize()
         return (time.perf_counter() - start) * 1e3
 
-    run(NEW)  # compiles
+    run(NEW)  # the first run compiles
     run(NEW)
     whole = min(run(NEW) for _ in range(3))
     first = min(run(1) for _ in range(2))
@@ -104,7 +104,7 @@ def make_transformers() -> Any:
 
 
 def profile(engine: Engine, batch: int) -> None:
-    """Kernels of a decode step, by time on the device."""
+    """Print the kernels of a decode step, sorted by device time."""
     outputs = [engine.submit(prompt, SamplingParams(max_tokens=NEW)) for prompt in prompts_of(batch)]
     while len(outputs[-1].completions[0].tokens) < 4:
         engine.step()
@@ -116,11 +116,11 @@ def profile(engine: Engine, batch: int) -> None:
     engine.reset()
     events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
     rows = [(e.key[:90], e.count // 16, e.self_device_time_total / 16) for e in events[:14]]
-    table(f"where a step of {batch} rows goes", ("kernel", "launches", "µs"), rows)
+    table(f"where the time of a step with {batch} rows goes", ("kernel", "launches", "µs"), rows)
 
 
 def agreement(engine: Engine, model: Decoder) -> None:
-    """Log-probabilities of sampled tokens: as decode saw them, and in one packed forward."""
+    """Compare the log-probabilities of sampled tokens from decode with those of one packed forward."""
     outputs = engine.generate(prompts_of(64), SamplingParams(max_tokens=NEW, seed=1))
     differences = []
     for output in outputs:
@@ -135,13 +135,13 @@ def agreement(engine: Engine, model: Decoder) -> None:
     found = torch.cat(differences)
     rows = [("64 prompts", found.mean().item(), found.max().item())]
     rows = [(name, f"{mean:.5f}", f"{most:.5f}") for name, mean, most in rows]
-    table("decode against packed log-probabilities, bf16, absolute", ("", "mean", "maximum"), rows)
+    table("absolute difference of decode and packed log-probabilities, bf16", ("", "mean", "maximum"), rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 512])
-    parser.add_argument("--alone", action="store_true", help="without transformers")
+    parser.add_argument("--alone", action="store_true", help="do not time transformers")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--agreement", action="store_true")
     options = parser.parse_args()
@@ -182,8 +182,8 @@ def main() -> None:
             (f"batch {b}", theirs[b][0] / ours[b][0], theirs[b][1] / NEW / ours[b][0], theirs[b][1] / ours[b][1])
             for b in options.batches
         ]
-        header = ("", "decode step", "their run / steps over our decode step", "whole run")
-        table("times transformers", header, rows)
+        header = ("", "decode step", "their whole run / steps against our decode step", "whole run")
+        table("speedup over transformers", header, rows)
 
 
 if __name__ == "__main__":

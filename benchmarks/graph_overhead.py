@@ -1,10 +1,10 @@
-"""What a replay costs: `make bench`, or `python benchmarks/graph_overhead.py` on a machine with a CUDA device.
+"""Measure what a replay costs: `make bench`, or `python benchmarks/graph_overhead.py` on a machine with a CUDA device.
 
 1. Host time of a replay with all checks on, against torch.cuda.make_graphed_callables, for a layer of 12 parameters.
-2. Memory of a 28-layer chain in one pool, against the same.
-3. Forward + backward of a decoder in the shape of Qwen2.5-1.5B at 512 tokens: eager and cuda backend, per layer and
-   whole.
-Without a CUDA device it times the first part on the tape, against eager.
+2. Memory of a 28-layer chain in one pool, against the same peer.
+3. Forward + backward of a decoder in the shape of Qwen2.5-1.5B at 512 tokens, on the eager and the cuda backend, per
+   layer and as a whole.
+Without a CUDA device, it times only the first part, on the tape against eager.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
 
 def host_times(runs: list[Callable[[], object]], calls: int = 50, repeats: int = 60) -> list[float]:
-    """Median microseconds of host time for a call of each: batches in turn, the device's queue emptied in between."""
+    """Return the median host time of each call in µs. Batches alternate, and the device's queue is emptied between."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
         for run, of in zip(runs, times, strict=True):
@@ -83,7 +83,7 @@ ACCUMULATING = "forward + backward, accumulating"
 
 
 def replays(graph: Callable[..., Any], device: str) -> dict[str, Callable[[], object]]:
-    """Replays of one small layer: inference, and training in both states of the gradients."""
+    """Return replays of one small layer: inference, and training with gradients that are None or already exist."""
     torch.manual_seed(0)
     sample, batch = torch.randn(1, 16, 64, device=device), torch.randn(1, 16, 64, device=device)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def replays(graph: Callable[..., Any], device: str) -> dict[str, Callable[[], ob
 
 
 def with_gradient_buffers(layer: nn.Module, samples: tuple[Tensor, ...]) -> Any:
-    """Our own way to accumulate: inside the backward graph."""
+    """Graph a layer with our own way to accumulate, which is inside the backward graph."""
     return make_graphed_callables(
         layer, samples, grad_buffers={p: torch.zeros_like(p) for p in layer.parameters() if p.requires_grad}
     )
@@ -129,7 +129,7 @@ def measure_replay(peer: Callable[..., Any], device: str) -> None:
 
 
 def used_memory(build: Callable[[], object]) -> float:
-    """MiB that the device has less of after building and running, everything counted."""
+    """Return all device memory, in MiB, that is in use after building and running but was free before."""
     gc.collect()
     torch.cuda.empty_cache()
     synchronize()
@@ -143,7 +143,7 @@ def used_memory(build: Callable[[], object]) -> float:
 
 
 def chain_memory(graph: Callable[..., Any], layers: int, tokens: int, hidden: int, mlp: int) -> float:
-    """MiB for a chain of layers, each a graph of one pool, after two steps and with the gradients of the second."""
+    """Return the MiB of a chain of layers, each a graph in one pool, after two steps, with the second's gradients."""
 
     def build() -> object:
         stack = [Layer(hidden, mlp, hidden // 128, 2, 128).to("cuda", torch.bfloat16) for _ in range(layers)]
@@ -166,7 +166,7 @@ def chain_memory(graph: Callable[..., Any], layers: int, tokens: int, hidden: in
 
 def measure_chain_memory(layers: int = 28, tokens: int = 512) -> None:
     for graph in (torch.cuda.make_graphed_callables, make_graphed_callables):
-        chain_memory(graph, 1, tokens, 1536, 8960)  # kernels and workspaces are loaded before anything is counted
+        chain_memory(graph, 1, tokens, 1536, 8960)  # load kernels and workspaces before counting
     theirs = chain_memory(torch.cuda.make_graphed_callables, layers, tokens, 1536, 8960)
     ours = chain_memory(make_graphed_callables, layers, tokens, 1536, 8960)
     rows = [("weights, gradients, static inputs, graphs", ours, theirs, ours / theirs)]
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("replay", "memory", "decoder"), help="run one part")
     chosen = parser.parse_args().only
     if not torch.cuda.is_available():
-        print(f"no CUDA device: the tape against eager, torch {torch.__version__}")
+        print(f"no CUDA device, so this compares the tape with eager; torch {torch.__version__}")
         measure_replay(lambda layer, _: layer, "cpu")
         return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

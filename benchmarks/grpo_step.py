@@ -1,8 +1,9 @@
-"""A whole GRPO step: `python benchmarks/grpo_step.py` on a machine with a CUDA device; `--tiny` runs it anywhere.
+"""Time a whole GRPO step: `python benchmarks/grpo_step.py` on a machine with a CUDA device; `--tiny` runs it anywhere.
 
-The shape of `examples/grpo_math_1b.yaml`: 32 prompts x 16 samples, prompts of 128 tokens, 384 new tokens, KL to a
-reference, one update, random weights in the shape of Qwen2.5-1.5B in bf16. One run: rollgraph with graphs and on the
-eager backend, by phase, TRL's GRPOTrainer with transformers generation where it is installed (`--trl`), and the floor.
+The step has the shape of `examples/grpo_math_1b.yaml`: 32 prompts x 16 samples, prompts of 128 tokens, 384 new tokens,
+KL to a reference, one update, random bf16 weights in the shape of Qwen2.5-1.5B. One run times rollgraph by phase, with
+graphs and on the eager backend, and computes the floor. With `--trl`, it also times TRL's GRPOTrainer with transformers
+generation, which must be installed.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from rollgraph.types import Prompt
 
 TINY = Architecture("llama", vocabulary=300, hidden=32, mlp=64, layers=2, heads=2, kv_heads=1, head_dim=16)
 PHASES = ("generate", "score", "train")
-SWITCHING = "of it, switching"
-# TRL by its defaults has fp32 weights under autocast and computes activations twice. Without either it is faster, and
-# trains bf16 weights without an fp32 copy, in which updates of a usual size are lost.
+SWITCHING = "of which switching"
+# By default, TRL uses fp32 weights under autocast and computes activations twice. It is faster without either, but then
+# trains bf16 weights without an fp32 copy, which loses updates of the usual size.
 FASTEST = {"gradient_checkpointing": False, "model_init_kwargs": {"dtype": "bfloat16"}}
 
 
 class Clock:
-    """Seconds by phase."""
+    """Adds up the seconds of each phase."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((*PHASES, SWITCHING), 0.0)
@@ -78,7 +79,7 @@ def make_worker(architecture: Architecture, options: argparse.Namespace, backend
 
 
 def run_step(worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, step: int) -> dict[str, float]:
-    """One step as `train.py` takes it, with a random reward."""
+    """Take one step as `train.py` does, with a random reward."""
     clock = Clock()
     generator = torch.Generator().manual_seed(step)
     vocabulary = worker.model.architecture.vocabulary
@@ -93,7 +94,7 @@ def run_step(worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, 
     batch = algorithm.make_batch(rollouts)
     with clock.phase("train"):
         worker.train(batch)
-    with clock.phase(SWITCHING):  # the same once more, with nothing done inside
+    with clock.phase(SWITCHING):  # enter the same phases again and do nothing in them
         with worker.phases.enter("generate"):
             pass
         with worker.phases.enter("score"), worker.weights.use("reference"):
@@ -133,7 +134,7 @@ def floor(architecture: Architecture, options: argparse.Namespace) -> dict[str, 
 
 
 def time_trl(options: argparse.Namespace) -> float:
-    """Seconds of a step of TRL's GRPOTrainer with its built-in generation."""
+    """Return the seconds that a step of TRL's GRPOTrainer takes with its built-in generation."""
     import tempfile
 
     from datasets import Dataset
@@ -152,7 +153,7 @@ def time_trl(options: argparse.Namespace) -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         ByteTokenizer().save(folder)
-        make_transformers().save_pretrained(folder)  # it loads the policy and the reference from there
+        make_transformers().save_pretrained(folder)  # TRL loads the policy and the reference from there
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")
         settings = GRPOConfig(
             output_dir=folder,
@@ -180,16 +181,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=384, help="new tokens")
-    parser.add_argument("--bucket", type=int, default=16384, help="tokens of a microbatch")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
+    parser.add_argument("--new", type=int, default=384, help="new tokens per sample")
+    parser.add_argument("--bucket", type=int, default=16384, help="tokens per microbatch")
     parser.add_argument("--cache-gib", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU: whether it runs, not how fast")
+    parser.add_argument("--tiny", action="store_true", help="run a tiny model on a CPU, to see whether it runs")
     parser.add_argument(
-        "--trl", nargs="?", const="defaults", choices=("defaults", "fastest"), help="TRL in the same run, and how"
+        "--trl", nargs="?", const="defaults", choices=("defaults", "fastest"), help="also time TRL, with these settings"
     )
-    parser.add_argument("--alone", action="store_true", help="without the eager backend")
+    parser.add_argument("--alone", action="store_true", help="do not time the eager backend")
     options = parser.parse_args()
     architecture = QWEN_1_5B
     if options.trl and not torch.cuda.is_available():
@@ -206,7 +207,7 @@ def main() -> None:
     if not options.alone:
         found["rollgraph, graph.impl: none"] = measure(architecture, options, "eager")
     found["floor"] = floor(architecture, options)
-    lowest = sum(found["floor"].values())  # the phases: switching has none
+    lowest = sum(found["floor"].values())  # of the phases; switching has no floor
     rows: list[tuple[Any, ...]] = [
         (name, *seconds.values(), total := sum(seconds[phase] for phase in PHASES), total / lowest)
         for name, seconds in found.items()

@@ -1,8 +1,8 @@
-"""Forward + backward of token log-probabilities: `python benchmarks/logprobs.py` on a machine with a CUDA device.
+"""Time forward + backward of token log-probabilities: `python benchmarks/logprobs.py` on a machine with a CUDA device.
 
-S sequences of 512 tokens through the shape of Qwen2.5-1.5B in bf16, the whole microbatch as one graph. In the same
-run: transformers (eager), megatron-core with its local graphs where it is installed, and the floor: 6 operations for
-each parameter and token.
+S sequences of 512 tokens run through a model in the shape of Qwen2.5-1.5B in bf16, with the whole microbatch as one
+graph. The same run times transformers (eager) and, if it is installed, megatron-core with its local graphs, and
+computes the floor: 6 operations per parameter and token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def ours(model: Decoder, sequences: int, backend: Any) -> Callable[[], object]:
 
     def step(ids: Tensor, positions: Tensor, cu_seqlens: Tensor, weights: Tensor) -> Tensor:
         hidden = model(ids, positions, cu_seqlens, LENGTH)
-        logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1), chunk=tokens)  # as training, with room
+        # One chunk keeps the logits, as training does if memory allows.
+        logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1), chunk=tokens)
         loss = (logprobs * weights).sum()
         loss.backward()
         return loss
@@ -73,7 +74,7 @@ def megatron_local_graphs(sequences: int) -> Callable[[], object] | None:
     try:
         from megatron_peer import make_step
     except ImportError as error:
-        print(f"megatron-core is left out: {error}")
+        print(f"megatron-core is not timed: {error}")
         return None
     return make_step(QWEN_1_5B, sequences, LENGTH)
 
@@ -81,8 +82,8 @@ def megatron_local_graphs(sequences: int) -> Callable[[], object] | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--alone", action="store_true", help="without peers")
-    parser.add_argument("--profile", action="store_true", help="where the time goes at the largest size")
+    parser.add_argument("--alone", action="store_true", help="time only rollgraph with graphs")
+    parser.add_argument("--profile", action="store_true", help="show where the time goes at the last size")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/logprobs.py needs a CUDA device")
@@ -127,7 +128,7 @@ def profile(run: Callable[[], object]) -> None:
         torch.cuda.synchronize()
     events = sorted(found.key_averages(), key=lambda e: -e.self_device_time_total)
     rows = [(e.key[:90], e.count // 3, e.self_device_time_total / 3e3) for e in events[:16]]
-    table("where it goes", ("kernel", "launches", "ms"), rows)
+    table("where the time goes", ("kernel", "launches", "ms"), rows)
 
 
 if __name__ == "__main__":

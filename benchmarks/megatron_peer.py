@@ -16,7 +16,7 @@ from rollgraph.model import Architecture
 
 
 def make_step(a: Architecture, sequences: int, length: int) -> Callable[[], object]:
-    """Forward + backward of the loss of `sequences` sequences, through captured layers."""
+    """Return a function that runs forward + backward of the loss of `sequences` sequences, through captured layers."""
     if not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
@@ -55,6 +55,6 @@ def make_step(a: Architecture, sequences: int, length: int) -> Callable[[], obje
 
     def step() -> None:
         model(ids, positions, None, labels=ids.roll(-1, 1)).mean().backward()
-        create_cudagraphs()  # at the end of the first step; later it does nothing
+        create_cudagraphs()  # captures after the first step; later calls do nothing
 
     return step

@@ -1,8 +1,8 @@
-"""What overlap hides: `python benchmarks/overlap.py`, several processes on gloo with a delay for each byte.
+"""Measure what overlap hides: `python benchmarks/overlap.py` runs several processes on gloo with a delay per byte.
 
-Step time of a stack of layers, with gathers and reductions overlapped and not, over a network that is as slow as
-`--gigabits` says. The delay runs from the moment a collective starts, so work that is done meanwhile hides it. Where
-there are several GPUs: `torchrun --nproc-per-node N benchmarks/overlap.py --nccl`, without a delay.
+It times a step of a stack of layers, with and without overlapped gathers and reductions, over a network as slow as
+`--gigabits` says. The delay runs from the moment a collective starts, so work done in the meantime hides it. On several
+GPUs, run `torchrun --nproc-per-node N benchmarks/overlap.py --nccl`, which adds no delay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollgraph.sharding.collectives import PendingCollective
 def slowed(
     start: Callable[..., PendingCollective], seconds_per_byte: float, link: dict[str, float]
 ) -> Callable[..., PendingCollective]:
-    """A collective that takes as long as its bytes would on a slow network, which carries one after the other."""
+    """Make a collective take as long as its bytes would on a slow network that carries one collective at a time."""
 
     def call(full: Tensor, shard: Tensor, what: str) -> PendingCollective:
         begins = max(time.perf_counter(), link.get("free", 0.0))
@@ -86,7 +86,7 @@ def measure(rank: int, store: str | None, options: argparse.Namespace) -> None:
     delay = 0.0 if store is None else 8 / (options.gigabits * 1e9)
     alone = World(0, 1, world.device)
     ways = ((alone, False, 0.0), (world, False, delay), (world, True, delay))
-    rounds = [[step_time(*way, options) for way in ways] for _ in range(options.rounds)]  # in turn: machines drift
+    rounds = [[step_time(*way, options) for way in ways] for _ in range(options.rounds)]  # alternate: machines drift
     bare, off, on = (statistics.median(times) for times in zip(*rounds, strict=True))
     if rank == 0:
         where = torch.cuda.get_device_name() if store is None else f"gloo at {options.gigabits} Gbit/s, one thread each"
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--nccl", action="store_true", help="under torchrun, one GPU for each rank")
+    parser.add_argument("--nccl", action="store_true", help="run under torchrun, with one GPU per rank")
     options: Any = parser.parse_args()
     if options.nccl:
         measure(int(os.environ["RANK"]), None, options)

@@ -1,7 +1,8 @@
-"""Norm, rotary positions and SwiGLU three ways: `python benchmarks/pointwise.py` on a machine with a CUDA device.
+"""Time norm, rotary positions and SwiGLU: `python benchmarks/pointwise.py` on a machine with a CUDA device.
 
-Our kernels, the same formulas under `torch.compile`, and Liger's kernels where they are installed, forward and forward
-with backward, at the shape of Qwen2.5-1.5B. Floor: every input, output and gradient crosses memory once.
+It times our kernels, the same formulas under `torch.compile`, and Liger's kernels if they are installed, for forward
+and for forward + backward, at the shape of Qwen2.5-1.5B. At the floor, every input, output and gradient crosses memory
+once.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def liger() -> dict[str, Operation]:
-    """Theirs, with our arguments. Their rotation takes queries and keys together, and cosines of the whole width."""
+    """Adapt Liger's kernels to our arguments. Its rotation takes queries and keys together, and full-width cosines."""
     try:
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
         from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
     except ImportError as error:
-        print(f"without Liger: {error}")
+        print(f"Liger is not timed: {error}")
         return {}
     heads = QWEN_1_5B.heads
 
@@ -61,7 +62,7 @@ def liger() -> dict[str, Operation]:
 
 
 def measure(operation: Operation, inputs: Sequence[Tensor], backward: bool) -> float:
-    """Milliseconds, of the forward or of both, in a graph: what the host does is not counted."""
+    """Return the milliseconds of forward, or of forward + backward, in a graph, so that host time does not count."""
     leaves = [x for x in inputs if x.requires_grad]
 
     def forward() -> tuple[Tensor, ...]:
@@ -101,7 +102,7 @@ def main() -> None:
 
     angles = [torch.rand(tokens, 1, a.head_dim // 2, device="cuda") for _ in range(2)]
     hidden, heads = tokens * a.hidden * 2, tokens * (a.heads + a.kv_heads) * a.head_dim * 2
-    # Inputs, and the bytes of a forward and of a backward.
+    # Each case has its inputs, and the bytes that forward and backward move.
     cases: dict[str, tuple[list[Tensor], int, int]] = {
         "add + norm": ([values(tokens, a.hidden), values(tokens, a.hidden), values(a.hidden)], 4 * hidden, 4 * hidden),
         "rotary": ([values(tokens, a.heads + a.kv_heads, a.head_dim), *angles], 2 * heads, 2 * heads),

@@ -1,7 +1,7 @@
-"""What the sanitizer costs: `python benchmarks/sanitizer_cost.py`, on a CPU or a CUDA device.
+"""Measure what the sanitizer costs: `python benchmarks/sanitizer_cost.py`, on a CPU or a CUDA device.
 
-Runs the training step of examples/captured_training.py in each mode, each in a process of its own, and prints the time
-of a step, the time of the capture and the peak memory of the process (on CUDA, of the caching allocator).
+It runs the training step of examples/captured_training.py in every mode, each in its own process, and prints the step
+time, the capture time and the peak memory of the process (on CUDA, of the caching allocator).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure(mode: str, steps: int, batch: int) -> dict[str, float]:
             step(ids)["loss"].item()
             step_seconds.append(time.perf_counter() - start)
     if findings is not None and len(findings):
-        raise SystemExit(f"the benchmark's program is not clean:\n{findings}")
+        raise SystemExit(f"the sanitizer has findings on the benchmark itself:\n{findings}")
     return {
         "step": statistics.median(step_seconds) * 1e3,
         "capture": capture_seconds * 1e3,

@@ -1,4 +1,4 @@
-"""Small models, one for each thing that a graph must do as eager does. Each maps (4, 6, 8) to any shape."""
+"""Small models, one for each feature in which a graph must match eager. Each maps (4, 6, 8) to any shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {}
 
 
 class Fn(nn.Module):
-    """A plain function `body(self, x)` over named parts, as a module that deepcopy can copy."""
+    """Wrap a plain function `body(self, x)` and its named parts in a module that deepcopy can copy."""
 
     def __init__(self, body: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def nested_checkpoint(m: Any, x: Tensor) -> Tensor:
 
 @body(inner=dropping)
 def checkpoint_without_rng(m: Any, x: Tensor) -> Tensor:
-    """Draws anew in the recomputation, so gradients belong to another mask: eager's fault, and ours the same."""
+    """The recomputation draws a new mask, so the gradients are wrong in eager, and a graph must match them."""
     return checkpoint(m.inner, x, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -217,9 +217,10 @@ def reductions(m: Any, x: Tensor) -> Tensor:
     values, places = y.topk(3, -1)
     z = y.cumsum(1).gather(-1, places) + values.logsumexp(-1, keepdim=True)
     z = torch.where(z > 0, z, z * 0.1) + torch.einsum("btd,bsd->bts", y, y).sort(-1).values[..., :3]
-    middle = y.amax(-1, keepdim=True) if y.is_cuda else y.median(-1, keepdim=True).values  # CUDA's is not deterministic
+    # CUDA's median is not deterministic.
+    middle = y.amax(-1, keepdim=True) if y.is_cuda else y.median(-1, keepdim=True).values
     product = y.cumprod(-1)[..., :3]
-    if not y.is_cuda and torch.__version__ < "2.13":  # its backward takes another formula under a dispatch mode
+    if not y.is_cuda and torch.__version__ < "2.13":  # cumprod's backward uses another formula under a dispatch mode
         product = product.detach()
     return z + y.var(-1, keepdim=True) + middle + product + y.norm()
 
@@ -279,7 +280,7 @@ def constants(m: Any, x: Tensor) -> Tensor:
 
 @body(inner=linear)
 def other_constants(m: Any, x: Tensor) -> Tensor:
-    """Constructors that no operation announces: their values must be made anew by each replay too."""
+    """No operation announces these constructors, but each replay must still create their values anew."""
     made = [torch.as_tensor([1.0] * WIDTH), torch.asarray([2.0] * WIDTH), x.new_tensor([3.0] * WIDTH)]
     for constant in made:
         constant.add_(x.detach()[0, 0])
@@ -297,7 +298,7 @@ def moving_average(m: Any, x: Tensor) -> Tensor:
 
 @body(inner=linear)
 def inner_gradient(m: Any, x: Tensor) -> Tensor:
-    """Takes a gradient, and its gradient, inside the forward."""
+    """Take a gradient inside the forward, so that backward differentiates it a second time."""
     with torch.enable_grad():
         z = x if x.requires_grad else x.detach().requires_grad_()
         (g,) = torch.autograd.grad(m.inner(z).tanh().square().sum(), z, create_graph=True)

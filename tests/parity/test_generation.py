@@ -1,4 +1,4 @@
-"""Greedy generation equals that of transformers, for folders that transformers wrote."""
+"""Greedy generation matches transformers, on folders that transformers wrote."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_greedy_generations_are_identical(family: str, tmp_path: Path) -> None:
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
     peer = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():  # so that tokens differ, and biases and norms matter
+    with torch.no_grad():  # make the tokens vary, and let biases and norms matter
         for name, parameter in peer.named_parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
-            elif "embed" not in name:  # a tied one would repeat its input forever
+            elif "embed" not in name:  # a tied embedding would repeat its input forever
                 parameter.mul_(8)
     peer.save_pretrained(tmp_path)
     prompts = [torch.randint(0, 131, (length,)).tolist() for length in (1, 5, 24, 40)]
     engine = Engine(load_model(tmp_path), rows=4, max_length=96, block_size=8, prefill_tokens=32, filters=False)
     ours = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=32))
-    assert len({token for output in ours for token in output.completions[0].tokens}) > 8  # more than one loop
+    assert len({token for output in ours for token in output.completions[0].tokens}) > 8  # not stuck in a loop
     for prompt, output in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
         theirs = peer.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False)

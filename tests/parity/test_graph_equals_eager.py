@@ -1,6 +1,6 @@
-"""Graph = eager, bit for bit: outputs, gradients, parameters, buffers and the random stream.
+"""A graph equals eager, bit for bit: outputs, gradients, parameters, buffers and the random stream.
 
-Every program here is written once and run twice, on twins, as it is and graphed; `trace` is all it computed.
+Each program is written once and run on two copies of a model, eagerly and graphed. A trace holds all it computed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, 0.01, fused=True, capturable=True),
     "adamw-warm": lambda p: torch.optim.AdamW(p, 0.01, fused=True, capturable=True, amsgrad=True),
 }
-# CUDA refuses to set a generator's state while it captures, so a checkpoint there cannot draw its mask again.
+# CUDA cannot set a generator's state during capture, so a checkpoint cannot draw its mask again there.
 REWINDS_RNG = {"checkpointed", "checkpointed_dropout", "nested_checkpoint", "autocast_checkpoint"}
-NOT_THE_SAME_TWICE = {"reductions", "lstm"}  # CUDA's cumsum is not deterministic; cuDNN's LSTM draws once a process
-HOST_VALUES = {"constants", "other_constants"}  # and refuses to copy a Python list to the device
+NOT_THE_SAME_TWICE = {"reductions", "lstm"}  # CUDA's cumsum is not deterministic; cuDNN's LSTM draws once per process
+HOST_VALUES = {"constants", "other_constants"}  # CUDA cannot copy a Python list to the device during capture
 
 
 def assert_same(graphed: Trace, eager: Trace) -> None:
@@ -48,7 +48,7 @@ def copies(*tensors: Tensor | None) -> Trace:
 
 
 def state(model: nn.Module) -> Trace:
-    """Parameters, their gradients, and buffers."""
+    """Copy the parameters, their gradients, and the buffers."""
     return copies(*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers())
 
 
@@ -62,7 +62,7 @@ def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 def backward(model: Callable[..., Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss, output and the gradient of the input, which is a leaf of its own."""
+    """Return the loss, the output and the gradient of the input, which becomes a new leaf."""
     x = x.detach().requires_grad_()
     output = model(x)
     loss = (output.float() * output.detach().float().cos()).mean() * 3
@@ -78,7 +78,7 @@ def train(
     set_to_none: bool = True,
     backend: str | None = None,
 ) -> Trace:
-    """Three steps of two microbatches. `how` says what is graphed; without a backend nothing is."""
+    """Take three steps of two microbatches. `how` says what is graphed; without a backend, nothing is."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     opt = OPTIMIZERS[optimizer](parameters)
     torch.manual_seed(1)
@@ -137,7 +137,7 @@ def test_whole_step(name: str, optimizer: str, backend: str, device: torch.devic
 @pytest.mark.parametrize("how", ["backward", "module"])
 @pytest.mark.parametrize("name", MODELS)
 def test_optimizer_outside(name: str, how: str, set_to_none: bool, backend: str, device: torch.device) -> None:
-    """The three ways of capture agree: each equals the same eager program."""
+    """All three ways to capture agree, because each equals the same eager program."""
     skip_if_not_promised(name, backend)
     (graphed, eager), inputs = twins(MODELS[name]), batches()
     expected = train(eager, inputs, how, "momentum", set_to_none)
@@ -146,11 +146,11 @@ def test_optimizer_outside(name: str, how: str, set_to_none: bool, backend: str,
 
 @pytest.mark.parametrize("name", ["mlp", "dropout", "checkpointed_dropout", "batch_norm", "in_place"])
 def test_layers_as_graphs_of_one_pool(name: str, backend: str, device: torch.device) -> None:
-    """Scenario 1: a chain of graphed layers = one graph of all of them = eager."""
+    """Scenario 1: a chain of graphed layers and one graph of all of them both equal eager."""
     skip_if_not_promised(name, backend)
 
     def build() -> nn.Sequential:
-        # in_place ends transposed: put its output back into the shape of an input
+        # in_place returns a transposed tensor, so give every output the shape of an input.
         return nn.Sequential(*(nn.Sequential(MODELS[name](), Reshape()) for _ in range(3)))
 
     model, inputs = build(), batches()
@@ -202,7 +202,7 @@ def test_bf16_parameters_accumulate_into_fp32_buffers(
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("name", ["mlp", "sdpa", "tied", "layer_norm", "checkpointed", "constants"])
 def test_autocast_around(name: str, cache: bool, backend: str, device: torch.device) -> None:
-    """Autocast entered by the caller, around the captured function and around the graphed module."""
+    """The caller enters autocast, around the captured function and around the graphed module."""
     skip_if_not_promised(name, backend)
     model, inputs, results = MODELS[name](), batches(2), []
     for how in ("eager", "backward", "module"):
@@ -240,7 +240,7 @@ def test_autocast_around(name: str, cache: bool, backend: str, device: torch.dev
 
 
 def test_gradient_kept_by_the_user_survives(backend: str, device: torch.device) -> None:
-    """Scenario 2: also of an input, also where the gradient is the incoming one itself."""
+    """Scenario 2: this includes the gradient of an input, and a gradient that is the incoming one itself."""
     model = Fn(lambda m, x: m.inner(x) + m.bias, inner=linear(), bias=nn.Parameter(torch.randn(BATCH, TIME, WIDTH)))
     x = torch.randn(BATCH, TIME, WIDTH, requires_grad=True)
     make_graphed_callables(model, (x,), backend=backend)
@@ -257,7 +257,7 @@ def test_gradient_kept_by_the_user_survives(backend: str, device: torch.device) 
 
 
 def test_accumulation_is_exact(backend: str, device: torch.device) -> None:
-    """Scenario 2: gradients 1 and 2 make 3, whichever parameters had a gradient before."""
+    """Scenario 2: gradients of 1 and 2 add up to 3, whichever parameters had a gradient before."""
     for first_has_gradient in (True, False):
         weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
         f = make_graphed_callables(lambda x: x * weight + bias, (torch.ones(3),), backend=backend)  # noqa: B023
@@ -269,7 +269,7 @@ def test_accumulation_is_exact(backend: str, device: torch.device) -> None:
 
 
 def test_parameter_shared_by_two_graphs(backend: str, device: torch.device) -> None:
-    """Its gradient in the later graph is the incoming buffer, and waits there while the earlier graph runs."""
+    """In the later graph, its gradient is the incoming buffer, and must stay there while the earlier graph runs."""
 
     def run(graphed: bool) -> Trace:
         torch.manual_seed(2)
@@ -303,7 +303,7 @@ def test_tensor_hook_of_a_parameter_runs_once(how: str, backend: str, device: to
 
 
 def test_output_that_nobody_differentiates(backend: str, device: torch.device) -> None:
-    """A parameter that only feeds an unused output has no gradient in eager: weight decay must not see one."""
+    """A parameter that only feeds an unused output has no gradient in eager, so weight decay must not see one."""
     graphed, eager = twins(lambda: Fn(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear()))
     make_graphed_callables(graphed, (torch.randn(2, WIDTH),), backend=backend)
     results = []
@@ -317,7 +317,7 @@ def test_output_that_nobody_differentiates(backend: str, device: torch.device) -
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_switched_off_and_on(set_to_none: bool, backend: str, device: torch.device) -> None:
-    """A call that runs eagerly makes gradients of its own, which the graph must go on from."""
+    """A call that runs eagerly creates its own gradients, and the graph must continue from them."""
     (graphed, eager), inputs, results = twins(mlp), batches(), []
     for model in (graphed, eager):
         opt = OPTIMIZERS["momentum"](model.parameters())
@@ -341,7 +341,7 @@ def test_switched_off_and_on(set_to_none: bool, backend: str, device: torch.devi
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_autograd_grad(set_to_none: bool, backend: str, device: torch.device) -> None:
-    """torch.autograd.grad through a graph, with and without gradients that exist."""
+    """torch.autograd.grad works through a graph, with and without existing gradients."""
     graphed, eager = twins(mlp)
     sample = torch.randn(3, WIDTH, requires_grad=True)
     make_graphed_callables(graphed, (sample,), backend=backend)
@@ -366,13 +366,13 @@ ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("make", [mlp, dropping, MODELS["batch_norm"], MODELS["checkpointed_dropout"]])
 def test_interleaved_schedule(make: Any, reuse: bool, backend: str, device: torch.device) -> None:
-    """Scenario 4, over two rounds with accumulation between them."""
+    """Scenario 4: run two rounds, with gradients accumulating between them."""
     if make is MODELS["checkpointed_dropout"]:
         skip_if_not_promised("checkpointed_dropout", backend)
     chunks, inputs, results = nn.ModuleList([make(), make(), make()]), batches(6), []
     for graphed in (True, False):
         model = copy.deepcopy(chunks)
-        # chunk 1 has two layers, chunk 2 has one
+        # Chunk 1 has two layers, chunk 2 has one.
         calls: dict[tuple[int, int], list[Any]] = {
             (c, m): list(model[:2] if c == 1 else model[2:]) for c in (1, 2) for m in range(3)
         }
@@ -394,7 +394,7 @@ def test_interleaved_schedule(make: Any, reuse: bool, backend: str, device: torc
 
 
 def pipeline(calls: dict[tuple[int, int], list[Any]], inputs: list[Tensor]) -> Trace:
-    """Run ORDER: activations and gradients are handed from chunk to chunk as a pipeline sends them."""
+    """Run ORDER, handing activations and gradients from chunk to chunk as a pipeline sends them."""
     done: dict[int, int] = dict.fromkeys((1, 2, -1, -2), 0)
     given: dict[tuple[int, int], Tensor] = {}
     made: dict[tuple[int, int], Tensor] = {}
@@ -425,7 +425,7 @@ def chain(count: int = 4) -> nn.ModuleList:
 
 
 def test_one_tensor_fed_to_many_graphs(backend: str, device: torch.device) -> None:
-    """Scenario 5: right in every graph, and what one saved for its backward survives the next."""
+    """Scenario 5: every graph reads the right values, and what one saved for its backward survives the next."""
     graphed, eager = chain(), None
     eager = copy.deepcopy(graphed)
     x, mask = torch.randn(3, WIDTH, requires_grad=True), torch.rand(3, WIDTH)
@@ -438,7 +438,7 @@ def test_one_tensor_fed_to_many_graphs(backend: str, device: torch.device) -> No
             for layer in layers:
                 y = layer(y, shared)
                 kept.append(y)
-            sum((k * k).sum() for k in kept).backward()  # every output is saved by the loss
+            sum((k * k).sum() for k in kept).backward()  # the loss saves every output
             trace += [*copies(x.grad, *kept), *state(layers)]
         results.append(trace)
         x.grad = None
@@ -446,7 +446,7 @@ def test_one_tensor_fed_to_many_graphs(backend: str, device: torch.device) -> No
 
 
 def test_order_of_captures_in_one_pool(backend: str, device: torch.device) -> None:
-    """Scenario 6: layers captured together replay forward 0..N-1, backward N-1..0; captured one by one they cannot."""
+    """Scenario 6: layers captured together replay 0..N-1 forward and N-1..0 backward; captured singly they cannot."""
     together, apart, mask = chain(2), chain(2), torch.ones(3, WIDTH)
     sample = (torch.randn(3, WIDTH, requires_grad=True), mask)
     make_graphed_callables(tuple(together), (sample, sample), backend=backend)
@@ -457,13 +457,13 @@ def test_order_of_captures_in_one_pool(backend: str, device: torch.device) -> No
     y = apart[0](sample[0], mask)
     with pytest.raises(MemoryInUse, match="waits for its backward"):
         apart[1](y, mask)
-    y.sum().backward()  # the refusal cost nothing
+    y.sum().backward()  # the refused call changed nothing
     assert apart[0].inner.weight.grad is not None
 
 
 @pytest.mark.parametrize("make", [mlp, dropping])
 def test_graphed_checkpointed_child(make: Any, backend: str, device: torch.device) -> None:
-    """Scenario 7: a function finds its parameters behind the checkpoint; gradients are right over two replays."""
+    """Scenario 7: a function finds its parameters behind the checkpoint, and gradients are right in every replay."""
     skip_if_not_promised("checkpointed_dropout", backend)
     graphed, eager = twins(make)
 
@@ -485,7 +485,7 @@ def test_graphed_checkpointed_child(make: Any, backend: str, device: torch.devic
 
 @pytest.mark.parametrize("how", ["capture", "module"])
 def test_flag_written_in_place_is_seen(how: str, backend: str, device: torch.device) -> None:
-    """Scenario 8: a flag that is no argument; its address is stable."""
+    """Scenario 8: the flag is not an argument, and its address is stable."""
     flag = torch.zeros((), dtype=torch.bool)
 
     def f(x: Tensor) -> Tensor:
@@ -504,7 +504,7 @@ def test_flag_written_in_place_is_seen(how: str, backend: str, device: torch.dev
 
 
 def test_random_stream_interleaved_and_resumed(backend: str, device: torch.device) -> None:
-    """Scenario 9: two graphs, eager code, and a state saved in the middle and loaded again."""
+    """Scenario 9: two graphs alternate with eager code, and a state is saved midway and loaded again."""
     layers = nn.ModuleList([dropping(), dropping()])
     results = []
     for graphed in (True, False):
@@ -551,7 +551,7 @@ def test_generator_seeded_inside_draws_the_same_or_is_refused(fresh: bool, backe
 
 
 def equals_eager_or_refuses(f: Callable[[Tensor], Tensor], backend: str, *inputs: Tensor) -> None:
-    """A capture may refuse what it cannot replay; it may not replay something else."""
+    """A capture may refuse what it cannot replay, but it must not replay something else."""
     try:
         graphed = capture(f, (inputs[0].clone(),), backend=backend)
     except GraphError:

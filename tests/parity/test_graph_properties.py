@@ -1,4 +1,4 @@
-"""Graph = eager for generated modules, input trees and programs: an ungraphed twin is driven by the same sequence."""
+"""Graphs equal eager for generated modules, input trees and programs: an eager twin runs the same sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.parity.test_graph_equals_eager import assert_same, copies, state
 
 WIDTH = 4
 few = settings(
-    phases=[Phase.explicit, Phase.generate],  # each example captures: shrinking would take minutes
+    phases=[Phase.explicit, Phase.generate],  # every example captures, so shrinking would take minutes
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
@@ -106,7 +106,7 @@ stacks = st.recursive(
 
 
 def build(recipe: Recipe) -> nn.Sequential:
-    """Something trainable at both ends."""
+    """Build a model with a trainable layer at both ends."""
     return nn.Sequential(linear(), recipe(), linear())
 
 
@@ -122,7 +122,7 @@ programs = st.lists(st.sampled_from(ACTIONS), min_size=3, max_size=10)
 
 
 def run_modules(model: nn.Sequential, program: list[str], pool: GraphPool | None) -> list[Tensor | None]:
-    """Drive the model; with a pool it is graphed, and what a graph refuses must cost nothing."""
+    """Run the program. With a pool, the model is graphed, and a call that a graph refuses must change nothing."""
     opt, trace = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05, momentum=0.9), []
     for position, action in enumerate(program):
         x = torch.full((3, WIDTH), position + 1.0).cumsum(0).sin_().requires_grad_()
@@ -132,7 +132,7 @@ def run_modules(model: nn.Sequential, program: list[str], pool: GraphPool | None
             trace += copies(loss, x.grad)
         elif action == "eval":
             model.eval()
-            trace += copies(model(x[:2]))  # another shape is fine where the original runs
+            trace += copies(model(x[:2]))  # the original forward runs, so another shape is fine
             model.train()
         elif action == "disabled":
             if pool is not None:
@@ -164,7 +164,7 @@ def test_random_modules(
         return
     graphed, pool, sample = copy.deepcopy(eager), GraphPool(), torch.randn(3, WIDTH, requires_grad=True)
     torch.manual_seed(seed)
-    # one graph, or one for each of the three parts; the first sees every mismatch first
+    # Capture one graph, or one for each of the three parts. The first part meets every mismatch first.
     parts = tuple(graphed) if layered and any(p.requires_grad for p in graphed[1].parameters()) else (graphed,)
     make_graphed_callables(parts, tuple((sample,) for _ in parts), pool=pool, backend=backend)
     ours = run_modules(graphed, program, pool)
@@ -177,7 +177,7 @@ def test_random_modules(
 def test_random_training_steps(
     recipe: Recipe, program: list[str], warm: bool, seed: int, backend: str, device: torch.device
 ) -> None:
-    """Whole steps: switched off and on, refused calls in between, gradients zeroed inside."""
+    """Whole steps are switched off and on, with refused calls in between and gradients zeroed inside."""
     torch.manual_seed(seed)
     model, results = build(recipe), []
     if not can_graph(model, backend):
@@ -238,7 +238,7 @@ trees = st.recursive(
 
 
 def plant(tree: Any) -> Any:
-    """New tensors in the places of the descriptions."""
+    """Replace each description of a tensor with a new tensor."""
     if isinstance(tree, tuple) and tree and tree[0] == "tensor":
         return torch.randn(tree[1]).requires_grad_(tree[2])
     if isinstance(tree, dict):
@@ -292,7 +292,7 @@ def test_random_input_trees(args: list[Any], kwargs: dict[str, Any], backend: st
 @few
 @given(tree=trees, other=trees)
 def test_another_tree_is_refused(tree: Any, other: Any, backend: str, device: torch.device) -> None:
-    """A call fits if and only if its tree, shapes and constants are those of the capture."""
+    """A call fits if and only if its tree, shapes and constants match those of the capture."""
 
     def f(tree: Any, x: Tensor) -> Tensor:
         return sum((t.sum() for t in tensors(tree)), x.sum())

@@ -1,6 +1,6 @@
-"""Our decoder gives Hugging Face's logits, for folders that transformers wrote and for folders that we wrote.
+"""Our decoder computes Hugging Face's logits, for folders that transformers wrote and for folders that we wrote.
 
-Biases, norms and window sizes are chosen so that a forgotten one would show.
+Biases, norms and window sizes are chosen so that leaving one out would change the logits.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write(name: str, folder: Path, **saving: Any) -> Any:
-    """Write a folder with transformers, and give its model."""
+    """Write a folder with transformers and return its model."""
     family, options = FAMILIES[name]
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **options})
     config._attn_implementation = "eager"
@@ -102,7 +102,7 @@ def theirs(model: Any, sequences: Sequence[Tensor]) -> Tensor:
 
 
 def ours(model: Decoder, sequences: Sequence[Tensor], empty: int = 0) -> Tensor:
-    """Logits of all sequences packed into one row, with `empty` additional boundaries."""
+    """Return the logits of all sequences packed into one row, with `empty` additional boundaries."""
     lengths = torch.tensor([0, *(len(ids) for ids in sequences)] + [0] * empty)
     positions = torch.cat([torch.arange(len(ids)) for ids in sequences])
     with torch.no_grad():
@@ -129,14 +129,14 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_survive_a_round_trip(name: str, tmp_path: Path) -> None:
-    """One sequence, and several with padding; then from a folder that we wrote, in one file and in many."""
+    """Compare one sequence, and several with padding; then read a folder that we wrote, as one file and as many."""
     peer = write(name, tmp_path / "theirs")
     model = load_model(tmp_path / "theirs")
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     batch = sequences(3 * WINDOW, 1, 40, WINDOW, WINDOW + 1)
     padding = torch.zeros(6, dtype=torch.long)
     expected = theirs(peer, [*batch, padding])
-    assert expected.std() > 0.1  # logits that differ
+    assert expected.std() > 0.1  # the logits vary
     assert off(ours(model, [*batch, padding], empty=2), expected) < 1e-5
     assert off(ours(model, batch[2:3]), theirs(peer, batch[2:3])) < 1e-5
 
@@ -194,7 +194,7 @@ def test_other_config_fields_are_kept(tmp_path: Path) -> None:
 
 
 def change(path: Path, *without: str, **more: Any) -> dict[str, Any]:
-    """Remove settings from a config.json and add others; gives those that were removed."""
+    """Remove settings from a config.json and add others; return those that were removed."""
     config = json.loads(path.read_text())
     taken = {key: config.pop(key) for key in without}
     path.write_text(json.dumps({**config, **more}))
@@ -203,7 +203,7 @@ def change(path: Path, *without: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("llama, ")])
 def test_older_configs_mean_the_same(name: str, tmp_path: Path) -> None:
-    """`rope_theta`, and `rope_scaling` with a `type`, as in files from before `rope_parameters`."""
+    """Files older than `rope_parameters` have `rope_theta`, and `rope_scaling` with a `type`."""
     peer, batch = write(name, tmp_path / "theirs"), sequences(30)
     config = tmp_path / "theirs" / "config.json"
     options = change(config, "rope_parameters")["rope_parameters"]
@@ -222,7 +222,7 @@ def test_older_configs_mean_the_same(name: str, tmp_path: Path) -> None:
 def test_rope_scaling_beside_rope_parameters(
     kind: str, options: dict[str, Any], spelling: str, theta: dict[str, float], tmp_path: Path
 ) -> None:
-    """As in a new file to which a user added the scaling that an older README asks for."""
+    """A user may add the scaling that an older README asks for to a new file."""
     peer, batch = write("llama", tmp_path), sequences(40)
     change(tmp_path / "config.json", rope_scaling={spelling: kind, **options}, **theta)
     expected = theirs(read(tmp_path), batch)
@@ -231,7 +231,7 @@ def test_rope_scaling_beside_rope_parameters(
 
 
 def test_yarn_frequencies_equal_those_of_transformers() -> None:
-    """Bit for bit, even if the range to blend is empty or ends before it begins."""
+    """They agree bit for bit, even if the range to blend is empty or ends before it begins."""
     choose = random.Random(0)
     inverted = empty = 0
     for _ in range(500):

@@ -1,4 +1,4 @@
-"""Packed = alone, paged = packed, captured = eager: the decoder gives the same in every layout of its tokens.
+"""The decoder gives the same results in every token layout: packed = alone, paged = packed, captured = eager.
 
 On a CPU the tests run in float64, where layouts differ only by negligible rounding. On CUDA they run in fp32 and test
 the kernels together.
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("precise")
 
 @pytest.fixture
 def precise(device: torch.device) -> Iterator[None]:
-    """Use the device of the backend, and the best precision it has, by default."""
+    """Make the backend's device the default, with the best precision it has."""
     if device.type == "cpu":
         torch.set_default_dtype(torch.float64)
     yield
@@ -40,7 +40,7 @@ def precise(device: torch.device) -> Iterator[None]:
 
 
 def build(architecture: Architecture, *, checkpointing: bool = False) -> Decoder:
-    """A model with random norms and biases, and weights large enough for attention to tell tokens apart."""
+    """Build a model with random norms and biases, and weights large enough for attention to tell tokens apart."""
     torch.manual_seed(1)
     model = Decoder(architecture, checkpointing=checkpointing)
     with torch.no_grad():
@@ -55,14 +55,14 @@ def sequences(*lengths: int) -> list[Tensor]:
 
 
 def packed(model: Decoder, batch: list[Tensor], empty: int = 0) -> Tensor:
-    """Hidden states of sequences packed into one row, with `empty` additional boundaries."""
+    """Return the hidden states of sequences packed into one row, with `empty` additional boundaries."""
     lengths = torch.tensor([0, *(len(ids) for ids in batch)] + [0] * empty)
     positions = torch.cat([torch.arange(len(ids)) for ids in batch])
     return cast(Tensor, model(torch.cat(batch), positions, lengths.cumsum(0).int(), int(lengths.max())))
 
 
 def close(one: Tensor, other: Tensor, tolerance: float = 1e-5) -> None:
-    """CUDA needs a larger tolerance: it runs in fp32 and chooses a matrix product by its shape."""
+    """CUDA needs a larger tolerance, because it runs in fp32 and chooses a matrix-product kernel by shape."""
     torch.testing.assert_close(one, other, rtol=0, atol=tolerance * (5 if one.is_cuda else 1e-6))
 
 
@@ -82,7 +82,7 @@ def test_packed_equals_alone(architecture: Architecture, empty: int) -> None:
 
 @every_model
 def test_a_window_has_exactly_its_width(architecture: Architecture) -> None:
-    """A token affects later ones exactly as far as the windows of all layers reach together."""
+    """A token affects later ones exactly as far as the combined windows of all layers reach."""
     model, (ids,) = build(architecture), sequences(24)
     other = torch.cat([(ids[:1] + 1) % LLAMA.vocabulary, ids[1:]])
     with torch.no_grad():
@@ -117,12 +117,12 @@ def test_padding_does_not_change_the_rest() -> None:
 @every_model
 @pytest.mark.parametrize("empty", [0, 2])
 def test_a_shared_prompt_equals_a_separate_one(architecture: Architecture, empty: int) -> None:
-    """Compare hidden states, and gradients, to which every sequence that shares the prompt contributes."""
+    """Compare hidden states and gradients. Every sequence that shares the prompt contributes to the gradients."""
     model = build(architecture)
     prompt, one, *rest = sequences(2 * WINDOW, 3, 1, WINDOW + 2, 7)
     weights = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
 
-    # First another sequence, then the prompt, then three continuations.
+    # The row holds another sequence, then the prompt, then three continuations.
     lengths = torch.tensor([0, len(one), len(prompt), *map(len, rest), *[0] * empty]).cumsum(0).int()
     at = range(len(one), len(one) + len(prompt))
     seen: list[list[int]] = [list(range(len(one))), list(at)]
@@ -153,7 +153,7 @@ def test_a_shared_prompt_equals_a_separate_one(architecture: Architecture, empty
 
 
 class Cache:
-    """Pages for some sequences, with blocks in random order. `fill` is in every place that was never written."""
+    """Pages for several sequences, with blocks in random order. Places that were never written hold `fill`."""
 
     def __init__(self, architecture: Architecture, capacities: list[int], block: int, fill: float = 100.0) -> None:
         a, self.block = architecture, block
@@ -182,7 +182,7 @@ def prefill(model: Decoder, cache: Cache, batch: list[Tensor], starts: list[int]
 
 
 def decode(model: Decoder, cache: Cache, batch: list[Tensor], places: list[int]) -> Tensor:
-    """Decode one place of each sequence; gives the hidden states."""
+    """Decode one place of each sequence and return the hidden states."""
     positions = torch.tensor(places)
     ids = torch.stack([ids[place] for ids, place in zip(batch, places, strict=True)])
     slots = torch.cat([cache.slots(row, positions[row : row + 1]) for row in range(len(batch))])
@@ -214,7 +214,7 @@ def test_paged_equals_packed(architecture: Architecture, block: int) -> None:
 @every_model
 @torch.no_grad()
 def test_unwritten_places_may_hold_anything(architecture: Architecture) -> None:
-    """In blocks that no sequence owns, and after the end of a sequence in its last block."""
+    """Such places are in blocks that no sequence owns, and after the end of a sequence in its last block."""
     compare(architecture, 4, fill=torch.nan)
 
 
@@ -236,12 +236,12 @@ def test_prefill_in_any_chunks_writes_the_same_cache(architecture: Architecture)
 @every_model
 @torch.no_grad()
 def test_decode_from_the_first_token(architecture: Architecture) -> None:
-    """Without any prefill, with rows of different lengths in one batch."""
+    """Decode without any prefill, with rows of different lengths in one batch."""
     model, batch = build(architecture), sequences(12, 12)
     expected = packed(model, batch).view(2, 12, -1)
     cache = Cache(architecture, [12, 12], 4)
     for place in range(12):
-        behind = max(place - 4, 0)  # the second one waits at its first token
+        behind = max(place - 4, 0)  # the second sequence waits at its first token
         hidden = decode(model, cache, batch, [place, behind])
         close(hidden, torch.stack([expected[0, place], expected[1, behind]]))
 
@@ -250,7 +250,7 @@ def test_decode_from_the_first_token(architecture: Architecture) -> None:
 
 
 def microbatch(tokens: int, *lengths: int) -> tuple[Tensor, ...]:
-    """ids, targets, positions, cu_seqlens and weights of a fixed size; the last sequence is padding."""
+    """Return ids, targets, positions, cu_seqlens and weights of a fixed size; the last sequence is padding."""
     lengths = (*lengths, tokens - sum(lengths))
     ids, targets = torch.randint(LLAMA.vocabulary, (2, tokens))
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -262,9 +262,9 @@ def microbatch(tokens: int, *lengths: int) -> tuple[Tensor, ...]:
 @every_model
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_captured_microbatch_equals_eager(architecture: Architecture, checkpointing: bool, backend: Any) -> None:
-    """Forward, log-probabilities and backward in one graph, for lengths other than those it was captured with.
+    """One graph runs forward, log-probabilities and backward, for lengths other than those it was captured with.
 
-    Bit for bit on a CPU.
+    On a CPU, the results agree bit for bit.
     """
     model = build(architecture, checkpointing=checkpointing)
 
