@@ -66,9 +66,10 @@ LAYERS = (
         "sharding/shard_snapshot.py", "sharding/checkpoint_writer.py", "sharding/checkpoint_loader.py",
         "model/config_fields.py", "model/rope.py", "model/architecture.py",
         "model/pointwise_kernels.py", "model/pointwise.py",
-        "model/paged_kernels.py", "model/shared_keys_kernels.py", "model/attention.py",
-        "model/logprob_kernels.py", "model/logprobs.py",
-        "model/decoder.py", "model/hf_weights.py", "model/hf_saving.py",
+        "model/head_kernels.py", "model/attention_kernels.py", "model/shared_keys_kernels.py",
+        "model/tiled_attention.py", "model/packed_attention.py", "model/attention.py",
+        "model/matmul_kernels.py", "model/products.py", "model/logprob_kernels.py", "model/logprobs.py",
+        "model/decoder.py", "model/product_probe.py", "model/hf_weights.py", "model/hf_saving.py",
         "tokenizer/files.py", "tokenizer/chat_template.py", "tokenizer/tokenizer.py", "tokenizer/byte_tokenizer.py",
         "tokenizer/detokenizer.py", "tokenizer/megatron_view.py",
     ), packages=BASE, independent=True, of_graph=frozenset({"graph/errors.py", "graph/hooks.py"})),
@@ -83,7 +84,8 @@ LAYERS = (
     ), packages=BASE, independent=True),
     Layer("policy", (
         "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/phases.py", "policy/packing.py",
-        "policy/packed_arrays.py", "policy/step_graphs.py", "policy/train_metrics.py", "policy/worker.py",
+        "policy/packed_arrays.py", "policy/step_graphs.py", "policy/exactness.py",
+        "policy/train_metrics.py", "policy/worker.py",
     ), packages=None),
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollgraph.policy.step_graphs import StepGraphs
 from rollgraph.policy.weights import WeightSlots
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.data import DataError
+from rollgraph.rl.environment import Turn
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints
 from rollgraph.run.setup import make_run
 from rollgraph.run.step_log import StepLog
@@ -117,7 +119,9 @@ def test_a_run_writes_everything_and_captures_nothing_after_warm_up(folder: Path
     values = metrics_of(out)
     assert [entry["step"] for entry in values] == [0, 1, 2, 3]
     assert values[0]["kl"] == 0.0  # no update has been made yet
-    assert values[0]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+    for entry in values:  # generation and training agree, bit for bit, before and after updates
+        assert entry["token_mult_prob_error"] == 1.0
+        assert entry["token_mult_prob_error_max"] == 1.0
     assert values[2]["kl"] > 0
     assert all(0 <= entry["reward"] <= 1 for entry in values)
     assert [entry["step"] for entry in values if "validation/pass@1" in entry] == [1, 3]
@@ -169,9 +173,17 @@ def test_filtered_rollouts_are_trained_with_the_policys_own_log_probabilities(fo
         assert entry["token_mult_prob_error"] > 1.01  # this metric still compares with the sampler
 
 
-@pytest.mark.parametrize(("several", "scored"), [("minibatches=1", False), ("minibatches=2", True), ("epochs=2", True)])
-def test_old_log_probabilities_are_scored_where_several_updates_follow(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, several: str, scored: bool
+@pytest.mark.parametrize(
+    ("several", "exact", "scored"),
+    [
+        ("minibatches=1", "off", False),
+        ("minibatches=2", "off", True),
+        ("epochs=2", "off", True),
+        ("epochs=2", "must", False),
+    ],
+)
+def test_old_log_probabilities_are_scored_where_several_updates_follow_and_rollouts_do_not_agree(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, several: str, exact: str, scored: bool
 ) -> None:
     slots: list[str] = []
     plain = PolicyWorker.logprobs
@@ -181,8 +193,29 @@ def test_old_log_probabilities_are_scored_where_several_updates_follow(
         return plain(worker, samples, weights)
 
     monkeypatch.setattr(PolicyWorker, "logprobs", logprobs)
-    train(config_of(folder, "steps=1", "algorithm.minibatches=1", f"algorithm.{several}", "graph.impl=none"), ONE)
+    options = ["steps=1", "algorithm.minibatches=1", f"algorithm.{several}", "graph.impl=none", f"graph.exact={exact}"]
+    train(config_of(folder, *options), ONE)
     assert ("policy" in slots) == scored
+
+
+def test_a_difference_between_rollout_and_training_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sampler's log-probabilities are falsified: the run says so once, and with `must` it stops."""
+    plain = PolicyWorker.generate
+
+    def generate(worker: PolicyWorker, *args: Any, **options: Any) -> list[Turn]:
+        turns = plain(worker, *args, **options)
+        return [replace(turn, logprobs=[value - 1e-3 for value in turn.logprobs]) for turn in turns]
+
+    monkeypatch.setattr(PolicyWorker, "generate", generate)
+    train(config_of(folder, "steps=2", "data.validation=null", "log.progress=plain"), ONE)
+    said = [line for line in capsys.readouterr().out.splitlines() if "disagree" in line]
+    assert said == [
+        "step 0: generation and training disagree about a log-probability by 0.001, although all products agree"
+    ]
+    with pytest.raises(RuntimeError, match="disagree about a log-probability by"):
+        train(config_of(folder, "steps=3", "data.validation=null", "graph.exact=must"), ONE)
 
 
 def test_samples_are_written_with_their_own_advantages(folder: Path) -> None:
@@ -360,8 +393,9 @@ def test_falling_back_to_an_older_checkpoint_is_reported(
     capsys.readouterr()
     train(config_of(folder, *options, "steps=3"), ONE)
     lines = capsys.readouterr().out.splitlines()
-    assert "step_00000001 is skipped: " in lines[0]
-    assert lines[1] == "resumed after 1 of 3 steps"
+    assert lines[0] == "generation and training agree bit for bit"
+    assert "step_00000001 is skipped: " in lines[1]
+    assert lines[2] == "resumed after 1 of 3 steps"
 
 
 def test_a_reference_that_is_not_what_was_written_is_refused(folder: Path) -> None:

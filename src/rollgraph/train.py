@@ -86,9 +86,10 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
                 batch,
                 POLICY_LOSS,
                 epochs=run.config.algorithm.epochs,
-                score_old=scores_old(run.config, run.inputs.algorithm),
+                score_old=scores_old(run.config, run.inputs.algorithm, run.policy.is_exact),
             )
         refuse_dead(run, step, batch, learned)
+        check_agreement(run, step, learned)
         if run.progress.end is None:  # the first step that this process takes
             check_report(run)
         run.progress.finish_step(step, run.policy.optimizer.steps)
@@ -122,6 +123,21 @@ def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) ->
     if step == 0 and run.log.pending.get(UNREWARDED) == 1.0:
         reasons = "; ".join(run.inputs.rewards.messages.values())
         raise RuntimeError(f"no rollout of the first step got a reward: {reasons}")
+
+
+def check_agreement(run: Run, step: int, learned: dict[str, float]) -> None:
+    """Tell if generation and training differ although they should not; with `exact: must`, end the run."""
+    largest = learned["token_mult_prob_error_max"]
+    if not run.policy.is_exact or largest == 1.0:
+        return
+    found = (
+        f"step {step}: generation and training disagree about a log-probability by {math.log(largest):.2g}, although "
+        "all products agree"
+    )
+    if run.config.graph.exact == "must":
+        raise RuntimeError(f"{found}. `rollgraph check --exact MODEL` names the first operation that differs")
+    if run.progress.end is None:  # once is enough
+        run.log.note(found)
 
 
 def check_report(run: Run) -> None:

@@ -120,12 +120,15 @@ def test_table(backend: str, device: torch.device) -> None:
 
 def test_json(backend: str, device: torch.device) -> None:
     pool, layer = GraphPool(), nn.Linear(4, 4)
+    pool.notes.append("about all of them")
     graph(layer, (sample(),), pool=pool, backend=backend)
     layer(sample()).sum().backward()
     with pool.disabled():
         layer(sample())
+    assert "note: about all of them" in str(pool.report())
     content = json.loads(pool.report().to_json())
-    assert set(content) == {"pool_bytes", "graphs"}
+    assert set(content) == {"pool_bytes", "notes", "graphs"}
+    assert content["notes"] == ["about all of them"]
     (record,) = content["graphs"]
     assert record["name"] == "Linear"
     assert record["backend"] == backend

@@ -195,19 +195,26 @@ def test_noise_is_gumbel() -> None:
 def compare_kernel(device: str) -> None:
     """The Triton kernel and plain PyTorch draw the same tokens."""
     from rollgraph.inference.sampling_kernels import draw
+    from rollgraph.model.logprob_kernels import reduce
 
     for vocabulary in (300, 5000, 9001):
         logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3
         logits[3, 7], logits[4, 100:], logits[5, 9] = math.nan, -math.inf, 100.0
         rows = rows_for(6)
         rows.temperature = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.3, 2e-38])  # the last one overflows
-        ours = Drawn(*draw(*(t.to(device) for t in (logits, rows.seed, rows.position, rows.temperature))))
+        greedy = rows.temperature == 0
+        scale = torch.where(greedy, 1.0, rows.temperature.reciprocal())
+        ours = Drawn(*draw(*(t.to(device) for t in (logits, rows.seed, rows.position, scale, greedy))))
         plain = sample(logits, rows)
         assert ours.token.tolist() == plain.token.tolist()
         assert ours.token[5] == -1
         fine = [0, 1, 2, 4]
         torch.testing.assert_close(ours.logprob.cpu()[fine], plain.logprob[fine], rtol=0, atol=2e-5)
         torch.testing.assert_close(ours.policy_logprob.cpu()[fine], plain.policy_logprob[fine], rtol=0, atol=2e-5)
+        drawn = ours.token[fine].to(device)
+        for found, factor in ((ours.logprob, scale), (ours.policy_logprob, torch.ones(6))):
+            trained, _, _ = reduce(logits[fine].to(device), factor[fine, None].to(device), drawn, False)
+            assert torch.equal(found[fine][1:], trained[1:])  # the first row is greedy: its token is certain
 
 
 def test_the_kernel_draws_the_same_tokens_as_pytorch() -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph import capture
 from rollgraph.model import token_logprobs
-from rollgraph.model.logprobs import _gradient, _reduce
+from rollgraph.model.logprobs import _gradient, reduce_logits
 from tests.interpreter import run_interpreted
 
 TOKENS, HIDDEN, VOCABULARY = 12, 8, 29
@@ -176,7 +176,7 @@ def compare_kernels(device: str) -> None:
         scale = torch.linspace(0.5, 2, 6)[:, None]
         targets = torch.tensor([0, vocabulary - 1, -1, vocabulary, 7, 2**31 - 1])
         fine, unknown = [0, 1, 4], [2, 3, 5]
-        expected = _reduce(logits, scale, targets.clamp(0, vocabulary - 1), True)
+        expected = reduce_logits(logits, scale, targets.clamp(0, vocabulary - 1), True)
         wanted = _gradient(logits, torch.float32, True, targets, scale, *expected[1:], *upstream)
         for kind in (torch.int32, torch.int64):
             rows = [t.to(device) for t in (scale, targets.to(kind))]

@@ -196,6 +196,11 @@ class GraphConfig:
     on_mismatch: Annotated[
         Literal["raise", "eager", "recapture"], "What to do with a call that does not fit its graph."
     ] = "raise"
+    exact: Annotated[
+        Literal["auto", "must", "off"],
+        "Whether generation and training agree bit for bit. auto: where it costs little, otherwise the run says so; "
+        "must: always, or the run stops; off: products are left to the library.",
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,6 +183,7 @@ class GraphPool:
         self.arena = Arena(handle)
         self.graphs: list[CapturedGraph] = []
         self._names: dict[str, int] = {}
+        self.notes: list[str] = []  # for the report
 
     @classmethod
     def of(cls, pool: GraphPool | PoolHandle | None) -> GraphPool:
@@ -239,7 +240,7 @@ class GraphPool:
 
     def report(self) -> Report:
         records = tuple(copy.deepcopy(graph.record) for graph in self.graphs)
-        return Report(records, self.memory_bytes())
+        return Report(records, self.memory_bytes(), tuple(self.notes))
 
     def memory_bytes(self) -> int:
         """Memory that the pool reserved on the GPU, plus what its graphs own outside it."""

@@ -34,6 +34,7 @@ class Report:
 
     graphs: tuple[GraphRecord, ...]
     pool_bytes: int
+    notes: tuple[str, ...] = ()  # about all graphs
 
     @property
     def captures(self) -> int:
@@ -48,7 +49,8 @@ class Report:
         return sum(graph.eager_runs.total() for graph in self.graphs)
 
     def to_json(self) -> str:
-        return json.dumps({"pool_bytes": self.pool_bytes, "graphs": [vars(g) for g in self.graphs]}, indent=2)
+        graphs = [vars(graph) for graph in self.graphs]
+        return json.dumps({"pool_bytes": self.pool_bytes, "notes": self.notes, "graphs": graphs}, indent=2)
 
     def __str__(self) -> str:
         header = ("graph", "backend", "ops", "owned", "captures", "replays", "eager", "surface")
@@ -60,6 +62,7 @@ class Report:
                     f"  {graph.name}: {graph.dropped} captures dropped for newer ones (on_mismatch='recapture')"
                 )
             lines += [f"  {graph.name}: note: {note}" for note in graph.notes]
+        lines += [f"  note: {note}" for note in self.notes]
         lines.append(
             f"{len(self.graphs)} graphs, {self.captures} captures, {self.replays} replays, "
             f"{self.eager_runs} eager runs, {_bytes(self.pool_bytes)} of pool memory"

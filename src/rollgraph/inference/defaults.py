@@ -35,6 +35,11 @@ def prefill_buckets(prefill_tokens: int) -> tuple[int, ...]:
     return _powers(prefill_tokens, first=64, factor=4)
 
 
+def product_rows(rows: int, prefill_tokens: int) -> tuple[int, ...]:
+    """All numbers of rows that matrix products of an engine have; only those of `row_buckets` get logits."""
+    return (*row_buckets(rows), *prefill_buckets(prefill_tokens))
+
+
 def _powers(largest: int, *, first: int, factor: int) -> tuple[int, ...]:
     sizes = []
     size = first

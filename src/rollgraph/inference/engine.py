@@ -37,6 +37,7 @@ from rollgraph.inference.sampler import sample_seed
 from rollgraph.inference.scheduler import EngineStep, RequestState, Scheduler, SequenceError
 from rollgraph.inference.text_stream import TextStream
 from rollgraph.model.decoder import Decoder
+from rollgraph.model.product_probe import set_routes
 from rollgraph.tokenizer import Detokenizer, Tokenizer
 
 
@@ -71,7 +72,9 @@ class Engine:
     The constructor allocates and captures everything, before the first request. `rows` is how many sequences decode at
     the same time, `max_length` limits a prompt with its completion, and `cache_bytes` limits the key/value cache;
     `defaults.py` has the values used if they are not given. `filters=False` leaves out the graphs for top-k, top-p,
-    min-p and the repetition penalty; requests that need them are then refused.
+    min-p and the repetition penalty; requests that need them are then refused. With `exact`, the matrix products of the
+    model get routes (see `model/products.py`), so that the tokens of a request do not depend on what else is in the
+    batch; a caller that has set routes itself says False.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Engine:
         block_size: int = defaults.BLOCK_SIZE,
         prefill_tokens: int | None = None,
         filters: bool = True,
+        exact: bool = True,
         pool: GraphPool | None = None,
         backend: BackendName = "auto",
         guards: Sequence[Guard] = (),
@@ -104,6 +108,8 @@ class Engine:
         buckets = defaults.row_buckets(rows)
         if backend == "auto":
             backend = "cuda" if cuda else "tape"
+        if exact:
+            set_routes(model, defaults.product_rows(rows, prefill_tokens), buckets)
 
         self.model = model
         self.tokenizer = tokenizer

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rollgraph.model.logprobs import reduce_logits
+
 _MASK16 = 0xFFFF
 _MASK17 = 0x1FFFF
 _FIRST = 0x7FEB352D  # odd multipliers of the mixing function, as signed 32-bit numbers
@@ -46,15 +48,17 @@ class Drawn:
 
 def sample(logits: Tensor, rows: Rows) -> Drawn:
     """Draw at a temperature, without filters. `logits` is [rows, vocabulary] in fp32."""
+    greedy = rows.temperature == 0
+    scale = _scales(rows.temperature)
     if logits.is_cuda:
         from rollgraph.inference.sampling_kernels import draw
 
-        return Drawn(*draw(logits, rows.seed, rows.position, rows.temperature))
-    scaled, greedy = _scale(logits, rows.temperature)
+        return Drawn(*draw(logits, rows.seed, rows.position, scale[:, 0], greedy))
     ids = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32).expand_as(logits)
-    scores = torch.where(greedy, scaled, scaled + gumbel(rows.seed, rows.position, ids))
+    scaled = logits * scale
+    scores = torch.where(greedy[:, None], scaled, scaled + gumbel(rows.seed, rows.position, ids))
     token = scores.argmax(-1)
-    return _finish(logits, scaled, scaled.logsumexp(-1), greedy, token, token)
+    return _finish(logits, token, greedy, reduce_logits(logits, scale, token)[0])
 
 
 def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
@@ -64,7 +68,8 @@ def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
     """
     raw = logits
     logits = penalize(logits, rows, history)
-    scaled, greedy = _scale(logits, rows.temperature)
+    greedy = rows.temperature == 0
+    scaled = logits * _scales(rows.temperature)
     ordered, ids = torch.sort(scaled, dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     k = torch.where(rows.top_k > 0, rows.top_k, logits.shape[1])[:, None]
@@ -76,10 +81,11 @@ def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
     enough = (before >= top_p) & (top_p < 1)
     unlikely = kept < kept[:, :1] + rows.min_p[:, None].log()
     kept = kept.masked_fill((enough | unlikely) & (rank > 0), -torch.inf)
-    scores = torch.where(greedy, kept, kept + gumbel(rows.seed, rows.position, ids.to(torch.int32)))
+    scores = torch.where(greedy[:, None], kept, kept + gumbel(rows.seed, rows.position, ids.to(torch.int32)))
     place = scores.argmax(-1)
     token = ids.gather(1, place[:, None])[:, 0]
-    return _finish(raw, kept, kept.logsumexp(-1), greedy, token, place)
+    logprob = kept.gather(1, place[:, None])[:, 0] - kept.logsumexp(-1)
+    return _finish(raw, token, greedy, logprob)
 
 
 def penalize(logits: Tensor, rows: Rows, history: Tensor) -> Tensor:
@@ -120,15 +126,14 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & _MASK16)
 
 
-def _scale(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits divided by the temperature, and which rows are greedy, [rows, 1]. Greedy rows are not scaled."""
-    greedy = temperature[:, None] == 0
-    return logits * torch.where(greedy, 1.0, 1 / temperature[:, None]), greedy
+def _scales(temperature: Tensor) -> Tensor:
+    """1 / temperature, [rows, 1], and 1 in greedy rows. Training divides by the temperature in the same way."""
+    return torch.where(temperature == 0, 1.0, temperature.reciprocal())[:, None]
 
 
-def _finish(raw: Tensor, scaled: Tensor, normalizer: Tensor, greedy: Tensor, token: Tensor, place: Tensor) -> Drawn:
-    """Compute both log-probabilities of the drawn token. `place` is its column in `scaled`."""
-    policy = raw.gather(1, token[:, None])[:, 0] - raw.logsumexp(-1)
-    logprob = torch.where(greedy[:, 0], 0.0, scaled.gather(1, place[:, None])[:, 0] - normalizer)
+def _finish(logits: Tensor, token: Tensor, greedy: Tensor, logprob: Tensor) -> Drawn:
+    """Add the log-probability under the policy, and mark tokens that are drawn from numbers that are not finite."""
+    policy = reduce_logits(logits, torch.ones_like(logits[:, :1]), token)[0]
+    logprob = torch.where(greedy, 0.0, logprob)
     token = torch.where(policy.isfinite() & logprob.isfinite(), token, -1).to(torch.int32)
     return Drawn(token, logprob, policy)

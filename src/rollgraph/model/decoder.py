@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
-from rollgraph.model.logprobs import full_logits
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
+from rollgraph.model.products import Linear, Routes, multiply, padded_rows
 
 # Called with a layer's attention module, its projected qkv, cos and sin; gives the mixed values.
 Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
@@ -38,8 +38,8 @@ class Attention(nn.Module):
         self.head_dim = a.head_dim
         self.window = a.window(layer)
         self.eps = a.norm_eps
-        self.qkv = nn.Linear(a.hidden, (a.heads + 2 * a.kv_heads) * a.head_dim, bias=a.qkv_bias)
-        self.out = nn.Linear(a.heads * a.head_dim, a.hidden, bias=a.output_bias)
+        self.qkv = Linear(a.hidden, (a.heads + 2 * a.kv_heads) * a.head_dim, bias=a.qkv_bias)
+        self.out = Linear(a.heads * a.head_dim, a.hidden, bias=a.output_bias)
         self.q_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
 
@@ -57,6 +57,13 @@ class Attention(nn.Module):
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normed and rotated, and values: [tokens, heads, head_dim]."""
+        if qkv.is_cuda:
+            from rollgraph.model.head_kernels import SplitHeads
+
+            heads: tuple[Tensor, Tensor, Tensor] = SplitHeads.apply(  # type: ignore[no-untyped-call]
+                qkv, cos, sin, self.q_norm, self.k_norm, self.eps, self.heads, self.kv_heads
+            )
+            return heads
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = qkv.view(len(qkv), sum(sizes), self.head_dim).split(sizes, 1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -67,7 +74,7 @@ class Attention(nn.Module):
     def split_and_store(self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor) -> Tensor:
         """The queries; keys and values are written to `slots` of this layer's pages."""
         if qkv.is_cuda:
-            from rollgraph.model.paged_kernels import rotate_and_store
+            from rollgraph.model.head_kernels import rotate_and_store
 
             weights = None
             if self.q_norm is not None and self.k_norm is not None:
@@ -82,11 +89,12 @@ class MLP(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         a = architecture
-        self.gate_up = nn.Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias)
-        self.down = nn.Linear(a.mlp, a.hidden, bias=a.mlp_bias)
+        self.gate_up = Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias)
+        self.down = Linear(a.mlp, a.hidden, bias=a.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.down(swiglu(self.gate_up(x)))
+        activated = swiglu(self.gate_up(x), padded_rows(self.down.routes, len(x)))
+        projected: Tensor = self.down(activated, len(x))
         return projected
 
 
@@ -138,6 +146,7 @@ class Decoder(nn.Module):
         self.layers: Iterable[DecoderLayer] = layers  # type: ignore[assignment]
         self.norm = nn.Parameter(torch.ones(a.hidden))
         self.head = None if a.tied else nn.Linear(a.hidden, a.vocabulary, bias=False)
+        self.head_routes: Routes = {}
         frequencies, self.rope_factor = a.frequencies()
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.reset_parameters()
@@ -203,7 +212,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[tokens, vocabulary] in fp32."""
-        return full_logits(hidden, self.head_weight)
+        return multiply(hidden, self.head_weight, None, self.head_routes, wide=True)
 
     def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The residual stream, an update of zero, and the rotary cos and sin."""

@@ -1,6 +1,10 @@
 """Triton kernels of `logprobs.py`: one pass over a chunk of logits in the forward pass, one in the backward pass.
 
-A target outside the vocabulary makes its row NaN in both.
+The sampler of the inference engine uses the same sums, so that the log-probability of a token has the same bits when it
+is drawn and when it is trained on: `sum_part` adds up one part of a row, and `normalizer` joins the parts of a row. All
+kernels that call them must have PART and WARPS.
+
+A target outside the vocabulary makes its row NaN in both passes.
 """
 
 from __future__ import annotations
@@ -10,52 +14,96 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096
+PART = 4096  # logits that are added up at a time
+WARPS = 8  # of a kernel that adds up a part
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _reduce_kernel(
-    logits, scales, targets, logprobs, normalizers, entropies, vocabulary, scale_stride,
-    ENTROPY: tl.constexpr, TILE: tl.constexpr,
+def sum_part(x, scale):
+    """The largest of some logits, and the sum of exp((logit - largest) scale). Logits of -inf count nothing."""
+    top = tl.maximum(tl.max(x, 0), -1e30)
+    factor = scale * _LOG2_E
+    return top, tl.sum(tl.exp2(tl.fma(x, tl.full(x.shape, 1.0, tl.float32) * factor, -(top * factor))), 0)
+
+
+@triton.jit
+def normalizer(tops, totals, scale):
+    """log(sum(exp(logits scale))) of a row, given the parts' largest logits and sums, and the largest of all."""
+    top = tl.max(tops, 0)
+    total = tl.sum(totals * tl.exp2((tops - top) * (scale * _LOG2_E)), 0)
+    return tl.fma(top, scale, tl.log2(total) * _LN_2), top, total
+
+
+@triton.jit
+def _part_kernel(
+    logits, scales, parts, vocabulary, scale_stride, PARTS: tl.constexpr, ENTROPY: tl.constexpr, PART: tl.constexpr
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scale = tl.load(scales + row * scale_stride)
+    at = part * PART + tl.arange(0, PART)
+    x = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf"))
+    top, total = sum_part(x, scale)
+    target = parts + (row * PARTS + part) * 3
+    tl.store(target, top)
+    tl.store(target + 1, total)
+    if ENTROPY:  # summed over distances to the maximum, because sums of plain logits would cancel
+        distance = tl.maximum((x - top) * scale, -1e30)
+        tl.store(target + 2, tl.sum(tl.exp(distance) * distance, 0))
+
+
+@triton.jit
+def _join_kernel(
+    parts, logits, scales, targets, logprobs, normalizers, entropies, vocabulary, scale_stride,
+    PARTS: tl.constexpr, LANES: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scales + row * scale_stride)
-    source = logits + row * vocabulary
-    top = tl.full((TILE,), -1e30, tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    weighted = tl.zeros((TILE,), tl.float32)
-    for start in range(0, vocabulary, TILE):
-        at = start + tl.arange(0, TILE)
-        x = tl.load(source + at, mask=at < vocabulary, other=-float("inf")) * scale
-        higher = tl.maximum(top, x)
-        shrink, weight = tl.exp(top - higher), tl.exp(x - higher)
-        if ENTROPY:  # summed over distances to the maximum, because sums of plain logits would cancel
-            weighted = shrink * (weighted + total * (top - higher)) + weight * tl.maximum(x - higher, -1e30)
-        total = total * shrink + weight
-        top = higher
-    highest = tl.max(top, 0)
-    shrink = tl.exp(top - highest)
-    total_sum = tl.sum(total * shrink, 0)
-    normalizer = highest + tl.log(total_sum)
+    lane = tl.arange(0, LANES)
+    inside = lane < PARTS
+    source = parts + (row * PARTS + lane) * 3
+    tops = tl.load(source, mask=inside, other=-1e30)
+    totals = tl.load(source + 1, mask=inside, other=0.0)
+    found, top, total = normalizer(tops, totals, scale)
     target = tl.load(targets + row)
     known = (target >= 0) & (target < vocabulary)
-    tl.store(normalizers + row, normalizer)
-    tl.store(logprobs + row, tl.load(source + target, mask=known, other=float("nan")) * scale - normalizer)
+    logit = tl.load(logits + row * vocabulary + target, mask=known, other=float("nan"))
+    tl.store(normalizers + row, found)
+    tl.store(logprobs + row, tl.fma(logit, scale, -found))
     if ENTROPY:
-        weighted = shrink * (weighted + total * (top - highest))
-        tl.store(entropies + row, tl.log(total_sum) - tl.sum(weighted, 0) / total_sum)
+        weighted = tl.load(source + 2, mask=inside, other=0.0)
+        distance = (tops - top) * scale
+        weighted = tl.where(inside, (weighted + totals * distance) * tl.exp(distance), 0.0)
+        tl.store(entropies + row, tl.log(total) - tl.sum(weighted, 0) / total)
 
 
 def reduce(logits: Tensor, scale: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the target, normalizer and entropy of each row; see `logprobs._reduce`."""
     rows, vocabulary = logits.shape
-    logprobs, normalizers = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    count = part_count(vocabulary)
+    parts = torch.empty((rows, count, 3), dtype=torch.float32, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    normalizers = torch.empty_like(logprobs)
     entropies = torch.empty_like(logprobs) if entropy else normalizers
-    _reduce_kernel[(rows,)](
-        logits, scale, targets, logprobs, normalizers, entropies, vocabulary, scale.stride(0),
-        ENTROPY=entropy, TILE=_TILE, num_warps=8,
+    _part_kernel[(rows, count)](
+        logits, scale, parts, vocabulary, scale.stride(0), PARTS=count, ENTROPY=entropy, PART=PART, num_warps=WARPS
+    )
+    _join_kernel[(rows,)](
+        parts, logits, scale, targets, logprobs, normalizers, entropies, vocabulary, scale.stride(0),
+        PARTS=count, LANES=lanes(count), ENTROPY=entropy, num_warps=1,
     )  # fmt: skip
     return logprobs, normalizers, entropies
+
+
+def part_count(vocabulary: int) -> int:
+    """How many parts a row has."""
+    return triton.cdiv(vocabulary, PART)
+
+
+def lanes(parts: int) -> int:
+    """How many lanes a kernel needs to join the parts of a row."""
+    return max(2, triton.next_power_of_2(parts))
 
 
 @triton.jit
@@ -92,8 +140,9 @@ def gradient(
     """The gradient of the logits; see `logprobs._gradient`."""
     rows, vocabulary = logits.shape
     out = torch.empty((rows, vocabulary), dtype=dtype, device=logits.device)
-    _gradient_kernel[(rows, triton.cdiv(vocabulary, _TILE))](
+    _gradient_kernel[(rows, part_count(vocabulary))](
         logits, targets, scale, normalizer, entropy, for_logprob, for_entropy, out, vocabulary,
-        scale.stride(0), for_logprob.stride(0), for_entropy.stride(0), ENTROPY=through_entropy, TILE=_TILE, num_warps=8,
+        scale.stride(0), for_logprob.stride(0), for_entropy.stride(0),
+        ENTROPY=through_entropy, TILE=PART, num_warps=WARPS,
     )  # fmt: skip
     return out

@@ -1,5 +1,8 @@
 """Log-probabilities of given tokens, without holding the logits of all tokens at once.
 
+On CUDA, logits are the fp32 accumulators of the matrix product: rounding them to half precision would change
+probabilities by several percent. On a CPU they are first rounded to the dtype of the model.
+
 The fp32 logits of 262,144 tokens over a vocabulary of 150,000 would take 160 GB. They are computed for one chunk of
 tokens at a time, reduced to one number per token, and computed again in the backward pass. If there is only one chunk,
 its logits are kept for the backward pass instead.
@@ -12,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollgraph.model.products import Routes, multiply
+
+NO_ROUTES: Routes = {}
 CHUNK_ELEMENTS = 1 << 28  # logits that exist at a time: 1 GiB in fp32
 
 
@@ -23,6 +29,7 @@ def token_logprobs(
     *,
     entropy: bool = False,
     chunk: int | None = None,
+    routes: Routes = NO_ROUTES,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The log-probability of each of `targets`, [tokens], under softmax(hidden @ lm_head.T / temperature), in fp32.
 
@@ -31,6 +38,7 @@ def token_logprobs(
     - `entropy=True` also gives the entropy of each distribution.
     - `chunk` is how many tokens have logits at a time. If it covers all tokens, their logits are kept for the backward
       pass.
+    - `routes` say how the logits are computed; see `products.py`.
 
     There are no second derivatives. A target outside the vocabulary is an error on a CPU. CUDA cannot stop for it:
     there, its log-probability and gradients are NaN.
@@ -42,9 +50,9 @@ def token_logprobs(
     else:  # filled by a kernel, because a CUDA graph cannot capture this copy from the host
         temperature = torch.full((), temperature, dtype=wide, device=hidden.device)
     scale = temperature.to(hidden.device, wide).reciprocal().expand(hidden.shape[0])[:, None]
-    chunk = chunk or max(1, CHUNK_ELEMENTS // lm_head.shape[0])
+    chunk = chunk or chunk_rows(len(hidden), lm_head.shape[0])
     both: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, lm_head, targets.contiguous(), scale, entropy, chunk
+        hidden, lm_head, targets.contiguous(), scale, entropy, chunk, routes
     )
     return both if entropy else both[0]
 
@@ -54,14 +62,15 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, lm_head: Tensor, targets: Tensor, scale: Tensor, entropy: bool, chunk: int
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, hidden: Tensor, lm_head: Tensor, targets: Tensor, scale: Tensor, entropy: bool, chunk: int,
+        routes: Routes,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         kept: list[Tensor] = []
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         chunks = zip(hidden.split(chunk), scale.split(chunk), targets.split(chunk), strict=True)
         for chunk_hidden, chunk_scale, chunk_targets in chunks:
-            logits = full_logits(chunk_hidden, lm_head)
-            parts.append(_reduce(logits, chunk_scale, chunk_targets, entropy))
+            logits = multiply(chunk_hidden, lm_head, None, routes, wide=True)
+            parts.append(reduce_logits(logits, chunk_scale, chunk_targets, entropy))
             if chunk >= len(hidden):
                 kept.append(logits)
         logprobs = torch.cat([part[0] for part in parts])
@@ -69,6 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies = torch.cat([part[2] for part in parts])
         ctx.save_for_backward(hidden, lm_head, targets, scale, normalizers, entropies, *kept)
         ctx.chunk = chunk
+        ctx.routes = routes
         ctx.set_materialize_grads(False)
         return logprobs, entropies if entropy else None
 
@@ -89,7 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
         head_grad: Tensor | None = None
         per_token = (hidden, targets, scale, normalizers, entropies, for_logprobs, for_entropies)
         for chunk_hidden, *rows in zip(*(tensor.split(ctx.chunk) for tensor in per_token), strict=True):
-            logits = kept[0] if kept else full_logits(chunk_hidden, lm_head)
+            logits = kept[0] if kept else multiply(chunk_hidden, lm_head, None, ctx.routes, wide=True)
             d_logits = _gradient(logits, chunk_hidden.dtype, through_entropy, *rows)
             if wants_hidden:
                 hidden_parts.append(d_logits @ lm_head)
@@ -98,18 +108,20 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_grad = torch.cat(hidden_parts) if wants_hidden else None
         if head_grad is not None:
             head_grad = head_grad.to(lm_head.dtype)
-        return hidden_grad, head_grad, None, None, None, None
+        return hidden_grad, head_grad, None, None, None, None, None
 
 
-def full_logits(hidden: Tensor, lm_head: Tensor) -> Tensor:
-    """The logits in fp32.
+def logit_rows(tokens: int, vocabulary: int) -> set[int]:
+    """The sizes of all chunks, if the caller does not say one."""
+    chunk = chunk_rows(tokens, vocabulary)
+    return {chunk, tokens % chunk or chunk}
 
-    On CUDA they are taken from the accumulators of the matrix product, because rounding them to half precision would
-    change probabilities by several percent. On a CPU they are first rounded to the dtype of the model.
-    """
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, lm_head.t(), out_dtype=torch.float32)
-    return (hidden @ lm_head.t()).to(torch.promote_types(hidden.dtype, torch.float32))
+
+def chunk_rows(tokens: int, vocabulary: int) -> int:
+    """How many tokens have logits at a time, unless the caller says so: all chunks have about the same size."""
+    most = max(1, CHUNK_ELEMENTS // vocabulary)
+    chunks = -(-tokens // most)
+    return -(-tokens // max(1, chunks))
 
 
 def _accumulate(total: Tensor | None, d_logits: Tensor, hidden: Tensor, several: bool) -> Tensor:
@@ -126,8 +138,13 @@ def _accumulate(total: Tensor | None, d_logits: Tensor, hidden: Tensor, several:
     return total.add_(part)
 
 
-def _reduce(logits: Tensor, scale: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probability of the target, the normalizer and the entropy of each row."""
+def reduce_logits(
+    logits: Tensor, scale: Tensor, targets: Tensor, entropy: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probability of the target, the normalizer and, if wanted, the entropy of each row.
+
+    `scale`, [rows, 1], is 1 / temperature. The sampler of the inference engine uses this reduction too.
+    """
     if logits.is_cuda:
         from rollgraph.model.logprob_kernels import reduce
 

@@ -1,7 +1,8 @@
 """The small operations between matrix products: RMS norm, rotary positions, SwiGLU.
 
 On a CPU they are plain PyTorch. On a GPU each is one kernel of `pointwise_kernels.py`, because they are bound by memory
-bandwidth and a chain of plain operations would read and write the same memory many times.
+bandwidth and a chain of plain operations would read and write the same memory many times. The norm and the rotation of
+heads are part of a kernel of `head_kernels.py` there.
 """
 
 from __future__ import annotations
@@ -13,11 +14,6 @@ from torch.nn import functional
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension."""
-    if x.is_cuda:
-        from rollgraph.model.pointwise_kernels import Norm
-
-        normed: Tensor = Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-        return normed
     wide = _widen(x)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
@@ -39,12 +35,16 @@ def add_norm(residual: Tensor, update: Tensor, weight: Tensor, eps: float) -> tu
     return norm(residual, weight, eps), residual
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up`, where gate and up are the two halves of the last dimension."""
+def swiglu(gate_up: Tensor, rows: int = 0) -> Tensor:
+    """`silu(gate) * up`, where gate and up are the two halves of the last dimension.
+
+    On CUDA, the result has `rows` rows if that is more, and the additional ones hold anything: a product of so many
+    rows then needs no copy.
+    """
     if gate_up.is_cuda:
         from rollgraph.model.pointwise_kernels import SwiGLU
 
-        activated: Tensor = SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
+        activated: Tensor = SwiGLU.apply(gate_up, max(rows, len(gate_up)))  # type: ignore[no-untyped-call]
         return activated
     gate, up = gate_up.chunk(2, -1)
     return functional.silu(gate) * up
@@ -62,11 +62,6 @@ def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> tupl
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + head_dim / 2) of x, [tokens, heads, head_dim]."""
-    if x.is_cuda:
-        from rollgraph.model.pointwise_kernels import Rotate
-
-        rotated: Tensor = Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-        return rotated
     first, second = _widen(x).chunk(2, -1)
     cos = cos[:, None]
     sin = sin[:, None]

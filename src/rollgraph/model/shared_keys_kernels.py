@@ -1,13 +1,11 @@
-"""Gathers keys and values for packed sequences that share a prompt, and sums their gradients in the backward pass.
+"""Sums the gradients of keys and values that were copied for every sequence that shares a prompt.
 
-Flash attention needs the keys of a sequence to be contiguous, so those of a shared prompt are repeated for each
-sequence that shares it. The backward pass adds up their gradients in fp32 in the order of the sequences, which makes
-the sum deterministic.
+Flash attention's backward needs the keys of a sequence to be contiguous, so those of a shared prompt are copied for
+each sequence that shares it. Their gradients are added up in fp32 in the order of the sequences, so the sum is
+deterministic.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -54,25 +52,18 @@ def _sum_kernel(
     tl.store(out_values + target, d_value.to(out_values.dtype.element_ty), mask=inside)
 
 
-class TakeKeys(torch.autograd.Function):
-    """The keys and values of `attention.Keys`: row i is that of token `tokens[i]`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, tokens: Tensor, cu_rows: Tensor, cu_keys: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(tokens, cu_rows, cu_keys)
-        ctx.rows = len(k)
-        return k.index_select(0, tokens), v.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, d_keys: Tensor, d_values: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, cu_rows, cu_keys = ctx.saved_tensors
-        d_keys, d_values = d_keys.contiguous(), d_values.contiguous()
-        sequences, width = len(cu_rows) - 1, d_keys[0].numel()
-        found = [torch.empty((ctx.rows, *d_keys.shape[1:]), dtype=d_keys.dtype, device=d_keys.device) for _ in range(2)]
-        _sum_kernel[(ctx.rows,)](
-            d_keys, d_values, *found, tokens, cu_rows, cu_keys, sequences, width,
-            STEPS=sequences.bit_length(), WIDTH=triton.next_power_of_2(width), num_warps=1,
-        )  # fmt: skip
-        return *found, None, None, None
+def sum_over_copies(
+    d_keys: Tensor, d_values: Tensor, tokens: Tensor, cu_rows: Tensor, cu_keys: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `rows` keys and values, given those of their copies: row i is a copy of token `tokens[i]`."""
+    d_keys = d_keys.contiguous()
+    d_values = d_values.contiguous()
+    sequences = len(cu_rows) - 1
+    width = d_keys[0].numel()
+    out_keys = torch.empty((rows, *d_keys.shape[1:]), dtype=d_keys.dtype, device=d_keys.device)
+    out_values = torch.empty_like(out_keys)
+    _sum_kernel[(rows,)](
+        d_keys, d_values, out_keys, out_values, tokens, cu_rows, cu_keys, sequences, width,
+        STEPS=sequences.bit_length(), WIDTH=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return out_keys, out_values

@@ -204,7 +204,8 @@ class StepGraphs:
         head = self._model.head_weight
         self._sharded.ensure_gathered([head])
         chunk = len(ids) if whole else None
-        result = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk)
+        routes = self._model.head_routes
+        result = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk, routes=routes)
         return result if isinstance(result, tuple) else (result, None)
 
     @torch.no_grad()

@@ -22,6 +22,8 @@ from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, Progress, SamplingParams
 from rollgraph.model import Decoder, save_model
+from rollgraph.model.product_probe import ProductReport
+from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import Phases
 from rollgraph.policy.step_graphs import GraphSettings, Loss, OnCapture, StepGraphs
@@ -52,6 +54,7 @@ class PolicyWorker:
         warmup: int = 3,
         reduction: Any = "library",
         verify_weights: bool = False,
+        exact: Exactness = "auto",
     ) -> None:
         if world.size > 1 and "step" in scopes:
             raise ValueError(
@@ -70,6 +73,8 @@ class PolicyWorker:
         self.phases = Phases(self.sharded)
         self.pool = GraphPool()
         self.engine: Engine | None = None
+        self.products: ProductReport | None = None  # how products were made exact; None: they were not
+        self._exact = exact
         self._clip_norm = clip_norm
         self.backend_name: BackendName = backend
         if backend == "auto":
@@ -86,6 +91,11 @@ class PolicyWorker:
         progress = on_capture or _ignore_progress
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
+        if self._exact != "off":
+            self.products = make_exact(
+                self.model, self.limits, self._steps.buckets, whole_logits, self._exact == "must"
+            )
+            self.pool.notes += self.products.lines()
         with self.phases.enter("generate"):
             self.engine = Engine(
                 self.model,
@@ -95,6 +105,7 @@ class PolicyWorker:
                 cache_bytes=self._cache_bytes(),
                 prefill_tokens=self.limits.prefill_tokens,
                 filters=self.sampling.filtered,
+                exact=False,  # the routes are set already
                 pool=self.pool,
                 backend=self.backend_name,
                 guards=[self.sharded.stale],
@@ -103,6 +114,11 @@ class PolicyWorker:
         with self.phases.enter("score"):
             self._steps.capture_score(progress)
         self._steps.capture_train(losses, "reference" in self.weights, whole_logits, progress)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a sample's log-probabilities at training are, bit for bit, those that it was drawn with."""
+        return self.products is not None and self.products.exact and not self.sampling.filtered
 
     def _cache_bytes(self) -> int | None:
         """On its own, an engine takes most of the free memory. Here training needs its part."""

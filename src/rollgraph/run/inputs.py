@@ -272,10 +272,11 @@ def make_algorithm(config: Config) -> Algorithm:
         return load_algorithm(config.algorithm.name, options)
 
 
-def scores_old(config: Config, algorithm: Algorithm) -> bool:
+def scores_old(config: Config, algorithm: Algorithm, exact: bool) -> bool:
     """Whether old log-probabilities are computed before training.
 
-    Those of the rollouts will do for a single update, unless sampling was restricted to some of the tokens.
+    If generation and training agree, they are those of the rollouts. Otherwise those of the rollouts will do for a
+    single update, unless sampling was restricted to some of the tokens.
     """
     several = config.algorithm.minibatches * config.algorithm.epochs > 1
-    return algorithm.needs_old_logprobs or several or config.rollout.filtered
+    return config.rollout.filtered or (not exact and (several or algorithm.needs_old_logprobs))

@@ -243,15 +243,13 @@ def activation_bytes(a: Architecture, tokens: int, itemsize: int, *, checkpointi
 def layer_bytes(a: Architecture, tokens: int, itemsize: int, *, cuda: bool) -> int:
     """What one layer saves for its backward."""
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    attention = FP32 * a.heads  # the log-sum-exp of each head
-    if cuda and itemsize == 2:
-        attention += (q + 2 * 2 * kv + q) * itemsize  # rotated queries; keys and values, room for twice as many; output
+    attention = (q + 2 * kv + q) * itemsize  # rotated queries and keys, values, and the output
+    if cuda:
+        attention += FP32 * a.heads  # the log-sum-exp of each head
         attention += (q + 2 * kv) * itemsize if a.qk_norm else 0  # the projection
     else:
-        attention += (q + 2 * kv + q + kv + q) * itemsize  # the projection, then rotated queries and keys
-        attention += tokens * itemsize  # a mask, [tokens, tokens]
-    if a.qk_norm:
-        attention += (q + kv) * itemsize + FP32 * (a.heads + a.kv_heads)
+        attention += (q + kv) * itemsize  # the rest of the projection, of which the values are a part
+        attention += (q + kv) * itemsize + FP32 * (a.heads + a.kv_heads) if a.qk_norm else 0
     mlp = (3 if cuda else 4) * a.mlp * itemsize  # gate, up and their product; plain PyTorch also saves silu(gate)
     return tokens * (2 * _norm_bytes(a.hidden, itemsize, cuda) + attention + mlp)
 

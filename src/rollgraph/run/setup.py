@@ -17,6 +17,7 @@ from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.model import Decoder, load_model
 from rollgraph.policy import PolicyWorker
+from rollgraph.policy.exactness import describe
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.run.checkpoints import Checkpoints
 from rollgraph.run.inputs import Inputs, check_inputs, read_architecture
@@ -119,6 +120,8 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
         log.view.phase(f"capture {name}", done, total)
 
     policy.capture_all(losses, show)
+    if policy.products is not None:
+        log.note(describe(policy.products))
 
 
 def make_policy(config: Config, world: World, inputs: Inputs) -> PolicyWorker:
@@ -136,6 +139,7 @@ def make_policy(config: Config, world: World, inputs: Inputs) -> PolicyWorker:
         warmup=config.graph.warmup,
         reduction="ordered" if world.device == "cpu" else "library",
         verify_weights=config.memory.verify_weights,
+        exact=config.graph.exact,
     )
 
 

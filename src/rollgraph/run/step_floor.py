@@ -85,7 +85,7 @@ def step_floor(
         found = {"decode": decoded, "prefill": 2 * weights * prompts_computed * prompt / flops}
         if algorithm.needs_reference:
             found["reference"] = forward
-        if scores_old(config, algorithm):
+        if scores_old(config, algorithm, exact=config.graph.exact != "off"):
             found["old log-probabilities"] = forward
         passes = 4 if model.checkpointing else 3  # backward is two forwards; checkpointing adds one
         return found | {"train": passes * config.algorithm.epochs * forward}

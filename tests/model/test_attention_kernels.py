@@ -1,4 +1,4 @@
-"""The kernels of the paged cache give the same as the plain versions in `attention.py` and `pointwise.py`.
+"""The kernels of attention and heads give the same as the plain versions in `attention.py` and `pointwise.py`.
 
 Without a GPU they run in Triton's interpreter, which must be selected before Triton is imported. So this file, run as a
 program, runs all cases in a process of its own and prints the result of each. With a GPU, they run compiled.
@@ -56,15 +56,15 @@ class Cache:
 
 
 def check_decode(
-    dim: int, heads: tuple[int, int], block: int, window: int | None, lengths: Sequence[int], splits: int | None,
+    dim: int, heads: tuple[int, int], block: int, window: int | None, lengths: Sequence[int], split: bool | None,
     device: torch.device, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    from rollgraph.model.paged_kernels import decode
+    from rollgraph.model.attention_kernels import decode
 
     cache = Cache(lengths, block, heads[1], dim, spare=2)
     q = torch.randn(len(lengths), heads[0], dim).to(dtype)
     pages, table, ends = cache.on(device, dtype)
-    found = decode(q.to(device), pages, table, ends, window, splits)
+    found = decode(q.to(device), pages, table, ends, window, split)
     close(found, paged_decode(q.float(), cache.plain(dtype), cache.table, cache.lengths, window))
 
 
@@ -73,7 +73,7 @@ def check_prefill(
     device: torch.device, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """`spans` are (number of earlier places, number of queries) of each sequence."""
-    from rollgraph.model.paged_kernels import prefill
+    from rollgraph.model.attention_kernels import prefill
 
     cache = Cache([start + count for start, count in spans], block, heads[1], dim, spare=1)
     cu_seqlens = torch.tensor([0, *(count for _, count in spans)]).cumsum(0).int()
@@ -88,7 +88,7 @@ def check_store(
     dim: int, heads: tuple[int, int], normed: bool, slots_dtype: torch.dtype, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Check the queries and what is written to the cache, and that nothing else in it changes."""
-    from rollgraph.model.paged_kernels import rotate_and_store
+    from rollgraph.model.head_kernels import rotate_and_store
 
     tokens, block, (heads_q, heads_kv) = 7, 4, heads
     qkv = torch.randn(tokens, (heads_q + 2 * heads_kv) * dim).to(dtype)
@@ -114,6 +114,42 @@ def check_store(
     assert torch.equal(written.cpu().flatten(0, 1)[untouched], pages.flatten(0, 1)[untouched])
 
 
+def check_split(dim: int, heads: tuple[int, int], normed: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """Check queries, keys and values of training, their gradients, and that the cache would hold the same bits."""
+    from rollgraph.model.head_kernels import SplitHeads, rotate_and_store
+
+    tokens, (heads_q, heads_kv) = 9, heads
+    qkv = torch.randn(tokens, (heads_q + 2 * heads_kv) * dim).to(dtype)
+    weights = (torch.randn(2, dim) + 1).to(dtype)
+    cos, sin = rotary_angles(torch.randint(1000, (tokens,)), torch.rand(dim // 2), 1.2)
+
+    plain = [x.float().requires_grad_() for x in (qkv, *weights)]
+    q, k, v = plain[0].view(tokens, -1, dim).split((heads_q, heads_kv, heads_kv), 1)
+    if normed:
+        q, k = norm(q, plain[1], 1e-5), norm(k, plain[2], 1e-5)
+    expected = (rotate(q, cos, sin), rotate(k, cos, sin), v)
+    upstream = [torch.randn_like(x).to(dtype) for x in expected]
+    wanted = plain if normed else plain[:1]
+    expected_gradients = torch.autograd.grad(expected, wanted, [x.float() for x in upstream])
+
+    ours = [x.to(device).requires_grad_() for x in (qkv, *weights)]
+    norms = ours[1:] if normed else [None, None]
+    found = SplitHeads.apply(ours[0], cos.to(device), sin.to(device), *norms, 1e-5, heads_q, heads_kv)
+    gradients = torch.autograd.grad(found, ours if normed else ours[:1], [x.to(device) for x in upstream])
+    for one, other in zip((*found, *gradients), (*expected, *expected_gradients), strict=True):
+        close(one.detach(), other.detach(), times=4)  # a gradient of a weight is a sum over tokens and heads
+
+    pages = torch.zeros((tokens, 1, 2, heads_kv, dim), dtype=dtype, device=device)
+    slots = torch.arange(tokens, device=device, dtype=torch.int32)
+    stored = rotate_and_store(
+        ours[0].detach(), cos.to(device), sin.to(device), tuple(x.detach() for x in norms) if normed else None, 1e-5,
+        slots, pages, heads_q,
+    )  # fmt: skip
+    assert torch.equal(stored, found[0])
+    assert torch.equal(pages[:, 0, 0], found[1])
+    assert torch.equal(pages[:, 0, 1], found[2])
+
+
 def share(lone: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int) -> tuple[Tensor, Keys]:
     """Bounds and keys of one sequence alone, then of groups of a shared prompt and those that share it.
 
@@ -132,25 +168,67 @@ def share(lone: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int) ->
     return cu_seqlens, Keys(torch.tensor([*chain(*seen), *[0] * 9]), ends)
 
 
+def check_one_arithmetic(
+    dim: int, heads: tuple[int, int], window: int | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Decode, with and without parts, prefill in chunks, and packed with and without a shared prompt: equal bits."""
+    from rollgraph.model.attention_kernels import decode, packed, prefill
+
+    lengths, block = (1, 64, 65, 300, 520, 40), 16
+    cache = Cache(lengths, block, heads[1], dim, spare=1)
+    pages, table, ends = cache.on(device, dtype)
+    places = [torch.arange(length) for length in lengths]
+    slots = [cache.table[row, place // block] * block + place % block for row, place in enumerate(places)]
+    memory = pages.flatten(0, 1)[torch.cat(slots).to(device)]
+    k, v = memory[:, 0].contiguous(), memory[:, 1].contiguous()
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    q = torch.randn(sum(lengths), heads[0], dim).to(device, dtype)
+    expected, _ = packed(q, k, v, cu_seqlens, cu_seqlens, cu_seqlens, window)
+    assert torch.equal(prefill(q, pages, table, cu_seqlens, ends, window), expected)
+
+    own = torch.cat([torch.full_like(place, row) for row, place in enumerate(places)])
+    position = torch.cat(places)
+    some = torch.randperm(len(q))[:200]
+    for split in (False, True):
+        for batch in (some, some[:1]):
+            rows = own[batch].to(device)
+            found = decode(
+                q[batch.to(device)], pages, table[rows], (position[batch] + 1).int().to(device), window, split
+            )
+            assert torch.equal(found, expected[batch.to(device)])
+
+    # The last two chunks of each sequence alone, and then the last one as a sequence that shares all before it.
+    starts = [length // 3 for length in lengths]
+    late = torch.cat([start + torch.arange(length - start) for start, length in zip(starts, lengths, strict=True)])
+    counts = [length - start for start, length in zip(starts, lengths, strict=True)]
+    rows = late + cu_seqlens.cpu()[:-1].repeat_interleave(torch.tensor(counts))
+    bounds = torch.tensor([0, *counts]).cumsum(0).int().to(device)
+    assert torch.equal(prefill(q[rows.to(device)], pages, table, bounds, ends, window), expected[rows.to(device)])
+    first, whole = int(cu_seqlens[3]), lengths[3]
+    shared = whole // 3
+    tokens = torch.arange(whole)
+    cu_rows = torch.tensor([0, shared, whole]).int().to(device)
+    keys = torch.cat((tokens[:shared], tokens)).to(device)
+    cu_keys = torch.tensor([0, shared, shared + whole]).int().to(device)
+    here = slice(first, first + whole)
+    found, _ = packed(q[here].contiguous(), k[here].contiguous(), v[here].contiguous(), cu_rows, keys, cu_keys, window)
+    assert torch.equal(found, expected[here])
+
+
 def check_shared_keys(
     dim: int, kv_heads: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int, device: torch.device,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Gradients of keys that belong to no sequence may hold anything, and are not added to any token."""
-    from rollgraph.model.shared_keys_kernels import TakeKeys
+    from rollgraph.model.shared_keys_kernels import sum_over_copies
 
     cu_seqlens, keys = share(3, groups, empty)
     used, tokens = int(keys.cu_seqlens[-1]), int(cu_seqlens[-1])
-    k, v = (torch.randn(tokens, kv_heads, dim).to(dtype) for _ in range(2))
     gradients = [torch.randn(len(keys.tokens), kv_heads, dim).to(dtype) for _ in range(2)]
     for gradient in gradients:
         gradient[used:] = torch.nan
-    leaves = [x.to(device).requires_grad_() for x in (k, v)]
     layout = [x.to(device) for x in (keys.tokens, cu_seqlens, keys.cu_seqlens)]
-    taken = TakeKeys.apply(*leaves, *layout)
-    for found, source in zip(taken, (k, v), strict=True):
-        assert torch.equal(found.detach().cpu(), source[keys.tokens])
-    found = torch.autograd.grad(taken, leaves, [gradient.to(device) for gradient in gradients])
+    found = sum_over_copies(*(gradient.to(device) for gradient in gradients), *layout, tokens)
     for sums, gradient in zip(found, gradients, strict=True):
         expected = torch.zeros(tokens, kv_heads, dim).index_add_(0, keys.tokens[:used], gradient[:used].float())
         close(sums, expected)
@@ -170,18 +248,20 @@ def make_cases() -> tuple[dict[str, Case], list[str]]:
             for k, (window, block) in enumerate(((None, 4), (5, 16), (None, 16), (5, 4))):
                 shape = (dim, heads, block, window)
                 name = f"dim {dim}, heads {heads[0]}/{heads[1]}, block {block}, window {window}"
-                cases[f"decode, {name}"] = partial(check_decode, *shape, borders, 1)
+                cases[f"decode, {name}"] = partial(check_decode, *shape, borders, False)
                 cases[f"prefill, {name}"] = partial(check_prefill, *shape, spans)
                 if (i + j + k) % 4:
                     left_out |= {f"decode, {name}", f"prefill, {name}"}
             for normed, dtype in ((False, torch.int32), (True, torch.int64)):
                 store = partial(check_store, dim, heads, normed, dtype)
                 cases[f"store, dim {dim}, heads {heads[0]}/{heads[1]}, {normed=}"] = store
-    for lengths in ((1,), (65,), (1025,), (64, 321), (1024, 3)):
+                divided = partial(check_split, dim, heads, normed)
+                cases[f"split, dim {dim}, heads {heads[0]}/{heads[1]}, {normed=}"] = divided
+    for lengths in ((1,), (65,), (1025,), (64, 321), (1024, 3), (256, 257)):
         for window in (None, 5, 400):
-            for splits in (2, 16):
-                split = partial(check_decode, 24, (3, 1), 16, window, lengths, splits)
-                cases[f"decode in {splits} parts, lengths {lengths}, window {window}"] = split
+            for split in (False, True):
+                several = partial(check_decode, 24, (3, 1), 16, window, lengths, split)
+                cases[f"decode in several parts, {split=}, lengths {lengths}, window {window}"] = several
     many = [1 + i * 37 % 200 for i in range(300)]  # more programs than a GPU runs at the same time
     for kind, rows in (("many", many), ("few", many[:3])):
         cases[f"decode, {kind} rows"] = partial(check_decode, 64, (6, 2), 16, None, rows, None)
@@ -190,6 +270,11 @@ def make_cases() -> tuple[dict[str, Case], list[str]]:
         for empty in (0, 3):
             shared = partial(check_shared_keys, 24, kv_heads, groups, empty)
             cases[f"shared keys, {kv_heads} heads, {len(groups)} groups, {empty} empty"] = shared
+    for dim, heads, window in ((64, (6, 2), None), (128, (12, 2), None), (24, (2, 2), 100), (64, (7, 1), 70)):
+        one = partial(check_one_arithmetic, dim, heads, window)
+        cases[f"one arithmetic, dim {dim}, heads {heads[0]}/{heads[1]}, window {window}"] = one
+        # The interpreter's products are NumPy's, whose bits do depend on the number of rows.
+        left_out.add(f"one arithmetic, dim {dim}, heads {heads[0]}/{heads[1]}, window {window}")
     cases["prefill, nothing but padding"] = partial(check_prefill, 16, (2, 2), 4, None, ((4, 0), (1, 0)))
     return cases, [name for name in cases if name not in left_out]
 
@@ -227,7 +312,7 @@ def test_compiled(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_packed_attention_on_cuda(heads: tuple[int, int], window: int | None, dtype: torch.dtype) -> None:
-    """Compare flash attention in bf16, and masked attention in fp32, with masked attention on a CPU."""
+    """Compare our forward, and the backward of flash attention (bf16) or of masked attention (fp32), with a CPU."""
     lengths, dim = (1, 65, 3, 130, 7), 64
     tokens = sum(lengths)
     cu_seqlens = torch.tensor([0, *lengths, 0, 0]).cumsum(0).int()
@@ -245,7 +330,7 @@ def test_packed_attention_on_cuda(heads: tuple[int, int], window: int | None, dt
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_packed_attention_with_shared_keys_on_cuda(heads: tuple[int, int], window: int | None) -> None:
-    """Compare flash attention over repeated keys with masked attention over single keys."""
+    """Compare the backward over repeated keys with that over single keys on a CPU."""
     shared, own, dim = 70, (1, 65, 3, 40), 64
     cu_seqlens, keys = share(6, [(shared, own), (4, (2,))], empty=2)
     tokens, dtype = int(cu_seqlens[-1]), torch.bfloat16

@@ -1,0 +1,347 @@
+"""Triton kernels of attention, one arithmetic for decode, prefill, scoring and training.
+
+The result of a query is the same, bit for bit, whichever kernel computes it, beside whatever other queries:
+
+- Places are read in tiles of TILE, and tiles begin at multiples of TILE.
+- PART places make a part. Each part is summed up on its own, and parts are joined in order. So a decode step with few
+  rows can give every part to a program of its own, and a kernel with many rows can take one part after the other.
+- A tile or part in which a query sees nothing leaves its sums unchanged. It makes no difference who else needs it.
+- Every multiplication that is followed by an addition is written as `fma` or is part of a matrix product, so that it is
+  not up to the compiler whether it rounds once or twice.
+
+The kernels launch outside of PyTorch's dispatcher, so the undo log of a capture does not see them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 64  # keys that a program reads in one iteration
+PART = 256  # keys that are summed up before they are joined with those before them; a multiple of TILE
+_ROWS = 64  # queries of one program of a packed kernel
+_LEVELS = tl.constexpr(TILE.bit_length() - 1)  # how often a tile can be halved
+_NOTHING = tl.constexpr(-1e30)  # the highest score where no key is visible
+_LN_2 = 0.6931471805599453
+
+
+@triton.jit
+def _memory_row(place, inside, table, first, shared, own, BLOCK: tl.constexpr):
+    """Which row of the keys' memory a place of a sequence is.
+
+    With BLOCK > 0 the table of the sequence knows. Without, the first `shared` places are the rows from `first` on, and
+    the others those from `own` on.
+    """
+    if BLOCK > 0:
+        block = tl.load(table + place // BLOCK, mask=inside, other=0)
+        return block.to(tl.int64) * BLOCK + place % BLOCK
+    return tl.where(place < shared, first + place, own + place - shared).to(tl.int64)
+
+
+@triton.jit
+def _attend_part(
+    queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, end, scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of queries, [n, WIDTH], over the places begin to end. `scale` includes the factor from e to 2.
+
+    Gives each query's highest score, the sum of its weights relative to that score, and the weighted sum of values.
+    """
+    dims = tl.arange(0, WIDTH)
+    in_dim = dims < DIM
+    best = tl.full((queries.shape[0],), _NOTHING, tl.float32)
+    totals = tl.zeros((queries.shape[0], TILE), tl.float32)  # of each column of a tile; added up at the end
+    mixed = tl.zeros((queries.shape[0], WIDTH), tl.float32)
+    for start in range(begin, end, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < end
+        row = _memory_row(place, inside, table, first, shared, own, BLOCK)
+        shown = inside[:, None] & in_dim
+        tile_keys = tl.load(keys + row[:, None] * key_stride + dims, mask=shown, other=0.0)
+        tile_values = tl.load(values + row[:, None] * value_stride + dims, mask=shown, other=0.0)
+        scores = tl.dot(queries, tl.trans(tile_keys), input_precision=PRECISION)
+        seen = (place <= positions[:, None]) & inside
+        if WINDOW > 0:
+            seen = seen & (positions[:, None] - place < WINDOW)
+        scores = tl.where(seen, scores * scale, _NOTHING)
+        highest = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
+        shrink = tl.exp2(best - highest)
+        totals = tl.fma(totals, tl.broadcast_to(shrink[:, None], totals.shape), weights)
+        mixed = tl.dot(weights.to(tile_values.dtype), tile_values, mixed * shrink[:, None], input_precision=PRECISION)
+        best = highest
+    return best, _sum_columns(totals), mixed
+
+
+@triton.jit
+def _sum_columns(x):
+    """The sum of each row, halves added to halves. The order of `tl.sum` depends on how many threads hold a row."""
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    for level in tl.static_range(_LEVELS):
+        halves = tl.reshape(x, (rows, 2, columns >> (level + 1)))
+        left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+        x = left + right
+    return tl.reshape(x, (rows,))
+
+
+@triton.jit
+def _join(best, total, mixed, part_best, part_total, part_mixed):
+    """Add one more part to the sums of the parts before it."""
+    highest = tl.maximum(best, part_best)
+    shrink = tl.exp2(best - highest)
+    part_shrink = tl.exp2(part_best - highest)
+    total = tl.fma(part_total, part_shrink, total * shrink)
+    mixed = tl.fma(part_mixed, tl.broadcast_to(part_shrink[:, None], part_mixed.shape), mixed * shrink[:, None])
+    return highest, total, mixed
+
+
+@triton.jit
+def _attend(
+    queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, end, scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention over all places from begin to end, part after part. `begin` is a multiple of TILE."""
+    first_part = begin // PART
+    best, total, mixed = _attend_part(
+        queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
+        begin, tl.minimum(end, (first_part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+    )  # fmt: skip
+    for part in range(first_part + 1, tl.cdiv(end, PART)):
+        part_best, part_total, part_mixed = _attend_part(
+            queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
+            part * PART, tl.minimum(end, (part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+        )  # fmt: skip
+        best, total, mixed = _join(best, total, mixed, part_best, part_total, part_mixed)
+    return best, total, mixed
+
+
+@triton.jit
+def _visible_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The beginning of the first tile of which a query at `position` sees something."""
+    if WINDOW > 0:
+        return tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
+    return 0
+
+
+# -- decode ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode_kernel(
+    q, pages, table, lengths, out, sums, scale, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of the query heads that share one key/value head. With PARTS > 1, over one part of a row's places."""
+    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row)
+    begin = _visible_from(length - 1, WINDOW, TILE)
+    end = length
+    if PARTS > 1:
+        begin = tl.maximum(begin, part * PART)
+        end = tl.minimum(end, (part + 1) * PART)
+        if begin >= end:
+            return
+    group, dims = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+    shown = (group < HEADS // KV_HEADS)[:, None] & (dims < DIM)
+    head = kv_head * (HEADS // KV_HEADS) + group
+    queries = tl.load(q + (row * HEADS + head)[:, None] * DIM + dims, mask=shown, other=0.0)
+    positions = tl.zeros((GROUP,), tl.int32) + (length - 1)
+    keys = pages + kv_head * DIM
+    values = keys + KV_HEADS * DIM
+    if PARTS > 1:
+        best, total, mixed = _attend_part(
+            queries, positions, keys, values, 2 * KV_HEADS * DIM, 2 * KV_HEADS * DIM, table + row * table_stride,
+            0, 0, 0, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+        )  # fmt: skip
+        where = (row * HEADS + head).to(tl.int64) * PARTS + part
+        tl.store(sums + where * 2, best, mask=group < HEADS // KV_HEADS)
+        tl.store(sums + where * 2 + 1, total, mask=group < HEADS // KV_HEADS)
+        tl.store(out + where[:, None] * DIM + dims, mixed, mask=shown)
+    else:
+        best, total, mixed = _attend(
+            queries, positions, keys, values, 2 * KV_HEADS * DIM, 2 * KV_HEADS * DIM, table + row * table_stride,
+            0, 0, 0, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PART, PRECISION,
+        )  # fmt: skip
+        result = (mixed / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + (row * HEADS + head)[:, None] * DIM + dims, result, mask=shown)
+
+
+@triton.jit
+def _join_kernel(
+    parts, sums, lengths, out,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of one head of one row, in order."""
+    head = tl.program_id(0).to(tl.int64)
+    length = tl.load(lengths + head // HEADS)
+    dims = tl.arange(0, WIDTH)
+    in_dim = dims < DIM
+    best = tl.full((1,), _NOTHING, tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    mixed = tl.zeros((1, WIDTH), tl.float32)
+    for part in range(_visible_from(length - 1, WINDOW, TILE) // PART, tl.cdiv(length, PART)):
+        where = head * PARTS + part + tl.arange(0, 1)
+        part_mixed = tl.load(parts + where[:, None] * DIM + dims, mask=in_dim[None, :], other=0.0)
+        part_best, part_total = tl.load(sums + where * 2), tl.load(sums + where * 2 + 1)
+        best, total, mixed = _join(best, total, mixed, part_best, part_total, part_mixed)
+    target = out + head * DIM + dims[None, :]
+    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=in_dim[None, :])
+
+
+def decode(
+    q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int | None, split: bool | None = None
+) -> Tensor:
+    """See `attention.paged_decode`. If there are few rows, each part of a row is given to a program of its own."""
+    rows, heads, dim = q.shape
+    _, block, _, kv_heads, _ = pages.shape
+    parts = triton.cdiv(table.shape[1] * block, PART)
+    programs = rows * kv_heads
+    if split is None:
+        split = programs < 2 * _processors(q.device)
+    if not split:
+        parts = 1
+    crowded = programs > 4 * _processors(q.device)
+    out = torch.empty_like(q)
+    target, sums = out, out
+    if parts > 1:
+        target = torch.empty((rows, heads, parts, dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((rows, heads, parts, 2), dtype=torch.float32, device=q.device)
+    width = max(16, triton.next_power_of_2(dim))
+    _decode_kernel[(rows, kv_heads, parts)](
+        q, pages, table, lengths, target, sums, _scale(dim), table.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK=block, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, PRECISION=_precision(q),
+        num_warps=4, num_stages=2 if crowded else 3,
+    )  # fmt: skip
+    if parts > 1:
+        _join_kernel[(rows * heads,)](
+            target, sums, lengths, out,
+            HEADS=heads, DIM=dim, WIDTH=width, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+# -- packed queries: prefill, scoring and training ---------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["sequences"])  # specialized to 1, the search does not compile
+def _packed_kernel(
+    q, keys, values, table, tokens, cu_rows, cu_keys, lengths, out, normalizers, scale, sequences, count_all,
+    key_stride, value_stride, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of ROWS queries of one head of one sequence. With BLOCK > 0 keys are paged, otherwise packed.
+
+    Sequence i has the programs from `cu_rows[i] // ROWS + i` on: at least as many as it needs, and the search for the
+    sequence of a program needs no table.
+    """
+    program, head = tl.program_id(0), tl.program_id(1)
+    low, high = 0, sequences
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        found = tl.load(cu_rows + middle) // ROWS + middle <= program
+        low = tl.where(found, middle, low)
+        high = tl.where(found, high, middle)
+    begin_rows = tl.load(cu_rows + low)
+    count = tl.load(cu_rows + low + 1) - begin_rows
+    tile = program - begin_rows // ROWS - low
+    if tile * ROWS >= count:
+        return
+    first = 0
+    shared = 0
+    if BLOCK > 0:
+        length = tl.load(lengths + low)
+    else:
+        begin_keys = tl.load(cu_keys + low)
+        length = tl.load(cu_keys + low + 1) - begin_keys
+        shared = length - count
+        if shared > 0:
+            first = tl.load(tokens + begin_keys).to(tl.int32)
+    row, dims = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    in_row = row < count
+    shown = in_row[:, None] & (dims < DIM)
+    position = length - count + row
+    at_q = ((begin_rows + row).to(tl.int64) * HEADS + head) * DIM
+    queries = tl.load(q + at_q[:, None] + dims, mask=shown, other=0.0)
+    kv_head = head // (HEADS // KV_HEADS)
+    best, total, mixed = _attend(
+        queries, position, keys + kv_head * DIM, values + kv_head * DIM, key_stride, value_stride,
+        table + low * table_stride, first, shared, begin_rows,
+        _visible_from(length - count + tile * ROWS, WINDOW, TILE),
+        tl.minimum(length - count + (tile + 1) * ROWS, length), scale,
+        DIM, WIDTH, BLOCK, WINDOW, TILE, PART, PRECISION,
+    )  # fmt: skip
+    total = tl.where(in_row, total, 1.0)
+    result = (mixed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at_q[:, None] + dims, result, mask=shown)
+    if NORMALIZE:
+        natural = (best + tl.log2(total)) * 0.6931471805599453
+        tl.store(normalizers + head.to(tl.int64) * count_all + begin_rows + row, natural, mask=in_row)
+
+
+def prefill(q: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths: Tensor, window: int | None) -> Tensor:
+    """See `attention.paged_prefill`."""
+    block, kv_heads, dim = pages.shape[1], pages.shape[3], pages.shape[4]
+    out = torch.zeros_like(q)  # so that padding stays finite
+    keys, values = pages, pages.flatten()[kv_heads * dim :]
+    strides = (2 * kv_heads * dim, 2 * kv_heads * dim, table.stride(0))
+    _launch_packed(q, keys, values, table, table, cu_seqlens, cu_seqlens, lengths, out, None, strides, window, block)
+    return out
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, tokens: Tensor, cu_keys: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """See `attention.packed_attention`. Also gives the logarithm of each query's sum of weights, [heads, tokens].
+
+    Heads of k and v must be contiguous; tokens may have any stride.
+    """
+    out = torch.empty_like(q)
+    normalizers = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    strides = (k.stride(0), v.stride(0), 0)
+    _launch_packed(q, k, v, cu_seqlens, tokens, cu_seqlens, cu_keys, cu_keys, out, normalizers, strides, window, 0)
+    return out, normalizers
+
+
+def _launch_packed(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, tokens: Tensor, cu_rows: Tensor, cu_keys: Tensor,
+    lengths: Tensor, out: Tensor, normalizers: Tensor | None, strides: tuple[int, int, int], window: int | None,
+    block: int,
+) -> None:  # fmt: skip
+    count, heads, dim = q.shape
+    kv_heads = keys.shape[-2]
+    sequences = len(cu_rows) - 1
+    _packed_kernel[(count // _ROWS + sequences, heads)](
+        q, keys, values, table, tokens, cu_rows, cu_keys, lengths, out, out if normalizers is None else normalizers,
+        _scale(dim), sequences, count, *strides,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK=block,
+        WINDOW=window or 0, ROWS=_ROWS, TILE=TILE, PART=PART, STEPS=sequences.bit_length(),
+        NORMALIZE=normalizers is not None, PRECISION=_precision(q), num_warps=4,
+    )  # fmt: skip
+
+
+def _scale(dim: int) -> float:
+    """The factor of scores whose powers of 2 are the softmax."""
+    return dim**-0.5 / _LN_2
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _precision(q: Tensor) -> Any:
+    return "ieee" if q.dtype == torch.float32 else "tf32"  # "tf32" has no effect on half precision

@@ -1,0 +1,275 @@
+"""Finds out, on this device with this library, how each product of a model gets the same bits at any number of rows.
+
+For every shape of weight, products of all row counts that will be used are compared with the product of the most rows.
+Where they differ, other ways are tried, and the fastest one that agrees is taken. The results are kept in a file for
+the next start; `ROLLGRAPH_CACHE` says in which folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollgraph.files import write_atomically
+from rollgraph.model.decoder import Decoder
+from rollgraph.model.products import LIBRARY, Route, Routes, compute
+
+_REPEATS = 10  # calls in one timed graph
+_CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
+
+
+class ProductShape(NamedTuple):
+    """What a library chooses its algorithm by, beside the number of rows."""
+
+    columns: int
+    depth: int
+    biased: bool
+    wide: bool  # the result is fp32 although the weight is not
+
+    def __str__(self) -> str:
+        return f"{self.depth}x{self.columns}{' + bias' if self.biased else ''}"
+
+
+@dataclass
+class ProductReport:
+    """What the probe found. `inexact` has the shapes and row counts for which no way agrees."""
+
+    routes: dict[ProductShape, dict[int, Route]] = field(default_factory=dict)
+    inexact: dict[ProductShape, list[int]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        return not self.inexact
+
+    def lines(self) -> list[str]:
+        """One line for each shape whose products are not all the library's own."""
+        found = []
+        for shape, routes in self.routes.items():
+            special = [f"{rows}: {route}" for rows, route in sorted(routes.items()) if route != LIBRARY]
+            if special:
+                found.append(f"{shape}  " + "; ".join(special))
+        return found
+
+
+def set_routes(
+    model: Decoder, row_counts: Sequence[int], head_counts: Sequence[int], *, at_any_cost: bool = False
+) -> ProductReport:
+    """Choose the routes of all products of a model for these numbers of rows, of which the largest is the reference.
+
+    `head_counts` are the numbers of rows that get logits. `at_any_cost` allows slower ways for the largest number of
+    rows too, if the library's do not agree among themselves.
+    """
+    started = time.perf_counter()
+    cache = _RouteCache(model, at_any_cost)
+    report = ProductReport()
+    for shape, weight, bias, setters in _shapes(model):
+        counts = sorted(set(head_counts if shape.wide else row_counts))
+        routes = cache.get(shape, counts)
+        if routes is None:
+            routes = _find_routes(weight, bias, shape, counts, at_any_cost)
+            cache.put(shape, counts, routes)
+        missing = [rows for rows in counts if rows not in routes]
+        report.routes[shape] = routes
+        if missing:
+            report.inexact[shape] = missing
+        for set_routes_of in setters:
+            set_routes_of(routes)
+    cache.save()
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def clear_routes(model: Decoder) -> None:
+    """Leave all products to the library."""
+    for _, _, _, setters in _shapes(model):
+        for set_routes_of in setters:
+            set_routes_of({})
+
+
+_Setter = Callable[[Routes], None]
+
+
+def _shapes(model: Decoder) -> Iterator[tuple[ProductShape, Tensor, Tensor | None, list[_Setter]]]:
+    """Every distinct shape, a weight and a bias of that shape, and functions that set the routes of all of them."""
+    by_shape: dict[ProductShape, tuple[Tensor, Tensor | None, list[_Setter]]] = {}
+
+    def add(weight: Tensor, bias: Tensor | None, wide: bool, setter: _Setter) -> None:
+        columns, depth = weight.shape
+        shape = ProductShape(columns, depth, bias is not None, wide)
+        by_shape.setdefault(shape, (weight, bias, []))[2].append(setter)
+
+    for layer in model.layers:
+        for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+            add(linear.weight, linear.bias, False, partial(setattr, linear, "routes"))
+    add(model.head_weight, None, True, partial(setattr, model, "head_routes"))
+    for shape, (weight, bias, setters) in by_shape.items():
+        yield shape, weight, bias, setters
+
+
+@torch.no_grad()
+def _find_routes(
+    like: Tensor, like_bias: Tensor | None, shape: ProductShape, counts: Sequence[int], at_any_cost: bool
+) -> dict[int, Route]:
+    """Routes of all row counts, as far as there are any that agree."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    most = counts[-1]
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, dtype=torch.float32, device=like.device, generator=generator).to(like.dtype)
+
+    x = draw(most, shape.depth)
+    weight = draw(shape.columns, shape.depth) * shape.depth**-0.5
+    bias = draw(shape.columns) if like_bias is not None else None
+
+    def run(count: int, route: Route) -> Tensor:
+        """The product of the last `count` rows, which are elsewhere in the product of all."""
+        return compute(x[most - count :], weight, bias, route, count, shape.wide)
+
+    expected = compute(x, weight, bias, LIBRARY, most, shape.wide)
+    order = torch.randperm(most, generator=generator, device=like.device)
+    consistent = torch.equal(compute(x[order], weight, bias, LIBRARY, most, shape.wide), expected[order])
+    routes: dict[int, Route] = {}
+    if consistent:
+        for count in reversed(counts):
+            agreeing = [rows for rows, route in routes.items() if route == LIBRARY]
+            candidates = [LIBRARY]
+            if not torch.equal(run(count, LIBRARY), expected[most - count :]):
+                candidates = [
+                    route
+                    for route in _candidates(like.device, count, agreeing)
+                    if torch.equal(run(count, route), expected[most - count :])
+                ]
+            if candidates:
+                routes[count] = _fastest(candidates, partial(run, count), like.device)
+    if len(routes) < len(counts) and at_any_cost:
+        routes = {count: _tilings(like.device, count)[-1] for count in counts}
+        expected = run(most, routes[most])
+        if not all(torch.equal(run(count, routes[count]), expected[most - count :]) for count in counts):
+            return {}
+    return routes
+
+
+def _candidates(device: torch.device, count: int, agreeing: Sequence[int]) -> list[Route]:
+    """Ways other than the library's own. `agreeing` are larger row counts whose library product agrees."""
+    paddings = sorted(agreeing)[:_CANDIDATE_PADDINGS]
+    found = [Route("library", rows) for rows in paddings]
+    if device.type == "cuda":
+        found.append(Route("biased"))
+        found += [Route("biased", rows) for rows in (2 * count, 4 * count) if rows <= max(agreeing, default=0)]
+    else:
+        found += [Route("library", rows) for rows in (4, 8, _next_multiple(count, 16)) if rows > count]
+    return found + _tilings(device, count)
+
+
+def _tilings(device: torch.device, count: int) -> list[Route]:
+    """The fixed way, in the tilings that suit a number of rows."""
+    if device.type != "cuda":
+        return [Route("fixed")]
+    from rollgraph.model.matmul_kernels import TILINGS
+
+    suited = [i for i, tiling in enumerate(TILINGS) if tiling.rows <= max(16, 4 * count) and count <= 4 * tiling.rows]
+    return [Route("fixed", tiling=i) for i in suited or [len(TILINGS) - 1]]
+
+
+def _next_multiple(number: int, factor: int) -> int:
+    return -(-number // factor) * factor
+
+
+def _fastest(candidates: Sequence[Route], run: Callable[[Route], Tensor], device: torch.device) -> Route:
+    """On CUDA, the candidate that takes the least time; elsewhere the first."""
+    if len(candidates) == 1 or device.type != "cuda":
+        return candidates[0]
+    return min(candidates, key=lambda route: _device_time(partial(run, route)))
+
+
+def _device_time(call: Callable[[], Tensor]) -> float:
+    """The time of a call on the device, without that of its launch."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_REPEATS):
+            call()
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+class _RouteCache:
+    """Routes on disk, by device, versions of the libraries, dtype, row counts and shape."""
+
+    def __init__(self, model: Decoder, at_any_cost: bool) -> None:
+        weight = model.embed.weight
+        self._key = [_device_name(weight.device), *_versions(), str(weight.dtype), at_any_cost]
+        self._path: Path | None = None
+        self._entries: dict[str, list[tuple[int, Route]]] = {}
+        self._changed = False
+        if weight.device.type == "cuda":  # elsewhere the probe takes no time worth saving
+            folder = os.environ.get("ROLLGRAPH_CACHE") or Path.home() / ".cache" / "rollgraph"
+            self._path = Path(folder) / "products.json"
+            self._entries = self._read(self._path)
+
+    @staticmethod
+    def _read(path: Path) -> dict[str, list[tuple[int, Route]]]:
+        """What the file says, or nothing: a cache that cannot be read is no reason to stop."""
+        try:
+            stored = json.loads(path.read_text())
+            return {
+                key: [(int(rows), Route(str(way), int(padded), int(tiling))) for rows, (way, padded, tiling) in entries]  # type: ignore[arg-type]
+                for key, entries in stored.items()
+            }
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def get(self, shape: ProductShape, counts: Sequence[int]) -> dict[int, Route] | None:
+        entries = self._entries.get(self._key_of(shape, counts))
+        return None if entries is None else dict(entries)
+
+    def put(self, shape: ProductShape, counts: Sequence[int], routes: dict[int, Route]) -> None:
+        self._entries[self._key_of(shape, counts)] = list(routes.items())
+        self._changed = True
+
+    def _key_of(self, shape: ProductShape, counts: Sequence[int]) -> str:
+        return json.dumps([*self._key, list(shape), list(counts)])
+
+    def save(self) -> None:
+        if self._path is None or not self._changed:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, json.dumps(self._entries, indent=1))
+        except OSError:
+            return
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def _versions() -> list[str]:
+    try:
+        import triton
+
+        kernels = str(triton.__version__)
+    except ImportError:
+        kernels = ""
+    return [torch.__version__, str(torch.version.cuda), str(torch.backends.cuda.preferred_blas_library()), kernels]

@@ -1,0 +1,131 @@
+"""Matrix products whose rows do not depend on how many rows there are.
+
+A library chooses an algorithm by the number of rows, and some algorithms add up along K in another order than others. A
+route says how to compute a product with some number of rows so that its bits are those of the product with many rows.
+`product_probe.py` finds the routes of a model. Without a route, a product is the library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_BLOCK = 16  # rows in one product of the fixed way on a CPU
+
+
+class Route(NamedTuple):
+    """One way to compute a product.
+
+    - library: the library's product of a weight without a bias, or with its bias.
+    - biased: the library's product with a bias of zeros, for which cuBLAS has other algorithms.
+    - fixed: a product with one order along K at any number of rows: our kernel on CUDA, blocks of rows elsewhere.
+    """
+
+    way: Literal["library", "biased", "fixed"]
+    rows: int = 0  # the rows are padded to this number
+    tiling: int = 0  # index of the kernel's tiling
+
+    def __str__(self) -> str:
+        padded = f", padded to {self.rows} rows" if self.rows else ""
+        return f"{self.way}{padded}"
+
+
+Routes = Mapping[int, Route]  # by number of rows
+LIBRARY = Route("library")
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routes: Routes, *, rows: int | None = None, wide: bool = False
+) -> Tensor:
+    """`x @ weight.T + bias` by the route of x's number of rows; with `wide`, in fp32 or more.
+
+    `rows` says how many rows of x count, if x is padded already. The result has only those.
+    """
+    count = len(x) if rows is None else rows
+    route = routes.get(count, LIBRARY)
+    if route == LIBRARY:
+        return _library(x[:count], weight, bias, wide)
+    product: Tensor = _Routed.apply(x, weight, bias, route, count, wide)  # type: ignore[no-untyped-call]
+    return product
+
+
+def padded_rows(routes: Routes, rows: int) -> int:
+    """The number of rows that the product of `rows` rows is computed with."""
+    return max(rows, routes.get(rows, LIBRARY).rows)
+
+
+def compute(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, count: int, wide: bool) -> Tensor:
+    """The first `count` rows of the product, by a route."""
+    if route.rows and len(x) != route.rows:
+        x = functional.pad(x[:count], (0, 0, 0, route.rows - count))
+    if route.way == "fixed":
+        return _fixed(x, weight, bias, route, wide)[:count]
+    if route.way == "biased" and bias is None:
+        bias = _zeros(len(weight), weight.dtype, weight.device)
+    return _library(x, weight, bias, wide)[:count]
+
+
+def _library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
+    if not wide:
+        return functional.linear(x, weight, bias)
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return functional.linear(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
+
+
+@cache
+def _zeros(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made once, by the probe, so that no graph has to fill them."""
+    return torch.zeros(columns, dtype=dtype, device=device)
+
+
+def _fixed(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, wide: bool) -> Tensor:
+    if x.is_cuda:
+        from rollgraph.model.matmul_kernels import TILINGS, product
+
+        dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+        return product(x.contiguous(), weight, bias, TILINGS[route.tiling], dtype)
+    padding = -len(x) % _BLOCK
+    blocks = functional.pad(x, (0, 0, 0, padding)).split(_BLOCK)
+    return torch.cat([_library(block, weight, bias, wide) for block in blocks])[: len(x)]
+
+
+class _Routed(torch.autograd.Function):
+    """`compute`, with the library's gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, count: int, wide: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.count = count
+        return compute(x, weight, bias, route, count, wide)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_out = d_out.to(x.dtype)
+        d_x = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            d_x = functional.pad(d_out @ weight, (0, 0, 0, len(x) - ctx.count))
+        if ctx.needs_input_grad[1]:
+            d_weight = d_out.t() @ x[: ctx.count]
+        if ctx.needs_input_grad[2]:
+            d_bias = d_out.sum(0)
+        return d_x, d_weight, d_bias, None, None, None
+
+
+class Linear(nn.Linear):
+    """A linear layer that follows routes. All layers of one shape share their routes."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.routes: Routes = {}
+
+    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+        return multiply(x, self.weight, self.bias, self.routes, rows=rows)

@@ -1,0 +1,49 @@
+"""Makes generation and training agree, bit for bit.
+
+The arithmetic of attention, norms, rotations and log-probabilities is the same in all phases, whatever is done here.
+What remains are matrix products, for which a library may choose another order of summation at another number of rows:
+`model/product_probe.py` finds a way around that for the numbers of rows that a worker uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rollgraph.inference import defaults
+from rollgraph.model import Decoder
+from rollgraph.model.logprobs import logit_rows
+from rollgraph.model.product_probe import ProductReport, set_routes
+from rollgraph.policy.limits import Limits
+
+Exactness = Literal["auto", "must", "off"]
+
+
+class ExactnessError(RuntimeError):
+    """Generation and training have to agree, and cannot."""
+
+
+def make_exact(
+    model: Decoder, limits: Limits, token_buckets: Sequence[int], whole_logits: bool, must: bool
+) -> ProductReport:
+    """Choose how each product of the model is computed. With `must`, slow ways are allowed, and failure is an error."""
+    sizes = defaults.ON_CUDA if model.embed.weight.is_cuda else defaults.ON_CPU
+    prefill_tokens = limits.prefill_tokens or sizes.prefill_tokens
+    logits = set(defaults.row_buckets(limits.rows))
+    for tokens in token_buckets:
+        logits |= logit_rows(tokens, model.architecture.vocabulary)
+        if whole_logits:
+            logits.add(tokens)
+    rows = (*defaults.product_rows(limits.rows, prefill_tokens), *token_buckets)
+    report = set_routes(model, rows, sorted(logits), at_any_cost=must)
+    if must and not report.exact:
+        raise ExactnessError(f"exact: must, but {describe(report)}")
+    return report
+
+
+def describe(report: ProductReport) -> str:
+    """One line about what was found."""
+    if not report.exact:
+        shapes = ", ".join(f"{shape} with {min(rows)} rows" for shape, rows in report.inexact.items())
+        return f"generation and training differ by rounding here: no way was found to compute {shapes} like many rows"
+    return "generation and training agree bit for bit"

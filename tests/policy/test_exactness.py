@@ -1,0 +1,231 @@
+"""Generation, scoring and training give a token the same log-probability, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.distributed.world import World
+from rollgraph.inference import Engine, SamplingParams, defaults
+from rollgraph.inference.kv_cache import CachePlan
+from rollgraph.model import Architecture, Decoder, Rope, product_probe, products
+from rollgraph.model.product_probe import clear_routes, set_routes
+from rollgraph.model.products import LIBRARY
+from rollgraph.policy import Limits, PolicyWorker
+from rollgraph.policy.exactness import ExactnessError, describe, make_exact
+from rollgraph.rl.algorithms.grpo import GRPO
+from rollgraph.rl.environment import Turn
+from rollgraph.types import Batch, Sample
+
+LLAMA = Architecture("llama", vocabulary=96, hidden=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16)
+ARCHITECTURES = {
+    "groups of 2": LLAMA,
+    "groups of 7, a bias": replace(
+        LLAMA, family="qwen2", heads=7, kv_heads=1, hidden=112, attention_bias=True, tied=True
+    ),
+    "head norms": replace(LLAMA, family="qwen3", head_dim=32),
+    "a window": replace(LLAMA, family="mistral", windows=(20, None)),
+    "odd sizes": replace(LLAMA, hidden=72, mlp=104, heads=3, kv_heads=3, head_dim=24, vocabulary=99),
+    "many layers": replace(LLAMA, layers=6, rope=Rope(theta=500.0)),
+}
+LIMITS = Limits(max_length=160, rows=8, token_buckets=(256, 512), cache_bytes=1 << 22, prefill_tokens=64)
+ROW_COUNTS = (1, 2, 3, 4, 8, 16, 24, 32, 64)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def decoder(architecture: Architecture, device: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A model whose weights are large enough that tokens differ in probability."""
+    torch.manual_seed(0)
+    model = Decoder(architecture)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    return model.to(device, dtype)
+
+
+def worker_of(architecture: Architecture, device: str, dtype: torch.dtype, **changes: Any) -> PolicyWorker:
+    temperature = changes.pop("temperature", 1.0)
+    algorithm = changes.pop("algorithm", GRPO())
+    worker = PolicyWorker(
+        decoder(architecture, device, dtype), None, World(0, 1, device), replace(LIMITS, **changes),
+        sampling=SamplingParams(max_tokens=24, temperature=temperature), optimizer={"lr": 1e-2}, warmup=1, exact="must",
+    )  # fmt: skip
+    worker.capture_all({"policy": (algorithm.loss, False)})
+    return worker
+
+
+def requests(vocabulary: int) -> list[tuple[list[int], int]]:
+    """Prompts of several lengths, some of which are shared, each with a key."""
+    generator = torch.Generator().manual_seed(1)
+    found: list[tuple[list[int], int]] = []
+    for length in (1, 3, 120, 17, 65):
+        prompt = torch.randint(vocabulary, (length,), generator=generator).tolist()
+        found += [(prompt, len(found) + copy) for copy in range(3 if length in (3, 65) else 1)]
+    return found
+
+
+def samples_of(asked: list[tuple[list[int], int]], turns: list[Turn]) -> list[Sample]:
+    samples = []
+    for (prompt, key), turn in zip(asked, turns, strict=True):
+        count = len(turn.tokens)
+        advantages = torch.full((count,), 1.0 if key % 2 else -1.0).numpy()
+        samples.append(Sample(prompt, turn.tokens, advantages, advantages**2 / count, turn.logprobs))
+    return samples
+
+
+def check_agreement(worker: PolicyWorker, asked: list[tuple[list[int], int]], seed: str) -> list[Sample]:
+    """Generate and score; return the samples."""
+    samples = samples_of(asked, worker.generate(asked, seed=seed))
+    for sample, scored in zip(samples, worker.logprobs(samples), strict=True):
+        assert list(sample.logprobs) == scored
+    return samples
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in ARCHITECTURES] + [(name, torch.bfloat16) for name in ("head norms", "a window")],
+    ids=str,
+)
+def test_sampled_logprobs_are_those_of_scoring_and_training(name: str, dtype: torch.dtype, device: str) -> None:
+    """Before and after updates, with prompts that are shared and prompts that are prefilled in chunks."""
+    architecture = ARCHITECTURES[name]
+    worker = worker_of(architecture, device, dtype)
+    assert worker.is_exact
+    asked = requests(architecture.vocabulary)
+    for step in range(2):
+        found = worker.train(Batch([check_agreement(worker, asked, f"step {step}")]))
+        assert found["token_mult_prob_error"] == 1.0
+        assert found["token_mult_prob_error_max"] == 1.0
+    worker.close()
+
+
+@each_device
+def test_other_temperatures_and_a_cache_too_small_for_all_rows(device: str) -> None:
+    asked = requests(LLAMA.vocabulary)
+    block = CachePlan(LLAMA, torch.float32, defaults.BLOCK_SIZE, 1).nbytes
+    small = worker_of(LLAMA, device, torch.float32, temperature=0.7, cache_bytes=16 * block)
+    samples = check_agreement(small, asked, "seed")
+    small.close()
+    large = worker_of(LLAMA, device, torch.float32, temperature=0.7)
+    for one, other in zip(samples, check_agreement(large, asked, "seed"), strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == other.logprobs
+    large.close()
+
+
+@each_device
+def test_the_first_ratio_and_the_importance_weight_are_exactly_one(device: str) -> None:
+    """Without scoring: the old log-probabilities are those of the rollout."""
+    worker = worker_of(LLAMA, device, torch.float32, algorithm=GRPO(importance_cap=2.0))
+    samples = samples_of(requests(LLAMA.vocabulary), worker.generate(requests(LLAMA.vocabulary), seed="seed"))
+    found = worker.train(Batch([samples]))
+    assert found["ratio"] == 1.0
+    assert found["importance"] == 1.0
+    assert found["rollout_kl"] == 0.0
+    worker.close()
+
+
+@each_device
+def test_a_sample_does_not_depend_on_its_batch(device: str) -> None:
+    """Alone or with others, in any order, with other numbers of rows and other prefill steps."""
+    asked = requests(LLAMA.vocabulary)
+    params = [SamplingParams(max_tokens=20, seed=key) for _, key in asked]
+    prompts = [prompt for prompt, _ in asked]
+
+    def generate(which: Sequence[int], **settings: int) -> dict[int, Any]:
+        sizes = {"rows": 8, "max_length": 160, "prefill_tokens": 64, "block_size": 16} | settings
+        model = decoder(LLAMA, device)
+        set_routes(model, ROW_COUNTS, ROW_COUNTS, at_any_cost=True)  # all engines have the same reference
+        engine = Engine(model, filters=False, exact=False, **sizes)  # type: ignore[arg-type]
+        outputs = engine.generate([prompts[i] for i in which], [params[i] for i in which])
+        return {
+            i: [(c.tokens, c.logprobs) for c in output.completions] for i, output in zip(which, outputs, strict=True)
+        }
+
+    everyone = range(len(asked))
+    expected = generate(everyone)
+    assert generate(list(reversed(everyone))) == expected
+    assert generate(everyone, rows=3, prefill_tokens=24, block_size=4) == expected
+    assert generate(everyone, cache_bytes=CachePlan(LLAMA, torch.float32, 16, 14).nbytes) == expected
+    for i in (0, 4):
+        assert generate([i], rows=1) == {i: expected[i]}
+
+
+# -- the probe ---------------------------------------------------------------------------------------------------------
+
+
+def split_few_rows(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """A library that adds up the two halves of K apart, if there are at most so many rows."""
+    whole = products._library
+
+    def library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
+        if len(x) > most:
+            return whole(x, weight, bias, wide)
+        half = x.shape[1] // 2
+        return whole(x[:, :half], weight[:, :half], bias, wide) + whole(x[:, half:], weight[:, half:], None, wide)
+
+    monkeypatch.setattr(products, "_library", library)
+
+
+def logits_of(model: Decoder, rows: int) -> Tensor:
+    x = torch.randn(64, model.architecture.hidden, generator=torch.Generator().manual_seed(0))
+    return model.logits(x[:rows])
+
+
+def test_products_that_the_library_splits_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_few_rows(monkeypatch, most=6)
+    model = decoder(LLAMA, "cpu")
+    assert not torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
+    report = set_routes(model, ROW_COUNTS, ROW_COUNTS)
+    assert report.exact
+    assert torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
+    assert all(route == LIBRARY for route in (report.routes[shape][32] for shape in report.routes))
+    assert len(report.lines()) == len(report.routes)
+    assert "4: library, padded to 8 rows" in report.lines()[0]
+    clear_routes(model)
+    assert not torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
+
+
+def test_what_cannot_be_made_exact_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most rows are the reference, and no other number of rows agrees with them."""
+    split_few_rows(monkeypatch, most=max(ROW_COUNTS) - 1)
+    monkeypatch.setattr(product_probe, "_candidates", lambda device, count, agreeing: [])
+    model = decoder(LLAMA, "cpu")
+    report = set_routes(model, ROW_COUNTS, ROW_COUNTS)
+    assert not report.exact
+    assert "differ by rounding here" in describe(report)
+    assert "with 1 rows" in describe(report)
+    assert not logits_of(model, 4).isnan().any()
+
+
+def test_must_takes_the_fixed_way_or_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_few_rows(monkeypatch, most=max(ROW_COUNTS) - 1)
+    monkeypatch.setattr(product_probe, "_candidates", lambda device, count, agreeing: [])
+    model = decoder(LLAMA, "cpu")
+    report = set_routes(model, ROW_COUNTS, ROW_COUNTS, at_any_cost=True)
+    assert report.exact
+    assert torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
+
+    monkeypatch.setattr(products, "_library", lambda x, weight, bias, wide: torch.randn(len(x), len(weight)))
+    limits = Limits(max_length=32, rows=2, token_buckets=(64,), prefill_tokens=32)
+    with pytest.raises(ExactnessError, match="exact: must, but generation and training differ"):
+        make_exact(model, limits, (64,), whole_logits=True, must=True)
+
+
+def test_gradients_of_routed_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    layer = products.Linear(12, 7, bias=True).double()
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    for route in (products.Route("library", 8), products.Route("fixed"), products.Route("biased", 16)):
+        layer.routes = {5: route}
+        found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
