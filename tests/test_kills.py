@@ -89,12 +89,14 @@ class Attempt:
         return f"rank {rank}, exit code {self.processes[rank].exitcode}: {self.logs[rank].read_text()}"
 
 
-def begin(folder: Path, output: Path, store_at_rank_0: bool = False, timeout: float = LONG_TIMEOUT) -> Attempt:
+def begin(
+    folder: Path, output: Path, *overrides: str, store_at_rank_0: bool = False, timeout: float = LONG_TIMEOUT
+) -> Attempt:
     """Start the ranks. They are forked from a server that has imported everything, so they start quickly."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "yaml", "rollgraph.train", "rollgraph.cli", "tests.test_kills"])
     path = folder / f"{output.name}.yaml"
-    given = [f"output={output}", "data.validation=null", f"ranks.timeout={timeout}"]
+    given = [f"output={output}", "data.validation=null", f"ranks.timeout={timeout}", *overrides]
     config = config_of(folder, *given, text=CONFIG)
     path.write_text(to_yaml(config))
     environment = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -234,7 +236,7 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.fixture
 def undisturbed(folder: Path) -> Path:
     output = folder / "undisturbed"
-    finish(begin(folder, output))
+    finish(begin(folder, output, "graph.impl=none"))  # graphs change no bit, and captures take time
     return output
 
 

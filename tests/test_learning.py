@@ -49,6 +49,7 @@ def test_a_policy_learns_what_is_rewarded_and_nothing_from_shuffled_rewards(fold
     (folder / "rewards.py").write_text(REWARDS)
     options = ["steps=40", "optimizer={lr: 1e-2, schedule: constant}", "algorithm.options={}", "checkpoint.every=100"]
     options += ["validation={every: 40, max_prompts: 10, samples: 32, temperature: 1.0}", "data.prompts_per_step=8"]
+    options += ["rollout.rows=32", "train.token_buckets=[256]"]  # few batches, so that it takes seconds
     found = {}
     for name in ("even", "shuffled_even"):
         given = f"reward.functions=[{{name: '{folder / 'rewards.py'}:{name}'}}]"

@@ -16,7 +16,7 @@ from rollgraph.cli import main
 from rollgraph.config import to_yaml
 from rollgraph.model import load_model
 from tests.run.test_checkpoints import untouched
-from tests.test_train import config_of, flip, folder, metrics_of, weights_of, write_inputs
+from tests.test_train import config_of, eager_config, flip, folder, metrics_of, weights_of, write_inputs
 
 __all__ = ["folder"]
 
@@ -26,7 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train for one step and return the path of the configuration. Tests must not change this run."""
     folder = write_inputs(tmp_path_factory.mktemp("trained"))
     path = folder / "config.yaml"
-    path.write_text(to_yaml(config_of(folder, "steps=1")))
+    path.write_text(to_yaml(eager_config(folder, "steps=1")))
     assert main(["train", str(path), "data.validation=null"]) == 0
     return path
 
@@ -71,7 +71,7 @@ def test_other_tools_stop_a_tiny_model_at_the_same_token(trained: Path, tmp_path
 
 def test_eval_and_export_report_skipped_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, places = folder / "config.yaml", folder / "run" / "checkpoints"
-    path.write_text(to_yaml(config_of(folder, "steps=2", "checkpoint.every=1")))
+    path.write_text(to_yaml(eager_config(folder, "steps=2", "checkpoint.every=1")))
     assert main(["train", str(path)]) == 0
     flip(places / "step_00000001" / "rank0.safetensors")
     for command in (["eval", str(path)], ["export", str(path), "--to", str(folder / "exported")]):
@@ -93,7 +93,7 @@ def test_eval_and_export_change_nothing_in_the_folder_of_the_run(
 ) -> None:
     """The folder may therefore be read-only. Root can write anyway, but modification times would reveal it."""
     path, run = folder / "config.yaml", folder / "run"
-    path.write_text(to_yaml(config_of(folder, "steps=2", "checkpoint.every=1")))
+    path.write_text(to_yaml(eager_config(folder, "steps=2", "checkpoint.every=1")))
     assert main(["train", str(path)]) == 0
     (run / "checkpoints" / "run_00000000.new").touch()  # left by a run that was killed
     before = untouched(run)
@@ -146,7 +146,7 @@ def test_mistakes_are_reported_in_one_line(folder: Path, capsys: pytest.CaptureF
 
 def test_overrides_may_stand_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(folder / "config.yaml")
-    Path(path).write_text(to_yaml(config_of(folder, "steps=2")))
+    Path(path).write_text(to_yaml(eager_config(folder, "steps=2")))
     assert main(["train", "data.validation=null", path, "steps=1"]) == 0
     target = str(folder / "exported")
     assert main(["export", "--to", target, path, "--which", "latest", "seed=0", "log.every=2"]) == 0
@@ -181,7 +181,7 @@ def test_eval_says_what_pass_at_k_is_and_what_failed(
 
 def test_eval_prints_only_json_although_rewards_print(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = folder / "config.yaml"
-    path.write_text(to_yaml(config_of(folder, "steps=1", "data.validation=null")))
+    path.write_text(to_yaml(eager_config(folder, "steps=1", "data.validation=null")))
     assert main(["train", str(path)]) == 0
     (folder / "loud.py").write_text(
         "import ctypes, os, sys\n"
@@ -222,7 +222,7 @@ def test_a_reward_too_large_is_counted_and_the_run_goes_on(folder: Path, capsys:
     algorithm = "algorithm={name: dr_grpo, options: {max_tokens: 4}}"
     function = f"reward.functions=[{{name: '{folder / 'huge.py'}:f'}}]"
     options = ["steps=2", "data.validation=null", "log.progress=plain", algorithm, function]
-    path.write_text(to_yaml(config_of(folder, *options)))
+    path.write_text(to_yaml(eager_config(folder, *options)))
     assert main(["train", str(path)]) == 0
     for line in metrics_of(folder / "run"):
         assert line["reward_failures/too_large"] == 6
@@ -247,7 +247,7 @@ def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeyp
     monkeypatch.setenv("TRAINER", str(os.getpid()))
     path = folder / "config.yaml"
     function = f"reward.functions=[{{name: '{folder / 'job.py'}:f'}}]"
-    path.write_text(to_yaml(config_of(folder, "steps=9", "data.validation=null", "reward.workers=1", function)))
+    path.write_text(to_yaml(eager_config(folder, "steps=9", "data.validation=null", "reward.workers=1", function)))
     assert main(["train", str(path)]) == 0
     found = metrics_of(folder / "run")
     assert [line["reward"] for line in found] == [1.5, 1.5]

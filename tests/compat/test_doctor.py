@@ -16,6 +16,7 @@ from rollgraph.compat import examination
 from rollgraph.compat.diagnosis import Diagnosis, RepairState
 from rollgraph.compat.examination import examine, find_installed
 from rollgraph.compat.megatron.patch import Patch
+from tests.forked import run_command
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(examination.__file__).parents[2])}
 LONG = "AssertionError: handles is not empty " + "and so on " * 20
@@ -180,18 +181,12 @@ def test_without_megatron_core_the_family_is_not_reported_healthy(
 def test_an_installation_that_is_broken(tmp_path: Path, file: str) -> None:
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("print('noise')\nraise RuntimeError('libcuda is of yesterday')\n")
-    paths = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
-    code = """if True:
-        import sys
-        from rollgraph.cli import main
-        from rollgraph.compat import examination
-        examination.find_installed = lambda found=examination.find_installed(): {**found, "megatron-core": "0.16.1"}
-        sys.exit(main(["doctor", "--json"]))
-    """
-    words = [sys.executable, "-c", code]
-    ran = subprocess.run(words, capture_output=True, text=True, env={**ENVIRONMENT, "PYTHONPATH": paths})
+    (tmp_path / "megatron_core-0.16.1.dist-info").mkdir()
+    (tmp_path / "megatron_core-0.16.1.dist-info" / "METADATA").write_text("Name: megatron-core\nVersion: 0.16.1\n")
+    ran = run_command(tmp_path, tmp_path, "doctor", "--json")
     report = json.loads(ran.stdout[ran.stdout.index("{") :])  # the noise is from the stand-in above, not the command
     assert ran.returncode == 3, ran.stderr  # nothing could be tried
+    assert report["installed"]["megatron-core"] == "0.16.1"
     assert report["affected"] is None
     assert {item["state"] for item in report["findings"]} == {"cannot tell here"}
     for item in report["findings"]:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rollgraph.compat.megatron import reference_weights, repair, repeatable_train, undo
-from rollgraph.distributed.world import World
 from tests.compat.megatron_world import (
     REASON,
     compute_gradients,
     copy_weights,
     list_managers,
     make_gpt,
-    megatron_world,
     one_rank,  # noqa: F401
     unrepaired,  # noqa: F401
     update_shard,
     wrap_ddp,
 )
-from tests.sharding.worlds import run_world
 
 pytest.importorskip("megatron.core", reason=REASON)
 pytestmark = pytest.mark.usefixtures("unrepaired", "one_rank")
@@ -156,27 +152,3 @@ def repair_changes_no_bit() -> bool:
 
 def test_with_healthy_use_results_are_the_same_bit_for_bit() -> None:
     assert repair_changes_no_bit()
-
-
-def switch_on_two_ranks(world: World) -> dict[str, bool]:
-    """Each rank updates its own shard; return whether the other rank's update arrived after hooks were disabled."""
-    with pytest.MonkeyPatch.context() as monkeypatch, megatron_world(monkeypatch):
-        seen = {"healthy use is the same": repair_changes_no_bit()}
-        for synced in (True, False):
-            ddp = wrap_ddp(make_gpt())
-            toggle(ddp.module, "none")
-            compute_gradients(ddp)
-            update_shard(ddp)
-            ddp.disable_forward_pre_hook(param_sync=False)  # a second call does not swallow what is asked for
-            ddp.disable_forward_pre_hook(param_sync=synced)
-            mine = torch.cat([parameter.detach().flatten() for parameter in ddp.module.parameters()])
-            both = [torch.empty_like(mine) for _ in range(world.size)]
-            torch.distributed.all_gather(both, mine)
-            seen[f"param_sync={synced}"] = torch.equal(*both)
-        return seen
-
-
-@pytest.mark.multi
-def test_the_parameter_sync_asked_for_is_never_skipped(tmp_path: Path) -> None:
-    expected = {"healthy use is the same": True, "param_sync=True": True, "param_sync=False": False}
-    assert run_world(2, tmp_path, switch_on_two_ranks) == [expected, expected]

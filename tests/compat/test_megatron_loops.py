@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +11,16 @@ import torch
 from torch import Tensor
 
 from rollgraph.compat.megatron import reference_weights, repair, repeatable_train
-from rollgraph.distributed.world import World
 from tests.compat.megatron_world import (
     REASON,
     copy_weights,
     make_batch,
     make_gpt,
-    megatron_world,
     one_rank,  # noqa: F401
     unrepaired,  # noqa: F401
     update_shard,
     wrap_ddp,
 )
-from tests.sharding.worlds import run_world
 
 pytest.importorskip("megatron.core", reason=REASON)
 pytestmark = [pytest.mark.usefixtures("unrepaired", "one_rank"), pytest.mark.filterwarnings("ignore")]
@@ -309,31 +305,3 @@ def test_weights_that_do_not_fit_change_nothing(change: Any, error: type[Excepti
         pytest.fail("entered")
     assert all(torch.equal(policy[name], tensor) for name, tensor in ddp.named_parameters())
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
-
-
-def swap_on_two_ranks(world: World, inside: bool = False) -> bool:
-    """The restored policy is the gathered one: both ranks' updates, on both ranks."""
-    with pytest.MonkeyPatch.context() as monkeypatch, megatron_world(monkeypatch):
-        ddp = wrap_ddp(make_gpt("none"))
-        ddp.zero_grad_buffer()
-        ddp(**make_batch()).mean().backward()
-        ddp.finish_grad_sync()
-        update_shard(ddp)
-        if inside:
-            ddp.disable_forward_pre_hook(param_sync=False)
-        with reference_weights(ddp.module if inside else ddp, make_reference()):
-            score(ddp)
-        mine = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
-        both = [torch.empty_like(mine) for _ in range(world.size)]
-        torch.distributed.all_gather(both, mine)
-        return torch.equal(*both)
-
-
-@pytest.mark.multi
-def test_parameters_are_gathered_before_the_swap(tmp_path: Path) -> None:
-    assert run_world(2, tmp_path, swap_on_two_ranks) == [True, True]
-
-
-@pytest.mark.multi
-def test_parameters_are_gathered_around_a_model_whose_hooks_are_off(tmp_path: Path) -> None:
-    assert run_world(2, tmp_path, swap_on_two_ranks, True) == [True, True]

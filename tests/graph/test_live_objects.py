@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -45,8 +44,8 @@ def test_many_captures_search_all_objects_once(full_walks: list[Any]) -> None:
     gc.unfreeze()  # with the objects of PyTorch alone, there are many
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     with torch.no_grad():
-        graphs = [capture(lambda x: model(x), (x,)) for _ in range(30)]
-    assert len(graphs) == 30
+        graphs = [capture(lambda x: model(x), (x,)) for _ in range(10)]
+    assert len(graphs) == 10
     assert len([generation for generation in full_walks if generation == -1]) <= 1
 
 
@@ -127,12 +126,3 @@ def test_the_collector_is_left_alone_once_captures_are_over() -> None:
     assert not any("LiveObjects" in repr(callback) for callback in gc.callbacks)
     leaf = torch.zeros(3, requires_grad=True)
     assert holds(ProgramObjects().leaves, leaf)
-
-
-def test_a_process_with_a_capture_ends_quietly() -> None:
-    program = (
-        "import torch; from rollgraph.graph import capture; m = torch.nn.Linear(2, 2)\n"
-        "with torch.no_grad(): capture(lambda x: m(x), (torch.ones(1, 2),))"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
-    assert (ended.returncode, ended.stderr) == (0, "")

@@ -57,6 +57,7 @@ def test_every_legal_order_of_a_size(chunks: int, microbatches: int, count: int)
             check_schedule(order, [1 + c % 3 for c in range(chunks)])
 
 
+@pytest.mark.slow
 def test_every_legal_order_of_two_chunks_and_three_microbatches() -> None:
     """Too many to check everything: only steps and plan, with one layer per chunk."""
     count = 0

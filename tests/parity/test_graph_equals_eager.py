@@ -123,8 +123,18 @@ def skip_if_not_promised(name: str, backend: str) -> None:
         pytest.skip("CUDA: sets a generator's state, copies from the host, or is not the same twice in eager either")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
+def combine(names: Iterable[str], settings: Iterable[Any]) -> list[Any]:
+    """Combine each name with each setting. `make test` runs one setting of each name, in turn, and all of the first."""
+    settings = list(settings)
+    combined = []
+    for row, name in enumerate(names):
+        for column, setting in enumerate(settings):
+            quick = row == 0 or column == row % len(settings)
+            combined.append(pytest.param(name, setting, marks=[] if quick else pytest.mark.slow))
+    return combined
+
+
+@pytest.mark.parametrize(("name", "optimizer"), combine(MODELS, OPTIMIZERS))
 def test_whole_step(name: str, optimizer: str, backend: str, device: torch.device) -> None:
     set_to_none = optimizer in ("sgd", "adamw-warm")
     skip_if_not_promised(name, backend)
@@ -133,9 +143,8 @@ def test_whole_step(name: str, optimizer: str, backend: str, device: torch.devic
     assert_same(train(graphed, inputs, "whole", optimizer, set_to_none, backend), expected)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("how", ["backward", "module"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "set_to_none"), combine(MODELS, [True, False]))
 def test_optimizer_outside(name: str, how: str, set_to_none: bool, backend: str, device: torch.device) -> None:
     """All three ways to capture agree, because each equals the same eager program."""
     skip_if_not_promised(name, backend)

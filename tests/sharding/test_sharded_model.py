@@ -126,7 +126,7 @@ def run_cases(world: World, cases: list[Case]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_setting_gives_the_bits_of_one_process(size: int, tmp_path: Path) -> None:
     found = run_world(size, tmp_path, run_cases, CASES)
     assert not any(isinstance(result, str) for result in found), next(r for r in found if isinstance(r, str))
@@ -224,25 +224,30 @@ def test_stale_parameters_cannot_be_read(tmp_path: Path) -> None:
         assert same == "True"
 
 
-def mismatched(world: World, what: str) -> None:
-    dtype = torch.float64 if what == "dtype" and world.rank else torch.float32
-    model = nn.Linear(4, 4 + (what == "shape" and world.rank), dtype=dtype)
-    ShardedModel(model, world, bucket_bytes=100 + (what == "bucket_bytes" and world.rank))
+DIFFERENCES = {
+    "shape": ("weight torch.float32 (4, 4) trained", "weight torch.float32 (5, 4) trained"),
+    "dtype": ("weight torch.float32 (4, 4) trained", "weight torch.float64 (4, 4) trained"),
+    "bucket_bytes": ("bucket_bytes 100", "bucket_bytes 101"),
+}
+
+
+def mismatched(world: World) -> dict[str, str]:
+    said = {}
+    for what in DIFFERENCES:
+        dtype = torch.float64 if what == "dtype" and world.rank else torch.float32
+        model = nn.Linear(4, 4 + (what == "shape" and world.rank), dtype=dtype)
+        with pytest.raises(ValueError, match="rank") as found:
+            ShardedModel(model, world, bucket_bytes=100 + (what == "bucket_bytes" and world.rank))
+        said[what] = str(found.value)
+    return said
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("what", "here", "there"),
-    [
-        ("shape", "weight torch.float32 (4, 4) trained", "weight torch.float32 (5, 4) trained"),
-        ("dtype", "weight torch.float32 (4, 4) trained", "weight torch.float64 (4, 4) trained"),
-        ("bucket_bytes", "bucket_bytes 100", "bucket_bytes 101"),
-    ],
-)
-def test_the_first_difference_between_ranks_is_named(what: str, here: str, there: str, tmp_path: Path) -> None:
-    first, second = run_world(2, tmp_path, mismatched, what)
-    assert f"rank 0 has {here!r} where rank 1 has {there!r}" in first
-    assert f"rank 1 has {there!r} where rank 0 has {here!r}" in second
+def test_the_first_difference_between_ranks_is_named(tmp_path: Path) -> None:
+    first, second = run_world(2, tmp_path, mismatched)
+    for what, (here, there) in DIFFERENCES.items():
+        assert f"rank 0 has {here!r} where rank 1 has {there!r}" in first[what]
+        assert f"rank 1 has {there!r} where rank 0 has {here!r}" in second[what]
 
 
 def lose_rank_1(world: World, how: str) -> str:
