@@ -859,10 +859,16 @@ def test_twenty_kills_at_random_moments_change_nothing(folder: Path) -> None:
     """Every step is saved, so many of the kills hit a save."""
     options = ["steps=400", "checkpoint.every=1", "validation.every=100"]
     train(config_of(folder, *options), ONE)
+    assert kill_at_random_moments(folder, 20, *options) > 0  # otherwise the kills did not test saving
+    assert_same_run(folder / "run", folder / "killed", step=399)
+
+
+def kill_at_random_moments(folder: Path, kills: int, *options: str) -> int:
+    """Start a run in the folder `killed` again and again, and finish it; return how many kills hit a save."""
     killed = [*options, f"output={folder / 'killed'}"]
     place = folder / "killed" / "checkpoints"
     moments, during_a_save = random.Random(0), 0
-    for _ in range(20):
+    for _ in range(kills):
         before = set(place.iterdir()) if place.exists() else set()
         process = start(folder, *killed)
         wait_for(lambda before=before: place.exists() and set(place.iterdir()) != before, process)  # it is at work
@@ -870,10 +876,9 @@ def test_twenty_kills_at_random_moments_change_nothing(folder: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.communicate()
         during_a_save += any(path.name.endswith(".incomplete") for path in place.iterdir())
-    assert during_a_save  # otherwise the kills did not test saving
     process = start(folder, *killed)
     assert process.wait(timeout=900) == 0, process.communicate()[0]
-    assert_same_run(folder / "run", folder / "killed", step=399)
+    return during_a_save
 
 
 @pytest.mark.multi

@@ -234,7 +234,8 @@ def test_a_callback_can_abort_any_request(engine: Engine) -> None:
             for output in outputs:
                 engine.abort(output)
 
-    outputs += [engine.submit(p, SamplingParams(n=2, max_tokens=40), on_token=stop_all) for p in ("ab", "cd")]
+    params = SamplingParams(n=2, max_tokens=40, ignore_eos=True)
+    outputs += [engine.submit(p, params, on_token=stop_all) for p in ("ab", "cd")]
     while engine.step():
         pass
     assert {c.finish_reason for output in outputs for c in output.completions} == {"abort"}

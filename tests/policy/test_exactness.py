@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +31,13 @@ ARCHITECTURES = {
     "head norms": replace(LLAMA, family="qwen3", head_dim=32),
     "a window": replace(LLAMA, family="mistral", windows=(20, None)),
     "odd sizes": replace(LLAMA, hidden=72, mlp=104, heads=3, kv_heads=3, head_dim=24, vocabulary=99),
-    "many layers": replace(LLAMA, layers=6, rope=Rope(theta=500.0)),
+    "many layers": replace(LLAMA, layers=4, rope=Rope(theta=500.0)),
 }
 LIMITS = Limits(max_length=160, rows=8, token_buckets=(256, 512), cache_bytes=1 << 22, prefill_tokens=64)
 ROW_COUNTS = (1, 2, 3, 4, 8, 16, 24, 32, 64)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)]
 
-each_device = pytest.mark.parametrize("device", DEVICES)
+each_device = pytest.mark.parametrize(("device", "dtype"), KINDS, ids=str)
 
 
 def decoder(architecture: Architecture, device: str, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -88,13 +88,15 @@ def check_agreement(worker: PolicyWorker, asked: list[tuple[list[int], int]], se
     return samples
 
 
-@each_device
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, torch.float32) for name in ARCHITECTURES] + [(name, torch.bfloat16) for name in ("head norms", "a window")],
-    ids=str,
-)
-def test_sampled_logprobs_are_those_of_scoring_and_training(name: str, dtype: torch.dtype, device: str) -> None:
+def cases() -> Iterator[Any]:
+    for name in ARCHITECTURES:
+        yield pytest.param(name, "cpu", torch.float32, id=f"{name}, cpu")
+        yield pytest.param(name, "cuda", torch.bfloat16, id=f"{name}, cuda", marks=pytest.mark.gpu)
+    yield pytest.param("head norms", "cpu", torch.bfloat16, id="head norms, cpu, bf16")
+
+
+@pytest.mark.parametrize(("name", "device", "dtype"), cases())
+def test_sampled_logprobs_are_those_of_scoring_and_training(name: str, device: str, dtype: torch.dtype) -> None:
     """Before and after updates, with prompts that are shared and prompts that are prefilled in chunks."""
     architecture = ARCHITECTURES[name]
     worker = worker_of(architecture, device, dtype)
@@ -108,13 +110,13 @@ def test_sampled_logprobs_are_those_of_scoring_and_training(name: str, dtype: to
 
 
 @each_device
-def test_other_temperatures_and_a_cache_too_small_for_all_rows(device: str) -> None:
+def test_other_temperatures_and_a_cache_too_small_for_all_rows(device: str, dtype: torch.dtype) -> None:
     asked = requests(LLAMA.vocabulary)
-    block = CachePlan(LLAMA, torch.float32, defaults.BLOCK_SIZE, 1).nbytes
-    small = worker_of(LLAMA, device, torch.float32, temperature=0.7, cache_bytes=16 * block)
+    block = CachePlan(LLAMA, dtype, defaults.BLOCK_SIZE, 1).nbytes
+    small = worker_of(LLAMA, device, dtype, temperature=0.7, cache_bytes=16 * block)
     samples = check_agreement(small, asked, "seed")
     small.close()
-    large = worker_of(LLAMA, device, torch.float32, temperature=0.7)
+    large = worker_of(LLAMA, device, dtype, temperature=0.7)
     for one, other in zip(samples, check_agreement(large, asked, "seed"), strict=True):
         assert one.tokens == other.tokens
         assert one.logprobs == other.logprobs
@@ -122,9 +124,9 @@ def test_other_temperatures_and_a_cache_too_small_for_all_rows(device: str) -> N
 
 
 @each_device
-def test_the_first_ratio_and_the_importance_weight_are_exactly_one(device: str) -> None:
+def test_the_first_ratio_and_the_importance_weight_are_exactly_one(device: str, dtype: torch.dtype) -> None:
     """Without scoring: the old log-probabilities are those of the rollout."""
-    worker = worker_of(LLAMA, device, torch.float32, algorithm=GRPO(importance_cap=2.0))
+    worker = worker_of(LLAMA, device, dtype, algorithm=GRPO(importance_cap=2.0))
     samples = samples_of(requests(LLAMA.vocabulary), worker.generate(requests(LLAMA.vocabulary), seed="seed"))
     found = worker.train(Batch([samples]))
     assert found["ratio"] == 1.0
@@ -134,7 +136,7 @@ def test_the_first_ratio_and_the_importance_weight_are_exactly_one(device: str) 
 
 
 @each_device
-def test_a_sample_does_not_depend_on_its_batch(device: str) -> None:
+def test_a_sample_does_not_depend_on_its_batch(device: str, dtype: torch.dtype) -> None:
     """Alone or with others, in any order, with other numbers of rows and other prefill steps."""
     asked = requests(LLAMA.vocabulary)
     params = [SamplingParams(max_tokens=20, seed=key) for _, key in asked]
@@ -142,7 +144,7 @@ def test_a_sample_does_not_depend_on_its_batch(device: str) -> None:
 
     def generate(which: Sequence[int], **settings: int) -> dict[int, Any]:
         sizes = {"rows": 8, "max_length": 160, "prefill_tokens": 64, "block_size": 16} | settings
-        model = decoder(LLAMA, device)
+        model = decoder(LLAMA, device, dtype)
         set_routes(model, ROW_COUNTS, ROW_COUNTS, at_any_cost=True)  # all engines have the same reference
         engine = Engine(model, filters=False, exact=False, **sizes)  # type: ignore[arg-type]
         outputs = engine.generate([prompts[i] for i in which], [params[i] for i in which])
@@ -154,7 +156,7 @@ def test_a_sample_does_not_depend_on_its_batch(device: str) -> None:
     expected = generate(everyone)
     assert generate(list(reversed(everyone))) == expected
     assert generate(everyone, rows=3, prefill_tokens=24, block_size=4) == expected
-    assert generate(everyone, cache_bytes=CachePlan(LLAMA, torch.float32, 16, 14).nbytes) == expected
+    assert generate(everyone, cache_bytes=CachePlan(LLAMA, dtype, 16, 14).nbytes) == expected
     for i in (0, 4):
         assert generate([i], rows=1) == {i: expected[i]}
 
