@@ -78,8 +78,10 @@ def make_worker(architecture: Architecture, options: argparse.Namespace, backend
     return worker, algorithm
 
 
-def run_step(worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, step: int) -> dict[str, float]:
-    """Take one step as `train.py` does, with a random reward."""
+def run_step(
+    worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, step: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Take one step as `train.py` does, with a random reward; return the seconds of phases, and training's metrics."""
     clock = Clock()
     generator = torch.Generator().manual_seed(step)
     vocabulary = worker.model.architecture.vocabulary
@@ -93,7 +95,7 @@ def run_step(worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, 
         worker.score(rollouts, "reference")
     batch = algorithm.make_batch(rollouts)
     with clock.phase("train"):
-        worker.train(batch)
+        learned = worker.train(batch)
     with clock.phase(SWITCHING):  # enter the same phases again and do nothing in them
         with worker.phases.enter("generate"):
             pass
@@ -101,13 +103,18 @@ def run_step(worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, 
             pass
         with worker.phases.enter("train"):
             pass
-    return clock.seconds
+    return clock.seconds, learned
 
 
 def measure(architecture: Architecture, options: argparse.Namespace, backend: Any) -> dict[str, float]:
     worker, algorithm = make_worker(architecture, options, backend)
     run_step(worker, algorithm, options, 0)
-    found = [run_step(worker, algorithm, options, step) for step in range(1, 1 + options.repeats)]
+    found = []
+    for step in range(1, 1 + options.repeats):
+        seconds, learned = run_step(worker, algorithm, options, step)
+        found.append(seconds)
+        error = learned["token_mult_prob_error"], learned["token_mult_prob_error_max"]
+        print(f"{backend}: probability ratio of generation and training: mean {error[0]}, largest {error[1]}")
     report = worker.pool.report()
     print(f"{backend}: {report.captures} captures, {report.replays} replays, {report.eager_runs} eager runs")
     worker.close()

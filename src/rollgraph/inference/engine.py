@@ -96,10 +96,8 @@ class Engine:
     ) -> None:
         architecture = model.architecture
         weight = model.embed.weight
-        cuda = weight.device.type == "cuda"
-        sizes = defaults.ON_CUDA if cuda else defaults.ON_CPU
-        if rows is None:
-            rows = sizes.rows
+        sizes = defaults.ON_CUDA if weight.is_cuda else defaults.ON_CPU
+        rows = sizes.rows if rows is None else rows
         if rows < 1 or block_size < 1:
             raise ValueError(f"rows={rows}, block_size={block_size}: both must be at least 1")
         max_length = min(max_length or defaults.MAX_LENGTH, architecture.max_length)
@@ -107,13 +105,13 @@ class Engine:
         prefill_sequences = min(defaults.PREFILL_SEQUENCES, rows)
         buckets = defaults.row_buckets(rows)
         if backend == "auto":
-            backend = "cuda" if cuda else "tape"
-        if exact:
-            set_routes(model, defaults.product_rows(rows, prefill_tokens), buckets)
+            backend = "cuda" if weight.is_cuda else "tape"
 
         self.model = model
         self.tokenizer = tokenizer
         self.pool = pool or GraphPool()
+        if exact:
+            self.pool.notes += set_routes(model, defaults.product_rows(rows, prefill_tokens), buckets).lines()
         self.max_length = max_length
         self.plan = plan_cache(
             architecture,
@@ -154,7 +152,7 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._stepping = False
         # Two areas for results: one is written by the step in flight while the other is read.
-        self._host_results = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=cuda) for _ in range(2)]
+        self._host_results = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=weight.is_cuda) for _ in range(2)]
         self._result_area = 0
         self._submitted = 0
         self._tokens = 0
