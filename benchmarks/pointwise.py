@@ -1,8 +1,8 @@
-"""Time norm, rotary positions and SwiGLU: `python benchmarks/pointwise.py` on a machine with a CUDA device.
+"""Time norm, rotary heads and SwiGLU: `python benchmarks/pointwise.py` on a machine with a CUDA device.
 
 It times our kernels, the same formulas under `torch.compile`, and Liger's kernels if they are installed, for forward
 and for forward + backward, at the shape of Qwen2.5-1.5B. At the floor, every input, output and gradient crosses memory
-once.
+once. Rotary heads are the way from the qkv projection to queries, keys and values; values need not be copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common import BYTES_PER_SECOND, QWEN_1_5B, device_time, table
 from torch import Tensor
 from torch.nn import functional
 
-from rollgraph.model.pointwise import add_norm, rotate, swiglu
+from rollgraph.model.pointwise import add_norm, swiglu
 
 EPS = 1e-6
 Operation = Callable[..., Any]
@@ -28,8 +28,28 @@ def plain_add_norm(stream: Tensor, update: Tensor, weight: Tensor) -> tuple[Tens
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(stream.dtype), stream
 
 
+def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Our kernel. It is imported late, because it needs Triton."""
+    from rollgraph.model.head_kernels import SplitHeads
+
+    return SplitHeads.apply(qkv, cos, sin, None, None, EPS, QWEN_1_5B.heads, QWEN_1_5B.kv_heads)
+
+
+def views(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values, each [tokens, heads, head_dim], in the memory of the projection."""
+    a = QWEN_1_5B
+    q, k, v = qkv.unflatten(1, (-1, a.head_dim)).split((a.heads, a.kv_heads, a.kv_heads), 1)
+    return q, k, v
+
+
+def plain_split_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = views(qkv)
+    return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
+
+
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
@@ -39,7 +59,7 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def liger() -> dict[str, Operation]:
-    """Adapt Liger's kernels to our arguments. Its rotation takes queries and keys together, and full-width cosines."""
+    """Adapt Liger's kernels to our arguments. Its rotation takes queries and keys, heads first, and wide cosines."""
     try:
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
@@ -47,16 +67,16 @@ def liger() -> dict[str, Operation]:
     except ImportError as error:
         print(f"Liger is not timed: {error}")
         return {}
-    heads = QWEN_1_5B.heads
 
-    def both(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = x[None].transpose(1, 2).split((heads, x.shape[1] - heads), 1)
-        wide = torch.cat((cos, cos), -1).transpose(0, 1), torch.cat((sin, sin), -1).transpose(0, 1)
-        return LigerRopeFunction.apply(q, k, *wide)
+    def rotate_views(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = views(qkv)
+        wide = [torch.cat((x, x), -1)[None] for x in (cos, sin)]
+        q, k, *_ = LigerRopeFunction.apply(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *wide)
+        return q, k, v
 
     return {
         "add + norm": lambda x, update, weight: LigerFusedAddRMSNormFunction.apply(update, x, weight, EPS),
-        "rotary": both,
+        "rotary": rotate_views,
         "SwiGLU": LigerFusedGateUpSiLUMulFunction.apply,
     }
 
@@ -100,23 +120,25 @@ def main() -> None:
     def values(*shape: int, grad: bool = True) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
 
-    angles = [torch.rand(tokens, 1, a.head_dim // 2, device="cuda") for _ in range(2)]
-    hidden, heads = tokens * a.hidden * 2, tokens * (a.heads + a.kv_heads) * a.head_dim * 2
+    angles = [torch.rand(tokens, a.head_dim // 2, device="cuda") for _ in range(2)]
+    hidden = tokens * a.hidden * 2
+    rotated = tokens * (a.heads + a.kv_heads) * a.head_dim * 2
+    width = (a.heads + 2 * a.kv_heads) * a.head_dim
     # Each case has its inputs, and the bytes that forward and backward move.
     cases: dict[str, tuple[list[Tensor], int, int]] = {
         "add + norm": ([values(tokens, a.hidden), values(tokens, a.hidden), values(a.hidden)], 4 * hidden, 4 * hidden),
-        "rotary": ([values(tokens, a.heads + a.kv_heads, a.head_dim), *angles], 2 * heads, 2 * heads),
+        "rotary": ([values(tokens, width), *angles], 2 * rotated, 2 * tokens * width * 2),
         "SwiGLU": ([values(tokens, 2 * a.mlp)], 3 * tokens * a.mlp * 2, 5 * tokens * a.mlp * 2),
     }
     ways: dict[str, dict[str, Operation]] = {
         "rollgraph": {
             "add + norm": lambda x, update, weight: add_norm(x, update, weight, EPS),
-            "rotary": lambda x, cos, sin: rotate(x, cos[:, 0], sin[:, 0]),
+            "rotary": split_heads,
             "SwiGLU": swiglu,
         },
         "torch.compile": {
             "add + norm": torch.compile(plain_add_norm),
-            "rotary": torch.compile(plain_rotate),
+            "rotary": torch.compile(plain_split_heads),
             "SwiGLU": torch.compile(plain_swiglu),
         },
         "Liger": liger(),
