@@ -499,6 +499,13 @@ def sparse_config(folder: Path, *overrides: str) -> Config:
     return config_of(folder, *options, *overrides)
 
 
+def test_groups_of_an_earlier_policy_are_no_disagreement(folder: Path) -> None:
+    train(sparse_config(folder, "graph.exact=must", "graph.impl=none"), ONE)
+    errors = [entry["token_mult_prob_error_max"] for entry in metrics_of(folder / "run")]
+    assert errors[0] == 1.0
+    assert max(errors) > 1.0  # a step has used groups that the step before had left over
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_inputs(tmp_path_factory.mktemp("undisturbed"))

@@ -61,11 +61,12 @@ def take_steps(run: Run, first_step: int) -> None:
 
 def take_step(run: Run, step: int) -> bool:
     """Sample, learn, validate, log and save. Whether to go on: the run may have been asked to stop."""
+    exact = run.policy.is_exact and not run.progress.surplus  # groups left over are of the policy before
     rollouts = collect(run, step)
     if lost_rewards(run):
         return False
     batch = make_batch(run, rollouts, step)
-    learned = update(run, batch, step)
+    learned = update(run, batch, step, exact)
     validated = validate(run, step)
     run.log.write(step, rollouts, batch, {**learned, **validated})
     stopping = run.on_any_rank(run.stop.requested)
@@ -78,18 +79,22 @@ def make_batch(run: Run, rollouts: list[Rollout], step: int) -> Batch:
     return run.inputs.algorithm.make_batch(rollouts, minibatches=minibatches, seed=step)
 
 
-def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """Train on the batch. The update and the record of it happen as a whole, so that either can be saved."""
+def update(run: Run, batch: Batch, step: int, exact: bool) -> dict[str, float]:
+    """Train on the batch. The update and the record of it happen as a whole, so that either can be saved.
+
+    `exact`: training gives all tokens the log-probabilities that they were drawn with.
+    """
     with run.stop.uninterrupted():
         with run.log.timed("train"):
             learned = run.policy.train(
                 batch,
                 POLICY_LOSS,
                 epochs=run.config.algorithm.epochs,
-                score_old=scores_old(run.config, run.inputs.algorithm, run.policy.is_exact),
+                score_old=scores_old(run.config, run.inputs.algorithm, exact),
             )
         refuse_dead(run, step, batch, learned)
-        check_agreement(run, step, learned)
+        if exact:
+            check_agreement(run, step, learned)
         if run.progress.end is None:  # the first step that this process takes
             check_report(run)
         run.progress.finish_step(step, run.policy.optimizer.steps)
@@ -128,7 +133,7 @@ def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) ->
 def check_agreement(run: Run, step: int, learned: dict[str, float]) -> None:
     """Tell if generation and training differ although they should not; with `exact: must`, end the run."""
     largest = learned["token_mult_prob_error_max"]
-    if not run.policy.is_exact or largest == 1.0:
+    if largest == 1.0:
         return
     found = (
         f"step {step}: generation and training disagree about a log-probability by {math.log(largest):.2g}, although "

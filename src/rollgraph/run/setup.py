@@ -120,7 +120,7 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
         log.view.phase(f"capture {name}", done, total)
 
     policy.capture_all(losses, show)
-    if policy.products is not None:
+    if policy.products is not None and not config.rollout.filtered:  # a filter changes what is sampled from
         log.note(describe(policy.products))
 
 
