@@ -85,6 +85,7 @@ LAYERS = (
     Layer("policy", (
         "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/phases.py", "policy/packing.py",
         "policy/packed_arrays.py", "policy/step_graphs.py", "policy/exactness.py",
+        "policy/agreement_layout.py", "policy/agreement_check.py",
         "policy/train_metrics.py", "policy/worker.py",
     ), packages=None),
     Layer("run", (

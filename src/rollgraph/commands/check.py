@@ -1,4 +1,7 @@
-"""`rollgraph check`: captures a function under the sanitizer and prints what a graph of it would get wrong."""
+"""`rollgraph check`: captures a function under the sanitizer and prints what a graph of it would get wrong.
+
+With `--exact` it does something else, for which see `exact_check.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollgraph.commands import exact_check
 from rollgraph.commands.streams import printing_to_stderr
 
 if TYPE_CHECKING:
     from rollgraph.graph import Findings
 
 CLEAN, FOUND, BROKEN = 0, 1, 2
+REPLAYS = 3
 _MUST_RETURN = (
     "must return (callable, example_inputs), (model, step) or (model, step, example_inputs), or return None if it "
     "captures and replays by itself"
@@ -30,29 +35,44 @@ class TargetError(Exception):
 def add_to(commands: Any) -> None:
     check = commands.add_parser(
         "check",
-        help="find what a graph of a function would get wrong",
+        help="find what a graph of a function would get wrong, or where generation and training differ",
         description="Capture a function under the sanitizer, compare its replays with eager, and report what a graph "
         f"of it would get wrong. The target is a function without arguments; it {_MUST_RETURN}. Exit code: {CLEAN} if "
-        f"there are no findings, {FOUND} if there are, {BROKEN} if the target cannot be checked.",
+        f"there are no findings, {FOUND} if there are, {BROKEN} if the target cannot be checked. "
+        f"{exact_check.DESCRIPTION}",
     )
-    check.add_argument("target", help="package.module:function, or path/to/file.py:function")
-    check.add_argument("--replays", type=_positive, default=3, help="number of replays (default: 3)")
     check.add_argument(
-        "--backend", choices=("auto", "cuda", "tape"), default="auto", help="default: auto, by the inputs' device"
+        "target", help="package.module:function, or path/to/file.py:function; with --exact, the folder of a model"
+    )
+    replays = check.add_argument("--replays", type=_positive, help=f"number of replays (default: {REPLAYS})")
+    backend = check.add_argument(
+        "--backend", choices=("auto", "cuda", "tape"), help="default: auto, by the inputs' device"
     )
     check.add_argument("--json", action="store_true", help="print the report as JSON")
-    check.set_defaults(run=run)
+    exact_options = exact_check.add_to(check, _positive)
+    check.set_defaults(run=run, of_graphs=(replays, backend), of_exact=exact_options)
 
 
 def run(options: argparse.Namespace) -> int:
     try:
+        _refuse(options, options.of_graphs if options.exact else options.of_exact)
+        if options.exact:
+            return exact_check.run(options)
         with printing_to_stderr():
-            findings = run_check(options.target, options.replays, options.backend)
+            findings = run_check(options.target, options.replays or REPLAYS, options.backend or "auto")
     except TargetError as error:
         print(f"rollgraph check: {error}", file=sys.stderr)
         return BROKEN
     print(findings.to_json() if options.json else findings)
     return FOUND if len(findings) else CLEAN
+
+
+def _refuse(options: argparse.Namespace, others: Sequence[argparse.Action]) -> None:
+    """Stop if options of the other kind of check are given, which would have no effect."""
+    for action in others:
+        if getattr(options, action.dest) != action.default:
+            kind = "cannot be combined with" if options.exact else "needs"
+            raise TargetError(f"{action.option_strings[0]} {kind} --exact")
 
 
 def run_check(target: str, replays: int = 3, backend: Any = "auto") -> Findings:

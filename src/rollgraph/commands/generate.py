@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from rollgraph.commands.devices import choose_device
+
 if TYPE_CHECKING:
     from rollgraph.inference import Engine, Output, SamplingParams
     from rollgraph.tokenizer import Tokenizer
@@ -161,7 +163,7 @@ def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Eng
     params = _make_params(options)
     tokenizer = load_tokenizer(options.model)
     _encode(requests, tokenizer, options.chat)
-    device = _choose_device(options.device)
+    device = choose_device(options.device)
     if options.cache_gib is not None and not options.cache_gib > 0:
         raise InputError(f"--cache-gib {options.cache_gib:g}: must be more than 0")
     if options.rows < 1:
@@ -197,19 +199,6 @@ def _make_params(options: argparse.Namespace) -> SamplingParams:
         ignore_eos=options.ignore_eos,
         seed=options.seed,
     )
-
-
-def _choose_device(wanted: str | None) -> str:
-    import torch
-
-    available = torch.cuda.is_available()
-    if not wanted:
-        return "cuda" if available else "cpu"
-    if wanted.partition(":")[0] not in ("cuda", "cpu"):
-        raise InputError(f"--device {wanted}: expected cuda or cpu")
-    if wanted.startswith("cuda") and not available:
-        raise InputError(f"--device {wanted}: no CUDA device is available; use --device cpu")
-    return wanted
 
 
 def _generate(

@@ -1,0 +1,149 @@
+"""Operations of generation and training are compared one by one, and the one that differs is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.model import Architecture, Decoder, decoder, products
+from rollgraph.policy import Limits, agreement_check
+from rollgraph.policy.agreement_check import AgreementReport, check_agreement
+
+LLAMA = Architecture("llama", vocabulary=96, hidden=64, mlp=96, layers=3, heads=4, kv_heads=2, head_dim=16)
+ARCHITECTURES = {
+    "plain": LLAMA,
+    "a bias, a tied head": replace(LLAMA, family="qwen2", attention_bias=True, tied=True),
+    "head norms": replace(LLAMA, family="qwen3", head_dim=32),
+    "a window": replace(LLAMA, family="mistral", windows=(20, None, 70)),
+}
+LIMITS = Limits(max_length=96, rows=8, token_buckets=(512,))
+PRODUCTS = {"qkv", "out", "gate_up", "down"}
+
+
+def model_of(architecture: Architecture, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(architecture, checkpointing=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    return model.to(device, dtype)
+
+
+def split_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that adds up the two halves of K apart, if there is one row."""
+    whole = products._library
+
+    def library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
+        if len(x) > 1:
+            return whole(x, weight, bias, wide)
+        half = x.shape[1] // 2
+        return whole(x[:, :half], weight[:, :half], bias, wide) + whole(x[:, half:], weight[:, half:], None, wide)
+
+    monkeypatch.setattr(products, "_library", library)
+
+
+def differing(report: AgreementReport) -> dict[str, list[int]]:
+    """The layers of each operation that differs."""
+    found: dict[str, list[int]] = {}
+    for difference in report.differences:
+        found.setdefault(difference.operation, []).append(difference.layer)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
+    ids=["cpu", "cuda"],
+)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_everything_agrees(name: str, device: str, dtype: torch.dtype) -> None:
+    """Not in bf16 on a CPU: with one row, some add up in another order, which the values of the probe do not show."""
+    report = check_agreement(model_of(ARCHITECTURES[name], device, dtype), LIMITS)
+    assert report.products is not None
+    assert report.products.exact
+    assert differing(report) == {}
+    assert report.agrees
+    assert report.row_counts == (1, 2, 4, 8)
+    assert all(found.tokens == 15 * 16 for found in report.logprobs.values())
+
+
+def test_rows_take_turns_if_there_are_more_than_sequences() -> None:
+    report = check_agreement(model_of(LLAMA), Limits(max_length=70, rows=12, token_buckets=(256,)))
+    assert report.agrees
+    assert report.logprobs["scoring"].tokens == (1 + 2 + 4 + 8 + 12) * 16
+
+
+def test_without_routes_only_the_products_of_few_rows_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that differs does not make those after it differ, because each has the inputs of the packed run."""
+    split_one_row(monkeypatch)
+    model = model_of(LLAMA)
+    assert check_agreement(model, LIMITS).agrees
+    report = check_agreement(model, LIMITS, routed=False)
+    assert not report.agrees
+    assert report.products is None
+    assert differing(report) == {**{name: [0, 1, 2] for name in PRODUCTS}, "logits": [3]}
+    first = report.differences[0]
+    assert (first.operation, first.layer, first.phase, first.rows) == ("qkv", 0, "decode", 1)
+    assert first.position == 79  # the last token of the longest prompt
+    assert 0 < first.differing <= first.values == 128
+    assert 0 < first.largest < 1e-4
+    assert all(0 < found.largest < 1e-3 for found in report.logprobs.values())
+    assert all(0 < found.differing < found.tokens for found in report.logprobs.values())
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_fault_in_attention_is_found_in_its_layer(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    correct = getattr(decoder, f"paged_{phase}")
+
+    def faulty(q: Tensor, *arguments: Any) -> Tensor:
+        """Attention of the layer with a window is wrong in its second row."""
+        out: Tensor = correct(q, *arguments)
+        if arguments[-1] == 20 and len(out) > 1:
+            out[1] *= 1.01
+        return out
+
+    for module in (decoder, agreement_check):
+        monkeypatch.setattr(module, f"paged_{phase}", faulty)
+    report = check_agreement(model_of(replace(LLAMA, family="mistral", windows=(None, 20, None))), LIMITS)
+    assert differing(report) == {"attention": [1]}
+    (found,) = report.differences
+    assert found.phase == phase
+    assert found.position == (79 if phase == "decode" else 1)
+    assert found.differing <= 64
+    assert not report.agrees
+    assert report.logprobs["scoring"].differing > 0
+
+
+def test_a_fault_in_the_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = agreement_check.sample
+
+    def faulty(logits: Tensor, rows: Any) -> Any:
+        drawn = correct(logits, rows)
+        return replace(drawn, logprob=drawn.logprob - 1e-3)
+
+    monkeypatch.setattr(agreement_check, "sample", faulty)
+    report = check_agreement(model_of(LLAMA), LIMITS)
+    assert differing(report) == {"log-probability": [3]}
+    assert report.logprobs["training"].differing == report.logprobs["training"].tokens
+
+
+def test_hooks_are_removed_and_routes_cleared() -> None:
+    model = model_of(LLAMA)
+    check_agreement(model, LIMITS)
+    check_agreement(model, LIMITS, routed=False)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not getattr(module, "routes", {})
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = model_of(LLAMA)
+    with torch.no_grad():
+        model.norm.fill_(torch.nan)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        check_agreement(model, LIMITS, routed=False)
