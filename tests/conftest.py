@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,13 +68,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_live_objects() -> None:
+def _few_live_objects() -> Iterator[None]:
     """A capture looks through everything alive; leave out what was alive before a module's tests.
 
-    It stays frozen: collecting what all imports have made, again for each module, would take a minute in all.
+    It stays frozen: collecting what all imports have made, again for each module, would take a minute in all. With a
+    GPU it does not, because garbage may hold the device's memory.
     """
     gc.collect()
     gc.freeze()
+    yield
+    if torch.cuda.is_available():
+        gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

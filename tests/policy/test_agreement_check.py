@@ -56,12 +56,15 @@ def differing(report: AgreementReport) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(
     ("device", "dtype"),
-    [("cpu", torch.float32), pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu)],
-    ids=["cpu", "cuda"],
+    [
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+    ids=["cpu", "cpu, bf16", "cuda"],
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_everything_agrees(name: str, device: str, dtype: torch.dtype) -> None:
-    """Not in bf16 on a CPU: with one row, some add up in another order, which the values of the probe do not show."""
     report = check_agreement(model_of(ARCHITECTURES[name], device, dtype), LIMITS)
     assert report.products is not None
     assert report.products.exact

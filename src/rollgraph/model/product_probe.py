@@ -24,6 +24,8 @@ from rollgraph.model.decoder import Decoder
 from rollgraph.model.products import LIBRARY, Route, Routes, compute
 
 _REPEATS = 10  # calls in one timed graph
+_CANCELLING_PAIRS = 4
+_CANCELLING_SIZE = 2.0**12  # how much larger cancelling terms are than others
 _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
 
 
@@ -130,6 +132,7 @@ def _find_routes(
     x = draw(most, shape.depth)
     weight = draw(shape.columns, shape.depth) * shape.depth**-0.5
     bias = draw(shape.columns) if like_bias is not None else None
+    _add_cancelling_terms(x, weight, generator)
 
     def run(count: int, route: Route) -> Tensor:
         """The product of the last `count` rows, which are elsewhere in the product of all."""
@@ -157,6 +160,22 @@ def _find_routes(
         if not all(torch.equal(run(count, routes[count]), expected[most - count :]) for count in counts):
             return {}
     return routes
+
+
+def _add_cancelling_terms(x: Tensor, weight: Tensor, generator: torch.Generator) -> None:
+    """Add pairs of large terms to every sum along K that cancel each other.
+
+    How much of the other terms is lost depends on what was added up before, so that another order shows in the result,
+    even after it was rounded to half precision.
+    """
+    depth = x.shape[1]
+    pairs = min(_CANCELLING_PAIRS, depth // 2)
+    places = torch.randperm(depth, generator=generator, device=x.device)
+    one = places[:pairs]
+    other = places[pairs : 2 * pairs]
+    weight[:, other] = weight[:, one]
+    x[:, one] *= _CANCELLING_SIZE
+    x[:, other] = -x[:, one]
 
 
 def _candidates(device: torch.device, count: int, agreeing: Sequence[int]) -> list[Route]:
