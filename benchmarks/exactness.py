@@ -151,6 +151,9 @@ def time_decode(architecture: Architecture, rows: int, exact: bool, device: str)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES)[:4], help="model shapes")
+    parser.add_argument(
+        "--layers", type=int, help="use only so many layers: a 7B model does not fit with its optimizer"
+    )
     parser.add_argument("--rows", type=int, default=512, help="sequences that decode at the same time")
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--context", type=int, default=1024, help="the longest prompt with its completion")
@@ -173,6 +176,9 @@ def main() -> None:
         raise SystemExit("benchmarks/exactness.py needs a CUDA device; --tiny runs it on a CPU")
     rows = []
     for name, architecture in shapes.items():
+        if options.layers is not None:
+            kept = architecture.windows[: options.layers]
+            architecture = replace(architecture, layers=options.layers, windows=kept)
         rows.append(check(name, architecture, options, device))
         gc.collect()
     header = ("", "tokens", "equal", "largest difference", "largest ratio in training", "probe, s")

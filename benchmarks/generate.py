@@ -3,8 +3,7 @@
 Prompts have 128 tokens, each gets 64 new ones by plain temperature sampling, and weights are random bf16. A decode step
 is timed while all rows run; the time of the whole run, with prefill, is printed next to it. The same run times
 `transformers` with a static cache and compilation, and computes the floor: the larger of bytes over memory bandwidth
-and operations over the throughput of the matrix units. `--profile` shows where the time of a step goes. `--agreement`
-shows how far the log-probabilities of decode and of a packed forward differ.
+and operations over the throughput of the matrix units. `--profile` shows where the time of a step goes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import torch
 from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, random_decoder, synchronize, table
 
 from rollgraph.inference import Engine, SamplingParams
-from rollgraph.model import Decoder, token_logprobs
 
 PROMPT, NEW = 128, 64
 
@@ -119,31 +117,11 @@ def profile(engine: Engine, batch: int) -> None:
     table(f"where the time of a step with {batch} rows goes", ("kernel", "launches", "µs"), rows)
 
 
-def agreement(engine: Engine, model: Decoder) -> None:
-    """Compare the log-probabilities of sampled tokens from decode with those of one packed forward."""
-    outputs = engine.generate(prompts_of(64), SamplingParams(max_tokens=NEW, seed=1))
-    differences = []
-    for output in outputs:
-        tokens = torch.tensor(output.prompt_tokens + output.completions[0].tokens, device="cuda")
-        count = len(tokens)
-        cu_seqlens = torch.tensor([0, count], dtype=torch.int32, device="cuda")
-        with torch.no_grad():
-            hidden = model(tokens, torch.arange(count, device="cuda"), cu_seqlens, count)
-            packed = token_logprobs(hidden[:-1], model.head_weight, tokens[1:])
-        decoded = torch.tensor(output.completions[0].policy_logprobs, device="cuda")
-        differences.append((packed[PROMPT - 1 :] - decoded).abs())
-    found = torch.cat(differences)
-    rows = [("64 prompts", found.mean().item(), found.max().item())]
-    rows = [(name, f"{mean:.5f}", f"{most:.5f}") for name, mean, most in rows]
-    table("absolute difference of decode and packed log-probabilities, bf16", ("", "mean", "maximum"), rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--alone", action="store_true", help="do not time transformers")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--agreement", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/generate.py needs a CUDA device")
@@ -155,8 +133,6 @@ def main() -> None:
     synchronize()
     print(f"captured {len(engine.pool.graphs)} graphs in {time.perf_counter() - start:.1f} s")
     ours = {batch: time_ours(engine, batch) for batch in options.batches}
-    if options.agreement:
-        agreement(engine, model)
     if options.profile:
         for batch in options.batches:
             profile(engine, batch)
