@@ -344,13 +344,13 @@ def test_functions_that_hang_crash_or_raise_beside_others(functions: str, pids: 
     texts = ["hang", "fine", "die", "fine", "raise", "crash", "fine", "fine"]
     samples = [rollout(text) for text in texts]
     specs = [f"{functions}:risky", f"{functions}:ones"]
-    options: dict[str, Any] = {"workers": 2, "timeout": 2.0, "on_failure": -1.0, "batch_size": 1}
+    options: dict[str, Any] = {"workers": 2, "timeout": 10.0, "on_failure": -1.0, "batch_size": 1}
     with RewardFunctions(specs, **options) as rewards:
         rewards.score(samples)
         assert [s.rewards["risky"] for s in samples] == [1.0 if text == "fine" else -1.0 for text in texts]
         assert all(s.rewards["ones"] == 1.0 for s in samples)
         assert rewards.failures == {"timeout": 1, "died": 2, "raised": 1}
-        assert rewards.messages["timeout"] == "risky: no result after 2.0 s"
+        assert rewards.messages["timeout"] == "risky: no result after 10.0 s"
         assert rewards.messages["died"] in ("risky: ended with exit code 7", "risky: killed by SIGSEGV")
         assert "RuntimeError: no idea" in rewards.messages["raised"]
         hung = [int(pid) for pid in pids.read_text().split()]
