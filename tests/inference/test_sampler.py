@@ -225,3 +225,17 @@ def test_the_kernel_draws_the_same_tokens_as_pytorch() -> None:
 @pytest.mark.gpu
 def test_the_kernel_draws_the_same_tokens_as_pytorch_on_cuda() -> None:
     compare_kernel("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_row_without_filters_is_drawn_the_same_beside_rows_with_filters(device: str) -> None:
+    logits = 3 * torch.randn(8, 5000, generator=torch.Generator().manual_seed(0)).to(device)
+    rows = rows_for(8, device, temperature=0.7)
+    rows.temperature[6] = 0
+    expected = sample(logits, rows)
+    for setting, value in ((rows.top_k, 3), (rows.top_p, 0.5), (rows.min_p, 0.1), (rows.penalty, 1.3)):
+        setting[0] = value
+    found = sample_filtered(logits, rows, torch.zeros((8, 9), dtype=torch.int32, device=device))
+    assert torch.equal(found.token[1:], expected.token[1:])
+    assert torch.equal(found.logprob[1:], expected.logprob[1:])
+    assert torch.equal(found.policy_logprob[1:], expected.policy_logprob[1:])

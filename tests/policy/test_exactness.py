@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from rollgraph.distributed.world import World
 from rollgraph.inference import Engine, SamplingParams, defaults
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture, Decoder, Rope, product_probe, products
+from rollgraph.model.logprobs import reduce_logits
+from rollgraph.model.pointwise import swiglu
 from rollgraph.model.product_probe import clear_routes, set_routes
 from rollgraph.model.products import LIBRARY
-from rollgraph.policy import Limits, PolicyWorker
+from rollgraph.policy import Limits, PolicyWorker, step_graphs
 from rollgraph.policy.exactness import ExactnessError, describe, make_exact
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.environment import Turn
@@ -231,3 +235,98 @@ def test_gradients_of_routed_products(monkeypatch: pytest.MonkeyPatch) -> None:
         found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
+
+
+# -- what depends on the number of rows in plain PyTorch ---------------------------------------------------------------
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """Threads divide work at places that are no multiples of a vector."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_of_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    gate_up = (3 * torch.randn(341, 2 * 1000, generator=torch.Generator().manual_seed(0))).to(dtype)
+    apart = torch.cat([swiglu(row) for row in gate_up.split(1)])
+    assert torch.equal(swiglu(gate_up), apart)
+
+
+def test_gradients_of_swiglu() -> None:
+    gate_up = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(swiglu, gate_up)
+    extreme = torch.tensor([[-1e4, 1e4, 1.0, 1.0]], requires_grad=True)
+    (gradient,) = torch.autograd.grad(swiglu(extreme).sum(), extreme)
+    assert gradient.tolist() == [[0.0, 1.0, 0.0, 1e4]]
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_the_normalizer_of_a_row_does_not_depend_on_the_others() -> None:
+    """PyTorch divides the sum of a single long row among threads."""
+    logits = torch.randn(40, 40_000, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(40, 1)
+    targets = torch.arange(40)
+    together = reduce_logits(logits, ones, targets, entropy=True)
+    for count in (1, 2):
+        parts = zip(logits.split(count), ones.split(count), targets.split(count), strict=True)
+        apart = [reduce_logits(*part, entropy=True) for part in parts]
+        for one, others in zip(together, zip(*apart, strict=True), strict=True):
+            assert torch.equal(one, torch.cat(others))
+
+
+# -- where the contract ends -------------------------------------------------------------------------------------------
+
+
+def test_greedy_samples_are_not_exact() -> None:
+    """They are drawn with probability 1, and training has a temperature."""
+    worker = worker_of(LLAMA, "cpu", torch.float32, temperature=0.0)
+    assert not worker.is_exact
+    worker.close()
+
+
+def test_off_forgets_the_routes_that_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_few_rows(monkeypatch, most=6)
+    model = decoder(LLAMA, "cpu")
+    set_routes(model, ROW_COUNTS, ROW_COUNTS)
+    worker = PolicyWorker(
+        model, None, World(0, 1, "cpu"), LIMITS, sampling=SamplingParams(), optimizer={"lr": 1e-2}, warmup=1,
+        backend="eager", exact="off",
+    )  # fmt: skip
+    worker.capture_all({"policy": (GRPO().loss, False)})
+    assert not model.head_routes
+    assert not any(layer.mlp.down.routes for layer in model.layers)
+    worker.close()
+
+
+def test_engines_of_other_numbers_of_rows_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_few_rows(monkeypatch, most=6)
+    found = []
+    for rows in (1, 8):
+        model = decoder(LLAMA, "cpu")
+        Engine(model, rows=rows, max_length=32, prefill_tokens=64, filters=False, backend="eager")
+        found.append(logits_of(model, 1))
+    assert torch.equal(*found)
+
+
+def test_the_smallest_difference_shows() -> None:
+    """In fp32, exp of a difference of 1e-9 is 1."""
+    logprobs = torch.tensor([-0.01, -2.0, -3.0])
+    weights = torch.tensor([1.0, 1.0, 0.0])
+    assert step_graphs._agreement(logprobs, logprobs, weights).tolist() == [2.0, 2.0, 1.0]
+    other = torch.nextafter(logprobs, torch.zeros(3))
+    assert step_graphs._agreement(logprobs, other, weights)[2] > 1
+
+
+def test_routes_are_not_kept_if_there_is_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container may run as a user that is not in its list of users."""
+    monkeypatch.delenv("ROLLGRAPH_CACHE", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert product_probe.cache_path() is None
+    monkeypatch.setenv("ROLLGRAPH_CACHE", str(tmp_path))
+    assert product_probe.cache_path() == tmp_path / "products.json"

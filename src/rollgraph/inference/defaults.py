@@ -10,6 +10,7 @@ from dataclasses import dataclass
 BLOCK_SIZE = 16  # tokens per block of the key/value cache
 MAX_LENGTH = 4096  # tokens of a prompt and its completion together
 PREFILL_SEQUENCES = 64  # sequences in one prefill step, at most
+REFERENCE_ROWS = 64  # the logits of fewer rows are computed like those of so many
 CPU_CACHE_BYTES = 2**30  # size of the key/value cache on a CPU; on a GPU it depends on the free memory
 
 

@@ -111,7 +111,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.pool = pool or GraphPool()
         if exact:
-            self.pool.notes += set_routes(model, defaults.product_rows(rows, prefill_tokens), buckets).lines()
+            # All engines have at least one number of rows with logits in common, so that theirs are the same.
+            logits = (*buckets, defaults.REFERENCE_ROWS)
+            self.pool.notes += set_routes(model, defaults.product_rows(rows, prefill_tokens), logits).lines()
         self.max_length = max_length
         self.plan = plan_cache(
             architecture,

@@ -84,8 +84,15 @@ def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
     scores = torch.where(greedy[:, None], kept, kept + gumbel(rows.seed, rows.position, ids.to(torch.int32)))
     place = scores.argmax(-1)
     token = ids.gather(1, place[:, None])[:, 0]
-    logprob = kept.gather(1, place[:, None])[:, 0] - kept.logsumexp(-1)
-    return _finish(raw, token, greedy, logprob)
+    logprob = reduce_logits(kept, torch.ones_like(kept[:, :1]), place)[0]
+    filtered = _finish(raw, token, greedy, logprob)
+    plain = sample(raw, rows)  # a row without filters gets what it would get in a batch without filters
+    uses = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0) | (rows.penalty != 1)
+    return Drawn(
+        torch.where(uses, filtered.token, plain.token),
+        torch.where(uses, filtered.logprob, plain.logprob),
+        torch.where(uses, filtered.policy_logprob, plain.policy_logprob),
+    )
 
 
 def penalize(logits: Tensor, rows: Rows, history: Tensor) -> Tensor:

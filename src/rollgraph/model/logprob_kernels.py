@@ -79,7 +79,7 @@ def _join_kernel(
 
 
 def reduce(logits: Tensor, scale: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the target, normalizer and entropy of each row; see `logprobs._reduce`."""
+    """Log-probability of the target, normalizer and entropy of each row; see `logprobs.reduce_logits`."""
     rows, vocabulary = logits.shape
     count = part_count(vocabulary)
     parts = torch.empty((rows, count, 3), dtype=torch.float32, device=logits.device)

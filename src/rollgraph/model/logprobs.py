@@ -149,6 +149,9 @@ def reduce_logits(
         from rollgraph.model.logprob_kernels import reduce
 
         return reduce(logits, scale, targets, entropy)
+    if len(logits) == 1:  # threads would divide a single row among themselves, and add up in another order
+        twice = reduce_logits(logits.repeat(2, 1), scale.repeat(2, 1), targets.repeat(2), entropy)
+        return twice[0][:1], twice[1][:1], twice[2][:1]
     scaled = logits * scale
     normalizer = scaled.logsumexp(-1)
     logprob = scaled.gather(-1, targets[:, None].long()).squeeze(-1) - normalizer

@@ -7,9 +7,11 @@ heads are part of a kernel of `head_kernels.py` there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.autograd.function import once_differentiable
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,7 +49,28 @@ def swiglu(gate_up: Tensor, rows: int = 0) -> Tensor:
         activated: Tensor = SwiGLU.apply(gate_up, max(rows, len(gate_up)))  # type: ignore[no-untyped-call]
         return activated
     gate, up = gate_up.chunk(2, -1)
-    return functional.silu(gate) * up
+    opened: Tensor = _Silu.apply(gate)  # type: ignore[no-untyped-call]
+    return opened * up
+
+
+class _Silu(torch.autograd.Function):
+    """`silu` of plain PyTorch operations.
+
+    PyTorch's own computes the numbers that do not fill a vector in another way. Which these are depends on where rows
+    are divided among threads, hence on the number of rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        wide = _widen(x)
+        return (wide / (1 + (-wide).exp())).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(d_out, x)
 
 
 def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:

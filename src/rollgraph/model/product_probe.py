@@ -23,6 +23,7 @@ from rollgraph.files import write_atomically
 from rollgraph.model.decoder import Decoder
 from rollgraph.model.products import LIBRARY, Route, Routes, compute
 
+_PROBE = 1  # raise it when the probe or a way changes: what was found before is then not used any more
 _REPEATS = 10  # calls in one timed graph
 _CANCELLING_PAIRS = 4
 _CANCELLING_SIZE = 2.0**12  # how much larger cancelling terms are than others
@@ -87,6 +88,8 @@ def set_routes(
         for set_routes_of in setters:
             set_routes_of(routes)
     cache.save()
+    if model.embed.weight.is_cuda:
+        torch.cuda.empty_cache()  # a key/value cache takes a share of what is free, which the probe must not change
     report.seconds = time.perf_counter() - started
     return report
 
@@ -236,13 +239,13 @@ class _RouteCache:
 
     def __init__(self, model: Decoder, at_any_cost: bool) -> None:
         weight = model.embed.weight
-        self._key = [_device_name(weight.device), *_versions(), str(weight.dtype), at_any_cost]
+        self._key = [_PROBE, _device_name(weight.device), *_versions(), str(weight.dtype), at_any_cost]
         self._path: Path | None = None
         self._entries: dict[str, list[tuple[int, Route]]] = {}
         self._changed = False
         if weight.device.type == "cuda":  # elsewhere the probe takes no time worth saving
-            folder = os.environ.get("ROLLGRAPH_CACHE") or Path.home() / ".cache" / "rollgraph"
-            self._path = Path(folder) / "products.json"
+            self._path = cache_path()
+        if self._path is not None:
             self._entries = self._read(self._path)
 
     @staticmethod
@@ -276,6 +279,17 @@ class _RouteCache:
             write_atomically(self._path, json.dumps(self._entries, indent=1))
         except OSError:
             return
+
+
+def cache_path() -> Path | None:
+    """Where routes are kept; None if the user has no home, as in some containers."""
+    folder = os.environ.get("ROLLGRAPH_CACHE")
+    if folder:
+        return Path(folder) / "products.json"
+    try:
+        return Path.home() / ".cache" / "rollgraph" / "products.json"
+    except RuntimeError:
+        return None
 
 
 def _device_name(device: torch.device) -> str:

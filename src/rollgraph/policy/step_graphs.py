@@ -28,6 +28,7 @@ from rollgraph.sharding import ShardedModel
 from rollgraph.types import Sample
 
 Loss = Callable[[TokenStreams], tuple[Tensor, dict[str, Tensor]]]
+_MORE_THAN_ONE = 1 + torch.finfo(torch.float32).eps
 OnCapture = Callable[[str, int, int], None]  # name of the graph, how many are done, how many there are
 
 
@@ -248,5 +249,7 @@ class StepGraphs:
 def _agreement(logprobs: Tensor, rollout_logprobs: Tensor, weights: Tensor) -> Tensor:
     """How far training and rollout differ: sum of exp(|difference|) over trained tokens, their count, the maximum."""
     trained = weights != 0
-    error = torch.where(trained, (logprobs - rollout_logprobs).abs(), 0.0).clamp_max(20.0).exp()
+    difference = torch.where(trained, (logprobs - rollout_logprobs).abs(), 0.0)
+    error = difference.clamp_max(20.0).exp()
+    error = torch.where(difference > 0, error.clamp_min(_MORE_THAN_ONE), error)  # exp rounds small ones to 1
     return torch.stack(((error * trained).sum(), trained.sum().float(), error.max()))

@@ -22,7 +22,7 @@ from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, Progress, SamplingParams
 from rollgraph.model import Decoder, save_model
-from rollgraph.model.product_probe import ProductReport
+from rollgraph.model.product_probe import ProductReport, clear_routes
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import Phases
@@ -91,7 +91,9 @@ class PolicyWorker:
         progress = on_capture or _ignore_progress
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
-        if self._exact != "off":
+        if self._exact == "off":
+            clear_routes(self.model)
+        else:
             self.products = make_exact(
                 self.model, self.limits, self._steps.buckets, whole_logits, self._exact == "must"
             )
@@ -118,7 +120,8 @@ class PolicyWorker:
     @property
     def is_exact(self) -> bool:
         """Whether a sample's log-probabilities at training are, bit for bit, those that it was drawn with."""
-        return self.products is not None and self.products.exact and not self.sampling.filtered
+        restricted = self.sampling.filtered or self.sampling.temperature == 0  # drawn from some of the tokens
+        return self.products is not None and self.products.exact and not restricted
 
     def _cache_bytes(self) -> int | None:
         """On its own, an engine takes most of the free memory. Here training needs its part."""
