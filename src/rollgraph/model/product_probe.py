@@ -44,15 +44,16 @@ class ProductShape(NamedTuple):
 
 @dataclass
 class ProductReport:
-    """What the probe found. `inexact` has the shapes and row counts for which no way agrees."""
+    """What the probes found. `inexact` has the shapes and row counts for which no way agrees."""
 
     routes: dict[ProductShape, dict[int, Route]] = field(default_factory=dict)
     inexact: dict[ProductShape, list[int]] = field(default_factory=dict)
+    attention_agrees: bool = True  # set by who has compared it, see `attention_probe.py`
     seconds: float = 0.0
 
     @property
     def exact(self) -> bool:
-        return not self.inexact
+        return self.attention_agrees and not self.inexact
 
     def lines(self) -> list[str]:
         """One line for each shape whose products are not all the library's own."""

@@ -12,6 +12,7 @@ from typing import Literal
 
 from rollgraph.inference import defaults
 from rollgraph.model import Decoder
+from rollgraph.model.attention_probe import attention_agrees
 from rollgraph.model.logprobs import logit_rows
 from rollgraph.model.product_probe import ProductReport, set_routes
 from rollgraph.policy.limits import Limits
@@ -36,6 +37,7 @@ def make_exact(
             logits.add(tokens)
     rows = (*defaults.product_rows(limits.rows, prefill_tokens), *token_buckets)
     report = set_routes(model, rows, sorted(logits), at_any_cost=must)
+    report.attention_agrees = attention_agrees(model, defaults.row_buckets(limits.rows))
     if must and not report.exact:
         raise ExactnessError(f"exact: must, but {describe(report)}")
     return report
@@ -43,6 +45,8 @@ def make_exact(
 
 def describe(report: ProductReport) -> str:
     """One line about what was found."""
+    if not report.attention_agrees:
+        return "generation and training differ by rounding here: attention of few rows is not that of many"
     if not report.exact:
         shapes = ", ".join(f"{shape} with {min(rows)} rows" for shape, rows in report.inexact.items())
         return f"generation and training differ by rounding here: no way was found to compute {shapes} like many rows"
