@@ -98,6 +98,8 @@ def run(options: argparse.Namespace) -> int:
         engine, params = _prepare(options, requests)
         with _opened(options.out) as target:
             return _generate(engine, params, requests, options, target)
+    except BrokenPipeError:  # the reader of our output has enough, as `head` does: cli.py ends quietly
+        raise
     except (InputError, ValueError, OSError) as error:
         print(f"rollgraph generate: {error}", file=sys.stderr)
         return BROKEN
@@ -316,4 +318,10 @@ def _progress_bar(total: int, quiet: bool) -> Iterator[Any]:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(stderr=True)
+    class PipedConsole(Console):
+        """Raises what any other print raises when nobody reads it, as in `2>&1 | head`; rich exits with code 1."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return PipedConsole(stderr=True)
