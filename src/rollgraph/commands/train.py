@@ -57,7 +57,7 @@ def add_to(commands: Any) -> None:
         "--model",
         metavar="FOLDER",
         help="evaluate this instead: a model folder (a baseline), a checkpoint, or the output folder of another run, "
-        "with its own tokenizer; data, rewards and sampling are those of the configuration",
+        "with its tokenizer; data, rewards, sampling and, for a model folder, tokenizer.path are the configuration's",
     )
     for parser in (evaluate, export):
         parser.add_argument("--which", choices=("latest", "best"), help="checkpoint of a run (default: latest)")
