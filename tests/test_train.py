@@ -140,6 +140,43 @@ def test_a_run_writes_everything_and_captures_nothing_after_warm_up(folder: Path
     assert not run.policy.sharded.hooks.modules
 
 
+OWN = """
+from pathlib import Path
+from rollgraph.rl.algorithms.grpo import GRPO
+from rollgraph.rl.environment import SingleTurn
+
+with (Path(__file__).parent / "runs.txt").open("a") as file:
+    file.write("run VERSION\\n")
+
+def mine(completions, **columns):
+    return [VERSION + i % 2 for i in range(len(completions))]
+
+class Single(SingleTurn):
+    version = VERSION
+
+class Own(GRPO):
+    version = VERSION
+"""
+
+
+def test_a_second_run_in_one_process_sees_edited_files(folder: Path) -> None:
+    own = folder / "own.py"
+    given = [
+        f"reward.functions=[{{name: '{own}:mine'}}]",
+        f"rollout.environment={{name: '{own}:Single'}}",
+        f"algorithm={{name: '{own}:Own'}}",
+    ]
+    for version in (1, 2):
+        own.write_text(OWN.replace("VERSION", str(version)))
+        out = folder / f"run{version}"
+        run = train(eager_config(folder, "steps=1", "data.validation=null", f"output={out}", *given), ONE)
+        assert run is not None
+        assert metrics_of(out)[0]["reward"] == version + 0.5
+        assert run.inputs.environment.version == version
+        assert run.inputs.algorithm.version == version
+    assert (folder / "runs.txt").read_text().split("\n") == ["run 1", "run 2", ""]  # once for each version
+
+
 def test_a_finished_run_is_left_as_it_is(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

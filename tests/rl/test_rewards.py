@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -471,6 +472,28 @@ def test_files_and_modules(tmp_path: Path) -> None:
     for _ in range(2):  # a module that failed is not taken for one that is there
         with pytest.raises(LoadError, match=r"broken\.py failed \(ModuleNotFoundError: .*no_such_thing"):
             load_object(f"{broken}:f")
+
+
+def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("runs = []\ndef f(completions): return 1\n")
+    first = load_object(f"{path}:f")
+    load_object(f"{path}:runs").append("kept")
+    written = path.stat()
+    path.write_text("runs = []\ndef f(completions): return 2\n")
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))  # same size and time: only the content tells
+    second = load_object(f"{path}:f")
+    assert (first([]), second([])) == (1, 2)  # what was loaded before stays what it was
+    assert load_object(f"{path}:runs") == []
+    assert pickle.loads(pickle.dumps(second)) is second
+    os.utime(path)  # touched, not changed
+    assert load_object(f"{path}:f") is second
+    path.write_text("runs = ]\n")
+    for _ in range(2):
+        with pytest.raises(LoadError, match=r"mine\.py failed \(SyntaxError"):
+            load_object(f"{path}:f")
+    path.write_text("runs = []\ndef f(completions): return 2\n")
+    assert load_object(f"{path}:f") is second
 
 
 def test_a_module_that_exits_is_an_error_and_does_not_end_the_process(

@@ -49,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
     if options.config == "import":
         return import_theirs(options.overrides, options.output)
     if options.output is not None:
-        print("rollgraph config: -o only works with import", file=sys.stderr)
+        instead = f"the folder of a run is output={options.output}"
+        print(f"rollgraph config: -o only works with import; {instead}", file=sys.stderr)
         return BROKEN
     if options.config is None or ("=" in options.config and not Path(options.config).is_file()):
         print("rollgraph config: expected the YAML file of a run, --schema or --keys", file=sys.stderr)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_origin
+
+from rollgraph.config import Key, list_keys
+from rollgraph.config.field_types import unwrap
 
 
 def add_words(parser: argparse.ArgumentParser, example: str, nargs: str | None = None) -> None:
@@ -38,3 +44,40 @@ def _find_file(words: list[str]) -> int:
         if "=" not in word or Path(word).is_file():
             return position
     return 0
+
+
+def find_dashed_keys(options: argparse.Namespace, rest: Sequence[str], arguments: Sequence[str]) -> str:
+    """What to write instead of `--steps 4`, if configuration keys were given as options; empty if none were.
+
+    `rest` are the arguments that argparse could not place, and `arguments` all of them.
+    """
+    if not hasattr(options, "overrides"):
+        return ""
+    # A word with a blank is no option to argparse, whatever it begins with.
+    unplaced = {word for word in (options.config, *options.overrides, *rest) if word and word.startswith("--")}
+    given = []
+    instead = []
+    for position, word in enumerate(arguments):
+        name, equals, value = word.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        if word not in unplaced or not _is_key(key):
+            continue
+        following = arguments[position + 1 : position + 2]
+        if not equals and following and not following[0].startswith("--"):
+            value = following[0]
+            word = f"{word} {value}"
+        given.append(word)
+        instead.append(shlex.quote(f"{key}={value}") if value else f"{key}=VALUE")
+    if not given:
+        return ""
+    return f"{' '.join(given)}: configuration keys have no dashes; write {' '.join(instead)}"
+
+
+def _is_key(name: str) -> bool:
+    """Whether a configuration has this key; a mapping, such as algorithm.options, has any."""
+    return any(name == key.name or (_is_mapping(key) and name.startswith(f"{key.name}.")) for key in list_keys())
+
+
+def _is_mapping(key: Key) -> bool:
+    kind, _ = unwrap(key.kind)
+    return get_origin(kind) is Mapping

@@ -17,6 +17,7 @@ from rollgraph.commands.devices import choose_device
 
 if TYPE_CHECKING:
     from rollgraph.inference import Engine, Output, SamplingParams
+    from rollgraph.run.model_source import StoredModel
     from rollgraph.tokenizer import Tokenizer
 
 # Exit codes.
@@ -35,12 +36,18 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue prompts with a model",
-        description="Continue prompts with the model of a folder (config.json, safetensors, tokenizer.json). Writes "
-        "one JSON line for each prompt, in order, as soon as it is done. "
+        description="Continue prompts with a model: that of a model folder (config.json, safetensors, "
+        "tokenizer.json), of a checkpoint, or of the latest checkpoint of a run. Writes one JSON line for each prompt, "
+        "in order, as soon as it is done. "
         f"Exit code: {DONE} if all prompts were served, {REFUSED} if some were refused or failed (their lines have an "
         f"`error`), {BROKEN} if nothing could be generated.",
     )
-    parser.add_argument("model", help="folder with a Llama, Mistral, Qwen2 or Qwen3 model")
+    parser.add_argument(
+        "model",
+        help="folder of a Llama, Mistral, Qwen2 or Qwen3 model; or a checkpoint, runs/mine/checkpoints/step_00000099; "
+        "or the output folder of a run, runs/mine",
+    )
+    parser.add_argument("--which", choices=("latest", "best"), help="checkpoint of a run (default: latest)")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", help="a prompt; can be repeated")
     source.add_argument("--prompts", help="file of JSON lines with `prompt` or `messages`; other fields are copied")
@@ -98,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
         engine, params = _prepare(options, requests)
         with _opened(options.out) as target:
             return _generate(engine, params, requests, options, target)
+    except BrokenPipeError:  # the reader of our output has enough, as `head` does: cli.py ends quietly
+        raise
     except (InputError, ValueError, OSError) as error:
         print(f"rollgraph generate: {error}", file=sys.stderr)
         return BROKEN
@@ -157,24 +166,22 @@ def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Eng
     import torch
 
     from rollgraph.inference import Engine
-    from rollgraph.model import load_model
-    from rollgraph.tokenizer import load_tokenizer
 
     params = _make_params(options)
-    tokenizer = load_tokenizer(options.model)
-    _encode(requests, tokenizer, options.chat)
+    stored = _open_model(options)
+    _encode(requests, stored.tokenizer, options.chat)
     device = choose_device(options.device)
     if options.cache_gib is not None and not options.cache_gib > 0:
         raise InputError(f"--cache-gib {options.cache_gib:g}: must be more than 0")
     if options.rows < 1:
         raise InputError(f"--rows {options.rows}: must be at least 1")
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    model = load_model(options.model, dtype=dtype, device=device)
+    model = stored.load(dtype, device)
     needed = max(len(request.tokens) for request in requests) + params.max_tokens
     with _capture_bar(options.quiet) as on_capture:
         engine = Engine(
             model,
-            tokenizer,
+            stored.tokenizer,
             rows=max(1, min(options.rows, len(requests) * params.n)),
             max_length=options.max_length or max(needed, 2),
             cache_bytes=int(options.cache_gib * 2**30) if options.cache_gib else None,
@@ -182,6 +189,24 @@ def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Eng
             on_capture=on_capture,
         )
     return engine, params
+
+
+def _open_model(options: argparse.Namespace) -> StoredModel:
+    """Find the model, and say which one it is if that was a choice."""
+    from rollgraph.run.model_source import open_model
+    from rollgraph.sharding import CheckpointError
+
+    problems: list[str] = []
+    try:
+        stored = open_model(options.model, options.which, problems)
+    except CheckpointError as error:
+        raise InputError(str(error)) from error
+    finally:
+        for problem in problems:
+            print(problem, file=sys.stderr)
+    if stored.step is not None and not options.quiet:
+        print(f"step {stored.step} of {options.model}", file=sys.stderr)
+    return stored
 
 
 def _make_params(options: argparse.Namespace) -> SamplingParams:
@@ -316,4 +341,10 @@ def _progress_bar(total: int, quiet: bool) -> Iterator[Any]:
 def _console() -> Any:
     from rich.console import Console
 
-    return Console(stderr=True)
+    class PipedConsole(Console):
+        """Raises what any other print raises when nobody reads it, as in `2>&1 | head`; rich exits with code 1."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return PipedConsole(stderr=True)

@@ -9,13 +9,16 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollgraph.commands.config_arguments import add_words
 from rollgraph.commands.streams import printing_to_stderr
 from rollgraph.config import Config, ConfigError, load_config
 from rollgraph.files import FileError, check_path
 from rollgraph.run.built_in_names import wrong_names
+
+if TYPE_CHECKING:
+    from rollgraph.run.model_source import ModelSource
 
 DONE, FAILED, WRONG = 0, 1, 2
 
@@ -31,11 +34,13 @@ def add_to(commands: Any) -> None:
     )
     evaluate = commands.add_parser(
         "eval",
-        help="evaluate a run's model on its validation prompts",
-        description="Print the mean reward, accuracy and pass@k on data.validation as JSON. With torchrun, ranks "
-        "divide the prompts among themselves. Accuracy is the share of samples that are right; pass@k is the share of "
-        "prompts with at least one right sample out of k = validation.samples, drawn at validation.temperature. A "
-        "sample is right if its reward, the weighted sum of all reward functions, is 1 or more.",
+        help="evaluate a model on a run's validation prompts",
+        description="Evaluate the latest checkpoint in the configuration's output folder, or with --model any other "
+        "model, such as the one that training begins with. Print the mean reward, accuracy and pass@k on "
+        "data.validation as JSON. With torchrun, ranks divide the prompts among themselves. Accuracy is the share of "
+        "samples that are right; pass@k is the share of prompts with at least one right sample out of "
+        "k = validation.samples, drawn at validation.temperature. A sample is right if its reward, the weighted sum of "
+        "all reward functions, is 1 or more.",
     )
     export = commands.add_parser(
         "export",
@@ -47,10 +52,15 @@ def add_to(commands: Any) -> None:
         parser.set_defaults(run=run)
     export.add_argument("--to", required=True, help="folder to write; it must be empty or not exist")
     export.add_argument("--force", action="store_true", help="overwrite the model in a folder that is not empty")
+    export.set_defaults(model=None)
+    evaluate.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="evaluate this instead: a model folder (a baseline), a checkpoint, or the output folder of another run, "
+        "with its tokenizer; data, rewards, sampling and, for a model folder, tokenizer.path are the configuration's",
+    )
     for parser in (evaluate, export):
-        parser.add_argument(
-            "--which", choices=("latest", "best"), default="latest", help="checkpoint (default: latest)"
-        )
+        parser.add_argument("--which", choices=("latest", "best"), help="checkpoint of a run (default: latest)")
 
 
 def _load(options: argparse.Namespace) -> Config | None:
@@ -144,12 +154,13 @@ def _evaluated(run: Any) -> dict[str, float]:
 
 
 def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.Namespace], None]) -> int:
-    """Load a checkpoint and act on it."""
+    """Load a checkpoint, or the model of --model, and act on it."""
     config = _load(options)
     if config is None:
         return WRONG
     from rollgraph.distributed.launch import joined
     from rollgraph.distributed.world import World
+    from rollgraph.run.model_source import CHECKPOINTS, ModelSource, recognize, with_model
     from rollgraph.run.setup import make_run
 
     def run() -> None:
@@ -157,23 +168,48 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
             look(world)
 
     def look(world: World) -> None:
-        if not (Path(config.output) / "checkpoints").is_dir():
-            raise ValueError(f"{config.output} has no checkpoint")
-        run = make_run(config, world, writes=False)
+        if options.model is not None:
+            source = recognize(options.model, options.which)
+            run = make_run(with_model(config, source), world, writes=False)
+        else:
+            if not (Path(config.output) / CHECKPOINTS).is_dir():
+                raise ValueError(f"{config.output} has no checkpoint{_baseline_hint(options, config)}")
+            source = ModelSource("run", Path(config.output))
+            run = make_run(config, world, writes=False)
         try:
-            checkpoints = run.checkpoints
-            saved = checkpoints.best() if options.which == "best" else checkpoints.latest()
-            for problem in checkpoints.unread():
-                print(problem, file=sys.stderr)
-            if saved is None:
-                scored = " with a score: use --which latest" if checkpoints.complete() else ""
-                whole = "whole " if checkpoints.broken else ""
-                raise ValueError(f"{config.output} has no {whole}checkpoint{scored}")
-            checkpoints.load(saved)
+            loaded = _load_weights(run, source, options.which)
             if world.rank == 0:
-                print(f"step {saved.step} of {config.output}", file=sys.stderr)
+                print(loaded, file=sys.stderr)
             act(run, options)
         finally:
             run.close()
 
     return _told(options, run)
+
+
+def _baseline_hint(options: argparse.Namespace, config: Config) -> str:
+    if options.command != "eval" or config.model.path is None:
+        return ""
+    return f"; for the model that training begins with, add --model {config.model.path}"
+
+
+def _load_weights(run: Any, source: ModelSource, which: str | None) -> str:
+    """Load what the run's model is to be, and say what that is. A model folder has been loaded already.
+
+    A checkpoint of a run is chosen now rather than before the captures, because a run that is alive deletes old ones.
+    """
+    from rollgraph.run.model_source import check_checkpoint, none_found
+
+    if source.kind == "model":
+        return str(source.path)
+    if source.kind == "checkpoint":
+        run.checkpoints.load(check_checkpoint(source.path))
+        return str(source.path)
+    checkpoints = run.checkpoints
+    saved = checkpoints.best() if which == "best" else checkpoints.latest()
+    for problem in checkpoints.unread():
+        print(problem, file=sys.stderr)
+    if saved is None:
+        raise none_found(source.path, unscored=bool(checkpoints.complete()), broken=bool(checkpoints.broken))
+    checkpoints.load(saved)
+    return f"step {saved.step} of {source.path}"

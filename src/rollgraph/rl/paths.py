@@ -9,11 +9,14 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rollgraph.errors import InvalidInput, suggest
+
+_CONTENT = "__rollgraph_content__"  # attribute of a file's module: the checksum of what was run
 
 
 class LoadError(InvalidInput):
@@ -73,20 +76,30 @@ def _load_file(file: Path, path: str) -> ModuleType:
 
 
 def import_file(file: Path) -> ModuleType:
-    """The module of a file outside any package; whatever its code raises is passed on."""
+    """The module of a file outside any package; whatever its code raises is passed on.
+
+    The file runs again only if its content has changed since. Who loaded it before keeps what was loaded then.
+    """
     file = file.resolve()
+    source = file.read_bytes()
+    content = hashlib.sha256(source).hexdigest()
     # One module per file, however often it is named; the digest keeps files of the same name apart.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None  # true for every .py file
-    assert spec.loader is not None
+    before = sys.modules.get(name)
+    if before is not None and getattr(before, _CONTENT, None) == content:
+        return before
+    loader = SourceFileLoader(name, str(file))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None  # true for every loader of a file
     module = importlib.util.module_from_spec(spec)
+    setattr(module, _CONTENT, content)
     sys.modules[name] = module  # before it runs, because dataclasses and pickle look up their module
     try:
-        spec.loader.exec_module(module)
+        # Not `exec_module`: its bytecode cache misses an edit of the same length within a second.
+        exec(loader.source_to_code(source, str(file)), vars(module))
     except BaseException:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
         raise
     return module

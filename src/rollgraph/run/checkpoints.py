@@ -52,10 +52,11 @@ class Saved:
 def choose_kept(saved: Sequence[Saved], keep_last: int, keep_best: int) -> set[Saved]:
     """The newest checkpoints that were due, and those with the highest scores; of equal scores, the newer one."""
     newest = sorted((one for one in saved if one.due), key=lambda one: one.step, reverse=True)[:keep_last]
-    return {*newest, *_by_score(saved)[:keep_best]}
+    return {*newest, *by_score(saved)[:keep_best]}
 
 
-def _by_score(saved: Iterable[Saved]) -> list[Saved]:
+def by_score(saved: Iterable[Saved]) -> list[Saved]:
+    """Those that have a score, the highest first; of equal scores, the newer one first."""
     scored = [(one.score, one.step, one) for one in saved if one.score is not None]
     return [one for *_, one in sorted(scored, key=lambda entry: entry[:2], reverse=True)]
 
@@ -242,7 +243,7 @@ class Checkpoints:
 
     def best(self) -> Saved | None:
         """The checkpoint with the highest score of which every byte is as it was written."""
-        return self._first_sound(_by_score(self.complete()))
+        return self._first_sound(by_score(self.complete()))
 
     def is_best(self, score: float | None) -> bool:
         """Whether a checkpoint with this score would be kept for it; not if enough others are as good."""

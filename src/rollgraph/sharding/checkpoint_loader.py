@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
+from rollgraph.sharding.bucket_plan import specs_of
 from rollgraph.sharding.manifest import (
     UNSHARDED,
     CheckpointError,
@@ -57,6 +58,28 @@ def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
     model.after_update()
     model.gather()
     return contents.states
+
+
+def load_parameters(folder: str | os.PathLike[str], model: nn.Module) -> None:
+    """Load only the parameters and buffers, into a model that is not sharded. `verify` the checkpoint before."""
+    source = Path(folder)
+    manifest = read_manifest(source)
+    _check_same(manifest["parameters"], describe_parameters(model))
+    here = unsharded_tensors(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing = {spec.name: parameters[spec.name].numel() for spec in specs_of(model) if spec.trainable}
+    with torch.no_grad():
+        with safe_open(source / UNSHARDED, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 not a dict
+                here[name].copy_(file.get_tensor(name))
+        for record in manifest["shards"]:
+            with safe_open(source / record["file"], framework="pt") as file:
+                for name, start, count in record["parts"]:
+                    parameters[name].view(-1)[start : start + count].copy_(file.get_tensor(f"master/{name}"))
+                    missing[name] -= count
+    for name, count in missing.items():
+        if count:
+            raise CheckpointError(f"{source}: {count} elements of {name} are in no file")
 
 
 def _check_all_ranks(source: Path, model: ShardedModel, checksum: str, problem: str) -> None:

@@ -1,0 +1,192 @@
+"""The models that people look at after a run or before it: that of a model folder, of a checkpoint, or of a run.
+
+Owns how a folder is told from the others, and what a checkpoint needs besides its weights: the tokenizer and the
+architecture are those of the run that saved it, whose configuration is in the checkpoint. Only reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rollgraph.config import Config, ConfigError, parse_config
+from rollgraph.files import check_path
+from rollgraph.model import Decoder, load_model
+from rollgraph.model.hf_weights import CONFIG
+from rollgraph.run.checkpoints import Saved, by_score, find_complete
+from rollgraph.run.inputs import make_tokenizer, read_architecture
+from rollgraph.sharding import CheckpointError
+from rollgraph.sharding.checkpoint_loader import load_parameters
+from rollgraph.sharding.manifest import MANIFEST, read_manifest, read_states, verify
+from rollgraph.tokenizer import Tokenizer, load_tokenizer
+
+CHECKPOINTS = "checkpoints"
+EXPECTED = (
+    f"expected a model folder (with {CONFIG}), a checkpoint (with {MANIFEST}) or the folder of a run "
+    f"(with {CHECKPOINTS}/)"
+)
+Kind = Literal["model", "checkpoint", "run"]
+Which = Literal["latest", "best"]
+
+
+class SourceError(ValueError):
+    """A folder that holds no model which could be used, or a checkpoint that lacks something."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A folder that a person named, and what it is."""
+
+    kind: Kind
+    path: Path
+
+
+def recognize(folder: str | Path, which: Which | None = None) -> ModelSource:
+    """Tell what a folder is by the names in it. `which` is only checked: it makes sense for a run alone."""
+    path = Path(check_path(folder))
+    if not path.is_dir():
+        raise SourceError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}; {EXPECTED}")
+    kind: Kind
+    if (path / CONFIG).exists():
+        kind = "model"
+    elif (path / MANIFEST).exists():
+        kind = "checkpoint"
+    elif (path / CHECKPOINTS).is_dir():
+        kind = "run"
+    elif any(path.glob(f"step_*/{MANIFEST}")):
+        raise SourceError(f"{path}: holds the checkpoints of a run; name one of them, or the run, {path.parent}")
+    else:
+        raise SourceError(f"{path}: {EXPECTED}")
+    if which is not None and kind != "run":
+        raise SourceError(f"--which {which} chooses a checkpoint of a run, but {path} is a {kind}")
+    return ModelSource(kind, path)
+
+
+# -- a checkpoint of a run -------------------------------------------------------------------------
+
+
+def choose_checkpoint(run: Path, which: Which, problems: list[str]) -> Saved:
+    """The latest or best checkpoint of which every byte is as it was written; those passed over go to `problems`."""
+
+    def note(path: Path, error: CheckpointError) -> None:
+        problems.append(f"{path} is skipped: {error}")
+
+    found = find_complete(run / CHECKPOINTS, on_broken=note)
+    for saved in by_score(found) if which == "best" else reversed(found):
+        try:
+            verify(saved.path)
+        except CheckpointError as error:
+            note(saved.path, error)
+        else:
+            return saved
+    raise none_found(run, unscored=which == "best" and bool(found), broken=bool(problems))
+
+
+def none_found(run: str | Path, *, unscored: bool, broken: bool) -> SourceError:
+    """What to say about a run without a checkpoint that could be used."""
+    scored = " with a score: use --which latest" if unscored else ""
+    return SourceError(f"{run} has no {'whole ' if broken else ''}checkpoint{scored}")
+
+
+def check_checkpoint(path: Path) -> Saved:
+    """A checkpoint that a person named, wherever it is now; raises unless it is whole."""
+    verify(path)
+    manifest = read_manifest(path)
+    return Saved(manifest.get("step", 0), path, manifest.get("score"))
+
+
+def read_config(checkpoint: Path) -> Config:
+    """The configuration of the run that saved a checkpoint; raises if the model it began with is gone."""
+    states = read_states(checkpoint)
+    saved: Any = states[0] if states else None
+    if not isinstance(saved, dict) or "config" not in saved:
+        raise SourceError(f"{checkpoint} has no configuration: it was not saved by `rollgraph train`")
+    try:
+        config = parse_config(json.dumps(saved["config"]), name=f"{checkpoint}: configuration")
+    except ConfigError as error:
+        raise SourceError(f"{checkpoint} was saved by another version of rollgraph:\n{error}") from None
+    named = {"model.path": config.model.path, "tokenizer.path": config.tokenizer.path}
+    for key, folder in named.items():
+        if folder is not None and folder != "bytes" and not Path(folder).is_dir():
+            raise SourceError(
+                f"{checkpoint}: its run took {key} from {folder}, and there is no such folder (in {Path.cwd()}); "
+                "a checkpoint needs it, so start this command in the folder where the run was started"
+            )
+    return config
+
+
+# -- for generation --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A tokenizer, and weights that have not been read yet."""
+
+    path: Path  # a model folder or a checkpoint
+    tokenizer: Tokenizer
+    config: Config | None = None  # of the run that saved the checkpoint; None: a model folder
+    step: int | None = None  # of the checkpoint
+
+    def load(self, dtype: torch.dtype | None, device: str) -> Decoder:
+        """Load the weights, in the dtype they are stored in or in another one."""
+        if self.config is None:
+            return load_model(self.path, dtype=dtype, device=device)
+        architecture, _ = read_architecture(self.config, self.tokenizer)
+        with torch.device("meta"):
+            model = Decoder(architecture).to(dtype=_stored_dtype(self.path))
+        model.to_empty(device=device)
+        frequencies, _ = architecture.frequencies()
+        model.frequencies.copy_(frequencies)
+        load_parameters(self.path, model)
+        return model if dtype is None else model.to(dtype)
+
+
+def open_model(folder: str, which: Which | None, problems: list[str]) -> StoredModel:
+    """Find the model of a folder and load its tokenizer. Checkpoints that were passed over go to `problems`."""
+    source = recognize(folder, which)
+    if source.kind == "model":
+        return StoredModel(source.path, load_tokenizer(folder))
+    if source.kind == "run":
+        saved = choose_checkpoint(source.path, which or "latest", problems)
+    else:
+        saved = check_checkpoint(source.path)
+    config = read_config(saved.path)
+    return StoredModel(saved.path, make_tokenizer(config), config, saved.step)
+
+
+def _stored_dtype(checkpoint: Path) -> torch.dtype:
+    """The dtype of the model that was trained; its master weights have another one."""
+    described: Iterable[str] = read_manifest(checkpoint)["parameters"].values()
+    dtype: torch.dtype = getattr(torch, next(iter(described)).split()[0])
+    return dtype
+
+
+# -- for evaluation --------------------------------------------------------------------------------
+
+
+def with_model(config: Config, source: ModelSource) -> Config:
+    """The same configuration for the model of a source: its weights, its tokenizer, and where its checkpoints are."""
+    if source.kind == "model":
+        return replace(config, model=replace(config.model, path=str(source.path), tiny=None))
+    if source.kind == "checkpoint":
+        saved = read_config(source.path)
+    else:
+        saved = _config_of_run(source.path)
+        config = replace(config, output=str(source.path))
+    return replace(config, model=saved.model, tokenizer=saved.tokenizer)
+
+
+def _config_of_run(run: Path) -> Config:
+    """The configuration in the newest checkpoint that can be read; which one will be loaded is decided later."""
+    broken = []
+    for saved in reversed(find_complete(run / CHECKPOINTS, on_broken=lambda path, _: broken.append(path))):
+        try:
+            return read_config(saved.path)
+        except CheckpointError:
+            broken.append(saved.path)
+    raise none_found(run, unscored=False, broken=bool(broken))

@@ -1,0 +1,177 @@
+"""A model folder, a checkpoint or a run, as `rollgraph generate` and `rollgraph eval --model` take them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollgraph.cli import main
+from rollgraph.config import Config, parse_config, to_dict, to_yaml
+from rollgraph.distributed.world import World
+from rollgraph.model import load_model
+from rollgraph.run.model_source import open_model, read_config
+from rollgraph.train import train
+from tests.sharding.worlds import run_world
+from tests.test_train import eager_config, flip, write_inputs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, the first of which has the best score, and its last model, exported. Do not change it."""
+    folder = write_inputs(tmp_path_factory.mktemp("trained"))
+    path = folder / "config.yaml"
+    overrides = ["steps=2", "checkpoint.every=1", "checkpoint.export_at_end=true", "validation.every=1"]
+    path.write_text(to_yaml(eager_config(folder, *overrides, "optimizer.lr=0.05")))
+    assert main(["train", str(path)]) == 0
+    return path
+
+
+def generated(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:
+    capsys.readouterr()
+    words = ["--prompt", "12?", "--max-tokens", "6", "-n", "4", "--seed", "1", "--logprobs", "--quiet"]
+    assert main(["generate", str(folder), *words, *options]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], config: Path, *options: str) -> tuple[dict[str, float], str]:
+    capsys.readouterr()
+    assert main(["eval", str(config), *options]) == 0, capsys.readouterr().err
+    found = capsys.readouterr()
+    return json.loads(found.out), found.err
+
+
+def test_generate_takes_a_model_a_checkpoint_or_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained.parent / "run"
+    first, last = (run / "checkpoints" / f"step_0000000{step}" for step in (0, 1))
+    expected = generated(capsys, run / "model")
+    assert generated(capsys, last) == expected
+    assert generated(capsys, run) == expected
+    assert generated(capsys, run, "--which", "latest") == expected
+    assert generated(capsys, first) != expected
+    assert generated(capsys, run, "--which", "best") in (expected, generated(capsys, first))
+    assert main(["generate", str(run), "--prompt", "a", "--max-tokens", "1"]) == 0
+    assert f"step 1 of {run}\n" in capsys.readouterr().err
+
+
+def test_eval_takes_a_model_a_checkpoint_or_a_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained.parent / "run"
+    expected, said = evaluated(capsys, trained)
+    assert said == f"step 1 of {run}\n"
+    elsewhere = f"output={tmp_path / 'nowhere'}"  # nothing of the configuration's own run is needed
+    for folder, name in ((run, f"step 1 of {run}"), (run / "model", str(run / "model"))):
+        assert evaluated(capsys, trained, elsewhere, "--model", str(folder)) == (expected, f"{name}\n")
+    copied = tmp_path / "a copy"
+    shutil.copytree(run / "checkpoints" / "step_00000001", copied)
+    assert evaluated(capsys, trained, elsewhere, "--model", str(copied)) == (expected, f"{copied}\n")
+    baseline, _ = evaluated(capsys, trained, elsewhere, "--model", str(run / "reference"), "tokenizer.path=bytes")
+    before = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert baseline.keys() == expected.keys()
+    assert set(baseline) <= {name.removeprefix("before/") for name in before}
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_eval_uses_the_model_and_the_tokenizer_of_the_other_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration of this one has a larger model."""
+    run = trained.parent / "run"
+    expected, _ = evaluated(capsys, trained)
+    assert evaluated(capsys, trained, "model.tiny.width=32", "--model", str(run))[0] == expected
+    assert main(["eval", str(trained), "model.tiny.width=32"]) == 1
+    assert "the checkpoint is of another model" in capsys.readouterr().err
+
+
+def refused(capsys: pytest.CaptureFixture[str], config: Path, folder: Path, message: str, *options: str) -> None:
+    """Both commands refuse the folder in the same words."""
+    capsys.readouterr()
+    for code, words in ((2, ["generate", str(folder), "--prompt", "a"]), (1, ["eval", str(config), "--model", folder])):
+        assert main([*map(str, words), *options]) == code
+        found = capsys.readouterr()
+        assert found.out == ""
+        assert found.err.startswith(f"rollgraph {words[0]}: ")
+        assert message in found.err
+
+
+def test_anything_else_is_refused(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained.parent / "run"
+    expected = "expected a model folder (with config.json), a checkpoint (with manifest.json) or the folder of a run"
+    refused(capsys, trained, tmp_path, f"{tmp_path}: {expected}")
+    refused(capsys, trained, tmp_path / "none", f"none: no such folder; {expected}")
+    refused(capsys, trained, trained, f"config.yaml: not a folder; {expected}")
+    place = run / "checkpoints"
+    refused(capsys, trained, place, f"{place}: holds the checkpoints of a run; name one of them, or the run, {run}")
+    wrong = f"--which best chooses a checkpoint of a run, but {run / 'model'} is a model"
+    refused(capsys, trained, run / "model", wrong, "--which", "best")
+    (tmp_path / "checkpoints").mkdir()
+    refused(capsys, trained, tmp_path, f"{tmp_path} has no checkpoint\n")
+
+
+def test_damaged_checkpoints(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained.parent / "run", run)
+    first, last = (run / "checkpoints" / f"step_0000000{step}" for step in (0, 1))
+    expected = generated(capsys, first)
+    flip(last / "rank0.safetensors")
+    refused(capsys, trained, last, "rank0.safetensors is not what was written: its checksum differs")
+    assert generated(capsys, run) == expected
+    assert main(["generate", str(run), "--prompt", "a", "--max-tokens", "1", "--quiet"]) == 0
+    assert f"{last} is skipped: " in capsys.readouterr().err
+    (last / "state.json").unlink()
+    assert evaluated(capsys, trained, "--model", str(run))[1].endswith(f"step 0 of {run}\n")
+    flip(first / "rank0.safetensors")
+    capsys.readouterr()
+    assert main(["generate", str(run), "--prompt", "a"]) == 2
+    assert f"rollgraph generate: {run} has no whole checkpoint\n" in capsys.readouterr().err
+
+
+def test_a_checkpoint_whose_base_model_is_gone(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of the base model may be relative, and then it matters where the command is started."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained.parent / "run" / "model", tmp_path / "base")
+    run = tmp_path / "run"
+    config = eager_config(trained.parent, "steps=1", "model={path: base}", "model.tiny=null", f"output={run}")
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert main(["eval", str(path)]) == 1
+    assert f"{run} has no checkpoint; for the model that training begins with, add --model base" in (
+        capsys.readouterr().err
+    )
+    assert main(["train", str(path)]) == 0
+    assert generated(capsys, run)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    message = "its run took model.path from base, and there is no such folder (in "
+    refused(capsys, path, run, message)
+
+
+def train_and_export(world: World, config: Config) -> None:
+    train(config, world)
+
+
+@pytest.mark.multi
+def test_shards_of_several_ranks_are_put_together(tmp_path: Path) -> None:
+    folder = write_inputs(tmp_path)
+    config = eager_config(folder, "steps=1", "checkpoint.export_at_end=true", "data.validation=null")
+    assert run_world(2, folder, train_and_export, config) == [None, None]
+    stored = open_model(str(folder / "run"), None, [])
+    model = stored.load(None, "cpu")
+    exported = load_model(folder / "run" / "model").state_dict()
+    assert model.state_dict().keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in model.state_dict().items())
+    halved = stored.load(torch.bfloat16, "cpu")
+    assert torch.equal(halved.norm, model.norm.bfloat16())
+    assert halved.frequencies.dtype == torch.float32
+
+
+def test_the_configuration_of_a_checkpoint_is_the_one_of_its_run(trained: Path) -> None:
+    config = parse_config(trained.read_text())
+    assert read_config(trained.parent / "run" / "checkpoints" / "step_00000001") == config
+    assert parse_config(json.dumps(to_dict(config))) == config
