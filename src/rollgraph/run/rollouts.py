@@ -14,7 +14,6 @@ from rollgraph.run.progress import Group
 from rollgraph.run.setup import Run
 from rollgraph.types import Prompt, Rollout
 
-RIGHT = 1 - 1e-6  # the reward of a right answer; weights that should add up to 1 may do so only up to rounding
 MAX_ROUNDS = 8  # of sampling for one step, if the algorithm drops groups
 
 
@@ -96,7 +95,7 @@ def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
 def evaluate(run: Run, seed: str) -> dict[str, float]:
     """Metrics of the validation prompts, which ranks divide among themselves.
 
-    A sample is right if its reward is 1 or more; pass@k is the share of prompts with at least one right sample.
+    `RewardFunctions.is_right` says which samples are right; pass@k is the share of prompts with at least one of them.
     """
     inputs, world = run.inputs, run.world
     settings = run.config.validation
@@ -106,7 +105,7 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
         rollouts = inputs.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
         inputs.rewards.score(rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)
-    right = [[rollout.reward >= RIGHT for rollout in group] for group in group_by_prompt(rollouts)]
+    right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
     found: dict[str, float] = {}
     if inputs.left_out:
         found["validation/dropped_prompts"] = float(inputs.left_out)
