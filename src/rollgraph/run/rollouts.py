@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from rollgraph.inference import Progress
-from rollgraph.rl.algorithms.batches import describe
+from rollgraph.rl.algorithms.batches import describe, is_constant
 from rollgraph.run.failures import count_failures, share_failures, show_reward_failures
 from rollgraph.run.progress import Group
 from rollgraph.run.setup import Run
@@ -25,15 +25,19 @@ def collect(run: Run, step: int) -> list[Rollout]:
     sampled: list[Rollout] = []
     rounds = 0
     dropped = 0
+    constant: list[bool] = []  # for each group that was sampled
     while len(groups) < wanted and rounds < MAX_ROUNDS:
         prompts = run.inputs.data.next_prompts()
         rollouts = sample(run, prompts, seed=f"{run.config.seed}/{step}/{rounds}")
         kept, others = keep(run, rollouts)
         groups = groups + kept
         dropped += others
+        constant += [is_constant(group) for group in group_by_prompt(rollouts)]
         sampled += rollouts
         rounds += 1
     run.log.pending |= {"rounds": float(rounds), "groups_dropped": float(dropped)}
+    if constant:
+        run.log.pending["frac_reward_zero_std"] = sum(constant) / len(constant)
     run.log.pending |= _describe(run, sampled)
     run.log.pending |= share_failures(run, failures_before, len(sampled))
     show_reward_failures(run)
