@@ -372,7 +372,17 @@ def test_validation_counts_what_is_right_whatever_the_weights_and_shows_each_fun
     train(eager_config(folder, *given), ONE)
     (values,) = metrics_of(folder / "run")
     assert (values["validation/reward/ones"], values["validation/reward/some"]) == (1, 4 / 7)  # one prompt gets None
-    assert (values["validation/accuracy"], values["validation/pass@2"]) == (0.5, 0.5)
+    # Of 8 prompts, 4 are right, and the one with None is right because the other function says so.
+    assert (values["validation/accuracy"], values["validation/pass@2"]) == (5 / 8, 5 / 8)
+
+
+def test_a_perfect_model_is_accurate_with_any_weight(folder: Path) -> None:
+    (folder / "ones.py").write_text("def ones(completions, **columns):\n    return [1.0] * len(completions)\n")
+    reward = f"reward.functions=[{{name: '{folder / 'ones.py'}:ones', weight: 0.9}}]"
+    train(eager_config(folder, "steps=1", "validation.samples=2", reward), ONE)
+    (values,) = metrics_of(folder / "run")
+    assert values["validation/reward"] == pytest.approx(0.9)
+    assert (values["validation/accuracy"], values["validation/pass@2"]) == (1, 1)
 
 
 @pytest.mark.parametrize("name", ["dapo", slow("gspo"), slow("rloo")])

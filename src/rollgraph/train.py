@@ -12,6 +12,7 @@ from rollgraph.run.begin import begin
 from rollgraph.run.failures import REWARD_FAILURES, UNREWARDED, show_reward_failures, summarize_reward_failures
 from rollgraph.run.folder_lock import lock_folder
 from rollgraph.run.inputs import check_inputs, scores_old
+from rollgraph.run.learning_notes import tell_if_nothing_to_learn
 from rollgraph.run.resume import MODEL, REPORT, Finished, Fresh, find_start
 from rollgraph.run.rollouts import collect, evaluate
 from rollgraph.run.saving import save_after_step, save_before_stop, saved_on_error
@@ -66,6 +67,7 @@ def take_step(run: Run, step: int) -> bool:
     if lost_rewards(run):
         return False
     batch = make_batch(run, rollouts, step)
+    tell_if_nothing_to_learn(run, step, batch)
     learned = update(run, batch, step, exact)
     validated = validate(run, step)
     run.log.write(step, rollouts, batch, {**learned, **validated})

@@ -652,6 +652,8 @@ def test_metrics_of_a_batch() -> None:
             "reward/right": 0.5,  # of those that have one
             "reward/short": 0.5,
             "length": 1.5,
+            "length_min": 1,
+            "length_max": 2,
             "truncated": 0.25,
             "failed": 0,
             "shaped_reward": 0.25,

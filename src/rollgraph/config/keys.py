@@ -159,7 +159,7 @@ class TrainConfig:
     token_buckets: Annotated[
         tuple[Count, ...] | None,
         "Microbatch sizes, in tokens, that get a graph of their own (only the largest if a graph is less than a step). "
-        "null: chosen automatically.",
+        "null: `microbatch_tokens`, or what a minibatch can fill if that is less, its half and its quarter.",
     ] = None
     microbatch_tokens: Annotated[Count, "Largest microbatch, in tokens, if `token_buckets` is null."] = 16384
 

@@ -70,7 +70,8 @@ class _Silu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(d_out, x)
+        d_x: Tensor = torch.ops.aten.silu_backward(d_out, x)
+        return d_x
 
 
 def rotary_angles(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -107,6 +107,7 @@ def length(limit: int | None = None, free: int = 0, target: int | None = None) -
 BUILT_IN: dict[str, Callable[..., Function]] = {
     factory.__name__: factory for factory in (exact_match, numeric_match, math_verify, regex_format, length)
 }
+PENALTIES = frozenset({"length"})  # the built-in rewards that are at most 0; the others are at most 1
 
 # A sign belongs to the number unless it stands between two numbers: 5-3 ends with 3, but -3 is -3.
 _PLAIN = r"(?:(?<![\w.)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Self
 
 from rollgraph.errors import InvalidInput, suggest
-from rollgraph.rl.builtin_rewards import BUILT_IN
+from rollgraph.rl.builtin_rewards import BUILT_IN, PENALTIES
 from rollgraph.rl.paths import LoadError, load_object
 from rollgraph.rl.worker_messages import show
 
@@ -64,6 +64,7 @@ class Reward:
     accepts: frozenset[str] | None  # names of arguments; None: any
     needs: frozenset[str]  # columns it requires
     options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments for a function of the user's
+    penalty: bool = False  # a built-in reward that is at most 0
 
     def choose(self, arguments: Arguments) -> Arguments:
         """The arguments that the function accepts."""
@@ -103,7 +104,7 @@ def _load_built_in(spec: RewardSpec) -> Reward:
     accepts, needs = _read_signature(function, spec)
     if "column" in options:
         needs |= {options["column"]}
-    return Reward(spec.label or spec.name, spec.weight, function, accepts, needs)
+    return Reward(spec.label or spec.name, spec.weight, function, accepts, needs, penalty=spec.name in PENALTIES)
 
 
 def _bind(factory: Callable[..., Function], spec: RewardSpec) -> dict[str, Any]:

@@ -9,6 +9,7 @@ counted, and the run goes on. Whether functions run here or in worker processes 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ __all__ = ["ENVIRONMENT", "RewardFunctions", "RewardSpec", "load_reward"]
 
 ENVIRONMENT = "environment"  # the label of the reward that an environment gave
 MOST_MESSAGES = 5  # how many different failures people are told about
+ROUNDING = 1e-6  # of weights that add up
 _ABOUT_ONE_ROLLOUT = ("not_finite", "too_large")  # failures of one value rather than of a whole call
 
 
@@ -124,6 +126,20 @@ class RewardFunctions:
         for rollout in rollouts:
             self._finish(rollout)
         self.unrewarded += sum(id(rollout) not in self._rewarded for rollout in rollouts)
+
+    def is_right(self, rollout: Rollout) -> bool:
+        """Whether the rewards of a rollout are as high as they can be, if 1 is the most that a function gives.
+
+        Penalties do not count: functions without a positive weight, and built-in rewards that are at most 0. Nor do
+        functions that have no reward for this rollout. An environment's own reward counts like that of a function.
+        """
+        weights = {reward.label: reward.weight for reward in self._rewards if reward.weight > 0 and not reward.penalty}
+        if self._adds:
+            weights[ENVIRONMENT] = 1.0
+        judged = [label for label in rollout.rewards if label in weights]
+        best = math.fsum(weights[label] for label in judged)
+        earned = math.fsum(weights[label] * rollout.rewards[label] for label in judged)
+        return bool(judged) and earned >= best * (1 - ROUNDING)
 
     def _call_all(self, batches: Sequence[Sequence[Rollout]]) -> list[Any]:
         """What each function returned for each batch, or how it failed, function by function."""

@@ -8,13 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from rollgraph.inference import Progress
-from rollgraph.rl.algorithms.batches import describe
+from rollgraph.rl.algorithms.batches import describe, is_constant
 from rollgraph.run.failures import count_failures, share_failures, show_reward_failures
 from rollgraph.run.progress import Group
 from rollgraph.run.setup import Run
 from rollgraph.types import Prompt, Rollout
 
-RIGHT = 1 - 1e-6  # the reward of a right answer; weights that should add up to 1 may do so only up to rounding
 MAX_ROUNDS = 8  # of sampling for one step, if the algorithm drops groups
 
 
@@ -26,15 +25,19 @@ def collect(run: Run, step: int) -> list[Rollout]:
     sampled: list[Rollout] = []
     rounds = 0
     dropped = 0
+    constant: list[bool] = []  # for each group that was sampled
     while len(groups) < wanted and rounds < MAX_ROUNDS:
         prompts = run.inputs.data.next_prompts()
         rollouts = sample(run, prompts, seed=f"{run.config.seed}/{step}/{rounds}")
         kept, others = keep(run, rollouts)
         groups = groups + kept
         dropped += others
+        constant += [is_constant(group) for group in group_by_prompt(rollouts)]
         sampled += rollouts
         rounds += 1
     run.log.pending |= {"rounds": float(rounds), "groups_dropped": float(dropped)}
+    if constant:
+        run.log.pending["frac_reward_zero_std"] = sum(constant) / len(constant)
     run.log.pending |= _describe(run, sampled)
     run.log.pending |= share_failures(run, failures_before, len(sampled))
     show_reward_failures(run)
@@ -96,7 +99,7 @@ def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
 def evaluate(run: Run, seed: str) -> dict[str, float]:
     """Metrics of the validation prompts, which ranks divide among themselves.
 
-    A sample is right if its reward is 1 or more; pass@k is the share of prompts with at least one right sample.
+    `RewardFunctions.is_right` says which samples are right; pass@k is the share of prompts with at least one of them.
     """
     inputs, world = run.inputs, run.world
     settings = run.config.validation
@@ -106,7 +109,7 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
         rollouts = inputs.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
         inputs.rewards.score(rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)
-    right = [[rollout.reward >= RIGHT for rollout in group] for group in group_by_prompt(rollouts)]
+    right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
     found: dict[str, float] = {}
     if inputs.left_out:
         found["validation/dropped_prompts"] = float(inputs.left_out)

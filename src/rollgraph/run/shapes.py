@@ -13,6 +13,8 @@ from rollgraph.rl.data import PromptData
 from rollgraph.rl.environment import find_budget
 from rollgraph.run.key_errors import about
 
+ROUNDING = 64  # automatic token buckets are multiples of it, so that their quarters suit matrix products
+
 
 def completion_tokens(config: Config) -> tuple[str, int]:
     """The key that limits what follows a prompt, and the limit: of a completion, or of all turns with their replies."""
@@ -37,8 +39,7 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
         raise ConfigError([f"{key}: {before} and {after} tokens after it do not fit: {limit}"])
     if prompt is not None:
         longest = min(longest, prompt + after)
-    largest = max(config.train.largest_bucket, longest)
-    buckets = config.train.token_buckets or sorted({max(longest, largest // 4), max(longest, largest // 2), largest})
+    buckets = config.train.token_buckets or automatic_buckets(config, longest, after, ranks)
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     on_cpu = device == "cpu"
     return Limits(
@@ -50,6 +51,38 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
         prefill_tokens=(ON_CPU if on_cpu else ON_CUDA).prefill_tokens,
         whole_logits={"auto": None, "whole": True, "chunks": False}[config.memory.logits],
     )
+
+
+def automatic_buckets(config: Config, longest: int, after: int, ranks: int) -> list[int]:
+    """A largest bucket, its half and its quarter; none is too small for the longest sequence.
+
+    The largest has `train.microbatch_tokens`, or fewer if a minibatch cannot fill that many: a graph computes all the
+    tokens of its bucket, padding included, and needs memory for them.
+    """
+    filled = -(-most_tokens(config, longest, after, ranks) // ROUNDING) * ROUNDING
+    largest = max(longest, min(config.train.microbatch_tokens, filled))
+    return sorted({max(longest, largest // 4), max(longest, largest // 2), largest})
+
+
+def most_tokens(config: Config, longest: int, after: int, ranks: int) -> int:
+    """The most tokens of a bucket that a rank's share of any minibatch can fill, the warm start's included.
+
+    The samples of a prompt share it. Samples are shuffled into minibatches, so all prompts of a step can meet in one of
+    them; only if there is a single minibatch do ranks divide the prompts among themselves.
+    """
+    settings = config.algorithm
+    prompts, siblings = config.data.prompts_per_step, config.rollout.samples_per_prompt
+    samples = -(-prompts * siblings // settings.minibatches)
+    samples = -(-samples // ranks)
+    prompts = min(prompts, samples)
+    if settings.minibatches == 1:
+        prompts = min(prompts, samples // siblings + 2)  # a rank's share may begin and end inside a group
+    tokens = prompts * longest + (samples - prompts) * (1 + after)
+    if samples > prompts:  # a bucket has as many keys again for prompts that are shared
+        tokens = max(tokens, samples * (longest - after - 1))
+    if config.warm_start is not None:
+        tokens = max(tokens, -(-config.warm_start.batch_size // ranks) * longest)
+    return tokens
 
 
 def longest_prompt(config: Config, limits: Limits) -> int:

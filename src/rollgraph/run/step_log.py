@@ -35,6 +35,7 @@ class StepLog:
         self._metrics = Metrics(self._sinks)
         self._samples: SampleWriter | None = None
         self._started = 0.0
+        self._noted: set[str] = set()  # conditions that hold and have been told
 
     @contextmanager
     def writing(self, first_step: int) -> Iterator[None]:
@@ -64,6 +65,14 @@ class StepLog:
     def note(self, text: str) -> None:
         """Show one line that stays."""
         self.view.note(text)
+
+    def note_while(self, holds: bool, condition: str, text: str) -> None:
+        """Show a line when a condition begins to hold, and not again until it has ended."""
+        if holds and condition not in self._noted:
+            self.note(text)
+            self._noted.add(condition)
+        elif not holds:
+            self._noted.discard(condition)
 
     def write(self, step: int, rollouts: Sequence[Rollout], batch: Batch, values: Mapping[str, float]) -> None:
         """Log a finished step. The time of the next one begins here."""

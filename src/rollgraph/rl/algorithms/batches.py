@@ -16,6 +16,11 @@ def has_failed(rollout: Rollout) -> bool:
     return rollout.finish_reason in FAILED
 
 
+def is_constant(group: Sequence[Rollout]) -> bool:
+    """Whether the rewards of a group are all equal; those of rollouts that failed do not count."""
+    return len({rollout.reward for rollout in group if not has_failed(rollout)}) <= 1
+
+
 def trained_tokens(rollout: Rollout, mask_truncated: bool = False) -> list[bool]:
     """The tokens that the policy sampled; none if the rollout failed or, with `mask_truncated`, was cut off."""
     if not len(rollout.tokens) == len(rollout.sampled) == len(rollout.logprobs):
@@ -85,7 +90,10 @@ def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
             by_function.setdefault(name, []).append(value)
     for name, values in by_function.items():
         metrics[f"reward/{name}"] = _mean(values)
-    metrics["length"] = _mean([len(rollout.tokens) for rollout in rollouts])
+    lengths = [len(rollout.tokens) for rollout in rollouts]
+    metrics["length"] = _mean(lengths)
+    metrics["length_min"] = float(min(lengths, default=0))
+    metrics["length_max"] = float(max(lengths, default=0))
     metrics["truncated"] = _mean([rollout.finish_reason == "length" for rollout in rollouts])
     metrics["failed"] = _mean([has_failed(rollout) for rollout in rollouts])
     return metrics

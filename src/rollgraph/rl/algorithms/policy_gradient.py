@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollgraph.rl.algorithms.batches import build_batch, describe, has_failed, trained_tokens
+from rollgraph.rl.algorithms.batches import build_batch, describe, has_failed, is_constant, trained_tokens
 from rollgraph.rl.algorithms.settings import check, check_types
 from rollgraph.rl.losses import (
     KL_ESTIMATORS,
@@ -90,8 +90,7 @@ class PolicyGradient:
 
     def keeps(self, group: Sequence[Rollout]) -> bool:
         """Whether there is anything to learn from the rollouts of one prompt."""
-        rewards = {rollout.reward for rollout in group if not has_failed(rollout)}
-        return not self.dynamic_sampling or len(rewards) > 1
+        return not self.dynamic_sampling or not is_constant(group)
 
     def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1, seed: int = 0) -> Batch:
         """Turn the rollouts of all ranks into minibatches of samples; `seed` decides which samples go together."""

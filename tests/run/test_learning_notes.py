@@ -1,0 +1,84 @@
+"""A run says when it learns nothing, and its metrics show why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollgraph.run.learning_notes import ALL_MASKED, EQUAL_REWARDS
+from rollgraph.run.step_log import StepLog
+from rollgraph.telemetry import View
+from rollgraph.train import train
+from tests.test_train import ONE, eager_config, folder, metrics_of
+
+__all__ = ["folder"]
+
+# The reward of each call for its sixteen completions, four for each prompt.
+REWARDS = """
+calls = []
+def by_step(completions, **columns):
+    calls.append(1)
+    pattern = PLAN[len(calls) - 1]
+    return [float(pattern[i // 4] == "d" and i % 2) for i in range(len(completions))]
+"""
+
+
+def train_with(folder: Path, plan: list[str], *overrides: str) -> None:
+    """Take a step for each entry of the plan: which of its four groups have different rewards (d)."""
+    (folder / "by_step.py").write_text(f"PLAN = {plan}\n{REWARDS}")
+    given = [f"reward.functions=[{{name: '{folder / 'by_step.py'}:by_step'}}]", f"steps={len(plan)}"]
+    given += ["data.validation=null", "log.progress=plain", "algorithm.options={}", *overrides]
+    train(eager_config(folder, *given), ONE)
+
+
+def test_the_share_of_groups_with_equal_rewards(folder: Path) -> None:
+    train_with(folder, ["dddd", "d==d", "===="])
+    assert [values["frac_reward_zero_std"] for values in metrics_of(folder / "run")] == [0.0, 0.5, 1.0]
+
+
+def test_groups_that_were_dropped_count(folder: Path) -> None:
+    train_with(folder, ["d==d", "dd=="], "steps=1", "algorithm.options={dynamic_sampling: true}")
+    (values,) = metrics_of(folder / "run")
+    assert (values["rounds"], values["frac_reward_zero_std"]) == (2, 0.5)
+
+
+def test_lengths_are_in_the_metrics(folder: Path) -> None:
+    train_with(folder, ["dddd", "dddd"])
+    for values in metrics_of(folder / "run"):
+        assert 1 <= values["length_min"] <= values["length"] <= values["length_max"] <= 4
+        assert 0 <= values["truncated"] <= 1
+
+
+def test_a_run_says_once_that_it_learns_nothing_until_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_with(folder, ["====", "====", "d===", "====", "===="])
+    told = [line for line in capsys.readouterr().out.splitlines() if EQUAL_REWARDS in line]
+    assert [line[: line.index(":")] for line in told] == ["step 0, mean reward 0", "step 3, mean reward 0"]
+
+
+def test_a_run_says_if_all_that_could_be_learned_is_masked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    masked = ("algorithm.options={mask_truncated: true}", "rollout.max_tokens=1")
+    train_with(folder, ["dddd"], *masked)
+    shown = capsys.readouterr().out
+    assert metrics_of(folder / "run")[0]["truncated"] == 1.0
+    assert ALL_MASKED in shown
+    assert EQUAL_REWARDS not in shown
+
+
+def test_supervised_training_does_not_depend_on_rewards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_with(folder, ["===="], "algorithm.name=sft", "algorithm.minibatches=1")
+    assert "nothing can be learned" not in capsys.readouterr().out
+
+
+def test_a_condition_is_told_again_after_it_ended(folder: Path) -> None:
+    told: list[str] = []
+
+    class Listening(View):
+        def note(self, text: str) -> None:
+            told.append(text)
+
+    log = StepLog(eager_config(folder), ONE, Listening())
+    for number, holds in enumerate([True, True, False, True]):
+        log.note_while(holds, "one", f"one {number}")
+        log.note_while(number == 1, "other", f"other {number}")
+    assert told == ["one 0", "other 1", "one 3"]
