@@ -248,6 +248,7 @@ def test_scopes_by_the_number_of_ranks() -> None:
         ("one_kl_coef", ["algorithm.kl_coef=0.1", "algorithm.options.kl_coef=0.2"]),
         ("one_kl_coef", ["algorithm.kl_coef=0.1", "algorithm.options.kl_coef=0"]),
         ("kl_of_the_policy", ["algorithm.kl_coef=0.1", "algorithm.options.kl_in=reward", "rollout.top_k=5"]),
+        ("exact_without_filters", ["graph.exact=must", "rollout.top_p=0.9"]),
         ("greedy_or_warm", ["validation.temperature=1e-5"]),
         ("warmup_ends", ["optimizer.warmup_steps=101"]),
         ("warmup_ends", ["optimizer.warmup_steps=401", "algorithm.minibatches=2", "algorithm.epochs=2"]),

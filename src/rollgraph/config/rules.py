@@ -43,6 +43,7 @@ def broken_rules(config: Config) -> list[BrokenRule]:
         *_length_rules(config),
         *_rollout_rules(config),
         *_kl_rules(config),
+        *_exactness_rules(config),
         *_schedule_rules(config),
         *_graph_rules(config),
         *_log_rules(config),
@@ -101,6 +102,15 @@ def _kl_rules(config: Config) -> Iterator[BrokenRule]:
             "put the KL term in the loss"
         )
         yield "kl_of_the_policy", "algorithm.options.kl_in", wrong
+
+
+def _exactness_rules(config: Config) -> Iterator[BrokenRule]:
+    if config.graph.exact == "must" and config.rollout.filtered:
+        wrong = (
+            "with rollout.top_k, top_p or min_p, the sampler's log-probabilities are of the tokens that the filter "
+            "leaves, so those of training differ"
+        )
+        yield "exact_without_filters", "graph.exact", wrong
 
 
 def _schedule_rules(config: Config) -> Iterator[BrokenRule]:

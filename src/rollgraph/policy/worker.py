@@ -75,6 +75,7 @@ class PolicyWorker:
         self.engine: Engine | None = None
         self.products: ProductReport | None = None  # how products were made exact; None: they were not
         self._exact = exact
+        self._exact_on_all_ranks = False
         self._clip_norm = clip_norm
         self.backend_name: BackendName = backend
         if backend == "auto":
@@ -98,6 +99,7 @@ class PolicyWorker:
                 self.model, self.limits, self._steps.buckets, whole_logits, self._exact == "must"
             )
             self.pool.notes += self.products.lines()
+            self._exact_on_all_ranks = self._holds_on_all_ranks(self.products.exact)
         with self.phases.enter("generate"):
             self.engine = Engine(
                 self.model,
@@ -121,7 +123,13 @@ class PolicyWorker:
     def is_exact(self) -> bool:
         """Whether a sample's log-probabilities at training are, bit for bit, those that it was drawn with."""
         restricted = self.sampling.filtered or self.sampling.temperature == 0  # drawn from some of the tokens
-        return self.products is not None and self.products.exact and not restricted
+        return self._exact_on_all_ranks and not restricted
+
+    def _holds_on_all_ranks(self, mine: bool) -> bool:
+        """Ranks must not differ in what they score, because scoring gathers parameters from all of them."""
+        if self.world.size == 1:
+            return mine
+        return all(json.loads(text) for text in self.sharded.collectives.all_gather_text(json.dumps(mine)))
 
     def _cache_bytes(self) -> int | None:
         """On its own, an engine takes most of the free memory. Here training needs its part."""
