@@ -22,8 +22,13 @@ class EngineSizes:
     prefill_tokens: int  # tokens of the largest prefill step
 
 
-ON_CPU = EngineSizes(rows=16, prefill_tokens=512)
-ON_CUDA = EngineSizes(rows=256, prefill_tokens=8192)
+_ON_CPU = EngineSizes(rows=16, prefill_tokens=512)
+_ON_CUDA = EngineSizes(rows=256, prefill_tokens=8192)
+
+
+def sizes_on(device_type: str) -> EngineSizes:
+    """The sizes on a kind of device: "cpu" or "cuda"."""
+    return _ON_CUDA if device_type == "cuda" else _ON_CPU
 
 
 def row_buckets(rows: int) -> tuple[int, ...]:

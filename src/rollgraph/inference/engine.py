@@ -96,7 +96,7 @@ class Engine:
     ) -> None:
         architecture = model.architecture
         weight = model.embed.weight
-        sizes = defaults.ON_CUDA if weight.is_cuda else defaults.ON_CPU
+        sizes = defaults.sizes_on(weight.device.type)
         rows = sizes.rows if rows is None else rows
         if rows < 1 or block_size < 1:
             raise ValueError(f"rows={rows}, block_size={block_size}: both must be at least 1")

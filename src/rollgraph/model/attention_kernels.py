@@ -221,7 +221,7 @@ def decode(
     _decode_kernel[(rows, kv_heads, parts)](
         q, pages, table, lengths, target, sums, _scale(dim), table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK=block, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, PRECISION=_precision(q),
+        BLOCK=block, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, PRECISION=dot_precision(q),
         num_warps=4, num_stages=2 if crowded else 3,
     )  # fmt: skip
     if parts > 1:
@@ -329,7 +329,7 @@ def _launch_packed(
         _scale(dim), sequences, count, *strides,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK=block,
         WINDOW=window or 0, ROWS=_ROWS, TILE=TILE, PART=PART, STEPS=sequences.bit_length(),
-        NORMALIZE=normalizers is not None, PRECISION=_precision(q), num_warps=4,
+        NORMALIZE=normalizers is not None, PRECISION=dot_precision(q), num_warps=4,
     )  # fmt: skip
 
 
@@ -343,5 +343,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _precision(q: Tensor) -> Any:
+def dot_precision(q: Tensor) -> Any:
+    """How the kernels of this package multiply: never with fewer digits than the operands have."""
     return "ieee" if q.dtype == torch.float32 else "tf32"  # "tf32" has no effect on half precision

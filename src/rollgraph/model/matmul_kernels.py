@@ -6,12 +6,14 @@ library's product of few rows would differ from that of many.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rollgraph.model.attention_kernels import dot_precision
 
 
 class Tiling(NamedTuple):
@@ -68,11 +70,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, dtyp
     grid = (triton.cdiv(columns, tiling.columns), triton.cdiv(rows, tiling.rows))
     _product_kernel[grid](
         x, weight, weight if bias is None else bias, out, rows, columns, depth, x.stride(0),
-        BIAS=bias is not None, ROWS=tiling.rows, COLUMNS=tiling.columns, DEPTH=step, PRECISION=_precision(x),
+        BIAS=bias is not None, ROWS=tiling.rows, COLUMNS=tiling.columns, DEPTH=step, PRECISION=dot_precision(x),
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out
-
-
-def _precision(x: Tensor) -> Any:
-    return "ieee" if x.dtype == torch.float32 else "tf32"  # "tf32" has no effect on half precision

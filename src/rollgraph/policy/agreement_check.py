@@ -89,8 +89,7 @@ def check_agreement(model: Decoder, limits: Limits, routed: bool = True) -> Agre
     `limits` have one token bucket. Raises a ValueError if its sizes do not allow a check, or if logits are not finite.
     """
     device = model.embed.weight.device
-    sizes = defaults.ON_CUDA if device.type == "cuda" else defaults.ON_CPU
-    prefill_tokens = limits.prefill_tokens or sizes.prefill_tokens
+    prefill_tokens = limits.prefill_tokens or defaults.sizes_on(device.type).prefill_tokens
     layouts = TokenLayouts(model.architecture.vocabulary, limits, prefill_tokens, device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     whole_logits = limits.keeps_logits(model.architecture.vocabulary, free)

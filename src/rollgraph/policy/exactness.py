@@ -28,8 +28,7 @@ def make_exact(
     model: Decoder, limits: Limits, token_buckets: Sequence[int], whole_logits: bool, must: bool
 ) -> ProductReport:
     """Choose how each product of the model is computed. With `must`, slow ways are allowed, and failure is an error."""
-    sizes = defaults.ON_CUDA if model.embed.weight.is_cuda else defaults.ON_CPU
-    prefill_tokens = limits.prefill_tokens or sizes.prefill_tokens
+    prefill_tokens = limits.prefill_tokens or defaults.sizes_on(model.embed.weight.device.type).prefill_tokens
     logits = set(defaults.row_buckets(limits.rows))
     for tokens in token_buckets:
         logits |= logit_rows(tokens, model.architecture.vocabulary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollgraph.config import Config, ConfigError
-from rollgraph.inference.defaults import BLOCK_SIZE, ON_CPU, ON_CUDA
+from rollgraph.inference.defaults import BLOCK_SIZE, sizes_on
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture
 from rollgraph.policy import Limits
@@ -48,7 +48,7 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
         token_buckets=tuple(buckets),
         tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every slot that a sequence could have
         cache_bytes=int(config.memory.cache_gib * 2**30) if config.memory.cache_gib else None,
-        prefill_tokens=(ON_CPU if on_cpu else ON_CUDA).prefill_tokens,
+        prefill_tokens=sizes_on("cpu" if on_cpu else "cuda").prefill_tokens,
         whole_logits={"auto": None, "whole": True, "chunks": False}[config.memory.logits],
     )
 
