@@ -170,8 +170,9 @@ class Collectives:
                 work.wait(_CHECK_INTERVAL)
                 return
             except RuntimeError:
-                if work.is_completed():
-                    raise
+                if work.is_completed():  # with an error, or just after the wait timed out
+                    work.wait()
+                    return
             self.liveness.check()
             if self.liveness.clock() > deadline:
                 reason = self.liveness.report_timeout(what)
