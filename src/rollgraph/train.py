@@ -125,7 +125,7 @@ def update(run: Run, batch: Batch, step: int, exact: bool) -> dict[str, float]:
             check_report(run)
         run.progress.finish_step(step, run.policy.optimizer.steps)
     if run.inputs.data.dropped:
-        learned["dropped_prompts"] = float(run.inputs.data.dropped)
+        learned["data/dropped_prompts"] = float(run.inputs.data.dropped)
     return learned
 
 
@@ -146,7 +146,7 @@ def lost_rewards(run: Run) -> bool:
 
 def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) -> None:
     """End the run, and leave its checkpoints alone, if it can learn nothing more."""
-    if batch.metrics.get("failed") == 1.0 or not math.isfinite(learned["loss"]):
+    if batch.metrics.get("failures/rollouts") == 1.0 or not math.isfinite(learned["loss"]):
         raise RuntimeError(
             f"step {step}: every rollout failed, or the loss is not finite. Resume from an earlier checkpoint with a "
             "smaller learning rate"
@@ -158,7 +158,7 @@ def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) ->
 
 def check_agreement(run: Run, step: int, learned: dict[str, float]) -> None:
     """Tell if generation and training differ although they should not; with `exact: must`, end the run."""
-    largest = learned["token_mult_prob_error_max"]
+    largest = learned["policy/token_mult_prob_error_max"]
     if largest == 1.0:
         return
     found = (

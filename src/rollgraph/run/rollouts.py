@@ -35,9 +35,9 @@ def collect(run: Run, step: int) -> list[Rollout]:
         constant += [is_constant(group) for group in group_by_prompt(rollouts)]
         sampled += rollouts
         rounds += 1
-    run.log.pending |= {"rounds": float(rounds), "groups_dropped": float(dropped)}
+    run.log.pending |= {"groups/rounds": float(rounds), "groups/dropped": float(dropped)}
     if constant:
-        run.log.pending["frac_reward_zero_std"] = sum(constant) / len(constant)
+        run.log.pending["groups/frac_reward_zero_std"] = sum(constant) / len(constant)
     run.log.pending |= _describe(run, sampled)
     run.log.pending |= share_failures(run, failures_before, len(sampled))
     show_reward_failures(run)
@@ -87,12 +87,12 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> list[Group]:
 
 def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of everything that all ranks sampled in a step, whether it is trained on or not."""
-    found = {"generate_tokens": float(sum(sum(rollout.sampled) for rollout in sampled))}
+    found = {"tokens/generate": float(sum(sum(rollout.sampled) for rollout in sampled))}
     if run.inputs.algorithm.needs_reference:
         scored = [rollout for rollout in sampled if rollout.reference_logprobs is not None]
-        found["score_tokens"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
+        found["tokens/score"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
     if sampled:
-        found["sampled_reward"] = describe(sampled)["reward"]
+        found["reward/sampled"] = describe(sampled)["reward"]
     return found
 
 
@@ -129,4 +129,4 @@ def _rewards_by_function(rollouts: Sequence[Rollout]) -> dict[str, float]:
             given.setdefault(name, []).append(reward)
     if len(given) < 2:
         return {}
-    return {f"validation/reward/{name}": math.fsum(rewards) / len(rewards) for name, rewards in given.items()}
+    return {f"validation/rewards/{name}": math.fsum(rewards) / len(rewards) for name, rewards in given.items()}
