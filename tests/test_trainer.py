@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 
 from rollgraph import Trainer
-from rollgraph.config import ConfigError, config_from_keywords
+from rollgraph.cli import main
+from rollgraph.config import ConfigError, config_from_keywords, to_yaml
 from rollgraph.config.keywords import key_of
 from rollgraph.config.loading import list_keys
 from rollgraph.errors import InvalidInput
@@ -75,6 +79,54 @@ def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) 
     for one in (run, whole, again):
         one.close()
     assert len(again.metrics) == len(run.metrics)
+
+
+def test_the_run_of_a_program_is_that_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    trainer = small_trainer(tmp_path / "program", train=iter(ROWS), rewards=[(letters, 0.5)], algorithm="dapo")
+    with trainer.train(steps=3) as run:
+        ours = run.metrics
+    functions = [{"name": "tests.test_trainer:letters", "weight": 0.5}]
+    config = small_trainer(
+        tmp_path / "command", train=tmp_path / "train.jsonl", rewards=functions, algorithm="dapo", steps=3
+    ).config
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    theirs = [json.loads(line) for line in (tmp_path / "command" / "metrics.jsonl").read_text().splitlines()]
+    timed = "speed/"
+    for mine, other in zip(ours, theirs, strict=True):
+        assert {k: v for k, v in mine.items() if timed not in k} == {k: v for k, v in other.items() if timed not in k}
+
+
+RANKS = """
+import json, sys
+from pathlib import Path
+from rollgraph.distributed.world import World
+from tests.test_trainer import ROWS, small_trainer
+
+output = Path(sys.argv[1])
+trainer = small_trainer(output / "run", validation=ROWS[:3], callbacks=[lambda step, metrics: step == 1])
+run = trainer.train(steps=5)  # rank 0 stops it after the second step
+found = {"evaluation": run.evaluate(ROWS), "text": run.generate("1+1=", seed=1), "steps": len(run.metrics)}
+run.export(output / "exported")
+(output / f"rank{World.current().rank}.json").write_text(json.dumps(found))
+trainer.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_ranks_train_stop_and_evaluate_together(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "script.py", "."]
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["steps"] == 3  # with the validation before the first one
+    assert (tmp_path / "exported" / "config.json").exists()
 
 
 def test_steps_are_taken_one_at_a_time_and_a_loop_left_early_is_saved(tmp_path: Path) -> None:
