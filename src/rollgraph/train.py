@@ -11,6 +11,7 @@ from rollgraph.files import write_atomically
 from rollgraph.run.begin import begin
 from rollgraph.run.failures import REWARD_FAILURES, UNREWARDED, show_reward_failures, summarize_reward_failures
 from rollgraph.run.folder_lock import lock_folder
+from rollgraph.run.hub_pins import pin_sources
 from rollgraph.run.inputs import check_inputs, scores_old
 from rollgraph.run.learning_notes import tell_if_nothing_to_learn
 from rollgraph.run.resume import MODEL, REPORT, Finished, Fresh, find_start
@@ -30,6 +31,7 @@ def train(config: Config, world: World | None = None) -> Run | None:
     with view, StopSignals(world) as stop, lock_folder(config.output, world):
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
+        config = pin_sources(config, world, note=view.note, writes=True)
         start = find_start(config)
         inputs = check_inputs(config, world, resume_from=None if isinstance(start, Fresh) else start.newest)
         if isinstance(start, Finished):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rollgraph.config import Config, ConfigError, training_scopes
@@ -21,6 +20,7 @@ from rollgraph.rl.data import DataError, PromptData, Row, load_rows
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
+from rollgraph.run.hub_cache import HELD_OUT, data_files, model_folder
 from rollgraph.run.key_errors import about
 from rollgraph.run.resume import check_data
 from rollgraph.run.shapes import check_buckets, check_cache, longest_prompt, make_limits
@@ -108,7 +108,7 @@ def check_device(config: Config, world: World) -> None:
 
 def make_tokenizer(config: Config) -> Tokenizer:
     path = config.tokenizer_path
-    return ByteTokenizer() if path == "bytes" else load_tokenizer(path)
+    return ByteTokenizer() if path == "bytes" else load_tokenizer(model_folder(path))
 
 
 def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Architecture, str | None]:
@@ -133,8 +133,8 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
         )
         return architecture, given or "float32"
     assert config.model.path is not None, "the configuration was checked"
-    source = Path(config.model.path)
     with about("model.path"):
+        source = model_folder(config.model.path)
         architecture = hf_weights.read_architecture(source)
         return architecture, given or hf_weights.read_dtype(source)
 
@@ -154,7 +154,7 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits) -> PromptData:
     settings = config.data
     with about("data.train"):
-        rows = load_rows(settings.train)
+        rows = load_rows(*data_files(settings.train))
     with about("data"):
         return PromptData(
             rows,
@@ -175,7 +175,7 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> Promp
     if config.data.validation is None:
         return None
     with about("data.validation"):
-        rows = load_rows(config.data.validation)[: config.validation.max_prompts]
+        rows = load_rows(*data_files(config.data.validation, HELD_OUT))[: config.validation.max_prompts]
     with about("data"):
         return PromptData(
             rows,
@@ -195,7 +195,7 @@ def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) ->
         return []
     most = min(limits.max_length, limits.token_buckets[-1])
     with about("warm_start.data"):
-        rows = load_rows(config.warm_start.data)
+        rows = load_rows(*data_files(config.warm_start.data))
         found = [_read_demonstration(index, row, tokenizer) for index, row in enumerate(rows)]
         for row, rollout in zip(rows, found, strict=True):
             count = len(rollout.prompt.tokens) + len(rollout.tokens)
