@@ -91,6 +91,7 @@ LAYERS = (
     ), packages=None),
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
+        "run/shared_work.py", "run/hub_ids.py", "run/dataset_splits.py", "run/hub_cache.py", "run/hub_pins.py",
         "run/shapes.py", "run/resume.py", "run/given.py", "run/inputs.py", "run/step_floor.py", "run/memory_plan.py",
         "run/model_source.py", "distributed/launch.py",
         "run/progress.py", "run/step_log.py", "run/setup.py", "run/failures.py", "run/learning_notes.py",

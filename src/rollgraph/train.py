@@ -14,6 +14,7 @@ from rollgraph.run.begin import begin
 from rollgraph.run.failures import REWARD_FAILURES, UNREWARDED, show_reward_failures, summarize_reward_failures
 from rollgraph.run.folder_lock import lock_folder
 from rollgraph.run.given import NOTHING, Given, write_given_model
+from rollgraph.run.hub_pins import pin_sources
 from rollgraph.run.inputs import check_inputs, scores_old
 from rollgraph.run.learning_notes import tell_if_nothing_to_learn
 from rollgraph.run.resume import MODEL, REPORT, Finished, Fresh, find_start
@@ -49,6 +50,7 @@ def open_run(
             check_sinks(config.log, note=lambda text: None)
         start = find_start(config)
         write_given_model(config, world, given, fresh=isinstance(start, Fresh))
+        config = pin_sources(config, world, note=view.note, writes=True)
         resume_from = None if isinstance(start, Fresh) else start.newest
         inputs = check_inputs(config, world, resume_from=resume_from, given=given)
         if isinstance(start, Finished):

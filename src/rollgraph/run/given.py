@@ -17,7 +17,7 @@ from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.errors import InvalidInput
 from rollgraph.rl.rows import DataError, Row, make_rows
-from rollgraph.sharding import Collectives
+from rollgraph.run.shared_work import work_on_some
 
 MODEL_FOLDER = "initial_model"  # in the run's folder: a model that was given as an object
 IN_PYTHON = "python:"  # begins the names of rows that were given as objects
@@ -47,14 +47,17 @@ def write_given_model(config: Config, world: World, given: Given, *, fresh: bool
     if given.model is None and given.tokenizer is None:
         return
     folder = Path(config.output) / MODEL_FOLDER
-    if world.rank == 0 and (fresh or not folder.exists()):
-        incomplete = folder.with_name(f"{MODEL_FOLDER}.incomplete")
-        for left_over in (incomplete, folder):
-            shutil.rmtree(left_over, ignore_errors=True)
-        given.write_model(incomplete)
-        incomplete.rename(folder)
-    if world.size > 1:
-        Collectives(world).all_gather_text("")  # the others read it only once it is there
+
+    def write() -> str:
+        if fresh or not folder.exists():
+            incomplete = folder.with_name(f"{MODEL_FOLDER}.incomplete")
+            for left_over in (incomplete, folder):
+                shutil.rmtree(left_over, ignore_errors=True)
+            given.write_model(incomplete)
+            incomplete.rename(folder)
+        return ""
+
+    work_on_some(world, world.rank == 0, write)
 
 
 def read_rows(source: Any, name: str) -> tuple[str, list[Row] | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rollgraph.config import Config, ConfigError, training_scopes
@@ -22,6 +21,7 @@ from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
 from rollgraph.run.given import NOTHING, Given
+from rollgraph.run.hub_cache import HELD_OUT, data_files, model_folder
 from rollgraph.run.key_errors import about
 from rollgraph.run.resume import check_data
 from rollgraph.run.shapes import check_buckets, check_cache, longest_prompt, make_limits
@@ -109,7 +109,7 @@ def check_device(config: Config, world: World) -> None:
 
 def make_tokenizer(config: Config) -> Tokenizer:
     path = config.tokenizer_path
-    return ByteTokenizer() if path == "bytes" else load_tokenizer(path)
+    return ByteTokenizer() if path == "bytes" else load_tokenizer(model_folder(path))
 
 
 def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Architecture, str | None]:
@@ -134,8 +134,8 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
         )
         return architecture, given or "float32"
     assert config.model.path is not None, "the configuration was checked"
-    source = Path(config.model.path)
     with about("model.path"):
+        source = model_folder(config.model.path)
         architecture = hf_weights.read_architecture(source)
         return architecture, given or hf_weights.read_dtype(source)
 
@@ -155,7 +155,7 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits, given: Given = NOTHING) -> PromptData:
     settings = config.data
     with about("data.train"):
-        rows = given.rows.get(settings.train) or load_rows(settings.train)
+        rows = given.rows.get(settings.train) or load_rows(*data_files(settings.train))
     with about("data"):
         return PromptData(
             rows,
@@ -177,7 +177,7 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits, given: G
     if source is None:
         return None
     with about("data.validation"):
-        rows = given.rows.get(source) or load_rows(source)
+        rows = given.rows.get(source) or load_rows(*data_files(source, HELD_OUT))
         rows = rows[: config.validation.max_prompts]
     with about("data"):
         return PromptData(
@@ -198,7 +198,7 @@ def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) ->
         return []
     most = min(limits.max_length, limits.token_buckets[-1])
     with about("warm_start.data"):
-        rows = load_rows(config.warm_start.data)
+        rows = load_rows(*data_files(config.warm_start.data))
         found = [_read_demonstration(index, row, tokenizer) for index, row in enumerate(rows)]
         for row, rollout in zip(rows, found, strict=True):
             count = len(rollout.prompt.tokens) + len(rollout.tokens)

@@ -18,7 +18,7 @@ from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.policy import PolicyWorker
 from rollgraph.run.given import Given, read_rows
-from rollgraph.run.inputs import check_inputs, make_held_out
+from rollgraph.run.inputs import make_held_out
 from rollgraph.run.model_source import none_found
 from rollgraph.run.rollouts import evaluate
 from rollgraph.run.setup import Run, make_run
@@ -115,8 +115,7 @@ class TrainedRun:
 
     def _opened(self) -> Run:
         if self._run is None:
-            inputs = check_inputs(self.config, self._world, given=self._given)
-            run = make_run(self.config, self._world, inputs=inputs, writes=False)
+            run = make_run(self.config, self._world, given=self._given, writes=False)
             saved = run.checkpoints.latest()
             if saved is None:
                 run.close()
