@@ -75,6 +75,7 @@ def make_run(
     """
     inputs = inputs or check_inputs(config, world)
     log = log or StepLog(config, world)
+    log.reward_weights = inputs.rewards.weights
     torch.manual_seed(config.seed)  # for random weights
     threads = torch.get_num_threads()
     with contextlib.ExitStack() as undo:
@@ -103,7 +104,7 @@ def make_run(
         inputs=inputs,
         policy=policy,
         checkpoints=checkpoints,
-        progress=RunProgress(config, inputs.data),
+        progress=RunProgress(config, inputs.data, inputs.fingerprints),
         log=log,
         stop=stop or StopSignals(world),
         threads_before=threads,
