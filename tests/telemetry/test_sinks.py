@@ -100,13 +100,13 @@ def test_all_missing_packages_are_named_at_once(tmp_path: Path, monkeypatch: pyt
 
 def test_tensorboard_with_the_real_package(tmp_path: Path) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for resume_at, steps in ((None, (0, 1, 2)), (1, (1,))):
+    for attempt, (resume_at, steps) in enumerate(((-1, (-1, 0)), (-1, (-1, 0, 1, 2)), (1, (1,)))):
         (sink,) = make_sinks(LogConfig(sinks=("tensorboard",)), tmp_path, resume_at=resume_at)
         for step in steps:
-            sink.write(step, {"reward": step + (resume_at or 0)})
+            sink.write(step, {"reward": 10 * attempt + step})
         close_sinks([sink])
     events = loader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(0, 0.0), (1, 2.0)]
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(-1, 9.0), (0, 10.0), (1, 21.0)]
 
 
 @pytest.mark.usefixtures("stand_ins")
