@@ -96,8 +96,8 @@ def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
     return found
 
 
-def evaluate(run: Run, seed: str) -> dict[str, float]:
-    """Metrics of the validation prompts, which ranks divide among themselves.
+def evaluate(run: Run, seed: str, prompts: Sequence[Prompt] | None = None) -> dict[str, float]:
+    """Metrics of the validation prompts, or of others, which ranks divide among themselves.
 
     `RewardFunctions.is_right` says which samples are right; pass@k is the share of prompts with at least one of them.
     """
@@ -105,7 +105,8 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
     settings = run.config.validation
     params = replace(run.policy.sampling, temperature=settings.temperature)
     with run.log.timed("validate"):
-        mine = inputs.validation[world.rank :: world.size]
+        everyones = inputs.validation if prompts is None else prompts
+        mine = everyones[world.rank :: world.size]
         rollouts = inputs.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
         inputs.rewards.score(rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)

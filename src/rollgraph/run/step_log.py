@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,19 +21,21 @@ from rollgraph.telemetry import SampleWriter, View, close_sinks, make_sinks
 from rollgraph.telemetry.metrics import Metrics, Sink
 from rollgraph.types import Batch, Rollout
 
+OnStep = Callable[[int, dict[str, float]], None]  # is given the number of a step and its metrics
 BASELINE = -1  # the step of the validation before the first one
 
 
 class StepLog:
-    """What people see of each step."""
+    """What people see of each step. `on_step` is called on rank 0."""
 
-    def __init__(self, config: Config, world: World, view: View | None = None) -> None:
+    def __init__(self, config: Config, world: World, view: View | None = None, on_step: OnStep | None = None) -> None:
         self.view = view or View()
         self.reward_weights: Mapping[str, float] = {}  # by the label of the function
         self.examined: Sequence[Rollout] = ()  # by the last validation
         self.baseline: dict[str, float] = {}  # the validation before the first step, where there was one
         self.pending: dict[str, float] = {}  # metrics of the step in progress
         self.seconds: dict[str, float] = defaultdict(float)  # of the step in progress, by phase
+        self._on_step = on_step
         self._config = config
         self._world = world
         self._sinks: list[Sink] = []
@@ -106,6 +108,8 @@ class StepLog:
         self.pending.clear()
         self.seconds.clear()
         self._started = now
+        if self._on_step is not None and self._world.rank == 0:
+            self._on_step(step, dict(values))
 
     def _speed(self, rollouts: Sequence[Rollout], values: Mapping[str, float], seconds: float) -> dict[str, float]:
         """Times and memory of this rank. Tokens are those of all ranks, for each phase that counts its own."""
