@@ -92,10 +92,10 @@ LAYERS = (
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
         "run/shared_work.py", "run/hub_ids.py", "run/dataset_splits.py", "run/hub_cache.py", "run/hub_pins.py",
-        "run/shapes.py", "run/resume.py", "run/given.py", "run/inputs.py", "run/step_floor.py", "run/memory_plan.py",
-        "run/model_source.py", "distributed/launch.py",
+        "run/shapes.py", "run/fingerprints.py", "run/config_changes.py", "run/resume.py", "run/given.py",
+        "run/inputs.py", "run/step_floor.py", "run/memory_plan.py", "run/model_source.py", "distributed/launch.py",
         "run/progress.py", "run/step_log.py", "run/setup.py", "run/failures.py", "run/learning_notes.py",
-        "run/reference.py",
+        "run/record.py", "run/reference.py",
         "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/begin.py", "run/trained_run.py",
     ), packages=None),
     Layer("people", (

@@ -252,7 +252,12 @@ class MemoryConfig:
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     every: Annotated[Count, "Steps between two lines of metrics."] = 1
-    samples_every: Annotated[Natural, "Steps between two sets of sample completions. 0: write none."] = 10
+    samples_every: Annotated[
+        Natural, "Steps between two sets of samples; those of validation are always written. 0: write none at all."
+    ] = 10
+    sample_groups: Annotated[
+        Count, "Groups in each set: prompts with all their completions, drawn by the seed and the step."
+    ] = 4
     sinks: Annotated[
         tuple[SinkName, ...] | None, "Where metrics are written. null: jsonl, and tensorboard if it is installed."
     ] = None
@@ -273,6 +278,11 @@ class Config:
         "Whether to resume from the output folder. auto: resume if a checkpoint exists; never: stop if one exists; "
         "must: stop if none exists.",
     ] = "auto"
+    allow_changes: Annotated[
+        Annotated[tuple[str, ...], COMMAS],
+        "Keys or sections that this start may change although a resumed run keeps them, such as algorithm or "
+        "data.train. See docs/run_folder.md.",
+    ] = ()
     cpu_threads: Annotated[
         Count | None, "Number of PyTorch threads on a CPU. null: PyTorch decides; 1 is best for tiny models."
     ] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollgraph.run.record import record_start
 from rollgraph.run.reference import keep_reference, restore_reference
 from rollgraph.run.resume import Resume, Start, none_whole
 from rollgraph.run.rollouts import evaluate
@@ -14,6 +15,7 @@ def begin(run: Run, start: Start) -> int | None:
     """Bring the run to its first step and return its number, or None if the run was asked to stop on the way."""
     if isinstance(start, Resume):
         return _load_checkpoint(run, start)
+    record_start(run, 0)
     if run.config.warm_start is not None and not warm_start(run):
         return None
     keep_reference(run)
@@ -36,4 +38,9 @@ def _load_checkpoint(run: Run, start: Resume) -> int:
     run.checkpoints.clear_surplus(saved)
     show_checkpoint_problems(run)
     run.log.note(f"resumed after {saved.step + 1} of {run.config.steps} steps")
+    if run.inputs.changes:
+        run.log.note(f"changed since then: {'; '.join(map(str, run.inputs.changes))}")
+    if any(change.is_fixed for change in run.inputs.changes):
+        run.progress.surplus = []  # these groups were sampled, rewarded or kept in another way
+    record_start(run, saved.step + 1)
     return saved.step + 1

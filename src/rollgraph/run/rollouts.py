@@ -110,6 +110,7 @@ def evaluate(run: Run, seed: str, prompts: Sequence[Prompt] | None = None) -> di
         rollouts = inputs.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
         inputs.rewards.score(rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)
+    run.log.examined = rollouts
     right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
     found: dict[str, float] = {}
     if inputs.left_out:

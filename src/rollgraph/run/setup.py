@@ -81,6 +81,7 @@ def make_run(
         config = pin_sources(config, world)
         inputs = check_inputs(config, world, given=given)
     log = log or StepLog(config, world)
+    log.reward_weights = inputs.rewards.weights
     torch.manual_seed(config.seed)  # for random weights
     threads = torch.get_num_threads()
     with contextlib.ExitStack() as undo:
@@ -110,7 +111,7 @@ def make_run(
         inputs=inputs,
         policy=policy,
         checkpoints=checkpoints,
-        progress=RunProgress(config, inputs.data),
+        progress=RunProgress(config, inputs.data, inputs.fingerprints),
         log=log,
         stop=stop or StopSignals(world),
         threads_before=threads,

@@ -30,6 +30,8 @@ class StepLog:
 
     def __init__(self, config: Config, world: World, view: View | None = None, on_step: OnStep | None = None) -> None:
         self.view = view or View()
+        self.reward_weights: Mapping[str, float] = {}  # by the label of the function
+        self.examined: Sequence[Rollout] = ()  # by the last validation
         self.baseline: dict[str, float] = {}  # the validation before the first step, where there was one
         self.pending: dict[str, float] = {}  # metrics of the step in progress
         self.seconds: dict[str, float] = defaultdict(float)  # of the step in progress, by phase
@@ -50,9 +52,17 @@ class StepLog:
             log = self._config.log
             resume_at = first_step or BASELINE
             self._sinks += make_sinks(log, folder, resume_at=resume_at, run_config=to_dict(self._config))
-            self._samples = SampleWriter(folder, log.samples_every, resume_at=resume_at)
+            self._samples = SampleWriter(
+                folder,
+                every=log.samples_every,
+                groups=log.sample_groups,
+                seed=self._config.seed,
+                weights=self.reward_weights,
+                resume_at=resume_at,
+            )
             if self.baseline:
                 self._metrics.log(BASELINE, self.baseline)
+                self._samples.write_validation(BASELINE, self.examined)
         self.seconds.clear()  # a warm start and the validation before the first step are not part of it
         self._started = time.perf_counter()
         try:
@@ -93,6 +103,8 @@ class StepLog:
         self.view.step(step, values, self.seconds)
         if self._samples is not None:
             self._samples.write(step, rollouts, advantages_of(rollouts, batch))
+            if validated:
+                self._samples.write_validation(step, self.examined)
         self.pending.clear()
         self.seconds.clear()
         self._started = now
