@@ -23,17 +23,11 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 NAME = re.compile(r"# (\w+\.(?:py|yaml))\n")
 # What the page downloads: a model of that name, but tiny and with random weights.
-DOWNLOAD = """#!{python}
-import shutil, sys
-command, name, option, folder = sys.argv[1:]
-assert (command, option) == ("download", "--local-dir")
-shutil.copytree({model!r}, folder)
+DOWNLOAD = """#!/bin/sh
+[ "$1 $3" = "download --local-dir" ] && mkdir -p "$(dirname "$4")" && cp -R "{model}" "$4"
 """
-ROLLGRAPH = """#!{python}
-import sys
-from rollgraph.cli import main
-sys.exit(main())
-"""
+ROLLGRAPH = '#!/bin/sh\nexec "{python}" -m rollgraph "$@"\n'
+PYTHON = '#!/bin/sh\nexec "{python}" "$@"\n'
 
 
 def blocks_of(page: str) -> list[tuple[str, str]]:
@@ -55,6 +49,11 @@ def write_files(page: str, folder: Path) -> None:
             (folder / name[1]).write_text(text)
 
 
+def write_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 class Reader:
     """Someone who follows a page in an empty folder, with the commands that it names."""
 
@@ -62,10 +61,8 @@ class Reader:
         self.folder = folder
         tools.mkdir()
         write_tiny_model(tools / "model")
-        programs = {"hf": DOWNLOAD, "rollgraph": ROLLGRAPH, "python": '#!/bin/sh\nexec "{python}" "$@"\n'}
-        for name, text in programs.items():
-            (tools / name).write_text(text.format(python=sys.executable, model=str(tools / "model")))
-            (tools / name).chmod(0o755)
+        for name, text in (("hf", DOWNLOAD), ("rollgraph", ROLLGRAPH), ("python", PYTHON)):
+            write_program(tools / name, text.format(python=sys.executable, model=str(tools / "model")))
         self.environment = {**os.environ, "PATH": os.pathsep.join([str(tools), os.environ["PATH"]])}
 
     def follow(self, page: str) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_guides import PYTHON, write_program
+
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=[\"']([^\"']+)")
 
@@ -23,6 +25,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=[\"']([^\"']+)")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a copy, because a build leaves files in its source folder. Nothing is downloaded."""
     pytest.importorskip("setuptools")
+    pytest.importorskip("pip")
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -30,6 +33,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(folder / "dist"), str(folder))
     (found,) = (folder / "dist").glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", "--target", str(folder), str(wheel))
+    return folder
 
 
 def pip(command: str, *arguments: str) -> None:
@@ -74,40 +84,34 @@ def test_the_wheel_has_types_the_licence_and_every_file_of_the_starters(wheel: P
     assert any(name.endswith("/LICENSE") for name in contained)
 
 
-QUICK = "steps=2 warm_start.steps=2 warm_start.check_every=2 validation.max_prompts=8 checkpoint.export_at_end=false"
-TRAINED = {
-    "quickstart": (f"rollgraph train config.yaml {QUICK}", "run"),
-    "math": ("rollgraph train trial.yaml", "trial"),
-    "tools": ("rollgraph train trial.yaml", "trial"),
-}
+def check_of_the_installation() -> str:
+    """The commands that docs/install.md gives."""
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```bash\n(rollgraph --version.*?)```", page, re.DOTALL)
+    return block
 
 
 @pytest.mark.slow
-def test_starters_train_from_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
-    pip("install", "--target", str(tmp_path / "site"), str(wheel))
-    path = os.pathsep.join([str(tmp_path / "site" / "bin"), os.environ["PATH"]])
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "PATH": path}
-
-    def run(command: str) -> str:
-        return subprocess.run(
-            command,
-            shell=True,
-            cwd=tmp_path,
-            env=environment,
-            check=True,
-            text=True,
-            stdout=subprocess.PIPE,
-            timeout=900,
-        ).stdout
-
-    where = run(f'"{sys.executable}" -c "import rollgraph; print(rollgraph.__file__)"')
-    assert Path(where.strip()) == tmp_path / "site" / "rollgraph" / "__init__.py"
-    for name, (command, output) in TRAINED.items():
-        run(f"rollgraph init {name} {name}")
-        run(f"cd {name} && {command}")
-        lines = (tmp_path / name / output / "metrics.jsonl").read_text().splitlines()
-        metrics = [json.loads(line) for line in lines]
-        assert [entry["step"] for entry in metrics] == [0, 1]
-        assert all(entry["token_mult_prob_error_max"] == 1.0 for entry in metrics)
-        assert "before/validation/reward" in metrics[0]
-        assert metrics[0].get("unrewarded") == 0.0
+@pytest.mark.parametrize(
+    ("commands", "output"),
+    [
+        pytest.param(check_of_the_installation(), "trial/run", id="quickstart"),
+        pytest.param("rollgraph init math mine && cd mine && rollgraph train trial.yaml", "mine/trial", id="math"),
+        pytest.param("rollgraph init tools mine && cd mine && rollgraph train trial.yaml", "mine/trial", id="tools"),
+    ],
+)
+def test_starters_train_from_an_installed_wheel(commands: str, output: str, installed: Path, tmp_path: Path) -> None:
+    write_program(tmp_path / "python", PYTHON.format(python=sys.executable))
+    path = os.pathsep.join([str(installed / "bin"), str(tmp_path), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": str(installed), "PATH": path}
+    command = ["bash", "-euo", "pipefail", "-c", f"python -c 'import rollgraph; print(rollgraph.__file__)'\n{commands}"]
+    printed = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=True, text=True, stdout=subprocess.PIPE, timeout=900
+    ).stdout
+    assert Path(printed.splitlines()[0]) == installed / "rollgraph" / "__init__.py"
+    metrics = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in metrics] == [0, 1]
+    assert "before/validation/reward" in metrics[0]
+    for entry in metrics:
+        assert entry["token_mult_prob_error_max"] == 1.0
+        assert entry["unrewarded"] == 0.0
