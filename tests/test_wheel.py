@@ -91,12 +91,21 @@ def check_of_the_installation() -> str:
     return block
 
 
+TRIAL = """
+from train import main
+tiny = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp": 64, "max_length": 544}
+small = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 32, "rows": 4, "token_buckets": [640]}
+main(steps=2, model={"tiny": tiny}, validation_max_prompts=4, **small)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("commands", "output"),
     [
         pytest.param(check_of_the_installation(), "trial/run", id="quickstart"),
         pytest.param("rollgraph init math mine && cd mine && rollgraph train trial.yaml", "mine/trial", id="math"),
+        pytest.param(f"rollgraph init math mine && cd mine && python -c '{TRIAL}'", "mine/run_python", id="python"),
         pytest.param("rollgraph init tools mine && cd mine && rollgraph train trial.yaml", "mine/trial", id="tools"),
     ],
 )
@@ -110,8 +119,8 @@ def test_starters_train_from_an_installed_wheel(commands: str, output: str, inst
     ).stdout
     assert Path(printed.splitlines()[0]) == installed / "rollgraph" / "__init__.py"
     metrics = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in metrics] == [0, 1]
-    assert "before/validation/reward" in metrics[0]
-    for entry in metrics:
-        assert entry["token_mult_prob_error_max"] == 1.0
-        assert entry["unrewarded"] == 0.0
+    assert [entry["step"] for entry in metrics] == [-1, 0, 1]  # from the model as it was
+    assert all("validation/reward" in entry for entry in (metrics[0], metrics[-1]))
+    for entry in metrics[1:]:
+        assert entry["policy/token_mult_prob_error_max"] == 1.0
+        assert entry["failures/unrewarded"] == 0.0

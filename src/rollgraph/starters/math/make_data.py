@@ -48,7 +48,7 @@ def download(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise SystemExit(f"{name} is no folder, and the Hub needs: pip install huggingface_hub pyarrow") from None
+        raise SystemExit(f"{name} is no folder, and the Hub needs: pip install 'rollgraph[hub,parquet]'") from None
     return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["main/*"]))
 
 

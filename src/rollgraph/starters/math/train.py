@@ -1,35 +1,41 @@
-"""The run of config.yaml, in Python: `python train.py [MODEL [STEPS]]`."""
+"""The run of config.yaml, in Python: `python train.py`."""
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
 from rewards import boxed
 
 from rollgraph import Trainer
 
+SETTINGS = {
+    "model": "Qwen/Qwen2.5-0.5B-Instruct",
+    "prompts_per_step": 32,
+    "max_prompt_tokens": 512,
+    "too_long": "drop",
+    "chat": True,
+    "samples_per_prompt": 8,
+    "max_tokens": 512,
+    "rows": 256,
+    "lr": 1e-6,
+    "validation_every": 20,
+    "validation_max_prompts": 200,
+}
 
-def main(model: str = "Qwen/Qwen2.5-0.5B-Instruct", steps: int = 200) -> None:
+
+def main(steps: int = 200, **changes: Any) -> None:
     trainer = Trainer(
-        model=model,
         train="data/train.jsonl",
         validation="data/held_out.jsonl",
-        prompts_per_step=32,
-        max_prompt_tokens=512,
-        too_long="drop",
-        chat=True,
         rewards=["math_verify", (boxed, 0.1)],
         algorithm="grpo",
-        samples_per_prompt=8,
-        max_tokens=512,
-        lr=1e-6,
         output="run_python",
-        callbacks=[lambda step, metrics: print(step, metrics["reward"])],
+        **{**SETTINGS, **changes},
     )
-    run = trainer.train(steps=steps)
-    print(run.evaluate("data/held_out.jsonl"))
-    run.export("exported")
+    with trainer.train(steps=steps) as run:
+        print(run.evaluate())
+        run.export("exported")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    main()
