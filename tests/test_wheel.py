@@ -95,7 +95,7 @@ TRIAL = """
 from train import main
 tiny = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp": 64, "max_length": 544}
 small = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 32, "rows": 4, "token_buckets": [640]}
-main(steps=2, model={"tiny": tiny}, validation_max_prompts=4, **small)
+main(steps=2, output="run_python", model={"tiny": tiny}, validation_max_prompts=4, **small)
 """
 
 

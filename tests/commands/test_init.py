@@ -7,13 +7,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollgraph.cli import main
 from rollgraph.commands.init import STARTERS
-from rollgraph.config import load_config
+from rollgraph.config import load_config, to_dict
 from rollgraph.rl.environment import MultiTurn, Turn
 from rollgraph.run.built_in_names import wrong_names
 from rollgraph.tokenizer import ByteTokenizer
@@ -163,6 +164,19 @@ def test_gsm8k_comes_from_the_cache_of_the_hub_or_is_made_up_without_a_network(
     found = run("openai/gsm8k")
     assert (found.returncode, found.stdout) == (0, ""), found.stderr
     assert read_rows(tmp_path / "data" / "train.jsonl") == PROMPTS
+
+
+def test_the_python_version_is_the_same_run(starters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for how the reward is named."""
+    folder = starters / "math"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "rewards", SimpleNamespace(**runpy.run_path(str(folder / "rewards.py"))))
+    ours = to_dict(runpy.run_path(str(folder / "train.py"))["make_trainer"]().config)
+    theirs = to_dict(load_config(folder / "config.yaml"))
+    for config in (ours, theirs):
+        correct, boxed = config["reward"].pop("functions")
+        assert (correct["name"], correct["label"], boxed["weight"]) == ("math_verify", "correct", 0.1)
+    assert ours == theirs
 
 
 def test_one_boxed_answer_is_the_form_that_is_asked_for() -> None:

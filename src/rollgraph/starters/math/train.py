@@ -10,6 +10,8 @@ from rollgraph import Trainer
 
 SETTINGS = {
     "model": "Qwen/Qwen2.5-0.5B-Instruct",
+    "steps": 200,
+    "output": "run",
     "prompts_per_step": 32,
     "max_prompt_tokens": 512,
     "too_long": "drop",
@@ -17,22 +19,26 @@ SETTINGS = {
     "samples_per_prompt": 8,
     "max_tokens": 512,
     "rows": 256,
+    "workers": 4,  # for the rewards
     "lr": 1e-6,
+    "microbatch_tokens": 4096,
     "validation_every": 20,
     "validation_max_prompts": 200,
 }
 
 
-def main(steps: int = 200, **changes: Any) -> None:
-    trainer = Trainer(
+def make_trainer(**changes: Any) -> Trainer:
+    return Trainer(
         train="data/train.jsonl",
         validation="data/held_out.jsonl",
-        rewards=["math_verify", (boxed, 0.1)],
+        rewards=[{"name": "math_verify", "label": "correct"}, (boxed, 0.1)],
         algorithm="grpo",
-        output="run_python",
         **{**SETTINGS, **changes},
     )
-    with trainer.train(steps=steps) as run:
+
+
+def main(**changes: Any) -> None:
+    with make_trainer(**changes).train() as run:
         print(run.evaluate())
         run.export("exported")
 
