@@ -56,14 +56,22 @@ def fetch_model(model: HubId, *, weights: bool = False, note: Note = say_nothing
     folder = _fetch(model, _SETTINGS, note)
     if not weights:
         return folder
-    names = [WEIGHTS]
-    if (folder / INDEX).exists():
-        names = sorted(set(read_object(folder / INDEX).get("weight_map", {}).values()))
+    names = _weight_names(folder)
     _fetch(replace(model, revision=folder.name), names, note)
     for name in names:
         if not (folder / name).exists():
             raise HubError(f"there is no {name}; {_ONLY_SAFETENSORS}", place=model.written)
     return folder
+
+
+def _weight_names(folder: Path) -> list[str]:
+    """The names of the files with weights. An index that makes no sense is reported by who loads them."""
+    if not (folder / INDEX).exists():
+        return [WEIGHTS]
+    places = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict):
+        return []
+    return sorted({name for name in places.values() if isinstance(name, str)})
 
 
 # -- datasets --------------------------------------------------------------------------------------
@@ -144,6 +152,10 @@ def _fetch(wanted: HubId, patterns: Sequence[str], note: Note) -> Path:
     except errors.RepositoryNotFoundError as error:
         detail = f"the hub has no {wanted.kind} of this name, or it is private and needs HF_TOKEN"
         raise HubError(f"{_instead_of_a_path(wanted)}{detail}", place=wanted.written) from error
+    except errors.HFValidationError as error:
+        raise HubError(
+            f"{_instead_of_a_path(wanted)}the hub has no such names: {error}", place=wanted.written
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise HubError(f"there is no revision {wanted.revision!r}", place=wanted.written) from error
     except errors.LocalEntryNotFoundError as error:
