@@ -31,8 +31,8 @@ def train(config: Config, world: World | None = None) -> Run | None:
     with view, StopSignals(world) as stop, lock_folder(config.output, world):
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
-        config = pin_sources(config, world, note=view.note, writes=True)
         start = find_start(config)
+        config = pin_sources(config, world, note=view.note, writes=True)
         inputs = check_inputs(config, world, resume_from=None if isinstance(start, Fresh) else start.newest)
         if isinstance(start, Finished):
             inputs.rewards.close()
