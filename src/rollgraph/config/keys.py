@@ -45,7 +45,9 @@ class TinyModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: Annotated[
-        File | None, "Folder of a Llama, Mistral, Qwen2 or Qwen3 model. Either this or `model.tiny` is required."
+        File | None,
+        "Folder of a Llama, Mistral, Qwen2 or Qwen3 model, or its id on the Hugging Face Hub: org/name or "
+        "org/name@revision. Either this or `model.tiny` is required.",
     ] = None
     tiny: Annotated[TinyModelConfig | None, "A small model with random weights, created for this run."] = None
     dtype: Annotated[
@@ -59,14 +61,23 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     path: Annotated[
-        File | None, "Folder of a tokenizer, or `bytes`. null: `model.path`, or `bytes` for a tiny model."
+        File | None,
+        "Folder of a tokenizer, its id on the hub, or `bytes`. null: `model.path`, or `bytes` for a tiny model.",
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    train: Annotated[File, "A .jsonl or .parquet file with a column `prompt`; reward functions see all other columns."]
-    validation: Annotated[File | None, "Held-out data in the same format. null: no validation."] = None
+    train: Annotated[
+        File,
+        "A .jsonl or .parquet file with a column `prompt`, or a dataset of the Hugging Face Hub: org/name, "
+        "org/name:split or org/name@revision:config/split. Reward functions see all other columns.",
+    ]
+    validation: Annotated[
+        File | None,
+        "Held-out data in the same format; a dataset without a split means its validation or test split. "
+        "null: no validation.",
+    ] = None
     prompts_per_step: Annotated[Count, "Number of prompts per step, over all ranks."] = 32
     max_prompt_tokens: Annotated[Count | None, "Longest prompt, in tokens. null: as long as the model allows."] = None
     too_long: Annotated[
@@ -170,7 +181,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    data: Annotated[File, "A .jsonl or .parquet file with columns `prompt` and `completion`."]
+    data: Annotated[File, "A .jsonl or .parquet file, or a dataset of the hub, with columns `prompt` and `completion`."]
     steps: Annotated[
         Count, "Largest number of supervised training steps. Their loss also uses `rollout.temperature`."
     ] = 100
