@@ -203,7 +203,9 @@ def _load_weights(run: Any, source: ModelSource, which: str | None) -> str:
     if source.kind == "model":
         return str(source.path)
     if source.kind == "checkpoint":
-        run.checkpoints.load(check_checkpoint(source.path))
+        saved = check_checkpoint(source.path)
+        run.checkpoints.load(saved)
+        run.progress.taken = saved.step + 1
         return str(source.path)
     checkpoints = run.checkpoints
     saved = checkpoints.best() if which == "best" else checkpoints.latest()
@@ -212,4 +214,5 @@ def _load_weights(run: Any, source: ModelSource, which: str | None) -> str:
     if saved is None:
         raise none_found(source.path, unscored=bool(checkpoints.complete()), broken=bool(checkpoints.broken))
     checkpoints.load(saved)
+    run.progress.taken = saved.step + 1
     return f"step {saved.step} of {source.path}"

@@ -42,5 +42,7 @@ class SampleWriter:
                     "tokens": len(rollout.tokens),
                     "prompt_id": rollout.prompt.id,
                 }
+                if rollout.extra:
+                    row["extra"] = rollout.extra
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         return True
