@@ -103,7 +103,7 @@ def _prompt(rollout: Rollout, chat: ChatForm) -> Any:
 def _completion(rollout: Rollout, chat: ChatForm) -> Any:
     if rollout.prompt.messages is None or chat == "text":
         return rollout.text
-    return [{"role": "assistant", "content": rollout.text}]
+    return rollout.messages or [{"role": "assistant", "content": rollout.text}]
 
 
 def _sampled_tokens(rollout: Rollout) -> list[int]:
