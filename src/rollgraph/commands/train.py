@@ -205,9 +205,7 @@ def _load_weights(run: Any, source: ModelSource, which: str | None) -> str:
     if source.kind == "model":
         return str(source.path)
     if source.kind == "checkpoint":
-        saved = check_checkpoint(source.path)
-        run.checkpoints.load(saved)
-        run.progress.taken = saved.step + 1
+        run.load_weights(check_checkpoint(source.path))
         return str(source.path)
     checkpoints = run.checkpoints
     saved = checkpoints.best() if which == "best" else checkpoints.latest()
@@ -215,6 +213,5 @@ def _load_weights(run: Any, source: ModelSource, which: str | None) -> str:
         print(problem, file=sys.stderr)
     if saved is None:
         raise none_found(source.path, unscored=bool(checkpoints.complete()), broken=bool(checkpoints.broken))
-    checkpoints.load(saved)
-    run.progress.taken = saved.step + 1
+    run.load_weights(saved)
     return f"step {saved.step} of {source.path}"

@@ -33,8 +33,7 @@ def _load_checkpoint(run: Run, start: Resume) -> int:
     if saved is None:
         raise none_whole(start.folder.checkpoint_folder, run.checkpoints.broken.values())
     restore_reference(run, saved)
-    run.progress.load_state(run.checkpoints.load(saved))
-    run.progress.taken = saved.step + 1
+    run.progress.load_state(run.load_weights(saved))
     run.checkpoints.clear_surplus(saved)
     show_checkpoint_problems(run)
     run.log.note(f"resumed after {saved.step + 1} of {run.config.steps} steps")
