@@ -80,7 +80,8 @@ LAYERS = (
         "inference/sampling_kernels.py", "inference/sampler.py",
         "inference/decode_graphs.py", "inference/requests.py", "inference/text_stream.py", "inference/engine.py",
         "rl/paths.py", "rl/worker_messages.py", "rl/worker_process.py", "rl/worker_keeper.py", "rl/worker_handle.py",
-        "rl/workers.py", "rl/builtin_rewards.py", "rl/reward_loading.py", "rl/reward_calls.py", "rl/rewards.py",
+        "rl/workers.py", "rl/event_loop.py", "rl/builtin_rewards.py", "rl/reward_arguments.py",
+        "rl/reward_loading.py", "rl/reward_pickling.py", "rl/reward_calls.py", "rl/reward_workers.py", "rl/rewards.py",
         "rl/rows.py", "rl/data.py",
         "rl/environment.py", "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),
@@ -96,7 +97,7 @@ LAYERS = (
         "run/shapes.py", "run/fingerprints.py", "run/config_changes.py", "run/resume.py", "run/given.py",
         "run/inputs.py", "run/step_floor.py", "run/memory_plan.py", "run/model_source.py", "distributed/launch.py",
         "run/progress.py", "run/step_log.py", "run/setup.py", "run/failures.py", "run/learning_notes.py",
-        "run/record.py", "run/reference.py",
+        "run/record.py", "run/reward_state.py", "run/reference.py",
         "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/begin.py", "run/trained_run.py",
     ), packages=None),
     Layer("people", (

@@ -21,6 +21,7 @@ class Prompt:
     tokens: tuple[int, ...]
     text: str
     columns: Mapping[str, Any] = field(default_factory=dict)  # all other fields of the row, for reward functions
+    messages: list[Mapping[str, Any]] | None = None  # the chat, if the row has one
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)  # by reward function, before weighting
     reference_logprobs: list[float] | None = None  # under the reference policy, if KL needs it
     group: int = 0  # rollouts of the same prompt in the same step have the same group
+    messages: list[dict[str, Any]] = field(default_factory=list)  # that followed those of the prompt
+    extra: dict[str, Any] = field(default_factory=dict)  # what reward functions logged about it, by column
 
     def to_dict(self) -> dict[str, Any]:
         """The rollout as JSON can hold it, for a checkpoint or for other ranks."""

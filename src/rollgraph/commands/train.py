@@ -205,7 +205,7 @@ def _load_weights(run: Any, source: ModelSource, which: str | None) -> str:
     if source.kind == "model":
         return str(source.path)
     if source.kind == "checkpoint":
-        run.checkpoints.load(check_checkpoint(source.path))
+        run.load_weights(check_checkpoint(source.path))
         return str(source.path)
     checkpoints = run.checkpoints
     saved = checkpoints.best() if which == "best" else checkpoints.latest()
@@ -213,5 +213,5 @@ def _load_weights(run: Any, source: ModelSource, which: str | None) -> str:
         print(problem, file=sys.stderr)
     if saved is None:
         raise none_found(source.path, unscored=bool(checkpoints.complete()), broken=bool(checkpoints.broken))
-    checkpoints.load(saved)
+    run.load_weights(saved)
     return f"step {saved.step} of {source.path}"

@@ -130,9 +130,16 @@ class RewardConfig:
     functions: Annotated[
         tuple[RewardFunctionConfig, ...], "Reward functions; the reward is the weighted sum of their values."
     ] = ()
+    chat: Annotated[
+        Literal["messages", "text"],
+        "What your functions get for rows with `messages`. messages: lists of messages, as in TRL; text: the prompt as "
+        "the chat template renders it, and the completion as text. Built-in rewards always read text.",
+    ] = "messages"
     workers: Annotated[Natural, "Number of processes that compute rewards. 0: compute them in the run's process."] = 0
     timeout: Annotated[
-        Positive, "Seconds that one call of a function may take for all its completions. Needs workers."
+        Positive,
+        "Seconds that one call of a function may take for all its completions. Without workers, only async functions "
+        "can be stopped.",
     ] = 10.0
     on_failure: Annotated[float, "Value of a function that raises or runs out of time; such failures are counted."] = (
         0.0

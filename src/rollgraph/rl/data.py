@@ -104,6 +104,11 @@ class PromptData:
         return len(self._rows) - len(self._kept)
 
     @property
+    def epoch(self) -> float:
+        """The number of passes over the prompts so far."""
+        return self._cursor / len(self)
+
+    @property
     def columns(self) -> frozenset[str]:
         """Every column that some row has, which is what reward functions can ask for."""
         return frozenset(name for row in self._rows for name in row.columns)
@@ -201,7 +206,9 @@ class PromptData:
 
     def _make_prompt(self, index: int) -> Prompt:
         text, tokens = self._encode(index)
-        return Prompt(index, tuple(tokens), text, copy.deepcopy(self._rows[index].columns))  # a reward may change them
+        row = copy.deepcopy(self._rows[index])  # a reward or an environment may change what it gets
+        messages = None if isinstance(row.prompt, str) else list(row.prompt)
+        return Prompt(index, tuple(tokens), text, row.columns, messages)
 
     def _encode(self, index: int) -> tuple[str, array[int]]:
         """The text and the tokens of a row, which is encoded once."""

@@ -21,6 +21,7 @@ def begin(run: Run, start: Start) -> int | None:
     keep_reference(run)
     data = run.inputs.data
     data.load_state({**data.state(), "cursor": 0})  # the warm start has drawn prompts
+    run.inputs.rewards.logged.clear()  # and has rewarded their completions
     if run.inputs.validation:
         found = evaluate(run, "before")
         shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
@@ -34,7 +35,7 @@ def _load_checkpoint(run: Run, start: Resume) -> int:
     if saved is None:
         raise none_whole(start.folder.checkpoint_folder, run.checkpoints.broken.values())
     restore_reference(run, saved)
-    run.progress.load_state(run.checkpoints.load(saved))
+    run.progress.load_state(run.load_weights(saved))
     run.checkpoints.clear_surplus(saved)
     show_checkpoint_problems(run)
     run.log.note(f"resumed after {saved.step + 1} of {run.config.steps} steps")

@@ -249,6 +249,7 @@ def make_rewards(config: Config, environment: Environment, given: Given = NOTHIN
             workers=config.reward.workers if config.reward.functions else 0,
             timeout=config.reward.timeout,
             on_failure=config.reward.on_failure,
+            chat=config.reward.chat,
             adds=adds,
         )
 

@@ -34,12 +34,14 @@ class RunProgress:
         self._config = config
         self._data = data
         self._fingerprints = dict(fingerprints)
+        self.taken = 0  # steps of the run that are finished, by this process or before it
         self.surplus: list[Group] = []  # groups that were sampled and not used yet
         self.reference_files: list[FileRecord] = []  # on rank 0: checksums of the files that hold the reference policy
         self.end: StepEnd | None = None  # of the last step that this process took
         self.save_failed = False
 
     def finish_step(self, step: int, updates: int) -> None:
+        self.taken = step + 1
         self.end = StepEnd(step, updates, self._data.state(), self.surplus)
 
     def state(self) -> dict[str, Any]:

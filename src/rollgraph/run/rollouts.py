@@ -11,6 +11,7 @@ from rollgraph.inference import Progress
 from rollgraph.rl.algorithms.batches import describe, is_constant
 from rollgraph.run.failures import count_failures, share_failures, show_reward_failures
 from rollgraph.run.progress import Group
+from rollgraph.run.reward_state import share_logged, trainer_state
 from rollgraph.run.setup import Run
 from rollgraph.types import Prompt, Rollout
 
@@ -40,6 +41,7 @@ def collect(run: Run, step: int) -> list[Rollout]:
         run.log.pending["groups/frac_reward_zero_std"] = sum(constant) / len(constant)
     run.log.pending |= _describe(run, sampled)
     run.log.pending |= share_failures(run, failures_before, len(sampled))
+    run.log.pending |= share_logged(run)
     show_reward_failures(run)
     if not groups:
         why = "; ".join(run.inputs.rewards.messages.values()) or "the rewards within each group are all equal"
@@ -62,7 +64,7 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
         generate = partial(run.policy.generate, seed=seed, on_progress=show)
         rollouts = run.inputs.environment.run(generate, prompts)
     with run.log.timed("reward"):
-        run.inputs.rewards.score(rollouts)
+        run.inputs.rewards.score(rollouts, trainer_state(run))
     show_reward_failures(run)
     if run.inputs.algorithm.needs_reference:
         kept, _ = keep(run, rollouts)
@@ -108,7 +110,7 @@ def evaluate(run: Run, seed: str, prompts: Sequence[Prompt] | None = None) -> di
         everyones = inputs.validation if prompts is None else prompts
         mine = everyones[world.rank :: world.size]
         rollouts = inputs.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
-        inputs.rewards.score(rollouts)
+        inputs.rewards.score(rollouts, trainer_state(run))
         rollouts = run.policy.gather_rollouts(rollouts)
     run.log.examined = rollouts
     right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
@@ -119,6 +121,7 @@ def evaluate(run: Run, seed: str, prompts: Sequence[Prompt] | None = None) -> di
     found |= _rewards_by_function(rollouts)
     found["validation/accuracy"] = sum(map(sum, right)) / len(rollouts)
     found[f"validation/pass@{settings.samples}"] = sum(map(any, right)) / len(right)
+    found |= {f"validation/{name}": value for name, value in share_logged(run).items()}
     return found
 
 

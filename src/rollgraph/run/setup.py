@@ -19,7 +19,7 @@ from rollgraph.model import Decoder, load_model
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.exactness import describe
 from rollgraph.rl.algorithms import load_algorithm
-from rollgraph.run.checkpoints import Checkpoints
+from rollgraph.run.checkpoints import Checkpoints, Saved
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.hub_pins import fetch_weights, pin_sources
@@ -53,6 +53,12 @@ class Run:
         if self.world.size == 1:
             return flag
         return bool(self.policy.sharded.any_rank(torch.tensor(float(flag), device=self.world.device)))
+
+    def load_weights(self, saved: Saved) -> dict[str, Any]:
+        """Put the weights and the optimizer of a checkpoint in place, and return the rest of what it holds."""
+        state = self.checkpoints.load(saved)
+        self.progress.taken = saved.step + 1
+        return state
 
     def close(self) -> None:
         with contextlib.ExitStack() as parts:  # each is closed even if another one fails

@@ -120,7 +120,7 @@ class TrainedRun:
             if saved is None:
                 run.close()
                 raise none_found(self.config.output, unscored=False, broken=bool(run.checkpoints.broken))
-            run.checkpoints.load(saved)
+            run.load_weights(saved)
             self._run = run
         return self._run
 

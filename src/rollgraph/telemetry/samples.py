@@ -71,7 +71,7 @@ class SampleWriter:
 
     def _describe(self, rollout: Rollout) -> dict[str, Any]:
         weighted = {name: self._weights.get(name, 1.0) * value for name, value in rollout.rewards.items()}
-        return {
+        described = {
             "group": rollout.group,
             "prompt_id": rollout.prompt.id,
             "prompt": rollout.prompt.text,
@@ -84,6 +84,9 @@ class SampleWriter:
             "tokens": len(rollout.tokens),
             "spans": find_spans(rollout.sampled),
         }
+        if rollout.extra:
+            described["extra"] = rollout.extra
+        return described
 
     def _append(self, rows: Sequence[Mapping[str, Any]]) -> bool:
         if not rows:
