@@ -40,7 +40,8 @@ LAYERS = (
         "config/keys.py", "config/rules.py", "config/loading.py",
         "distributed/lost_ranks.py", "distributed/connection.py", "distributed/liveness.py", "distributed/world.py",
         "telemetry/jsonl.py", "telemetry/metrics.py", "telemetry/samples.py", "telemetry/sinks.py",
-        "telemetry/terminal.py",
+        "telemetry/view.py", "telemetry/plain_view.py", "telemetry/run_picture.py", "telemetry/live_view.py",
+        "telemetry/notebook_view.py", "telemetry/terminal.py",
     ), packages=frozenset()),
     Layer("graph", (
         "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/static_outputs.py", "graph/report.py",
@@ -112,6 +113,9 @@ LAZY = {
     "distributed/world.py": frozenset({"torch"}),
     "telemetry/metrics.py": frozenset({"torch"}),
     "telemetry/sinks.py": frozenset({"torch", "pyarrow", "wandb", "mlflow"}),
+    "telemetry/run_picture.py": frozenset({"rich"}),
+    "telemetry/live_view.py": frozenset({"rich"}),
+    "telemetry/notebook_view.py": frozenset({"rich", "IPython"}),
     "telemetry/terminal.py": frozenset({"rich"}),
 }
 

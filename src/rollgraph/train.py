@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 from rollgraph.config import Config
@@ -31,6 +32,7 @@ def train(config: Config, world: World | None = None) -> Run | None:
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
         start = find_start(config)
+        view.phase("read data", 0, 0)
         inputs = check_inputs(config, world, resume_from=None if isinstance(start, Fresh) else start.newest)
         if isinstance(start, Finished):
             inputs.rewards.close()
@@ -51,13 +53,13 @@ def take_steps(run: Run, first_step: int) -> None:
     captures = run.policy.pool.report().captures
     if run.world.rank == 0:
         (Path(run.config.output) / REPORT).unlink(missing_ok=True)  # of the same run with fewer steps
-    run.stop.begin_steps()
-    with run.log.writing(first_step), saved_on_error(run):
-        for step in range(first_step, run.config.steps):
-            if not take_step(run, step):
-                save_before_stop(run)
-                break
-    finish(run, captures)
+    with run.stop.in_steps():
+        with run.log.writing(first_step), saved_on_error(run):
+            for step in range(first_step, run.config.steps):
+                if not take_step(run, step):
+                    save_before_stop(run)
+                    break
+        finish(run, captures)
 
 
 def take_step(run: Run, step: int) -> bool:
@@ -93,6 +95,7 @@ def update(run: Run, batch: Batch, step: int, exact: bool) -> dict[str, float]:
                 POLICY_LOSS,
                 epochs=run.config.algorithm.epochs,
                 score_old=scores_old(run.config, run.inputs.algorithm, exact),
+                on_progress=partial(run.log.view.phase, "train"),
             )
         refuse_dead(run, step, batch, learned)
         if exact:

@@ -9,8 +9,9 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from rollgraph.distributed.world import World
 from rollgraph.telemetry import SampleWriter, View, close_sinks, make_sinks
 from rollgraph.telemetry.metrics import Metrics, Sink
 from rollgraph.types import Batch, Rollout
+
+OnProgress = Callable[[int, int], None]  # how much is done, and of how much
 
 
 class StepLog:
@@ -61,6 +64,13 @@ class StepLog:
             if self._world.device.startswith("cuda"):
                 torch.cuda.synchronize()
             self.seconds[phase] += time.perf_counter() - start
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[OnProgress]:
+        """Show a phase outside of steps. It is given a function to call with how much is done, and of how much."""
+        self.view.phase(name, 0, 0)
+        yield partial(self.view.phase, name)
+        self.view.end_phase()
 
     def note(self, text: str) -> None:
         """Show one line that stays."""
