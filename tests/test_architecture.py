@@ -94,8 +94,8 @@ LAYERS = (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
         "run/shapes.py", "run/resume.py", "run/inputs.py", "run/step_floor.py", "run/memory_plan.py",
         "run/model_source.py", "distributed/launch.py",
-        "run/progress.py", "run/step_log.py", "run/setup.py", "run/failures.py", "run/learning_notes.py",
-        "run/reference.py",
+        "run/progress.py", "run/step_log.py", "run/host_memory.py", "run/setup.py", "run/failures.py",
+        "run/learning_notes.py", "run/reference.py",
         "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/begin.py",
     ), packages=None),
     Layer("people", (

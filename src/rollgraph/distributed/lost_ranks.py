@@ -21,7 +21,7 @@ class RankLost(RuntimeError):
 
 
 class StoppedInSetup(KeyboardInterrupt):
-    """This process was asked to stop (SIGTERM) before the first step. Code that lets Ctrl-C through lets this through."""
+    """This process was asked to stop (SIGTERM) before the first step. Whoever lets Ctrl-C through lets this through."""
 
     def __str__(self) -> str:
         return "stopped before the first step, as SIGTERM asked"

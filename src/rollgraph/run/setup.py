@@ -20,6 +20,7 @@ from rollgraph.policy import PolicyWorker
 from rollgraph.policy.exactness import describe
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.run.checkpoints import Checkpoints
+from rollgraph.run.host_memory import returning_freed_memory
 from rollgraph.run.inputs import Inputs, check_inputs, read_architecture
 from rollgraph.run.progress import RunProgress
 from rollgraph.run.step_log import OnProgress, StepLog
@@ -121,7 +122,8 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
     def show(phase: str, part: str, done: int, total: int) -> None:
         log.view.phase(phase, done, total, part)
 
-    policy.capture_all(losses, show)
+    with returning_freed_memory(policy.world.device):
+        policy.capture_all(losses, show)
     log.view.end_phase()
     if policy.products is not None and not config.rollout.filtered:  # a filter changes what is sampled from
         log.note(describe(policy.products))
