@@ -10,9 +10,12 @@ import io
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rollgraph.telemetry.run_picture import RunPicture
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _PAUSE = 0.5  # seconds between two pictures
 _WIDTH = 100
@@ -61,11 +64,12 @@ class NotebookView(RunPicture):
             self._draw()
 
     def _draw(self) -> None:
-        from IPython.display import display
+        import IPython.display as ipython
 
         pictures = {"text/plain": self._as_text(), "text/html": self._as_html()}
         if self._output is None:
-            self._output = display(pictures, raw=True, display_id=True)
+            show: Any = ipython.display  # it has no types
+            self._output = show(pictures, raw=True, display_id=True)
         else:
             self._output.update(pictures, raw=True)
         self._drawn = self._clock()
@@ -76,7 +80,7 @@ class NotebookView(RunPicture):
     def _as_text(self) -> str:
         return self._recorded().export_text().rstrip()
 
-    def _recorded(self) -> Any:
+    def _recorded(self) -> Console:
         from rich.console import Console
 
         console = Console(

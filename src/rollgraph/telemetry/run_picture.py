@@ -100,7 +100,7 @@ class RunPicture(View):
         reached = self._of_step
         for name in STEP_PHASES:
             seconds = self._seconds.get(name)
-            if seconds is None and name not in reached and (self._seconds or not reached):
+            if seconds is None and name not in reached and (self._seconds or outside is not None or not reached):
                 continue  # this run has no such phase, or its first step has not begun
             done, total = reached.get(name, (0, 0))
             rows.append((name, done, total, _share(seconds, whole)))
