@@ -87,7 +87,7 @@ def describe(plan: Plan) -> str:
     from rollgraph.run.memory_plan import PHASES
 
     rows = [("memory of a rank", "where", *PHASES)]
-    for line in plan.lines:
+    for line in filter(lambda line: line.nbytes, plan.lines):
         cells = (_size(line.nbytes) if phase in line.phases else "" for phase in PHASES)
         rows.append((line.name, line.where, *cells))
     rows.append(("sum", "device", *(_size(plan.total(phase)) for phase in PHASES)))

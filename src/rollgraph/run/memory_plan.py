@@ -243,6 +243,8 @@ def _working_memory(
         PlanLine("logits, train", backward + head, "device", ("train",)),
         PlanLine("gradients of a microbatch", _new_gradients(model, scopes), "device", ("train",)),
     ]
+    if config.optimizer.clip_norm is not None:
+        lines.append(_gradient_norm(model, ranks, lines))
     if "step" not in scopes:
         lines.append(PlanLine("inputs of graphs", _graph_inputs(a, scopes, tokens, itemsize), "device", PHASES))
     if not cuda and config.graph.impl != "none":
@@ -251,6 +253,16 @@ def _working_memory(
         largest = max(bucket.numel * bucket.dtype.itemsize for bucket in _buckets(model, ranks))
         lines.append(PlanLine("bucket in exchange", largest, "device", ("score",)))
     return lines
+
+
+def _gradient_norm(model: Decoder, ranks: int, lines: list[PlanLine]) -> PlanLine:
+    """The gradients of a bucket in fp64, and their squares.
+
+    The norm is computed when the microbatches are done, so only what it needs beyond those counts.
+    """
+    largest = max(bucket.shard_numel for bucket in _buckets(model, ranks))
+    microbatch = sum(line.nbytes for line in lines if "train" in line.phases)
+    return PlanLine("norm of the gradients", max(0, 2 * 8 * largest - microbatch), "device", ("train",))
 
 
 def _restored_cache(before: list[PlanLine]) -> PlanLine:
