@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,10 +31,10 @@ def test_every_phase_of_a_run_is_shown_from_its_beginning_to_its_end(
         *("read data", "load model", "probe products", "capture for generation", "capture for scoring"),
         *("capture for training", "warm start", "validate"),
     ]
-    assert [line.partition(":")[0] for line in before if "done in" in line] == phases
-    assert [line.partition(":")[0] for line in before if "done in" not in line and line.startswith(tuple(phases))] == (
-        phases
-    )
+    ends = [line.partition(":")[0] for line in before if "done in" in line]
+    others = [line.partition(":")[0] for line in before if "done in" not in line]
+    assert ends == phases
+    assert list(dict.fromkeys(name for name in others if name in phases)) == phases  # more lines on a slow machine
     trained = told["train"]
     assert len(trained) > 2  # two minibatches, the first of which is not all of it
     assert trained[0][0] < trained[-1][0] == trained[-1][1] == 16
