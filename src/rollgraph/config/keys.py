@@ -282,7 +282,9 @@ class LogConfig:
     wandb: Annotated[Options, "Arguments of wandb.init."] = field(default_factory=dict)
     mlflow: Annotated[Options, "MLflow settings: tracking_uri, experiment and run_name."] = field(default_factory=dict)
     progress: Annotated[
-        Literal["auto", "live", "plain", "none"], "Progress display. auto: live in a terminal, otherwise plain."
+        Literal["auto", "live", "plain", "none"],
+        "Progress display. auto: live in a terminal or a notebook, otherwise plain. plain: one line for each step, and "
+        "during set-up one every few seconds.",
     ] = "auto"
 
 

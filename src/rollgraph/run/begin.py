@@ -16,8 +16,10 @@ def begin(run: Run, start: Start) -> int | None:
     if isinstance(start, Resume):
         return _load_checkpoint(run, start)
     record_start(run, 0)
-    if run.config.warm_start is not None and not warm_start(run):
-        return None
+    if run.config.warm_start is not None:
+        with run.stop.in_steps():
+            if not warm_start(run):
+                return None
     keep_reference(run)
     data = run.inputs.data
     data.load_state({**data.state(), "cursor": 0})  # the warm start has drawn prompts
@@ -34,8 +36,9 @@ def _load_checkpoint(run: Run, start: Resume) -> int:
     saved = run.checkpoints.newest_sound(start.folder.checkpoints, start.folder.broken)
     if saved is None:
         raise none_whole(start.folder.checkpoint_folder, run.checkpoints.broken.values())
-    restore_reference(run, saved)
-    run.progress.load_state(run.load_weights(saved))
+    with run.log.phase("load checkpoint"):
+        restore_reference(run, saved)
+        run.progress.load_state(run.load_weights(saved))
     run.checkpoints.clear_surplus(saved)
     show_checkpoint_problems(run)
     run.log.note(f"resumed after {saved.step + 1} of {run.config.steps} steps")

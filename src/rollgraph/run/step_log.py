@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from rollgraph.types import Batch, Rollout
 
 OnStep = Callable[[int, dict[str, float]], None]  # is given the number of a step and its metrics
 BASELINE = -1  # the step of the validation before the first one
+OnProgress = Callable[[int, int], None]  # how much is done, and of how much
 
 
 class StepLog:
@@ -79,6 +81,13 @@ class StepLog:
             if self._world.device.startswith("cuda"):
                 torch.cuda.synchronize()
             self.seconds[phase] += time.perf_counter() - start
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[OnProgress]:
+        """Show a phase outside of steps. It is given a function to call with how much is done, and of how much."""
+        self.view.phase(name, 0, 0)
+        yield partial(self.view.phase, name)
+        self.view.end_phase()
 
     def note(self, text: str) -> None:
         """Show one line that stays."""
