@@ -27,7 +27,7 @@ from rollgraph.policy.step_graphs import StepGraphs
 from rollgraph.policy.weights import WeightSlots
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.data import DataError
-from rollgraph.rl.environment import Turn
+from rollgraph.rl.turns import Turn
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints
 from rollgraph.run.setup import make_run
 from rollgraph.run.step_log import StepLog

@@ -53,6 +53,8 @@ class PromptData:
     With `max_prompt_tokens`, every row is tokenized once at the start. A prompt that is too long, or that the tokenizer
     cannot encode, then stops the run before it has begun, or with `too_long="drop"` is left out and counted in
     `dropped`. The longest prompt that is left has `longest` tokens.
+
+    With `chat`, a prompt that is text becomes a message of a user. The chat template shows the policy these `tools`.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class PromptData:
         max_prompt_tokens: int | None = None,
         too_long: Literal["error", "drop"] = "error",
         chat: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -83,6 +86,7 @@ class PromptData:
         self._rows = rows
         self._tokenizer = tokenizer
         self._chat = chat
+        self._tools = tools
         self._seed = seed
         self._shuffle = shuffle
         self._rank = rank
@@ -201,7 +205,17 @@ class PromptData:
 
     def _make_prompt(self, index: int) -> Prompt:
         text, tokens = self._encode(index)
-        return Prompt(index, tuple(tokens), text, copy.deepcopy(self._rows[index].columns))  # a reward may change them
+        prompt = self._prompt(index)
+        messages = None if isinstance(prompt, str) else prompt
+        columns = self._rows[index].columns
+        return Prompt(index, tuple(tokens), text, *copy.deepcopy((columns, messages)))  # a reward may change them
+
+    def _prompt(self, index: int) -> str | list[Message]:
+        """The prompt of a row as it is rendered: text, or messages."""
+        prompt = self._rows[index].prompt
+        if self._chat and isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}]
+        return prompt
 
     def _encode(self, index: int) -> tuple[str, array[int]]:
         """The text and the tokens of a row, which is encoded once."""
@@ -209,15 +223,13 @@ class PromptData:
         if found is not None:
             return found
         row = self._rows[index]
-        prompt: str | Sequence[Message] = row.prompt
-        if self._chat and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+        prompt = self._prompt(index)
         try:
             if isinstance(prompt, str):
                 text = prompt
                 tokens = self._tokenizer.encode(text, special=True)
             else:
-                text = self._tokenizer.render_chat(prompt)
+                text = self._tokenizer.render_chat(prompt, tools=self._tools)
                 tokens = self._tokenizer.encode(text, special=False)  # the template writes special tokens itself
         except ValueError as error:
             raise DataError(str(error), place=row.place) from error

@@ -47,9 +47,12 @@ def share_failures(run: Run, before: Counter[str], sampled: int) -> dict[str, fl
 
 
 def show_reward_failures(run: Run) -> None:
-    """Tell of failed rewards as soon as they are known; of a whole run, only the first few that differ."""
+    """Tell of failures as soon as they are known: the first few rewards of a run that differ, each kind of reply."""
     for message in run.inputs.rewards.unread():
         run.log.note(f"a reward failed and counts as {run.config.reward.on_failure:g}: {message}")
+    for environment in (run.inputs.environment, run.inputs.examiner):
+        for message in getattr(environment, "unread", list)():
+            run.log.note(f"the environment failed: {message}")
 
 
 def summarize_reward_failures(inputs: Inputs) -> str:

@@ -67,8 +67,8 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
     with ExitStack() as undo:
         rewards = make_rewards(config, environment)
         undo.callback(rewards.close)
-        data = make_data(config, tokenizer, world, limits)
-        held_out = make_held_out(config, tokenizer, limits)
+        data = make_data(config, tokenizer, world, limits, environment)
+        held_out = make_held_out(config, tokenizer, limits, environment)
         check_buckets(config, limits, data, held_out)
         if resume_from is not None:
             check_data(resume_from, data)
@@ -151,7 +151,9 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 # -- data ------------------------------------------------------------------------------------------
 
 
-def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits) -> PromptData:
+def make_data(
+    config: Config, tokenizer: Tokenizer, world: World, limits: Limits, environment: Environment
+) -> PromptData:
     settings = config.data
     with about("data.train"):
         rows = load_rows(settings.train)
@@ -164,13 +166,13 @@ def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits
             shuffle=settings.shuffle,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=settings.too_long,
-            chat=settings.chat,
+            **_chat_settings(config, environment),
             rank=world.rank,
             ranks=world.size,
         )
 
 
-def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> PromptData | None:
+def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits, environment: Environment) -> PromptData | None:
     """The first prompts of the validation file; every rank has all of them."""
     if config.data.validation is None:
         return None
@@ -185,8 +187,14 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> Promp
             shuffle=False,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=config.data.too_long,
-            chat=config.data.chat,
+            **_chat_settings(config, environment),
         )
+
+
+def _chat_settings(config: Config, environment: Environment) -> dict[str, Any]:
+    """How prompts become text. In an environment of messages they are chats, and show the policy its tools."""
+    tools = getattr(environment, "tools", None)
+    return {"chat": config.data.chat or tools is not None, "tools": tools or None}
 
 
 def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) -> list[Rollout]:
@@ -261,6 +269,7 @@ def make_sampling(config: Config, environment: Environment) -> SamplingParams:
             top_p=rollout.top_p,
             min_p=rollout.min_p,
             stop=(*rollout.stop, *environment.stop),
+            stop_ids=getattr(environment, "stop_ids", ()),
         )
 
 

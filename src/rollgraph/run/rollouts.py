@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from rollgraph.inference import Progress
 from rollgraph.rl.algorithms.batches import describe, is_constant
@@ -59,7 +58,7 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
         run.log.view.phase("generate", progress.finished, total)
 
     with run.log.timed("generate"):
-        generate = partial(run.policy.generate, seed=seed, on_progress=show)
+        generate = run.policy.generator(seed=seed, on_progress=show)
         rollouts = run.inputs.environment.run(generate, prompts)
     with run.log.timed("reward"):
         run.inputs.rewards.score(rollouts)
@@ -106,7 +105,7 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
     params = replace(run.policy.sampling, temperature=settings.temperature)
     with run.log.timed("validate"):
         mine = inputs.validation[world.rank :: world.size]
-        rollouts = inputs.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
+        rollouts = inputs.examiner.run(run.policy.generator(seed=seed, params=params), mine)
         inputs.rewards.score(rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)
     right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
