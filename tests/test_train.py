@@ -24,10 +24,11 @@ from rollgraph.config import Config, parse_config, to_yaml
 from rollgraph.distributed.world import World
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.step_graphs import StepGraphs
+from rollgraph.policy.turn_session import TurnGenerator
 from rollgraph.policy.weights import WeightSlots
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.data import DataError
-from rollgraph.rl.turns import Turn
+from rollgraph.rl.turns import Request, Turn
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints
 from rollgraph.run.setup import make_run
 from rollgraph.run.step_log import StepLog
@@ -246,13 +247,13 @@ def test_a_difference_between_rollout_and_training_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The sampler's log-probabilities are falsified: the run says so once, and with `must` it stops."""
-    plain = PolicyWorker.generate
+    plain = TurnGenerator.__call__
 
-    def generate(worker: PolicyWorker, *args: Any, **options: Any) -> list[Turn]:
-        turns = plain(worker, *args, **options)
+    def generate(generator: TurnGenerator, requests: list[Request]) -> list[Turn]:
+        turns = plain(generator, requests)
         return [replace(turn, logprobs=[value - 1e-3 for value in turn.logprobs]) for turn in turns]
 
-    monkeypatch.setattr(PolicyWorker, "generate", generate)
+    monkeypatch.setattr(TurnGenerator, "__call__", generate)
     train(eager_config(folder, "steps=2", "data.validation=null", "log.progress=plain"), ONE)
     said = [line for line in capsys.readouterr().out.splitlines() if "disagree" in line]
     assert said == [

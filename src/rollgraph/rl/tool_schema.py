@@ -10,6 +10,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rollgraph.rl.paths import LoadError
@@ -32,7 +33,7 @@ def make_schema(function: Callable[..., Any]) -> Schema:
     required = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise _wrong(name, f"has the parameter {str(parameter)!r}, which cannot be given by name")
+            raise _wrong(name, f"has the parameter {parameter.name!r}, which cannot be given by name")
         if parameter.name not in hints:
             raise _wrong(name, f"needs a type for its parameter {parameter.name!r}")
         if parameter.name not in described:
@@ -47,8 +48,11 @@ def make_schema(function: Callable[..., Any]) -> Schema:
     if required:
         parameters["required"] = required
     schema: Schema = {"name": name, "description": description, "parameters": parameters}
-    if returns and "return" in hints:
-        schema["return"] = {**_describe_type(hints["return"], name, "return"), "description": returns}
+    if "return" in hints:
+        with suppress(LoadError):  # whatever it is, the policy gets text
+            schema["return"] = _describe_type(hints["return"], name, "return")
+            if returns:
+                schema["return"]["description"] = returns
     return {"type": "function", "function": schema}
 
 
