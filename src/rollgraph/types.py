@@ -21,7 +21,7 @@ class Prompt:
     tokens: tuple[int, ...]
     text: str
     columns: Mapping[str, Any] = field(default_factory=dict)  # all other fields of the row, for reward functions
-    messages: Sequence[Mapping[str, Any]] | None = None  # what the chat template rendered; None: the prompt is text
+    messages: list[Mapping[str, Any]] | None = None  # the chat, if the row has one or the environment needs one
 
 
 class Span(NamedTuple):

@@ -54,7 +54,8 @@ class PromptData:
     cannot encode, then stops the run before it has begun, or with `too_long="drop"` is left out and counted in
     `dropped`. The longest prompt that is left has `longest` tokens.
 
-    With `chat`, a prompt that is text becomes a message of a user. The chat template shows the policy these `tools`.
+    With `chat`, a prompt that is text is rendered as the message of a user. `tools` are given for an environment of
+    messages: then every prompt is a chat, and the template shows the policy these tools, if there are any.
     """
 
     def __init__(
@@ -205,15 +206,15 @@ class PromptData:
 
     def _make_prompt(self, index: int) -> Prompt:
         text, tokens = self._encode(index)
-        prompt = self._prompt(index)
+        row = copy.deepcopy(self._rows[index])  # a reward or an environment may change what it gets
+        prompt = self._in_messages(row.prompt, self._tools is not None)
         messages = None if isinstance(prompt, str) else prompt
-        columns = self._rows[index].columns
-        return Prompt(index, tuple(tokens), text, *copy.deepcopy((columns, messages)))  # a reward may change them
+        return Prompt(index, tuple(tokens), text, row.columns, messages)
 
-    def _prompt(self, index: int) -> str | list[Message]:
-        """The prompt of a row as it is rendered: text, or messages."""
-        prompt = self._rows[index].prompt
-        if self._chat and isinstance(prompt, str):
+    @staticmethod
+    def _in_messages(prompt: str | list[Message], chat: bool) -> str | list[Message]:
+        """The prompt of a row; as a chat, a text is what a user says."""
+        if chat and isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
         return prompt
 
@@ -223,13 +224,13 @@ class PromptData:
         if found is not None:
             return found
         row = self._rows[index]
-        prompt = self._prompt(index)
+        prompt = self._in_messages(row.prompt, self._chat or self._tools is not None)
         try:
             if isinstance(prompt, str):
                 text = prompt
                 tokens = self._tokenizer.encode(text, special=True)
             else:
-                text = self._tokenizer.render_chat(prompt, tools=self._tools)
+                text = self._tokenizer.render_chat(prompt, tools=self._tools or None)
                 tokens = self._tokenizer.encode(text, special=False)  # the template writes special tokens itself
         except ValueError as error:
             raise DataError(str(error), place=row.place) from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rollgraph.config import Config, ConfigError, training_scopes
@@ -21,6 +20,8 @@ from rollgraph.rl.data import DataError, PromptData, Row, load_rows
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
+from rollgraph.run.given import NOTHING, Given
+from rollgraph.run.hub_cache import HELD_OUT, data_files, model_folder
 from rollgraph.run.key_errors import about
 from rollgraph.run.resume import check_data
 from rollgraph.run.shapes import check_buckets, check_cache, longest_prompt, make_limits
@@ -46,7 +47,7 @@ class Inputs:
     demonstrations: list[Rollout]  # for the warm start
 
 
-def check_inputs(config: Config, world: World, resume_from: Saved | None = None) -> Inputs:
+def check_inputs(config: Config, world: World, resume_from: Saved | None = None, given: Given = NOTHING) -> Inputs:
     """Read everything that is cheap to read. What cannot be trained on raises here, before a model is loaded.
 
     The data must be what the checkpoint `resume_from` was made with.
@@ -65,10 +66,10 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
     check_cache(config, limits, architecture, dtype)
     demonstrations = load_demonstrations(config, tokenizer, limits)
     with ExitStack() as undo:
-        rewards = make_rewards(config, environment)
+        rewards = make_rewards(config, environment, given)
         undo.callback(rewards.close)
-        data = make_data(config, tokenizer, world, limits, environment)
-        held_out = make_held_out(config, tokenizer, limits, environment)
+        data = make_data(config, tokenizer, world, limits, environment, given)
+        held_out = make_held_out(config, tokenizer, limits, environment, given)
         check_buckets(config, limits, data, held_out)
         if resume_from is not None:
             check_data(resume_from, data)
@@ -108,7 +109,7 @@ def check_device(config: Config, world: World) -> None:
 
 def make_tokenizer(config: Config) -> Tokenizer:
     path = config.tokenizer_path
-    return ByteTokenizer() if path == "bytes" else load_tokenizer(path)
+    return ByteTokenizer() if path == "bytes" else load_tokenizer(model_folder(path))
 
 
 def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Architecture, str | None]:
@@ -133,8 +134,8 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
         )
         return architecture, given or "float32"
     assert config.model.path is not None, "the configuration was checked"
-    source = Path(config.model.path)
     with about("model.path"):
+        source = model_folder(config.model.path)
         architecture = hf_weights.read_architecture(source)
         return architecture, given or hf_weights.read_dtype(source)
 
@@ -152,11 +153,16 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 
 
 def make_data(
-    config: Config, tokenizer: Tokenizer, world: World, limits: Limits, environment: Environment
+    config: Config,
+    tokenizer: Tokenizer,
+    world: World,
+    limits: Limits,
+    environment: Environment,
+    given: Given = NOTHING,
 ) -> PromptData:
     settings = config.data
     with about("data.train"):
-        rows = load_rows(settings.train)
+        rows = given.rows.get(settings.train) or load_rows(*data_files(settings.train))
     with about("data"):
         return PromptData(
             rows,
@@ -172,12 +178,16 @@ def make_data(
         )
 
 
-def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits, environment: Environment) -> PromptData | None:
+def make_held_out(
+    config: Config, tokenizer: Tokenizer, limits: Limits, environment: Environment, given: Given = NOTHING
+) -> PromptData | None:
     """The first prompts of the validation file; every rank has all of them."""
-    if config.data.validation is None:
+    source = config.data.validation
+    if source is None:
         return None
     with about("data.validation"):
-        rows = load_rows(config.data.validation)[: config.validation.max_prompts]
+        rows = given.rows.get(source) or load_rows(*data_files(source, HELD_OUT))
+        rows = rows[: config.validation.max_prompts]
     with about("data"):
         return PromptData(
             rows,
@@ -193,8 +203,7 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits, environm
 
 def _chat_settings(config: Config, environment: Environment) -> dict[str, Any]:
     """How prompts become text. In an environment of messages they are chats, and show the policy its tools."""
-    tools = getattr(environment, "tools", None)
-    return {"chat": config.data.chat or tools is not None, "tools": tools or None}
+    return {"chat": config.data.chat, "tools": getattr(environment, "tools", None)}
 
 
 def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) -> list[Rollout]:
@@ -203,7 +212,7 @@ def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) ->
         return []
     most = min(limits.max_length, limits.token_buckets[-1])
     with about("warm_start.data"):
-        rows = load_rows(config.warm_start.data)
+        rows = load_rows(*data_files(config.warm_start.data))
         found = [_read_demonstration(index, row, tokenizer) for index, row in enumerate(rows)]
         for row, rollout in zip(rows, found, strict=True):
             count = len(rollout.prompt.tokens) + len(rollout.tokens)
@@ -229,17 +238,17 @@ def _read_demonstration(index: int, row: Row, tokenizer: Tokenizer) -> Rollout:
 # -- rewards, environment, sampling, algorithm ------------------------------------------------------
 
 
-def make_rewards(config: Config, environment: Environment) -> RewardFunctions:
-    given = config.rollout.environment
+def make_rewards(config: Config, environment: Environment, given: Given = NOTHING) -> RewardFunctions:
+    chosen = config.rollout.environment
     adds = getattr(environment, "gives_rewards", False)
     if not config.reward.functions and not adds:
         reason = "there is no rollout.environment that gives rewards"
-        if given is not None:
-            reason = f"rollout.environment {given.name} gives no rewards (it does not set `gives_rewards = True`)"
+        if chosen is not None:
+            reason = f"rollout.environment {chosen.name} gives no rewards (it does not set `gives_rewards = True`)"
         raise ConfigError([f"reward.functions: is empty, and {reason}"])
     with about("reward"):
         return RewardFunctions(
-            [_reward_spec(reward) for reward in config.reward.functions],
+            [_reward_spec(reward, given.rewards.get(i)) for i, reward in enumerate(config.reward.functions)],
             workers=config.reward.workers if config.reward.functions else 0,
             timeout=config.reward.timeout,
             on_failure=config.reward.on_failure,
@@ -247,8 +256,10 @@ def make_rewards(config: Config, environment: Environment) -> RewardFunctions:
         )
 
 
-def _reward_spec(reward: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(reward).items() if value not in (None, "")}
+def _reward_spec(reward: Any, function: Any) -> dict[str, Any]:
+    """What the configuration says of a reward, and the function itself if a program gave it."""
+    spec = {**vars(reward), "function": function}
+    return {key: value for key, value in spec.items() if value not in (None, "")}
 
 
 def make_environment(config: Config, tokenizer: Tokenizer, samples: int) -> Environment:

@@ -34,9 +34,9 @@ def collect(run: Run, step: int) -> list[Rollout]:
         constant += [is_constant(group) for group in group_by_prompt(rollouts)]
         sampled += rollouts
         rounds += 1
-    run.log.pending |= {"rounds": float(rounds), "groups_dropped": float(dropped)}
+    run.log.pending |= {"groups/rounds": float(rounds), "groups/dropped": float(dropped)}
     if constant:
-        run.log.pending["frac_reward_zero_std"] = sum(constant) / len(constant)
+        run.log.pending["groups/frac_reward_zero_std"] = sum(constant) / len(constant)
     run.log.pending |= _describe(run, sampled)
     run.log.pending |= share_failures(run, failures_before, len(sampled))
     show_reward_failures(run)
@@ -86,17 +86,17 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> list[Group]:
 
 def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of everything that all ranks sampled in a step, whether it is trained on or not."""
-    found = {"generate_tokens": float(sum(sum(rollout.sampled) for rollout in sampled))}
+    found = {"tokens/generate": float(sum(sum(rollout.sampled) for rollout in sampled))}
     if run.inputs.algorithm.needs_reference:
         scored = [rollout for rollout in sampled if rollout.reference_logprobs is not None]
-        found["score_tokens"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
+        found["tokens/score"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
     if sampled:
-        found["sampled_reward"] = describe(sampled)["reward"]
+        found["reward/sampled"] = describe(sampled)["reward"]
     return found
 
 
-def evaluate(run: Run, seed: str) -> dict[str, float]:
-    """Metrics of the validation prompts, which ranks divide among themselves.
+def evaluate(run: Run, seed: str, prompts: Sequence[Prompt] | None = None) -> dict[str, float]:
+    """Metrics of the validation prompts, or of others, which ranks divide among themselves.
 
     `RewardFunctions.is_right` says which samples are right; pass@k is the share of prompts with at least one of them.
     """
@@ -104,7 +104,8 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
     settings = run.config.validation
     params = replace(run.policy.sampling, temperature=settings.temperature)
     with run.log.timed("validate"):
-        mine = inputs.validation[world.rank :: world.size]
+        everyones = inputs.validation if prompts is None else prompts
+        mine = everyones[world.rank :: world.size]
         rollouts = inputs.examiner.run(run.policy.generator(seed=seed, params=params), mine)
         inputs.rewards.score(rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)
@@ -127,4 +128,4 @@ def _rewards_by_function(rollouts: Sequence[Rollout]) -> dict[str, float]:
             given.setdefault(name, []).append(reward)
     if len(given) < 2:
         return {}
-    return {f"validation/reward/{name}": math.fsum(rewards) / len(rewards) for name, rewards in given.items()}
+    return {f"validation/rewards/{name}": math.fsum(rewards) / len(rewards) for name, rewards in given.items()}
