@@ -82,7 +82,8 @@ LAYERS = (
         "rl/workers.py", "rl/builtin_rewards.py", "rl/reward_loading.py", "rl/reward_calls.py", "rl/rewards.py",
         "rl/rows.py", "rl/data.py",
         "rl/turns.py", "rl/replies.py", "rl/conversations.py", "rl/environment.py", "rl/tool_schema.py",
-        "rl/tool_calls.py", "rl/tools.py", "rl/chat.py", "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
+        "rl/tool_calls.py", "rl/tools.py", "rl/chat_functions.py", "rl/chat.py", "rl/calculator.py", "rl/losses.py",
+        "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (
         "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/phases.py", "policy/packing.py",

@@ -15,6 +15,7 @@ from rollgraph.rl.calculator import calculate
 from rollgraph.rl.chat import Chat
 from rollgraph.rl.data import PromptData, make_rows
 from rollgraph.rl.environment import load_environment
+from rollgraph.rl.paths import LoadError
 from rollgraph.rl.turns import Request, Turn
 from rollgraph.tokenizer import ByteTokenizer
 from rollgraph.types import Prompt, Rollout
@@ -249,3 +250,64 @@ def test_loading(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             load_environment(chat, tokenizer=TOKENIZER, samples_per_prompt=1, **wrong)
+
+
+class Counting:
+    """Each rollout has a counter of its own."""
+
+    tools = ("add",)
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.count = int(prompt.columns["start"])
+
+    def add(self, number: int) -> int:
+        """Add to the counter.
+
+        Args:
+            number: how much
+        """
+        self.count += number
+        return self.count
+
+    async def reply(self, messages: list[dict[str, Any]], prompt: Prompt) -> list[dict[str, Any]] | None:
+        return None if self.count > 100 else [{"role": "user", "content": f"{self.count} is too little"}]
+
+    def reward(self, messages: list[dict[str, Any]], prompt: Prompt) -> float:
+        return self.count
+
+
+def test_each_rollout_has_an_episode_of_its_own() -> None:
+    environment = make(episode=Counting, samples_per_prompt=2, max_turns=4)
+    assert list(environment.tools[0]["function"]["parameters"]["properties"]) == ["number"]
+    add = '<tool_call>{"name": "add", "arguments": {"number": 40}}</tool_call>'
+    prompts = prompts_of(environment, {"prompt": "a", "start": 10}, {"prompt": "b", "start": 30})
+    rollouts = environment.run(Policy(add, "so?", add, "enough"), prompts)
+    first = ["", "50", "so?", "50 is too little", "", "90", "enough", "90 is too little"]
+    second = ["", "70", "so?", "70 is too little", "", "110", "enough"]
+    contents = [[message["content"] for message in rollout.messages] for rollout in rollouts]
+    assert contents == [first[:-1], first[:-1], second, second]
+    assert [rollout.reward for rollout in rollouts] == [280, 280, 360, 360]
+    assert [rollout.finish_reason for rollout in rollouts] == ["length", "length", "stop", "stop"]
+
+
+def test_classes_that_are_no_episodes() -> None:
+    class Misspelt(Counting):
+        tools = ("ad",)
+
+    class Short(Counting):
+        def reply(self, messages: list[dict[str, Any]]) -> None:  # type: ignore[override]
+            return None
+
+    class Mute:
+        def __init__(self, prompt: Prompt) -> None: ...
+
+    for episode, message in [
+        (Misspelt, "episode: Misspelt has no method 'ad'; did you mean 'add'?"),
+        (Short, r"episode: is called as \(self, messages, prompt\)"),
+        (Mute, "episode: Mute has neither `tools` nor a method `reply`"),
+        (again, "episode: is called as \\(prompt\\)"),
+    ]:
+        with pytest.raises(LoadError, match=message):
+            make(episode=episode)
+    with pytest.raises(ValueError, match="episode: its methods take the place of"):
+        make(episode=Counting, reply=again)

@@ -43,9 +43,7 @@ def example(folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, An
     return load_config(ROOT / "examples" / "calculator_chat.yaml", [*given, *overrides])
 
 
-def test_a_run_learns_from_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_learns_from_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asks = tmp_path / "asks.py"
     options = {"reply": f"{asks}:again", "reward": f"{asks}:rate", "stop": ENDS}
     trained: list[list[Rollout]] = []
@@ -56,7 +54,7 @@ def test_a_run_learns_from_turns(
         return plain(run, rollouts, step)
 
     monkeypatch.setitem(train.__globals__, "make_batch", make_batch)
-    train(example(tmp_path, monkeypatch, options, "graph.exact=must"), ONE)
+    train(example(tmp_path, monkeypatch, options, "steps=1", "graph.exact=must"), ONE)
     rollouts = [rollout for step in trained for rollout in step]
     assert any(len(rollout.spans) > 2 for rollout in rollouts)
     for rollout in rollouts:
@@ -66,11 +64,16 @@ def test_a_run_learns_from_turns(
         assert {message["content"] for message in rollout.messages if message["role"] == "user"} <= {"again"}
     for row in metrics_of(tmp_path / "run"):  # training sees the log-probabilities that all turns were drawn with
         assert row["policy/token_mult_prob_error_max"] == 1.0
-        assert row["reward/environment"] == row["reward"]
+        assert row["rewards/environment"] == row["reward"]
 
-    broken = {**options, "reply": f"{asks}:broken"}
+
+@pytest.mark.slow
+def test_a_reply_that_always_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"reply": f"{tmp_path / 'asks.py'}:broken", "stop": ENDS}
     with pytest.raises(RuntimeError, match="every rollout failed"):
-        train(example(tmp_path, monkeypatch, broken, f"output={tmp_path / 'other'}", "rollout.max_tokens=160"), ONE)
+        train(example(tmp_path, monkeypatch, options, "rollout.max_tokens=160"), ONE)
     assert "the environment failed: OSError: no disk" in capsys.readouterr().out
 
 

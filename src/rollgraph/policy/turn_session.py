@@ -56,7 +56,7 @@ class TurnGenerator:
 
 
 class TurnSession:
-    """Requests of one environment while it runs; `rl.turns.Session` is what the environment sees of it."""
+    """Requests of one environment while it runs; `rl.turns.GenerateSession` is what the environment sees of it."""
 
     def __init__(self, generator: TurnGenerator) -> None:
         self._generator = generator

@@ -12,25 +12,20 @@ that the chat template puts between turns.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rollgraph.errors import InvalidInput
+from rollgraph.rl.chat_functions import ChatFunctions, MessageReply, TurnReward, load_chat_functions
 from rollgraph.rl.conversations import Answer, Conversations, check_positive
-from rollgraph.rl.environment import load_function
-from rollgraph.rl.paths import LoadError
 from rollgraph.rl.replies import ReplyTimeout
 from rollgraph.rl.reward_calls import check_score, copy_value
 from rollgraph.rl.tool_calls import ToolCall, parse_turn
-from rollgraph.rl.tools import Tool, ToolBox, write_result
+from rollgraph.rl.tools import Tool, write_result
+from rollgraph.rl.turns import Episode
 from rollgraph.rl.worker_messages import Failure
 from rollgraph.tokenizer import Message, Tokenizer
 from rollgraph.tokenizer.chat_replies import ChatReplies
-from rollgraph.types import Prompt, Rollout
-
-Messages = list[dict[str, Any]]
-MessageReply = Callable[[Messages, Prompt], Sequence[Message] | Awaitable[Sequence[Message] | None] | None]
-TurnReward = Callable[[Messages, Prompt], float | Awaitable[float | None] | None]
+from rollgraph.types import Rollout
 
 
 class Chat(Conversations):
@@ -38,8 +33,8 @@ class Chat(Conversations):
 
     After each turn that the policy ended itself, its calls of Python tools are run, and their results follow. Without
     a call, or if a call is of a tool that is only a schema, `reply` is asked what follows. If nothing does, the rollout
-    is finished. `reward` is asked after each turn and what follows it. All three may be async, and may be given as
-    import paths.
+    is finished. `reward` is asked after each turn and what follows it. All of them may be async, and may be given as
+    import paths. An environment with a state is a class instead, `episode`, of which each rollout has an instance.
     """
 
     def __init__(
@@ -50,6 +45,7 @@ class Chat(Conversations):
         reply: MessageReply | str | None = None,
         tools: Sequence[Tool] = (),
         reward: TurnReward | str | None = None,
+        episode: type | str | None = None,
         max_turns: int = 8,
         max_tokens: int = 1024,
         max_result_characters: int = 4096,
@@ -66,25 +62,19 @@ class Chat(Conversations):
             threads=threads,
             stop=stop,
         )
-        self._tools = ToolBox(tools)
-        self._reply = None
-        if reply is not None:
-            self._reply = load_function(reply, ("messages", "prompt"), argument="reply")
-        self._reward = None
-        if reward is not None:
-            self._reward = load_function(reward, ("messages", "prompt"), argument="reward")
+        self._functions = load_chat_functions(reply, tools, reward, episode)
         self._most_characters = check_positive("max_result_characters", max_result_characters)
-        if not self._tools and self._reply is None:
-            raise InvalidInput("give `reply`, `tools` or both: otherwise nothing follows a turn", argument="reply")
-        if self._tools.has_schemas_only and self._reply is None:
-            raise LoadError("a tool that is only a schema needs a `reply` that runs it", argument="tools")
-        roles = (["tool"] if self._tools else []) + (["user"] if self._reply else [])
-        self._template = ChatReplies(tokenizer, roles=roles, tools=self._tools.schemas)
+        roles = []
+        if self._functions.tools:
+            roles.append("tool")
+        if self._functions.reply is not None:
+            roles.append("user")
+        self._template = ChatReplies(tokenizer, roles=roles, tools=self.tools)
 
     @property
     def tools(self) -> list[dict[str, Any]]:
         """The schemas with which prompts are rendered."""
-        return self._tools.schemas
+        return self._functions.tools.schemas
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -92,7 +82,7 @@ class Chat(Conversations):
 
     @property
     def gives_rewards(self) -> bool:
-        return self._reward is not None
+        return self._functions.reward is not None
 
     def describe(self, rollout: Rollout, tokens: Sequence[int]) -> str:
         rollout.text = self._decode(tokens)
@@ -103,32 +93,46 @@ class Chat(Conversations):
         rollout.messages.append(message)
         return rollout.text
 
-    async def answer(self, rollout: Rollout, *, ended: bool) -> Answer:
+    async def answer(self, episode: Episode, *, ended: bool) -> Answer:
+        rollout = episode.rollout
         if rollout.prompt.messages is None:
             raise ValueError(f"prompt {rollout.prompt.id} is not a chat, so no messages can follow it")
+        functions = await self._functions_of(episode)
         conversation = [*rollout.prompt.messages, *rollout.messages]
         failures: list[tuple[str, str]] = []
         follow: list[Message] = []
         if ended:
             _, calls = self._parse(rollout.tokens[rollout.spans[-1].start :])
-            follow = await self._run_tools(calls, failures)
+            follow = await self._run_tools(functions, calls, failures)
             if not calls or len(follow) < len(calls):
-                follow += await self._ask([*conversation, *follow], rollout.prompt)
-        reward = await self._rate([*conversation, *follow], rollout.prompt)
+                follow += await self._ask(functions, [*conversation, *follow], rollout)
+        reward = await self._rate(functions, [*conversation, *follow], rollout)
         if not follow:
             return Answer(reward=reward, failures=failures)
         tokens = self._template.encode(follow, rollout.tokens[-1] if rollout.tokens else None)
         text = self._decode(tokens, skip_special=False)
         return Answer(tokens, text, [dict(message) for message in follow], reward, failures)
 
-    async def _run_tools(self, calls: Sequence[ToolCall], failures: list[tuple[str, str]]) -> list[Message]:
+    async def _functions_of(self, episode: Episode) -> ChatFunctions:
+        """The functions of this rollout, with a state of their own if they are methods."""
+        if self._functions.make is None:
+            return self._functions
+        if episode.state is None:
+            instance = await self._replies.call(self._functions.make, episode.rollout.prompt)
+            episode.state = self._functions.of_instance(instance)
+        functions: ChatFunctions = episode.state
+        return functions
+
+    async def _run_tools(
+        self, functions: ChatFunctions, calls: Sequence[ToolCall], failures: list[tuple[str, str]]
+    ) -> list[Message]:
         """The results of all calls but those that `reply` has to run.
 
         A tool that raises is counted, and the policy is told; one that hangs ends the rollout.
         """
         results: list[Message] = []
         for call in calls:
-            found = self._tools.find(call)
+            found = functions.tools.find(call, functions.instance)
             if found is None:
                 continue
             try:
@@ -142,27 +146,27 @@ class Chat(Conversations):
             results.append(write_result(call.name, result, self._most_characters))
         return results
 
-    async def _ask(self, conversation: list[Message], prompt: Prompt) -> list[Message]:
-        if self._reply is None:
+    async def _ask(self, functions: ChatFunctions, conversation: list[Message], rollout: Rollout) -> list[Message]:
+        if functions.reply is None:
             return []
-        replied = await self._replies.call(self._reply, copy_value(conversation), prompt)
+        replied = await self._replies.call(functions.reply, copy_value(conversation), rollout.prompt)
         if replied is None:
             return []
         if isinstance(replied, str) or not isinstance(replied, Sequence):
             raise TypeError(f"reply must return a list of messages or None, not {replied!r:.80}")
         return list(replied)
 
-    async def _rate(self, conversation: list[Message], prompt: Prompt) -> float:
-        if self._reward is None:
+    async def _rate(self, functions: ChatFunctions, conversation: list[Message], rollout: Rollout) -> float:
+        if functions.reward is None:
             return 0.0
-        score = check_score(await self._replies.call(self._reward, copy_value(conversation), prompt))
+        score = check_score(await self._replies.call(functions.reward, copy_value(conversation), rollout.prompt))
         if isinstance(score, Failure):
             raise ValueError(f"reward: {score.message}")
         return score or 0.0
 
     def _parse(self, tokens: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """What a turn says, and its tool calls. Special tokens count, because some models begin a call with one."""
-        if not self._tools:
+        if not self._functions.tools:
             return "", []
         if tokens and tokens[-1] in {*self._tokenizer.stop_ids, self._template.end_id}:
             tokens = tokens[:-1]

@@ -18,7 +18,16 @@ from typing import Any
 
 from rollgraph.errors import InvalidInput
 from rollgraph.rl.replies import Reply, ReplyLoop
-from rollgraph.rl.turns import Episode, Generate, Session, Turn, append_reply, append_turn, make_episodes, open_session
+from rollgraph.rl.turns import (
+    Episode,
+    Generate,
+    GenerateSession,
+    Turn,
+    append_reply,
+    append_turn,
+    make_episodes,
+    open_session,
+)
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Prompt, Rollout, Span
 
@@ -75,8 +84,8 @@ class Conversations:
         """The text of a turn that was just appended; also updates `text` and `messages` of the rollout."""
         raise NotImplementedError
 
-    async def answer(self, rollout: Rollout, *, ended: bool) -> Answer:
-        """What follows the last turn. It must not change the rollout.
+    async def answer(self, episode: Episode, *, ended: bool) -> Answer:
+        """What follows the last turn. It must not change the rollout, because it may be given up half-way.
 
         `ended`: the policy ended the turn itself; otherwise only the reward matters, because nothing can follow.
         """
@@ -128,9 +137,9 @@ class Conversations:
         episode.turns += 1
         ended = rollout.finish_reason == "stop"
         if ended or (self.gives_rewards and rollout.finish_reason == "length"):
-            self._replies.start(episode.key, lambda: self.answer(rollout, ended=ended))
+            self._replies.start(episode.key, lambda: self.answer(episode, ended=ended))
 
-    def _take_reply(self, episode: Episode, reply: Reply, session: Session) -> None:
+    def _take_reply(self, episode: Episode, reply: Reply, session: GenerateSession) -> None:
         """Append the reply to a turn and ask for the next turn, if there is room for one."""
         rollout = episode.rollout
         if reply.error is not None:

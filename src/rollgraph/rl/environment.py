@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rollgraph.rl.conversations import Answer, Conversations, check_positive
 from rollgraph.rl.paths import LoadError, load_object
-from rollgraph.rl.turns import Generate, append_turn, generate_all, make_episodes
+from rollgraph.rl.turns import Episode, Generate, append_turn, generate_all, make_episodes
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Prompt, Rollout
 
@@ -94,7 +94,8 @@ class MultiTurn(Conversations):
         rollout.text = self._decode(rollout.tokens)
         return self._decode(tokens)
 
-    async def answer(self, rollout: Rollout, *, ended: bool) -> Answer:
+    async def answer(self, episode: Episode, *, ended: bool) -> Answer:
+        rollout = episode.rollout
         reply = await self._replies.call(self._reply, rollout.text, rollout.prompt)
         if reply is None:
             return Answer()

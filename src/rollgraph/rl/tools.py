@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import MethodType
+from typing import Any, Self
 
 from rollgraph.errors import suggest
 from rollgraph.rl.paths import LoadError, load_object
@@ -52,8 +53,23 @@ class ToolBox:
         """Whether some tool is not a function."""
         return None in self._functions.values()
 
-    def find(self, call: ToolCall) -> Callable[..., Any] | str | None:
-        """The function to call, or the text to answer with; None if the environment's reply runs this tool."""
+    @classmethod
+    def of_methods(cls, owner: type, names: Sequence[str]) -> Self:
+        """These methods of a class, whose instances `find` is given."""
+        methods: list[Tool] = []
+        for name in names:
+            function = getattr(owner, name, None)
+            if not inspect.isfunction(function):
+                near = suggest(name, dir(owner))
+                raise LoadError(f"{owner.__name__} has no method {name!r}{near}", argument="episode")
+            methods.append(MethodType(function, owner))  # so that nobody is told about `self`
+        return cls(methods)
+
+    def find(self, call: ToolCall, owner: Any = None) -> Callable[..., Any] | str | None:
+        """The function to call, or the text to answer with; None if the environment's reply runs this tool.
+
+        If the tools are methods, it is the one of `owner`.
+        """
         if call.error:
             return f"error: {call.error}"
         if call.name not in self._functions:
@@ -66,7 +82,7 @@ class ToolBox:
             inspect.signature(function).bind(**call.arguments)
         except TypeError as error:
             return f"error: {call.name}: {error}"
-        return function
+        return function if owner is None else getattr(owner, call.name)  # type: ignore[no-any-return]
 
 
 def write_result(name: str, value: Any, most: int) -> dict[str, Any]:

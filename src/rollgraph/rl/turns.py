@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollgraph.types import Prompt, Rollout, Span
 
@@ -34,7 +34,7 @@ Request = tuple[list[int], int]
 Generate = Callable[[list[Request]], list[Turn]]
 
 
-class Session(Protocol):
+class GenerateSession(Protocol):
     """Turns that are asked for one by one, while others are being sampled."""
 
     @property
@@ -48,9 +48,9 @@ class Session(Protocol):
         """Sample some more tokens. Gives the turns that this finished, by the keys of their requests."""
 
 
-def open_session(generate: Generate) -> AbstractContextManager[Session]:
+def open_session(generate: Generate) -> AbstractContextManager[GenerateSession]:
     """The session of `generate`, or one that calls it for all requests that have come since the last call."""
-    session: Callable[[], AbstractContextManager[Session]] | None = getattr(generate, "session", None)
+    session: Callable[[], AbstractContextManager[GenerateSession]] | None = getattr(generate, "session", None)
     if session is not None:
         return session()
     return nullcontext(_BatchSession(generate))
@@ -89,6 +89,7 @@ class Episode:
     rollout: Rollout
     key: int
     turns: int = 0  # that have ended
+    state: Any = None  # what the environment keeps for it
 
     @property
     def request(self) -> Request:
