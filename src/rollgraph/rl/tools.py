@@ -82,7 +82,9 @@ class ToolBox:
             inspect.signature(function).bind(**call.arguments)
         except TypeError as error:
             return f"error: {call.name}: {error}"
-        return function if owner is None else getattr(owner, call.name)  # type: ignore[no-any-return]
+        if owner is not None:
+            function = getattr(owner, call.name)
+        return function
 
 
 def write_result(name: str, value: Any, most: int) -> dict[str, Any]:
