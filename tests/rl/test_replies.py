@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +45,7 @@ def test_values_and_errors_of_plain_and_async_functions() -> None:
         raise TimeoutError("the server's")
 
     loop = ReplyLoop(timeout=LONG_ENOUGH, threads=2)
-    functions = [lambda: "plain", coroutine, lambda: coroutine(), AsyncObject(), divide, leave, exit, own_timeout]
+    functions = [lambda: "plain", coroutine, lambda: coroutine(), AsyncObject(), divide, leave, sys.exit, own_timeout]
     found = run(loop, dict(enumerate(functions)))
     assert [found[key].value for key in range(4)] == ["plain", "async", "async", "object"]
     errors = [type(found[key].error) for key in range(4, 8)]

@@ -8,6 +8,7 @@ text of a conversation begins with the text of every shorter one. Whether a temp
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,7 +35,9 @@ class ChatReplies:
         self._roles = tuple(roles)
         self._tools = list(tools) if tools else None
         for role in self._roles:
-            self._check_growth(role)
+            self._check_growth(role, role)
+        for role, next_role in itertools.permutations(self._roles, 2):
+            self._check_growth(role, next_role)
         self.end_id = self._find_end()
         self._ends = tokenizer.stop_ids | {self.end_id}
 
@@ -55,22 +58,25 @@ class ChatReplies:
         _, _, text = self._render([*_BEGINNING, _ASSISTANT, *messages]).partition(_TURN)
         return text
 
-    def _check_growth(self, role: str) -> None:
-        replies: list[Message] = [{"role": role, "name": "tool", "content": content} for content in ("first", "second")]
+    def _check_growth(self, role: str, next_role: str) -> None:
+        """A reply with one role, another turn, and a reply with the other: each time, text is only added."""
+        reply = [_example(role, "first")]
+        next_reply = [_example(next_role, "second")]
         try:
-            first, second = ([reply] for reply in replies)
-            short = self._render([*_BEGINNING, _ASSISTANT, *first])
-            long = self._render([*_BEGINNING, _ASSISTANT, *first, _ASSISTANT, *second])
-            grows = short == self._render(_BEGINNING) + _TURN + self._between(first)
-            grows &= long == short + _TURN + self._between(second)
+            short = self._render([*_BEGINNING, _ASSISTANT, *reply])
+            long = self._render([*_BEGINNING, _ASSISTANT, *reply, _ASSISTANT, *next_reply])
+            grows = short == self._render(_BEGINNING) + _TURN + self._between(reply)
+            grows &= long == short + _TURN + self._between(next_reply)
         except TokenizerError as error:
-            raise self._refuse(role, str(error)) from error
+            raise self._refuse(next_role, str(error)) from error
         if not grows:
-            raise self._refuse(role, "what it writes for the beginning of a conversation depends on how it goes on")
+            raise self._refuse(
+                next_role, "what it writes for the beginning of a conversation depends on how it goes on"
+            )
 
     def _find_end(self) -> int:
         role = self._roles[0]
-        tokens = self._tokenizer.encode(self._between([{"role": role, "name": "tool", "content": "x"}]), special=False)
+        tokens = self._tokenizer.encode(self._between([_example(role, "x")]), special=False)
         if tokens[0] not in self._tokenizer.special_ids:
             raise self._refuse(role, "it does not end the assistant's turn with a special token")
         return tokens[0]
@@ -100,3 +106,7 @@ class ChatReplies:
         special = self._tokenizer.special_ids
         texts = sorted((text for text, id in self._tokenizer.vocab.items() if id in special), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
+
+def _example(role: str, content: str) -> Message:
+    return {"role": role, "name": "tool", "content": content}
