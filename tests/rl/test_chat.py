@@ -138,6 +138,21 @@ def test_a_tool_that_raises_is_told_and_counted_and_its_output_is_limited() -> N
     assert rollout.finish_reason == "stop"
 
 
+def test_a_tool_may_have_any_parameter_names() -> None:
+    def calculate(function: str, self: int) -> str:
+        """Calculate.
+
+        Args:
+            function: what
+            self: whose
+        """
+        return f"{function} {self}"
+
+    written = '<tool_call>{"name": "calculate", "arguments": {"function": "f", "self": 2}}</tool_call>'
+    rollout = run(make(tools=[calculate]), Policy(written, "done"))
+    assert rollout.messages[1]["content"] == "f 2"
+
+
 def test_a_schema_is_run_by_the_reply() -> None:
     schema = {"type": "function", "function": {"name": "calculate", "description": "?", "parameters": {}}}
 
@@ -202,6 +217,7 @@ WRONG: list[tuple[Callable[..., Any], str, str]] = [
         "ValueError",
         "has the role 'system', expected 'user'",
     ),
+    (lambda messages, prompt: [{"role": "user", "content": "", "at": {1}}], "TypeError", "not JSON serializable"),
     (hang, "ReplyTimeout", "hang took longer than 0.05 s"),
 ]
 

@@ -12,6 +12,7 @@ that the chat template puts between turns.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,7 +112,8 @@ class Chat(Conversations):
             return Answer(reward=reward, failures=failures)
         tokens = self._template.encode(follow, rollout.tokens[-1] if rollout.tokens else None)
         text = self._decode(tokens, skip_special=False)
-        return Answer(tokens, text, [dict(message) for message in follow], reward, failures)
+        plain = json.loads(json.dumps(follow))  # rollouts travel to other ranks and into checkpoints
+        return Answer(tokens, text, plain, reward, failures)
 
     async def _functions_of(self, episode: Episode) -> ChatFunctions:
         """The functions of this rollout, with a state of their own if they are methods."""

@@ -70,7 +70,7 @@ class ReplyLoop:
 
         self._loop.run(run)
 
-    async def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
         """What a function of the user returns, whether it is async or not; for coroutines given to `start`."""
         if _is_async(function):
             return await self._limited(function(*arguments, **options), function)
