@@ -543,8 +543,8 @@ GRAPHED_PLACES = {"the reference swap", "backward"}
 PLACES = {
     "the reference swap": (WeightSlots, "_exchange", 9),
     "backward": (StepGraphs, "train", 4),
-    "sampling": (PolicyWorker, "generate", 5),
-    "sampling for the same step or the next": (PolicyWorker, "generate", 6),
+    "sampling": (TurnGenerator, "__call__", 5),
+    "sampling for the same step or the next": (TurnGenerator, "__call__", 6),
     "the batch": (GRPO, "make_batch", 4),
     "the metrics": (StepLog, "write", 4),
 }
@@ -644,8 +644,8 @@ def test_a_failed_save_is_repeated_when_an_error_ends_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fail_at(monkeypatch, checkpoint_writer, "_write_tensors", 3)  # in the second save
-    fail_at(monkeypatch, PolicyWorker, "generate", 3)
-    with pytest.raises(ZeroDivisionError, match="generate"):
+    fail_at(monkeypatch, TurnGenerator, "__call__", 3)
+    with pytest.raises(ZeroDivisionError, match="__call__"):
         train(eager_config(folder, "checkpoint.every=1", "data.validation=null", "log.progress=plain"), ONE)
     assert capsys.readouterr().out.splitlines()[-2:] == ["saved after 2 of 4 steps", "_write_tensors"]
     assert (folder / "run" / "checkpoints" / "step_00000001").exists()

@@ -123,6 +123,8 @@ def test_a_reply_that_hangs_or_raises_costs_its_own_rollout(worker: PolicyWorker
     assert rollout.tokens == expected[0].tokens[: expected[0].spans[0].end]
     assert hung.failures == {"ReplyTimeout": 1}
     assert hung.unread() == ["ReplyTimeout: reply took longer than 0.05 s"]
+    hung.hear({"ReplyTimeout": "of another rank", "OSError": "on another rank"})
+    assert hung.unread() == ["OSError: on another rank"]
     assert hung.unread() == []
     never.set()
 

@@ -12,7 +12,7 @@ Owns the limits of a conversation and what becomes of a reply that fails. What a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,11 +119,16 @@ class Conversations:
         unread, self._unread = self._unread, []
         return unread
 
+    def hear(self, messages: Mapping[str, str]) -> None:
+        """Add messages by kind of failure: those of this process, or of another one that samples for the same run."""
+        for kind, message in messages.items():
+            if kind not in self.messages:
+                self.messages[kind] = message
+                self._unread.append(f"{kind}: {message}")
+
     def _count_failure(self, kind: str, message: str) -> None:
         self.failures[kind] += 1
-        if kind not in self.messages:
-            self.messages[kind] = message
-            self._unread.append(f"{kind}: {message}")
+        self.hear({kind: message})
 
     def _take_turn(self, episode: Episode, turn: Turn) -> None:
         """Append a turn and, unless nothing can follow it, begin the reply to it."""

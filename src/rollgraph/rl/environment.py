@@ -28,7 +28,8 @@ class Environment(Protocol):
     - `stop_ids`: tokens that end a turn, beside the tokenizer's own;
     - `tools`: JSON schemas that the chat template shows the policy. If it has this attribute, even without any tool,
       every prompt is rendered as a chat;
-    - `failures`: a Counter by kind, and `unread()`, messages about them that have not been shown.
+    - `failures`: a Counter by kind, with `messages`, the first of each kind, `hear(messages)` for those of other ranks,
+      and `unread()`, those that have not been shown.
 
     One that limits what follows a prompt takes the limit as an option `max_tokens`, so that a run can check before it
     begins whether it fits.

@@ -31,10 +31,11 @@ def share_failures(run: Run, before: Counter[str], sampled: int) -> dict[str, fl
     Each rank also learns the messages of the others.
     """
     rewards = run.inputs.rewards
-    mine = count_failures(run.inputs) - before
+    environment = run.inputs.environment
+    mine = [count_failures(run.inputs) - before, rewards.messages, getattr(environment, "messages", {})]
     total: Counter[str] = Counter()
-    for rank, text in enumerate(run.policy.sharded.collectives.all_gather_text(json.dumps([mine, rewards.messages]))):
-        counts, messages = json.loads(text)
+    for rank, text in enumerate(run.policy.sharded.collectives.all_gather_text(json.dumps(mine))):
+        counts, messages, of_environment = json.loads(text)
         total.update(counts)
         if rank != run.world.rank:
             of_rewards = {
@@ -43,6 +44,8 @@ def share_failures(run: Run, before: Counter[str], sampled: int) -> dict[str, fl
                 if name.startswith(REWARD_FAILURES)
             }
             rewards.hear(of_rewards, messages)
+            if of_environment:
+                getattr(environment, "hear", lambda messages: None)(of_environment)
     return {**total, UNREWARDED: total[UNREWARDED] / max(1, sampled)}
 
 
