@@ -463,9 +463,8 @@ def test_falling_back_to_an_older_checkpoint_is_reported(
     capsys.readouterr()
     train(eager_config(folder, *options, "steps=3"), ONE)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "generation and training agree bit for bit"
-    assert "step_00000001 is skipped: " in lines[1]
-    assert lines[2] == "resumed after 1 of 3 steps"
+    (skipped,) = [i for i, line in enumerate(lines) if "step_00000001 is skipped: " in line]
+    assert lines[skipped + 1] == "resumed after 1 of 3 steps"
 
 
 def test_a_reference_that_is_not_what_was_written_is_refused(folder: Path) -> None:
