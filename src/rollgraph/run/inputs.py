@@ -21,7 +21,7 @@ from rollgraph.rl.data import DataError, PromptData, Row, load_rows
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
-from rollgraph.run.config_changes import Change, check_changes
+from rollgraph.run.config_changes import Change, allows_other_data, check_changes
 from rollgraph.run.fingerprints import fingerprint_inputs
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.hub_cache import HELD_OUT, data_files, model_folder
@@ -80,7 +80,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
         changes: Sequence[Change] = ()
         if resume_from is not None:
             changes = check_changes(resume_from, config, fingerprints)
-            if not config.allow_changes:
+            if not allows_other_data(config):
                 check_data(resume_from, data)
         with about("reward"):
             for each in filter(None, (data, held_out)):
