@@ -141,12 +141,24 @@ def test_text_chats_and_columns(tmp_path: Path) -> None:
     assert chat.text == TOKENIZER.render_chat(messages)
     assert list(chat.tokens) == TOKENIZER.encode_chat(messages)
     assert chat.columns == {"source": {"book": 1}}
+    assert (plain.messages, chat.messages) == (None, messages)
     data = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=0, shuffle=False, chat=True)
     wrapped, same = data.next_prompts()
     assert wrapped.text == TOKENIZER.render_chat([{"role": "user", "content": "1+1="}])
     assert wrapped.tokens[0] == TOKENIZER.bos_id
+    assert wrapped.messages is None  # the row has text, and so have its rewards
     assert same == chat
     assert data.columns == {"answer", "source"}
+
+
+def test_a_prompt_may_be_a_list_of_messages_as_in_trl() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    under_either_name = make_rows([{"prompt": messages}, {"messages": messages}])
+    first, second = PromptData(under_either_name, TOKENIZER, prompts_per_step=2, seed=0, shuffle=False).next_prompts()
+    assert first.text == second.text == TOKENIZER.render_chat(messages)
+    assert first.messages == second.messages == messages
+    first.messages.clear()
+    assert under_either_name[0].prompt == messages
 
 
 BAD_LINES: list[tuple[str | bytes, str]] = [
@@ -155,10 +167,11 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
     ("[1]", "expected an object with a 'prompt', got a list"),
     ('{"question": "a"}', "expected either 'prompt' or 'messages', got 'question'"),
     ('{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "got both"),
-    ('{"prompt": 5}', "'prompt' must be text, got 5"),
-    ('{"prompt": null}', "'prompt' must be text, got None"),
-    ('{"prompt": ""}', "'prompt' must be text, got ''"),
+    ('{"prompt": 5}', "'prompt' must be text or a list of messages, got 5"),
+    ('{"prompt": null}', "'prompt' must be text or a list of messages, got None"),
+    ('{"prompt": ""}', "'prompt' must be text or a list of messages, got ''"),
     ('{"prompt": "\\ud800"}', "must be text"),
+    ('{"prompt": []}', "'prompt' must be a list of {role, content}"),
     ('{"messages": []}', "'messages' must be a list"),
     ('{"messages": [{"role": "user"}]}', "'messages' must be a list"),
     ('{"messages": [{"role": "user", "content": 1}]}', "both text"),

@@ -134,9 +134,6 @@ def only_position(completions, /):
 def no_completions(prompts):
     return []
 
-async def later(completions):
-    return []
-
 constant = 5
 """
 
@@ -434,8 +431,7 @@ rewards.score([Rollout(Prompt(0, (), ""), [], [], [], "hang")])
         ({"name": "length", "options": {"limit": 5, "target": 5}}, "either a limit or a target"),
         ("FILE:nowhere", "functions.py has no 'nowhere'"),
         ("FILE:lenghts", "did you mean 'lengths'"),
-        ("FILE:constant", "is 5, not a plain function"),
-        ("FILE:later", "not a plain function"),
+        ("FILE:constant", "is 5, not a function"),
         ("FILE:only_position", "is called with keyword arguments"),
         ("FILE:no_completions", r"has the signature \(prompts\)"),
         ({"name": "FILE:lengths", "options": {"x": 1}}, "signature of reward .* cannot be used"),

@@ -7,10 +7,10 @@ captures everything before the first step, and nothing is captured afterwards.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,23 @@ import torch
 from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
-from rollgraph.inference import Engine, Progress, SamplingParams
+from rollgraph.inference import Engine, SamplingParams
 from rollgraph.model import Decoder, save_model
 from rollgraph.model.product_probe import ProductReport, clear_routes
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import Phases
-from rollgraph.policy.step_graphs import GraphSettings, Loss, OnCapture, StepGraphs
+from rollgraph.policy.step_graphs import GraphSettings, Loss, StepGraphs
 from rollgraph.policy.train_metrics import TrainTotals, summarize
+from rollgraph.policy.turn_session import OnProgress, TurnGenerator
 from rollgraph.policy.weights import POLICY, WeightSlots
-from rollgraph.rl.environment import Turn
+from rollgraph.rl.turns import Request, Turn
 from rollgraph.sharding import ShardedAdamW, ShardedModel
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Batch, Rollout, Sample
+
+OnCaptures = Callable[[str, str, int, int], None]  # phase, its next part, how many parts are done, and of how many
+OnSamples = Callable[[int, int], None]  # how many samples are trained on, and of how many
 
 
 class PolicyWorker:
@@ -84,19 +88,24 @@ class PolicyWorker:
         temperature = sampling.temperature or 1.0
         self._steps = StepGraphs(model, self.sharded, limits, settings, temperature, [self._policy_is_swapped_out])
 
-    def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_capture: OnCapture | None = None) -> None:
+    def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_progress: OnCaptures | None = None) -> None:
         """Allocate the KV cache and capture every graph. `losses` are by name, with whether they need the entropy.
 
         If a loss uses the reference policy, its slot must exist by now.
         """
-        progress = on_capture or _ignore_progress
+        progress = on_progress or _ignore_progress
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
         if self._exact == "off":
             clear_routes(self.model)
         else:
             self.products = make_exact(
-                self.model, self.limits, self._steps.buckets, whole_logits, self._exact == "must"
+                self.model,
+                self.limits,
+                self._steps.buckets,
+                whole_logits,
+                self._exact == "must",
+                on_probe=partial(progress, "probe products"),
             )
             self.pool.notes += self.products.lines()
             self._exact_on_all_ranks = self._holds_on_all_ranks(self.products.exact)
@@ -113,11 +122,12 @@ class PolicyWorker:
                 pool=self.pool,
                 backend=self.backend_name,
                 guards=[self.sharded.stale],
-                on_capture=progress,
+                on_capture=partial(progress, "capture for generation"),
             )
         with self.phases.enter("score"):
-            self._steps.capture_score(progress)
-        self._steps.capture_train(losses, "reference" in self.weights, whole_logits, progress)
+            self._steps.capture_score(partial(progress, "capture for scoring"))
+        on_capture = partial(progress, "capture for training")
+        self._steps.capture_train(losses, "reference" in self.weights, whole_logits, on_capture)
 
     @property
     def is_exact(self) -> bool:
@@ -155,33 +165,23 @@ class PolicyWorker:
 
     def generate(
         self,
-        requests: Sequence[tuple[list[int], int]],
+        requests: Sequence[Request],
         *,
         seed: str,
         params: SamplingParams | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> list[Turn]:
         """Continue token lists, each given with a key. The noise of a sample depends on `seed` and its key alone."""
+        return self.generator(seed=seed, params=params, on_progress=on_progress)(list(requests))
+
+    def generator(
+        self, *, seed: str, params: SamplingParams | None = None, on_progress: OnProgress | None = None
+    ) -> TurnGenerator:
+        """What an environment calls: `generate` with these arguments, which also serves requests as they come."""
         assert self.engine is not None, "call capture_all() first"
-        params = params or self.sampling
-        prompts = []
-        params_of_each = []
-        for tokens, key in requests:
-            room = max(0, self.limits.max_length - len(tokens))
-            prompts.append(tokens)
-            params_of_each.append(
-                replace(params, seed=_hash_seed(f"{seed}/{key}"), max_tokens=min(params.max_tokens, room))
-            )
-        with self.phases.enter("generate"):
-            outputs = self.engine.generate(prompts, params_of_each, on_progress=on_progress)
-        turns = []
-        for output in outputs:
-            if output.error is not None:
-                raise ValueError(f"a prompt of {len(output.prompt_tokens)} tokens cannot be continued: {output.error}")
-            (completion,) = output.completions
-            finish_reason = completion.finish_reason or "abort"
-            turns.append(Turn(completion.tokens, completion.logprobs, completion.text, finish_reason))
-        return turns
+        return TurnGenerator(
+            self.engine, self.phases, seed, params or self.sampling, self.limits.max_length, on_progress
+        )
 
     # -- score -------------------------------------------------------------------------------------
 
@@ -209,11 +209,18 @@ class PolicyWorker:
     # -- train -------------------------------------------------------------------------------------
 
     def train(
-        self, batch: Batch, loss: str = "policy", *, epochs: int = 1, score_old: bool = False
+        self,
+        batch: Batch,
+        loss: str = "policy",
+        *,
+        epochs: int = 1,
+        score_old: bool = False,
+        on_progress: OnSamples | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step per minibatch. Every rank is given the whole batch and trains on its share.
 
         With `score_old` the old log-probabilities are computed first; otherwise they are those of the rollout.
+        `on_progress` is called after each microbatch.
         """
         if not batch.minibatches or not all(batch.minibatches):
             raise ValueError("there is nothing to train on: the batch or one of its minibatches is empty")
@@ -224,11 +231,18 @@ class PolicyWorker:
             )
         if score_old:
             self._score_old(batch)
+        shares = [self._local_samples(minibatch) for minibatch in batch.minibatches]
+        wanted = epochs * sum(map(len, shares))
+
+        def report(samples: int) -> None:
+            if on_progress is not None:
+                on_progress(samples, wanted)
+
         totals = TrainTotals()
         with self.phases.enter("train"):
             for _ in range(epochs):
-                for minibatch in batch.minibatches:
-                    self._train_minibatch(minibatch, loss, totals)
+                for share in shares:
+                    self._train_minibatch(share, loss, totals, report)
         more = {"optimizer/lr": self.optimizer.rate, "optimizer/skipped_steps": self.optimizer.skipped}
         return summarize(totals, self.sharded.collectives, self.world.size, more)
 
@@ -239,8 +253,9 @@ class PolicyWorker:
         for sample, logprobs in zip(local, self.logprobs(local), strict=True):
             sample.old_logprobs = logprobs
 
-    def _train_minibatch(self, minibatch: Sequence[Sample], loss: str, totals: TrainTotals) -> None:
-        samples = self._local_samples(minibatch)
+    def _train_minibatch(
+        self, samples: Sequence[Sample], loss: str, totals: TrainTotals, report: Callable[[int], None]
+    ) -> None:
         microbatches = self._steps.plan(samples)
         if self.world.size > 1:  # every rank runs as many, because each one takes part in the same collectives
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
@@ -249,7 +264,8 @@ class PolicyWorker:
         for number, (indices, bucket) in enumerate(microbatches, 1):
             arrays = self._steps.fill([samples[index] for index in indices], bucket)
             agreement, metrics = self._steps.train(loss, arrays, last=number == len(microbatches))
-            totals.add_microbatch(agreement, metrics, arrays.used, bucket)
+            totals.add_microbatch(agreement, metrics, arrays.used, bucket, len(indices))
+            report(totals.samples)
         self.sharded.finish_gradients(average=False)
         if self._clip_norm is not None:
             totals.norms.append(self.sharded.clip_gradients(self._clip_norm))
@@ -290,7 +306,7 @@ class PolicyWorker:
         self.sharded.close()
 
 
-def _ignore_progress(name: str, done: int, total: int) -> None:
+def _ignore_progress(phase: str, part: str, done: int, total: int) -> None:
     pass
 
 
@@ -298,7 +314,3 @@ def _unweighted(prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence
     """A sample to be scored, not trained on."""
     zeros = np.zeros(len(tokens), np.float32)
     return Sample(prompt, tokens, zeros, zeros, logprobs)  # type: ignore[arg-type]
-
-
-def _hash_seed(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

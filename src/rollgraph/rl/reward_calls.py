@@ -1,17 +1,21 @@
-"""Calling a reward function: with copies of its arguments, and with every value it returns checked.
+"""Calling reward functions: with copies of their arguments, and with every value they return checked.
 
-A function that fails gives a `Failure` in place of a score. This runs in the run's process or in a worker alike.
+A function that fails gives a `Failure` in place of a score. Plain functions run one after the other; coroutine
+functions run at the same time, in an event loop. This is the same in the run's process and in a worker.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
-from rollgraph.rl.reward_loading import LARGEST, Arguments, Reward, RewardSpec, is_allowed, load_reward
+from rollgraph.rl.event_loop import EventLoop
+from rollgraph.rl.reward_arguments import LOG_EXTRA, LOG_METRIC, STATE, RewardBatch, RewardLog
+from rollgraph.rl.reward_loading import LARGEST, Reward, is_allowed
 from rollgraph.rl.worker_messages import Failure, describe, show
 from rollgraph.rl.worker_process import leave_if_forked
 
@@ -20,42 +24,114 @@ _UNORDERED = (Mapping, Set, str, bytes, bytearray, memoryview)  # iterable, but 
 _TEXT = (str, bytes, bytearray)  # float() would read a number from these
 
 
-def make_caller(specs: Sequence[RewardSpec]) -> Callable[[int, Arguments], list[Score]]:
-    """What a worker does: the same as the run's process would."""
-    rewards = [load_reward(spec) for spec in specs]
-    return lambda index, arguments: call_reward(rewards[index], arguments)
+class RewardJob(NamedTuple):
+    """One function to call for one batch."""
+
+    reward: int  # index of the function
+    share: int  # index of the batch, which is a share of all rollouts
+    batch: RewardBatch
 
 
-def call_reward(reward: Reward, arguments: Arguments) -> list[Score]:
+class Scored(NamedTuple):
+    """What a call has given: a score for each rollout of its batch, and what the function logged."""
+
+    scores: list[Score]
+    log: RewardLog
+
+    @classmethod
+    def failed(cls, failure: Failure, count: int) -> Scored:
+        return cls([failure] * count, RewardLog(count))
+
+
+class RewardCaller:
+    """Calls functions in this process. A coroutine has `timeout` seconds; a plain function cannot be interrupted."""
+
+    def __init__(self, rewards: Sequence[Reward], timeout: float) -> None:
+        self._rewards = rewards
+        self._timeout = timeout
+        self._loop = EventLoop() if any(reward.is_async for reward in rewards) else None
+
+    def run(self, jobs: Sequence[RewardJob]) -> list[Scored]:
+        results: dict[int, Scored] = {}
+        concurrent: list[int] = []
+        for place, job in enumerate(jobs):
+            if self._rewards[job.reward].is_async:
+                concurrent.append(place)
+            else:
+                results[place] = call_reward(self._rewards[job.reward], job.batch)
+        if concurrent:
+            assert self._loop is not None
+            coroutines = [call_async_reward(self._rewards[jobs[i].reward], jobs[i].batch) for i in concurrent]
+            for place, found in zip(concurrent, self._loop.gather(coroutines, self._timeout), strict=True):
+                results[place] = found
+                if isinstance(found, Failure):
+                    results[place] = Scored.failed(found, len(jobs[place].batch))
+        return [results[place] for place in range(len(jobs))]
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+
+
+def call_reward(reward: Reward, batch: RewardBatch) -> Scored:
     """The scores of a batch. A call that raises is repeated for each rollout, so that a bad one costs no other."""
-    count = len(next(iter(arguments.values())))
+    log = RewardLog(len(batch))
     pid = os.getpid()
     try:
-        # Copies, because a function may sort or empty what it is given.
-        returned = reward.function(**copy_value({**reward.options, **arguments}))
-        if isinstance(returned, _UNORDERED):
-            kind = type(returned).__name__
-            return [Failure("wrong_type", f"returned a {kind} instead of a list of numbers")] * count
-        scores = list(returned)
+        returned = reward.function(**_make_arguments(reward, batch, log))
+        return Scored(_read_scores(returned, len(batch)), log)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, and the panics of libraries written in Rust, are not Exceptions
-        if count == 1:
-            return [describe(error)]
-        return _call_one_by_one(reward, arguments, count)
+        failure = describe(error)
     finally:
         leave_if_forked(pid)
+    if len(batch) == 1:
+        return Scored.failed(failure, 1)
+    return _join(call_reward(reward, single) for single in batch.split())
+
+
+async def call_async_reward(reward: Reward, batch: RewardBatch) -> Scored:
+    """The same for a coroutine function; the repeated calls run at the same time."""
+    log = RewardLog(len(batch))
+    pid = os.getpid()
+    try:
+        returned = await reward.function(**_make_arguments(reward, batch, log))
+        return Scored(_read_scores(returned, len(batch)), log)
+    except asyncio.CancelledError:  # the time is over
+        raise
+    except BaseException as error:
+        failure = describe(error)
+    finally:
+        leave_if_forked(pid)
+    if len(batch) == 1:
+        return Scored.failed(failure, 1)
+    return _join(await asyncio.gather(*(call_async_reward(reward, single) for single in batch.split())))
+
+
+def _make_arguments(reward: Reward, batch: RewardBatch, log: RewardLog) -> dict[str, Any]:
+    """Copies of the lists and options, because a function may sort or empty what it is given."""
+    arguments: dict[str, Any] = copy_value({**reward.options, **batch.lists})
+    more = {STATE: batch.state, LOG_EXTRA: log.log_extra, LOG_METRIC: log.log_metric}
+    return arguments | {name: value for name, value in more.items() if reward.takes(name)}
+
+
+def _read_scores(returned: Any, count: int) -> list[Score]:
+    if isinstance(returned, _UNORDERED):
+        kind = type(returned).__name__
+        return [Failure("wrong_type", f"returned a {kind} instead of a list of numbers")] * count
+    scores = list(returned)
     if len(scores) != count:
         return [Failure("wrong_length", f"{len(scores)} rewards for {count} completions")] * count
     return [check_score(score) for score in scores]
 
 
-def _call_one_by_one(reward: Reward, arguments: Arguments, count: int) -> list[Score]:
-    scores: list[Score] = []
-    for i in range(count):
-        single = {name: [values[i]] for name, values in arguments.items()}
-        scores += call_reward(reward, single)
-    return scores
+def _join(parts: Iterable[Scored]) -> Scored:
+    whole = Scored([], RewardLog(0))
+    for part in parts:
+        whole.scores.extend(part.scores)
+        whole.log.add(part.log)
+    return whole
 
 
 def check_score(score: Any) -> Score:

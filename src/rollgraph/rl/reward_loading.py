@@ -1,4 +1,4 @@
-"""Reward functions by name or path: their options and signatures are checked when they are loaded.
+"""Reward functions by name, by path or as Python functions: options and signatures are checked when they are loaded.
 
 Owns which arguments a function gets, and which columns it needs.
 """
@@ -6,7 +6,7 @@ Owns which arguments a function gets, and which columns it needs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Self
@@ -14,27 +14,27 @@ from typing import Any, Self
 from rollgraph.errors import InvalidInput, suggest
 from rollgraph.rl.builtin_rewards import BUILT_IN, PENALTIES
 from rollgraph.rl.paths import LoadError, load_object
+from rollgraph.rl.reward_arguments import GIVEN, RewardBatch
 from rollgraph.rl.worker_messages import show
 
-Function = Callable[..., Sequence[float | None]]
-Arguments = dict[str, list[Any]]  # by name, one entry per rollout
-GIVEN = ("prompts", "completions", "completion_ids")  # what a function can ask for beside columns
+Function = Callable[..., Any]  # a list of rewards, or a coroutine that gives one
 LARGEST = 1e15  # the largest reward: its square, and that of a gradient it scales, still fit into float32
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """An entry of the configuration.
+    """An entry of the configuration, or a Python function with its settings.
 
     >>> RewardSpec.read({"name": "numeric_match", "weight": 2.0, "options": {"tolerance": 0.01}})
     >>> RewardSpec.read("my_rewards.py:politeness")
+    >>> RewardSpec.read({"name": "polite", "function": lambda completions, **_: [...], "weight": 0.1})
     """
 
-    name: str  # a built-in reward, or "package.module:function", or "path/to/file.py:function"
+    name: str  # a built-in reward, "package.module:function" or "path/to/file.py:function"; any name with `function`
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""  # key in `Rollout.rewards`; the function's name if empty
-    function: Any = None
+    function: Function | None = None  # what to call, instead of what `name` leads to
 
     @classmethod
     def read(cls, entry: RewardSpec | str | Mapping[str, Any]) -> Self:
@@ -65,36 +65,50 @@ class Reward:
     accepts: frozenset[str] | None  # names of arguments; None: any
     needs: frozenset[str]  # columns it requires
     options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments for a function of the user's
+    built_in: bool = False  # reads chats as text
     penalty: bool = False  # a built-in reward that is at most 0
 
-    def choose(self, arguments: Arguments) -> Arguments:
-        """The arguments that the function accepts."""
-        if self.accepts is None:
-            return dict(arguments)
-        return {name: values for name, values in arguments.items() if name in self.accepts}
+    @property
+    def is_async(self) -> bool:
+        return is_async(self.function)
+
+    def takes(self, name: str) -> bool:
+        return self.accepts is None or name in self.accepts
+
+    def choose(self, batch: RewardBatch) -> RewardBatch:
+        """The lists that the function accepts."""
+        return batch.restricted(filter(self.takes, batch.lists))
 
 
 def is_allowed(number: Any) -> bool:
     return isinstance(number, int | float) and abs(number) <= LARGEST  # False for NaN
 
 
+def is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine; an object of the user's may have an async `__call__`."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def load_reward(spec: RewardSpec) -> Reward:
     """Load the function of a spec and check its name, options and signature; errors name the field of the spec."""
+    if spec.function is not None:
+        return _check_own(spec, spec.function, spec.label or spec.name)
     if ":" in spec.name:
-        return _load_own(spec)
+        return _check_own(spec, load_object(spec.name), spec.label or spec.name.rpartition(":")[2])
     if spec.name in BUILT_IN:
         return _load_built_in(spec)
     known = f"built in are {', '.join(BUILT_IN)}; your own is 'package.module:function' or 'file.py:function'"
     raise LoadError(f"there is no reward {spec.name!r}{suggest(spec.name, BUILT_IN)} ({known})", argument="name")
 
 
-def _load_own(spec: RewardSpec) -> Reward:
-    function = spec.function or load_object(spec.name)
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise LoadError(f"reward {spec.name!r} is {function!r:.80}, not a plain function", argument="name")
+def _check_own(spec: RewardSpec, function: Any, label: str) -> Reward:
+    if not callable(function):
+        argument = "name" if spec.function is None else "function"
+        raise LoadError(f"reward {spec.name!r} is {show(function)}, not a function", argument=argument)
     bound = partial(function, **spec.options) if spec.options else function
     accepts, needs = _read_signature(bound, spec)
-    label = spec.label or spec.name.rpartition(":")[2]
     return Reward(label, spec.weight, function, accepts, needs, spec.options)
 
 
@@ -105,7 +119,8 @@ def _load_built_in(spec: RewardSpec) -> Reward:
     accepts, needs = _read_signature(function, spec)
     if "column" in options:
         needs |= {options["column"]}
-    return Reward(spec.label or spec.name, spec.weight, function, accepts, needs, penalty=spec.name in PENALTIES)
+    is_penalty = spec.name in PENALTIES
+    return Reward(spec.label or spec.name, spec.weight, function, accepts, needs, built_in=True, penalty=is_penalty)
 
 
 def _bind(factory: Callable[..., Function], spec: RewardSpec) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rewards: plain functions with TRL's signature, called for all rollouts of a step.
+"""Rewards: functions with TRL's signature, called for all rollouts of a step.
 
     def near(prompts, completions, answer, **columns):      # lists of the same length
         return [1.0 if text.strip() == wanted else 0.0 for text, wanted in zip(completions, answer)]
@@ -10,20 +10,21 @@ counted, and the run goes on. Whether functions run here or in worker processes 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 from rollgraph.errors import InvalidInput, suggest
 from rollgraph.rl.paths import LoadError
-from rollgraph.rl.reward_calls import Score, call_reward, check_score
-from rollgraph.rl.reward_loading import LARGEST, Arguments, Reward, RewardSpec, is_allowed, load_reward
+from rollgraph.rl.reward_arguments import ChatForm, RewardBatch, TrainerState
+from rollgraph.rl.reward_calls import RewardCaller, RewardJob, Scored, check_score
+from rollgraph.rl.reward_loading import LARGEST, Reward, RewardSpec, is_allowed, load_reward
+from rollgraph.rl.reward_workers import RewardWorkers
 from rollgraph.rl.worker_messages import Failure, show
-from rollgraph.rl.workers import WorkerPool
 from rollgraph.types import Rollout
 
-__all__ = ["ENVIRONMENT", "RewardFunctions", "RewardSpec", "load_reward"]
+__all__ = ["ENVIRONMENT", "RewardFunctions", "RewardSpec", "TrainerState", "load_reward"]
 
 ENVIRONMENT = "environment"  # the label of the reward that an environment gave
 MOST_MESSAGES = 5  # how many different failures people are told about
@@ -35,12 +36,15 @@ class RewardFunctions:
     """Scores rollouts with several functions: `reward` is the weighted sum of what they return.
 
     With `workers`, functions run in that many processes, with at most `timeout` seconds per call, and may hang or
-    crash; without, they run here and may not. One call is for `batch_size` rollouts, or for as many as spread a batch
-    evenly over the workers. With `adds`, the sum includes the reward a rollout already has from its environment.
+    crash; without, they run here and may not, and only coroutine functions have a time limit. One call is for
+    `batch_size` rollouts, or for as many as spread a batch evenly over the workers. Prompts that came as messages are
+    given as such, with the completion as a message, unless `chat` is "text". With `adds`, the sum includes the reward a
+    rollout already has from its environment.
 
     What fails counts as `on_failure`. `failures` has the number of rollouts for each kind of failure (raised, timeout,
     died, wrong_type, wrong_length, not_finite, too_large, unscored), `messages` the first message of each kind,
     `unread()` the first few different messages, and `unrewarded` the number of rollouts that no function rewarded.
+    `logged` has what functions passed to `log_metric`, by name, until the owner clears it.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class RewardFunctions:
         timeout: float = 30.0,
         on_failure: float = 0.0,
         batch_size: int | None = None,
+        chat: ChatForm = "messages",
         adds: bool = False,
     ) -> None:
         if not functions and not adds:
@@ -74,16 +79,20 @@ class RewardFunctions:
         self._workers = workers
         self._batch_size = batch_size
         self._on_failure = on_failure
+        self._chat = chat
         self._adds = adds
+        self.logged: defaultdict[str, list[float]] = defaultdict(list)
         self.failures: Counter[str] = Counter()
         self.messages: dict[str, str] = {}
         self.unrewarded = 0
         self._seen: set[str] = set()
         self._unread: list[str] = []
         self._rewarded: set[int] = set()  # rollouts of the present call that some function has a reward for
-        self._pool: WorkerPool | None = None
+        self._caller: RewardCaller | RewardWorkers
         if workers:
-            self._pool = WorkerPool(workers, "rollgraph.rl.reward_calls:make_caller", (specs,), timeout=timeout)
+            self._caller = RewardWorkers(specs, self._rewards, workers, timeout)
+        else:
+            self._caller = RewardCaller(self._rewards, timeout)
 
     def _add(self, reward: Reward) -> None:
         if any(reward.label == other.label for other in self._rewards):
@@ -98,9 +107,8 @@ class RewardFunctions:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes."""
-        if self._pool is not None:
-            self._pool.close()
+        """End the worker processes and the event loop."""
+        self._caller.close()
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise if a function needs a column that the data does not have."""
@@ -111,21 +119,28 @@ class RewardFunctions:
                 detail = f"reward {reward.label!r} needs the column {missing!r}{near} (the data has {present})"
                 raise LoadError(detail, argument=f"functions[{index}]")
 
-    def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Fill in `rewards` and `reward` of each rollout."""
+    def score(self, rollouts: Sequence[Rollout], state: TrainerState | None = None) -> None:
+        """Fill in `rewards`, `reward` and `extra` of each rollout; functions can ask for the state of the run."""
         size = self._batch_size or -(-len(rollouts) // max(self._workers, 1)) or 1
-        batches = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
-        results = iter(self._call_all(batches))
+        shares = [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+        jobs = self._make_jobs(shares, state or TrainerState())
+        results = self._caller.run(jobs)
         self._rewarded = set()
         for rollout in rollouts:
             rollout.rewards = {}
+            rollout.extra = {}
             self._begin(rollout)
-        for reward in self._rewards:
-            for batch in batches:
-                self._add_scores(reward, batch, next(results))
+        for job, found in zip(jobs, results, strict=True):
+            self._add_scores(self._rewards[job.reward], shares[job.share], found)
         for rollout in rollouts:
             self._finish(rollout)
         self.unrewarded += sum(id(rollout) not in self._rewarded for rollout in rollouts)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each function, and 1 for the environment's own reward, by label."""
+        weights = {ENVIRONMENT: 1.0} if self._adds else {}
+        return weights | {reward.label: reward.weight for reward in self._rewards}
 
     def is_right(self, rollout: Rollout) -> bool:
         """Whether the rewards of a rollout are as high as they can be, if 1 is the most that a function gives.
@@ -141,16 +156,15 @@ class RewardFunctions:
         earned = math.fsum(weights[label] * rollout.rewards[label] for label in judged)
         return bool(judged) and earned >= best * (1 - ROUNDING)
 
-    def _call_all(self, batches: Sequence[Sequence[Rollout]]) -> list[Any]:
-        """What each function returned for each batch, or how it failed, function by function."""
-        arguments = [_make_arguments(batch) for batch in batches]
-        calls = []
+    def _make_jobs(self, shares: Sequence[Sequence[Rollout]], state: TrainerState) -> list[RewardJob]:
+        """Each function for each share of the rollouts, function by function."""
+        as_text = [RewardBatch.of(share, "text", state) for share in shares]
+        as_given = [RewardBatch.of(share, self._chat, state) for share in shares]
+        jobs = []
         for index, reward in enumerate(self._rewards):
-            for each in arguments:
-                calls.append((index, reward.choose(each)))
-        if self._pool is not None:
-            return self._pool.run(calls)
-        return [call_reward(self._rewards[index], chosen) for index, chosen in calls]
+            for number, batch in enumerate(as_text if reward.built_in else as_given):
+                jobs.append(RewardJob(index, number, reward.choose(batch)))
+        return jobs
 
     def _begin(self, rollout: Rollout) -> None:
         """Start the sum with nothing, or with the environment's own reward."""
@@ -167,9 +181,12 @@ class RewardFunctions:
         if given is not None:
             rollout.rewards[ENVIRONMENT] = given
 
-    def _add_scores(self, reward: Reward, batch: Sequence[Rollout], result: list[Score] | Failure) -> None:
-        scores = [result] * len(batch) if isinstance(result, Failure) else result
-        for rollout, score in zip(batch, scores, strict=True):
+    def _add_scores(self, reward: Reward, share: Sequence[Rollout], found: Scored) -> None:
+        for name, value in found.log.metrics:
+            self.logged[name].append(value)
+        for rollout, extra in zip(share, found.log.extra, strict=True):
+            rollout.extra |= extra
+        for rollout, score in zip(share, found.scores, strict=True):
             if isinstance(score, Failure):
                 message = f"{reward.label}: {score.message}"
                 if score.kind in _ABOUT_ONE_ROLLOUT:
@@ -225,18 +242,3 @@ def _naming_entry(index: int) -> Iterator[None]:
 
 def _name(rollout: Rollout) -> str:
     return f"a sample of prompt {rollout.prompt.id}"
-
-
-def _make_arguments(batch: Sequence[Rollout]) -> Arguments:
-    names = dict.fromkeys(name for rollout in batch for name in rollout.prompt.columns)
-    arguments: Arguments = {}
-    for name in names:
-        arguments[name] = [rollout.prompt.columns.get(name) for rollout in batch]
-    arguments["prompts"] = [rollout.prompt.text for rollout in batch]
-    arguments["completions"] = [rollout.text for rollout in batch]
-    arguments["completion_ids"] = [_sampled_tokens(rollout) for rollout in batch]
-    return arguments
-
-
-def _sampled_tokens(rollout: Rollout) -> list[int]:
-    return [token for token, sampled in zip(rollout.tokens, rollout.sampled, strict=True) if sampled]

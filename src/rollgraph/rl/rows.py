@@ -18,7 +18,7 @@ import numpy as np
 from rollgraph.errors import InvalidInput
 from rollgraph.files import FileError, MissingFile, read_json_lines, regular_file
 from rollgraph.rl.paths import import_extra
-from rollgraph.rl.reward_loading import GIVEN
+from rollgraph.rl.reward_arguments import GIVEN
 from rollgraph.tokenizer import Message
 
 
@@ -101,10 +101,10 @@ def _make_row(entry: Any, place: str) -> Row:
             raise DataError(detail, place=place)
     source = _find_prompt(entry, place)
     prompt = entry[source]
-    if source == "prompt" and not (is_text(prompt) and prompt):
-        raise DataError(f"'prompt' must be text, got {prompt!r:.80}", place=place)
-    if source == "messages" and not _is_chat(prompt):
-        detail = f"'messages' must be a list of {{role, content}}, both text, got {prompt!r:.80}"
+    if source == "prompt" and not isinstance(prompt, list) and not (is_text(prompt) and prompt):
+        raise DataError(f"'prompt' must be text or a list of messages, got {prompt!r:.80}", place=place)
+    if (source == "messages" or isinstance(prompt, list)) and not _is_chat(prompt):
+        detail = f"'{source}' must be a list of {{role, content}}, both text, got {prompt!r:.80}"
         raise DataError(detail, place=place)
     columns = {}
     for name, value in entry.items():

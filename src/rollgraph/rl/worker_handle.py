@@ -61,6 +61,7 @@ class WorkerHandle:
         self.begun = False  # whether the worker has begun the latest call
         self.stopped = False  # whether it ended by a signal that asks to stop
         self.deadline = 0.0
+        self._timeout = _START_SECONDS  # of the latest call
         self.connection: socket.socket
 
     def start(self) -> None:
@@ -96,7 +97,7 @@ class WorkerHandle:
         self.deadline = time.monotonic() + _START_SECONDS
         while not self._ready:
             wait_for_any([self])
-            result = self.take(_START_SECONDS)
+            result = self.take()
             if result is not NOT_YET:
                 raise RuntimeError(f"a worker process could not be started: {result.message}")
 
@@ -105,7 +106,11 @@ class WorkerHandle:
         return len(self._unsent) > 0
 
     def give(self, call: tuple[Any, ...], timeout: float) -> Failure | None:
-        """Send a call, to a new process if necessary; returns a Failure if that is not possible."""
+        """Send a call, to a new process if necessary; returns a Failure if that is not possible.
+
+        It may take `timeout` seconds from the moment the worker is ready for it.
+        """
+        self._timeout = timeout
         self.begun = False
         self.stopped = False
         self._calls += 1
@@ -125,13 +130,13 @@ class WorkerHandle:
         self.deadline = time.monotonic() + (timeout if self._ready else _START_SECONDS)
         return None
 
-    def take(self, timeout: float) -> Any:
+    def take(self) -> Any:
         """The result, a Failure, or NOT_YET; never waits for the rest of a message."""
         try:
             self._send()
             ended = self._receive()
             for body in self._frames.read():
-                result = self._hear(body, timeout)
+                result = self._hear(body)
                 if result is not NOT_YET:
                     return result
         except GarbageError:
@@ -144,7 +149,7 @@ class WorkerHandle:
         if time.monotonic() < self.deadline:
             return NOT_YET
         self.stop()
-        return Failure("timeout", f"no result after {timeout if self._ready else _START_SECONDS} s")
+        return Failure("timeout", f"no result after {self._timeout if self._ready else _START_SECONDS} s")
 
     def ask_to_end(self) -> None:
         if self._life >= 0:
@@ -188,7 +193,7 @@ class WorkerHandle:
             return True
         return True
 
-    def _hear(self, body: bytes, timeout: float) -> Any:
+    def _hear(self, body: bytes) -> Any:
         said, call, value = decode_answer(body)
         if said == READY:
             self._ready = True
@@ -202,7 +207,7 @@ class WorkerHandle:
             return value
         else:  # an answer to an earlier call, from a process that it forked
             return NOT_YET
-        self.deadline = time.monotonic() + timeout
+        self.deadline = time.monotonic() + self._timeout
         return NOT_YET
 
     def _describe_end(self) -> str:

@@ -38,8 +38,11 @@ class WorkerPool:
             self.close()
             raise
 
-    def run(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The result of each call, in order; a Failure if it raised, took longer than `timeout`, or died."""
+    def run(self, calls: Sequence[tuple[Any, ...]], timeouts: Sequence[float] | None = None) -> list[Any]:
+        """The result of each call, in order; a Failure if it raised, took too long, or died.
+
+        `timeouts` has the seconds that each call may take, if these are not the pool's.
+        """
         if self._closed:
             raise RuntimeError("the worker pool is closed")
         results: list[Any] = [None] * len(calls)
@@ -59,14 +62,14 @@ class WorkerPool:
                 for worker in self._workers:
                     if waiting and worker not in busy:
                         index = waiting.popleft()
-                        failure = worker.give(calls[index], self._timeout)
+                        failure = worker.give(calls[index], timeouts[index] if timeouts else self._timeout)
                         if failure is None:
                             busy[worker] = index
                         else:
                             finish(worker, index, failure)
                 wait_for_any(busy)
                 for worker in list(busy):
-                    result = worker.take(self._timeout)
+                    result = worker.take()
                     if result is not NOT_YET:
                         finish(worker, busy.pop(worker), result)
         finally:  # after Ctrl-C, a late answer must not be taken for that of the next call

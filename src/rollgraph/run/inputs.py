@@ -6,8 +6,9 @@ wrote. Of the model, only the shape is known here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollgraph.config import Config, ConfigError, training_scopes
@@ -20,6 +21,8 @@ from rollgraph.rl.data import DataError, PromptData, Row, load_rows
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
+from rollgraph.run.config_changes import Change, allows_other_data, check_changes
+from rollgraph.run.fingerprints import fingerprint_inputs
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.hub_cache import HELD_OUT, data_files, model_folder
 from rollgraph.run.key_errors import about
@@ -45,12 +48,14 @@ class Inputs:
     validation: list[Prompt]
     left_out: int  # prompts of the validation file that are too long
     demonstrations: list[Rollout]  # for the warm start
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # of what stands behind the paths, by key
+    changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
 
 
 def check_inputs(config: Config, world: World, resume_from: Saved | None = None, given: Given = NOTHING) -> Inputs:
     """Read everything that is cheap to read. What cannot be trained on raises here, before a model is loaded.
 
-    The data must be what the checkpoint `resume_from` was made with.
+    What a run keeps must be as it was when the checkpoint `resume_from` was saved, unless it may change.
     """
     check_device(config, world)
     scopes = training_scopes(config, world.size)
@@ -68,11 +73,15 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
     with ExitStack() as undo:
         rewards = make_rewards(config, environment, given)
         undo.callback(rewards.close)
-        data = make_data(config, tokenizer, world, limits, given)
-        held_out = make_held_out(config, tokenizer, limits, given)
+        data = make_data(config, tokenizer, world, limits, environment, given)
+        held_out = make_held_out(config, tokenizer, limits, environment, given)
         check_buckets(config, limits, data, held_out)
+        fingerprints = fingerprint_inputs(config, data)
+        changes: Sequence[Change] = ()
         if resume_from is not None:
-            check_data(resume_from, data)
+            changes = check_changes(resume_from, config, fingerprints)
+            if not allows_other_data(config):
+                check_data(resume_from, data)
         with about("reward"):
             for each in filter(None, (data, held_out)):
                 rewards.check_columns(each.columns)
@@ -94,6 +103,8 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
         validation=validation,
         left_out=held_out.dropped if held_out else 0,
         demonstrations=demonstrations,
+        fingerprints=fingerprints,
+        changes=changes,
     )
 
 
@@ -152,7 +163,14 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 # -- data ------------------------------------------------------------------------------------------
 
 
-def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits, given: Given = NOTHING) -> PromptData:
+def make_data(
+    config: Config,
+    tokenizer: Tokenizer,
+    world: World,
+    limits: Limits,
+    environment: Environment,
+    given: Given = NOTHING,
+) -> PromptData:
     settings = config.data
     with about("data.train"):
         rows = given.rows.get(settings.train) or load_rows(*data_files(settings.train))
@@ -165,13 +183,15 @@ def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits
             shuffle=settings.shuffle,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=settings.too_long,
-            chat=settings.chat,
+            **_chat_settings(config, environment),
             rank=world.rank,
             ranks=world.size,
         )
 
 
-def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits, given: Given = NOTHING) -> PromptData | None:
+def make_held_out(
+    config: Config, tokenizer: Tokenizer, limits: Limits, environment: Environment, given: Given = NOTHING
+) -> PromptData | None:
     """The first prompts of the validation file; every rank has all of them."""
     source = config.data.validation
     if source is None:
@@ -188,8 +208,13 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits, given: G
             shuffle=False,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=config.data.too_long,
-            chat=config.data.chat,
+            **_chat_settings(config, environment),
         )
+
+
+def _chat_settings(config: Config, environment: Environment) -> dict[str, Any]:
+    """How prompts become text. In an environment of messages they are chats, and show the policy its tools."""
+    return {"chat": config.data.chat, "tools": getattr(environment, "tools", None)}
 
 
 def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) -> list[Rollout]:
@@ -238,6 +263,7 @@ def make_rewards(config: Config, environment: Environment, given: Given = NOTHIN
             workers=config.reward.workers if config.reward.functions else 0,
             timeout=config.reward.timeout,
             on_failure=config.reward.on_failure,
+            chat=config.reward.chat,
             adds=adds,
         )
 
@@ -266,6 +292,7 @@ def make_sampling(config: Config, environment: Environment) -> SamplingParams:
             top_p=rollout.top_p,
             min_p=rollout.min_p,
             stop=(*rollout.stop, *environment.stop),
+            stop_ids=getattr(environment, "stop_ids", ()),
         )
 
 

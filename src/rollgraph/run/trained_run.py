@@ -86,7 +86,7 @@ class TrainedRun:
             path, rows = read_rows(data, "data")
             given = replace(self._given, rows={path: rows} if rows is not None else {})
             config = replace(run.config, data=replace(run.config.data, validation=path))
-            held_out = make_held_out(config, run.inputs.tokenizer, run.inputs.limits, given)
+            held_out = make_held_out(config, run.inputs.tokenizer, run.inputs.limits, run.inputs.environment, given)
             assert held_out is not None
             run.inputs.rewards.check_columns(held_out.columns)
             prompts = [prompt for _ in range(len(held_out)) for prompt in held_out.next_prompts()]
@@ -120,7 +120,7 @@ class TrainedRun:
             if saved is None:
                 run.close()
                 raise none_found(self.config.output, unscored=False, broken=bool(run.checkpoints.broken))
-            run.checkpoints.load(saved)
+            run.load_weights(saved)
             self._run = run
         return self._run
 
@@ -136,4 +136,5 @@ class TrainedRun:
         file = Path(self.config.output) / name
         if not file.exists():
             return []
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        with file.open(encoding="utf-8") as lines:  # not `splitlines`: a completion may hold other line separators
+            return [json.loads(line) for line in lines]
