@@ -15,7 +15,8 @@ import pytest
 from rollgraph.cli import main
 from rollgraph.commands.init import STARTERS
 from rollgraph.config import load_config, to_dict
-from rollgraph.rl.environment import MultiTurn, Turn
+from rollgraph.rl.environment import MultiTurn
+from rollgraph.rl.turns import Turn
 from rollgraph.run.built_in_names import wrong_names
 from rollgraph.tokenizer import ByteTokenizer
 from rollgraph.types import Prompt

@@ -1,6 +1,6 @@
 """The tool, a calculator: after `<calc>12*(3+4)</calc>`, the model reads `<result>84</result>` and goes on.
 
-A turn ends where a call does (`stop` in config.yaml). Treat what a model writes as untrusted input: `evaluate` knows
+A turn ends where a call does (`stop` in config.yaml). Treat what a model writes as untrusted input: `calculate` knows
 numbers and operators and nothing else.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from rollgraph.rl.calculator import CalculatorError, evaluate
+from rollgraph.rl.calculator import calculate
 from rollgraph.types import Prompt
 
 CALL = re.compile(r"<calc>((?:(?!<calc>).)*)</calc>", re.DOTALL)
@@ -19,8 +19,4 @@ def reply(text: str, prompt: Prompt) -> str | None:
     calls = CALL.findall(text.rpartition("</result>")[2])
     if not calls:
         return None
-    try:
-        result = str(evaluate(calls[-1]))
-    except CalculatorError as error:
-        result = f"error: {error}"
-    return f"<result>{result}</result>"
+    return f"<result>{calculate(calls[-1])}</result>"
