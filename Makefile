@@ -14,8 +14,9 @@ help: ## list the targets
 
 demo: $(ENV) ## a tiny model learns addition: a warm start, then GRPO, in a few minutes (ARGS="seed=1")
 	rm -rf runs/quickstart
-	$(PY) examples/arithmetic.py runs/quickstart/data
-	$(PY) -m rollgraph train examples/quickstart.yaml $(ARGS)
+	$(PY) -m rollgraph init quickstart runs/quickstart
+	python=$$($(PY) -c 'import sys; print(sys.executable)') && cd runs/quickstart && \
+		"$$python" -m rollgraph train config.yaml $(ARGS)
 
 test: $(ENV) ## run the tests, apart from the slow ones (ARGS="-k hooks" goes to pytest)
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -98,7 +98,8 @@ def test_configurations_in_the_documentation_load(tmp_path: Path) -> None:
     assert {path.name for path, _ in found} >= {"config.md", "rewards.md"}
     (tmp_path / "base.yaml").write_text("")  # one of the blocks has it in its `defaults`
     for path, text in found:
-        file = tmp_path / f"{path.stem}.yaml"
+        name = re.match(r"# (\w+\.yaml)\n", text)  # another block may name it in its `defaults`
+        file = tmp_path / (name[1] if name else f"{path.stem}.yaml")
         file.write_text(text)
         config = load_config(file)
         if config.rollout.environment is not None:

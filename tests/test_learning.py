@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
 
+from rollgraph.commands.init import write_starter
 from rollgraph.config import load_config
 from rollgraph.train import train
 from tests.test_train import ONE, config_of, folder
 
 __all__ = ["folder"]
 
-ROOT = Path(__file__).parents[1]
 REWARDS = """
 import random
 
@@ -63,16 +62,16 @@ def test_a_policy_learns_what_is_rewarded_and_nothing_from_shuffled_rewards(fold
 @pytest.mark.timeout(3600)
 def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
     """The quickstart, shortened: one warm start, then the same GRPO with rewards and with shuffled ones."""
-    runpy.run_path(str(ROOT / "examples" / "arithmetic.py"))["main"](tmp_path)
+    write_starter("quickstart", tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
     files = {"data.train": "train", "data.validation": "held_out", "warm_start.data": "demonstrations"}
-    common = [f"{key}={tmp_path / name}.jsonl" for key, name in files.items()]
+    common = [f"{key}={tmp_path / 'data' / name}.jsonl" for key, name in files.items()]
     common += ["log={progress: none, sinks: [jsonl]}", "checkpoint.export_at_end=false", "optimizer.schedule=constant"]
 
     def held_out(name: str, function: str, *overrides: str) -> float:
         reward = f"reward.functions=[{{name: '{tmp_path / 'rewards.py'}:{function}'}}]"
         given = [*common, reward, f"output={tmp_path / name}", *overrides]
-        train(load_config(ROOT / "examples" / "quickstart.yaml", given), ONE)
+        train(load_config(tmp_path / "config.yaml", given), ONE)
         return validations(tmp_path / name)[-1]
 
     start = held_out("warm", "right", "steps=1", "optimizer.lr=0")

@@ -12,17 +12,25 @@ from rollgraph.config import load_config
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "rollgraph"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples")),
+    *(ROOT / "docs").glob("*.md"),
+]
 NAMED_FILE = re.compile(r"`((?:src|examples|benchmarks|docs|tests)/[\w/.-]+)`")
 LINK = re.compile(r"\]\(([\w/.-]+)(#[\w-]+)?\)")
+# The README is also the description on a package index, where only absolute links work.
+REPOSITORY = re.compile(
+    r"https://(?:github\.com/rollgraph/rollgraph/blob|raw\.githubusercontent\.com/rollgraph/rollgraph)/main/"
+)
 # `policy/packing.py`, `pack` and `fill`
 NAMED_FUNCTION = re.compile(r"`([\w/]+\.py)`, `([\w.]+)`(?: (?:and|or) `([\w.]+)`)?")
 
 
 def test_named_files_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = read_page(ROOT / "README.md")
     named = NAMED_FILE.findall(text) + [link for link, _ in LINK.findall(text)]
-    assert len(named) > 8
+    assert len(named) > 20
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -37,7 +45,7 @@ def test_the_index_names_files_that_exist_and_every_page() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", read_page(page), flags=re.DOTALL)
     assert [link for link, _ in LINK.findall(text) if not (page.parent / link).exists()] == []
     for link, anchor in [*LINK.findall(text), *(("", found) for found in re.findall(r"\]\((#[\w-]+)\)", text))]:
         if anchor:
@@ -58,6 +66,27 @@ def test_the_path_of_a_prompt_names_functions_that_exist() -> None:
     assert len(found) > 20
     named = [(file, name) for file, *names in found for name in names if name]
     assert [(file, name) for file, name in named if name not in definitions(SOURCE / file)] == []
+
+
+def test_the_readme_begins_with_its_installation() -> None:
+    first, *_ = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert first == "pip install rollgraph\n"
+
+
+def test_the_changelog_has_the_kinds_of_changes_that_its_format_knows() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert versions[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d{2}-\d{2}", version) for version in versions[1:])
+    kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    for version in versions:
+        assert f"\n{version.partition(' ')[0]}: https://" in text
+
+
+def read_page(page: Path) -> str:
+    """The text of a page, with links to files of the repository as paths."""
+    return REPOSITORY.sub("", page.read_text(encoding="utf-8"))
 
 
 def anchors(page: Path) -> set[str]:

@@ -29,6 +29,7 @@ from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.data import DataError
 from rollgraph.rl.environment import Turn
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints
+from rollgraph.run.config_changes import ChangedConfig
 from rollgraph.run.setup import make_run
 from rollgraph.run.step_log import StepLog
 from rollgraph.sharding import ShardedAdamW, checkpoint_writer
@@ -191,7 +192,7 @@ def test_a_finished_run_is_left_as_it_is(
     with monkeypatch.context() as without:
         without.setattr("rollgraph.run.setup.make_model", lambda *arguments: pytest.fail("a model was made"))
         train(eager_config(folder, "checkpoint.export_at_end=true", "steps=2", "log.progress=plain"), ONE)
-        with pytest.raises(DataError, match="seed"):
+        with pytest.raises(ChangedConfig, match="seed: 0 → 5"):
             train(eager_config(folder, "checkpoint.export_at_end=true", "steps=2", "seed=5"), ONE)
     assert "is finished after 2 steps: raise `steps`" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()} == before
@@ -419,7 +420,7 @@ def test_each_value_of_resume_is_enforced(folder: Path) -> None:
     train(eager_config(folder, "steps=1"), ONE)
     with pytest.raises(CheckpointError, match="resume: never"):
         train(eager_config(folder, "resume=never"), ONE)
-    with pytest.raises(DataError, match="seed"):
+    with pytest.raises(ChangedConfig, match="seed: 0 → 5"):
         train(eager_config(folder, "seed=5"), ONE)
 
 
@@ -474,11 +475,12 @@ def test_a_reference_that_is_not_what_was_written_is_refused(folder: Path) -> No
     weights.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
     with pytest.raises(CheckpointError, match=r"reference/model.safetensors is not what was written.*restore it"):
         train(eager_config(folder, *options), ONE)
-    train(eager_config(folder, *options, "algorithm.options={kl_coef: 0}", "steps=2"), ONE)  # reads no reference
+    no_kl = ["algorithm.options={kl_coef: 0}", "allow_changes=algorithm"]
+    train(eager_config(folder, *options, *no_kl, "steps=2"), ONE)  # reads no reference
     weights.write_bytes(whole)
     config.write_bytes(config.read_bytes() + b" ")
     with pytest.raises(CheckpointError, match=r"reference/config.json is not what was written"):
-        train(eager_config(folder, *options), ONE)
+        train(eager_config(folder, *options, "allow_changes=algorithm"), ONE)
 
 
 def test_a_model_folder_that_is_the_reference_must_stay_the_same(folder: Path) -> None:

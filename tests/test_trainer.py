@@ -210,9 +210,9 @@ def test_a_model_and_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # it is a copy
     with torch.no_grad():
         model.model.embed_tokens.weight.zero_()
-    with small_trainer(
-        tmp_path, model=(model, tokenizer), train=rows, max_prompt_tokens=4, algorithm={"name": "grpo", "kl_coef": 0.1}
-    ).open(steps=2) as (resumed, steps):
+    kl = {"algorithm": {"name": "grpo", "kl_coef": 0.1}, "allow_changes": ["algorithm"]}
+    trainer = small_trainer(tmp_path, model=(model, tokenizer), train=rows, max_prompt_tokens=4, **kl)
+    with trainer.open(steps=2) as (resumed, steps):
         assert steps == range(1, 2)
         assert not torch.equal(resumed.policy.model.embed.weight, torch.zeros(4, 16))
 

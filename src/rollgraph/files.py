@@ -196,6 +196,16 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
     sync(target.parent)
 
 
+def append_line(path: str | os.PathLike[str], line: str) -> None:
+    """Add a line to a small file so that it holds either its old lines or these and the new one. A link is refused."""
+    target = Path(check_path(path))
+    with open(open_own(target, os.O_RDWR), "rb") as file:
+        before = file.read()
+    if before and not before.endswith(b"\n"):
+        before += b"\n"
+    write_atomically(target, before + f"{line}\n".encode())
+
+
 def write_new(path: Path, data: str | bytes = b"") -> None:
     """Create a file and wait until it is on the disk.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rollgraph.config import Config
@@ -50,6 +51,7 @@ def open_run(
             check_sinks(config.log, note=lambda text: None)
         start = find_start(config)
         write_given_model(config, world, given, fresh=isinstance(start, Fresh))
+        view.phase("read data", 0, 0)
         config = pin_sources(config, world, note=view.note, writes=True)
         resume_from = None if isinstance(start, Fresh) else start.newest
         inputs = check_inputs(config, world, resume_from=resume_from, given=given)
@@ -75,15 +77,15 @@ def take_steps(run: Run, first_step: int) -> Iterator[int]:
     captures = run.policy.pool.report().captures
     if run.world.rank == 0:
         (Path(run.config.output) / REPORT).unlink(missing_ok=True)  # of the same run with fewer steps
-    run.stop.begin_steps()
-    with run.log.writing(first_step), saved_on_error(run):
-        for step in range(first_step, run.config.steps):
-            goes_on = take_step(run, step)
-            yield step
-            if not goes_on:
-                save_before_stop(run)
-                break
-    finish(run, captures)
+    with run.stop.in_steps():
+        with run.log.writing(first_step), saved_on_error(run):
+            for step in range(first_step, run.config.steps):
+                goes_on = take_step(run, step)
+                yield step
+                if not goes_on:
+                    save_before_stop(run)
+                    break
+        finish(run, captures)
 
 
 def take_step(run: Run, step: int) -> bool:
@@ -119,6 +121,7 @@ def update(run: Run, batch: Batch, step: int, exact: bool) -> dict[str, float]:
                 POLICY_LOSS,
                 epochs=run.config.algorithm.epochs,
                 score_old=scores_old(run.config, run.inputs.algorithm, exact),
+                on_progress=partial(run.log.view.phase, "train"),
             )
         refuse_dead(run, step, batch, learned)
         if exact:

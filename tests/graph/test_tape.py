@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -307,3 +308,41 @@ def test_differentiable_outputs_of_every_kind(backend: str, device: torch.device
         for p, q in zip(layer.parameters(), twin.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
             assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-6)
+
+
+# -- memory of a recording -------------------------------------------------------------------------
+
+
+def test_a_recording_holds_no_intermediate_longer_than_the_function_does() -> None:
+    freed: list[bool] = []
+
+    def step(x: Tensor) -> Tensor:
+        intermediate = x + 1
+        reference = StorageWeakRef(intermediate.untyped_storage())
+        result = intermediate * 2
+        del intermediate
+        freed.append(reference.expired())
+        return result
+
+    capture(step, (torch.ones(4),), pool=GraphPool(), backend="tape", warmup=1)
+    assert freed == [True] * len(freed)
+    assert len(freed) >= 2  # of the warm-up and of the recording
+
+
+def test_tensors_that_follow_each_other_at_one_address_are_told_apart() -> None:
+    """Each part is freed before the next one is made, which is then likely to be the same Python object."""
+
+    def step(x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for i in range(16):
+            part = x.flatten()[i : i + 1] * (i + 1)
+            total = total + part.sum()
+            del part
+            part = x.flatten()[i : i + 1].exp_() if i % 5 == 4 else x.flatten()[i : i + 1]
+            total = total - part.sum()
+            del part
+        return total
+
+    inputs = torch.linspace(-1, 1, 16)
+    replay = capture(step, (torch.zeros(16),), pool=GraphPool(), backend="tape", warmup=1)
+    assert torch.equal(replay(inputs.clone()), step(inputs.clone()))

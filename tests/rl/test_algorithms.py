@@ -387,6 +387,19 @@ def test_the_gradient_of_the_entropy_is_minus_its_coefficient() -> None:
     torch.testing.assert_close(gradient, -0.25 * streams.weights)
 
 
+def test_without_a_coefficient_the_entropy_is_estimated_from_the_sampled_tokens() -> None:
+    """The estimate is a metric and no part of the loss."""
+    case, algorithm = Case.make(2), load("dapo")
+    packed = pack(case, algorithm.make_batch(case.rollouts).samples, 0)
+    exact = algorithm.loss(packed.streams)
+    estimated = algorithm.loss(replace(packed.streams, entropy=None))
+    live = packed.streams.weights != 0
+    surprise = -(packed.streams.weights * packed.streams.logprobs)[live].sum()
+    assert estimated[1]["entropy"].item() == pytest.approx(surprise.item())
+    assert exact[1]["entropy"].item() != pytest.approx(surprise.item())
+    assert estimated[0].item() == exact[0].item()
+
+
 # What holds for every algorithm.
 
 

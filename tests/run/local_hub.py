@@ -108,7 +108,7 @@ class HubServer:
             assert file is not None
             content = files[file[4]]
             if request.command == "GET":
-                self.may_send.wait()
+                self.may_send.wait(60)
                 self.downloads.append(file[4])
             headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit_of(files)}
             self.send(request, 200, content, headers)

@@ -250,6 +250,8 @@ def test_the_hub_refuses(server: HubServer) -> None:
     unknown = "the hub has no model of this name, or it is private and needs HF_TOKEN"
     with pytest.raises(HubError, match=f"^runs/mine: there is no such folder here, and {unknown}$"):
         model_folder("runs/mine")
+    with pytest.raises(HubError, match=r"^runs/a--b: there is no such folder here, and the hub has no such names: "):
+        model_folder("runs/a--b")
     with pytest.raises(HubError, match=f"^hf://a/c: {unknown}$"):
         model_folder("hf://a/c")
     with pytest.raises(HubError, match=r"^a/c: there is no such file here, and the hub has no dataset of this name"):

@@ -14,6 +14,7 @@ from rollgraph.model import Architecture, Decoder, save_model
 from rollgraph.rl.data import DataError
 from rollgraph.rl.paths import LoadError
 from rollgraph.run.checkpoints import CheckpointError
+from rollgraph.run.config_changes import ChangedConfig
 from rollgraph.run.inputs import check_inputs
 from rollgraph.telemetry import SinkError
 from rollgraph.tokenizer import ByteTokenizer
@@ -190,7 +191,5 @@ def test_a_resume_with_other_rows_is_refused(folder: Path, monkeypatch: pytest.M
     rows[7]["prompt"] = "xx?"
     write_rows(folder / "train.jsonl", *rows)
     monkeypatch.setattr("rollgraph.run.setup.make_model", lambda *arguments: pytest.fail("a model was made"))
-    with pytest.raises(
-        DataError, match=r"data\.train.* do not match .*step_00000000: .*train\.jsonl: its rows are not"
-    ):
+    with pytest.raises(ChangedConfig, match=r"step_00000000 .*data\.train: what is in .*train\.jsonl has changed"):
         train(eager_config(folder), ONE)

@@ -15,7 +15,7 @@ from rollgraph.distributed.world import World
 from rollgraph.model import Architecture, Decoder, Keys, token_logprobs
 from rollgraph.run.memory_plan import PHASES, Plan, activation_bytes, layer_bytes, make_plan, shape_model
 from rollgraph.run.setup import make_run
-from rollgraph.run.step_floor import sum_up_to
+from rollgraph.run.step_floor import Floor, sum_up_to
 
 GIB = 2**30
 QWEN_1_5B = {
@@ -54,11 +54,16 @@ def line(plan: Plan, name: str) -> int:
     return sum(entry.nbytes for entry in plan.lines if entry.name == name)
 
 
+def floor_of(plan: Plan) -> Floor:
+    assert plan.floor is not None
+    return plan.floor
+
+
 # -- time ------------------------------------------------------------------------------------------
 
 
 def test_the_floor_of_a_step_of_a_1_5b_model(folder: Path) -> None:
-    floor = make_plan(configured(folder)).floor
+    floor = floor_of(make_plan(configured(folder)))
     assert floor.repeated["prefill"] == pytest.approx(0.26, rel=0.02)
     assert floor.repeated["reference"] == pytest.approx(1.03, rel=0.01)
     assert floor.repeated["train"] == pytest.approx(3.09, rel=0.01)
@@ -71,21 +76,21 @@ def test_the_floor_of_a_step_of_a_1_5b_model(folder: Path) -> None:
 def test_a_small_batch_decodes_as_fast_as_weights_can_be_read(folder: Path) -> None:
     plan = make_plan(configured(folder, "data.prompts_per_step=1", "rollout.samples_per_prompt=2"))
     reading = 384 * 2 * PARAMETERS / 4.28e12
-    assert reading < plan.floor.repeated["decode"] < 1.02 * reading
+    assert reading < floor_of(plan).repeated["decode"] < 1.02 * reading
 
 
 def test_two_ranks_take_half_as_long_and_two_epochs_twice(folder: Path) -> None:
-    once = make_plan(configured(folder)).floor.repeated
-    assert make_plan(configured(folder), ranks=2).floor.repeated["train"] == pytest.approx(once["train"] / 2)
-    twice = make_plan(configured(folder, "algorithm.epochs=2")).floor.repeated
+    once = floor_of(make_plan(configured(folder))).repeated
+    assert floor_of(make_plan(configured(folder), ranks=2)).repeated["train"] == pytest.approx(once["train"] / 2)
+    twice = floor_of(make_plan(configured(folder, "algorithm.epochs=2"))).repeated
     assert twice["train"] == pytest.approx(2 * once["train"])
     assert twice["reference"] == once["reference"]
-    assert "reference" not in make_plan(configured(folder, "algorithm.kl_coef=0")).floor.repeated
+    assert "reference" not in floor_of(make_plan(configured(folder, "algorithm.kl_coef=0"))).repeated
 
 
 def test_fewer_rows_than_samples_decode_in_turns(folder: Path) -> None:
-    at_once = make_plan(configured(folder)).floor.repeated["decode"]
-    in_turns = make_plan(configured(folder, "rollout.rows=128")).floor.repeated["decode"]
+    at_once = floor_of(make_plan(configured(folder))).repeated["decode"]
+    in_turns = floor_of(make_plan(configured(folder, "rollout.rows=128"))).repeated["decode"]
     assert at_once < in_turns < 4 * at_once
 
 
@@ -100,7 +105,7 @@ def test_decoding_is_the_sum_of_its_steps(folder: Path, tflops: float) -> None:
         seen = 14 * length + 14 * min(length, 200)
         nbytes = 2 * PARAMETERS + 2 * 2 * 128 * 2 * 512 * seen
         expected += max(2 * PARAMETERS * 512 / (tflops * 1e12), nbytes / 4.28e12)
-    assert plan.floor.repeated["decode"] == pytest.approx(expected, rel=1e-9)
+    assert floor_of(plan).repeated["decode"] == pytest.approx(expected, rel=1e-9)
 
 
 def test_sums_of_bounded_numbers() -> None:
@@ -112,7 +117,7 @@ def test_sums_of_bounded_numbers() -> None:
 def test_a_billion_tokens_are_planned_without_counting_them(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(QWEN_1_5B | {"max_position_embeddings": 2**31 - 1}))
     long = ("rollout.max_tokens=2000000000", "train.microbatch_tokens=2147483647")
-    assert make_plan(configured(folder, *long)).floor.repeated["decode"] > 1e6
+    assert floor_of(make_plan(configured(folder, *long))).repeated["decode"] > 1e6
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -324,6 +329,20 @@ def test_prints_phases_and_whether_it_fits(run_file: str, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert "it does not fit" in shown
     assert "measured" not in shown
+
+
+def test_the_plan_of_a_cpu_has_no_time_unless_its_speed_is_given(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpu = (run_file, "--device", "cpu")
+    assert call(*cpu) == 0
+    shown = capsys.readouterr().out
+    assert "beside the process itself and its libraries" in shown
+    assert not [words for words in ("H200", "least time", "TFLOP", "--device-gib") if words in shown]
+    assert call(*cpu, "--json") == 0
+    assert "floor_seconds" not in json.loads(capsys.readouterr().out)
+    assert call(*cpu, "--tflops", "1.5", "--tb-per-second", "0.1") == 0
+    assert "at 1.5 TFLOP/s and 0.1 TB/s\n" in capsys.readouterr().out + "\n"
 
 
 def test_json_has_the_same_numbers(run_file: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 
+from rollgraph.cli import main
+from rollgraph.config import to_yaml
+from rollgraph.distributed.lost_ranks import StoppedInSetup
 from rollgraph.distributed.world import World
 from rollgraph.run.checkpoints import Checkpoints
 from rollgraph.run.stop import StopSignals
+from rollgraph.telemetry.plain_view import PlainView
 from rollgraph.train import train
 from tests.run.test_checkpoints import Run
+from tests.test_kills import begin, finish
 from tests.test_train import ONE, config_of, folder
 
 __all__ = ["folder"]
@@ -135,15 +140,77 @@ def test_ctrl_c_before_the_first_step_ends_at_once() -> None:
     assert not stop.requested
 
 
+@pytest.mark.parametrize(
+    ("phase", "number", "code", "line"),
+    [
+        (
+            "read data",
+            signal.SIGTERM,
+            0,
+            "stopped before the first step, as SIGTERM asked; saved checkpoints are whole",
+        ),
+        ("load model", signal.SIGINT, 130, "interrupted; saved checkpoints are whole"),
+        ("capture for scoring", signal.SIGTERM, 0, "stopped before the first step, as SIGTERM asked"),
+        ("validate", signal.SIGTERM, 0, "stopped before the first step, as SIGTERM asked"),
+    ],
+)
+def test_a_signal_during_set_up_acts_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phase: str, number: int,
+    code: int, line: str,
+) -> None:  # fmt: skip
+    """It comes twice, because `torchrun` forwards it, and nothing is left in the folder that a later run would see."""
+    show = PlainView.phase
+
+    def signal_in_phase(self: PlainView, name: str, *progress: Any) -> None:
+        show(self, name, *progress)
+        if name == phase and number == signal.SIGTERM:
+            with pytest.raises(StoppedInSetup) as raised:
+                signal.raise_signal(number)
+            signal.raise_signal(number)
+            raise raised.value
+        if name == phase:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(PlainView, "phase", signal_in_phase)
+    file = folder / "run.yaml"
+    file.write_text(to_yaml(config_of(folder, *QUICK, f"data.validation={folder / 'held_out.jsonl'}")))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["train", str(file)]) == code
+    written = capsys.readouterr()
+    assert written.out.splitlines()[-1].startswith(phase)
+    assert line in written.err
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not list((folder / "run").rglob("step_*"))
+    assert not (folder / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("asked", [{0, 1, 2}, {1}, {0}])
+def test_ranks_that_are_asked_to_stop_during_set_up_do_not_wait_for_each_other(folder: Path, asked: set[int]) -> None:
+    """Also if only one of them was asked. With a timeout of an hour, a rank that waited would be seen."""
+    rewards = folder / "rewards.py"
+    asks = f"import os, signal\nif int(os.environ['RANK']) in {asked}:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    rewards.write_text(asks + rewards.read_text())
+    attempt = begin(folder, folder / "stopped", timeout=3600)
+    try:
+        finish(attempt)
+    finally:
+        attempt.end()
+    for log in attempt.logs:
+        assert "stopped before the first step" in log.read_text()
+    assert not (folder / "stopped" / "metrics.jsonl").exists()
+
+
 def test_a_signal_that_torchrun_forwards_counts_once() -> None:
     stop = StopSignals(World(1, 2, "cpu"))
-    stop.begin_steps()
     with ExitStack() as stack:
         stack.enter_context(stop)
-        press(2)
+        with stop.in_steps():
+            press(2)
         stack.pop_all()  # no exception: the step continued
     with pytest.raises(KeyboardInterrupt):
-        stop.__exit__(None)
+        stop.__exit__(None, None)
     assert stop.requested
 
 
@@ -151,8 +218,7 @@ def test_a_foreign_ctrl_c_handler_is_kept() -> None:
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
-        with StopSignals(ONE) as stop:
-            stop.begin_steps()
+        with StopSignals(ONE) as stop, stop.in_steps():
             press()
         assert not stop.requested
         assert pressed == [signal.SIGINT]

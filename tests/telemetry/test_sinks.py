@@ -100,13 +100,13 @@ def test_all_missing_packages_are_named_at_once(tmp_path: Path, monkeypatch: pyt
 
 def test_tensorboard_with_the_real_package(tmp_path: Path) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for resume_at, steps in ((None, (0, 1, 2)), (1, (1,))):
+    for attempt, (resume_at, steps) in enumerate(((-1, (-1, 0)), (-1, (-1, 0, 1, 2)), (1, (1,)))):
         (sink,) = make_sinks(LogConfig(sinks=("tensorboard",)), tmp_path, resume_at=resume_at)
         for step in steps:
-            sink.write(step, {"reward": step + (resume_at or 0)})
+            sink.write(step, {"reward": 10 * attempt + step})
         close_sinks([sink])
     events = loader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(0, 0.0), (1, 2.0)]
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(-1, 9.0), (0, 10.0), (1, 21.0)]
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -235,7 +235,7 @@ def test_damaged_lines_are_reported_by_number(tmp_path: Path, capsys: pytest.Cap
         f"{path}:6: the last line was cut off, and was removed: " + repr('{"step": 5, "rew'),
     ]
     (tmp_path / "samples.jsonl").write_bytes(b'{"step": 0}\n' + b"\0" * 5000)
-    SampleWriter(tmp_path, every=1, resume_at=1)
+    SampleWriter(tmp_path, every=1, groups=1, resume_at=1)
     (told,) = capsys.readouterr().err.splitlines()
     assert "samples.jsonl:2: the last line was cut off" in told
     assert len(told) < 800
@@ -264,7 +264,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, there: boo
         if name == "metrics.jsonl":
             make_sinks(LogConfig(sinks=("jsonl",)), run, resume_at=resume_at)
         else:
-            SampleWriter(run, every=1, resume_at=resume_at).write(0, [make_rollout(1.0)], [1.0])
+            SampleWriter(run, every=1, groups=1, resume_at=resume_at).write(0, [make_rollout(1.0)], [1.0])
 
     for resume_at in (None, 0, 5):
         with pytest.raises(FileError, match=rf"{name}: is a link, and is not written through"):
@@ -309,37 +309,6 @@ def test_there_may_be_nothing_to_truncate(tmp_path: Path) -> None:
 def make_rollout(reward: float) -> Rollout:
     prompt = Prompt(id=7, tokens=(48, 43), text="0+")
     return Rollout(prompt, [50, 10], [True, True], [-0.1, -0.2], text="2 €\n", reward=reward, rewards={"exact": reward})
-
-
-def test_samples_of_some_steps(tmp_path: Path) -> None:
-    writer = SampleWriter(tmp_path / "run", every=2, most=2)
-    rollouts = [make_rollout(reward) for reward in (0.0, 1.0, 2.0)]
-    assert [writer.write(step, rollouts, [-1.0, 0.0, 1.0]) for step in range(4)] == [True, False, True, False]
-    rows = lines(tmp_path / "run" / "samples.jsonl")
-    assert [(row["step"], row["reward"], row["advantage"]) for row in rows] == [
-        *((0, 0.0, -1.0), (0, 1.0, 0.0)),
-        *((2, 0.0, -1.0), (2, 1.0, 0.0)),
-    ]
-    assert rows[0] | {"reward": 0, "advantage": 0} == {
-        "step": 0,
-        "prompt": "0+",
-        "completion": "2 €\n",
-        "reward": 0,
-        "rewards": {"exact": 0.0},
-        "advantage": 0,
-        "finish_reason": "stop",
-        "tokens": 2,
-        "prompt_id": 7,
-    }
-    SampleWriter(tmp_path / "run", every=2, resume_at=2)
-    assert {row["step"] for row in lines(tmp_path / "run" / "samples.jsonl")} == {0}
-    with pytest.raises(ValueError, match="3 rollouts with 1 advantages"):
-        writer.write(0, rollouts, [1.0])
-
-
-def test_no_samples_where_every_is_0(tmp_path: Path) -> None:
-    assert not SampleWriter(tmp_path, every=0).write(0, [make_rollout(1.0)], [1.0])
-    assert not (tmp_path / "samples.jsonl").exists()
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -13,7 +13,11 @@ import pytest
 from rich.console import Console
 
 import rollgraph
-from rollgraph.telemetry.terminal import LiveView, PlainView, View, make_view, sparkline
+from rollgraph.telemetry.live_view import LiveView
+from rollgraph.telemetry.plain_view import PlainView
+from rollgraph.telemetry.run_picture import RunPicture, sparkline
+from rollgraph.telemetry.terminal import make_view
+from rollgraph.telemetry.view import View
 
 VALUES = {
     "reward": 0.4123,
@@ -29,9 +33,9 @@ def record(width: int = 90, height: int = 30) -> Console:
     return Console(force_terminal=True, width=width, height=height, record=True, file=io.StringIO(), color_system=None)
 
 
-def picture(view: LiveView, width: int) -> str:
+def picture(view: RunPicture, width: int) -> str:
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(view.render())
+    console.print(view.render(width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -63,6 +67,46 @@ def test_plain_is_one_line_for_a_step() -> None:
     ]
 
 
+def test_plain_shows_set_up_in_few_lines_and_a_long_step_once_in_a_while() -> None:
+    now = [0.0]
+    view = PlainView(100, stream := io.StringIO(), lambda: now[0])
+    view.phase("read data", 0, 0)
+    now[0] = 2.0
+    for tensor in range(240):  # 0.125 s each, which adds up without rounding
+        view.phase("load model", tensor, 240)
+        now[0] += 0.125
+    view.phase("capture for training", 0, 2, "train 4096")
+    now[0] += 70
+    view.phase("capture for training", 1, 2, "train 2048")
+    view.end_phase()
+    view.end_phase()  # there is none
+    view.phase("generate", 1, 8)
+    now[0] += 31
+    view.phase("generate", 2, 8)
+    view.phase("generate", 3, 8)
+    view.step(0, {"reward": 0.5}, {"generate": 2.0})
+    view.phase("validate", 1, 2)
+    now[0] += 31
+    view.phase("validate", 2, 2)
+    assert stream.getvalue().splitlines() == [
+        "read data",
+        "read data: done in 2.0s",
+        "load model: 0/240",
+        "load model: 40/240, 25s left",
+        "load model: 80/240, 20s left",
+        "load model: 120/240, 15s left",
+        "load model: 160/240, 10s left",
+        "load model: 200/240, 5s left",
+        "load model: done in 30s",
+        "capture for training: 0/2 (train 4096)",
+        "capture for training: 1/2 (train 2048), 1m 10s left",
+        "capture for training: done in 1m 10s",
+        "generate: 2/8",
+        "[  1/100]  reward 0.5  2.0s: generate 2.0  3m 18s left",
+        "[  2/100]  validate: 2/2",
+    ]
+
+
 @pytest.mark.parametrize("progress", ["auto", "live", "plain"])
 def test_no_control_codes_where_there_is_no_terminal(progress: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -90,7 +134,6 @@ def test_none_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_picture_shows_phases_numbers_and_the_last_validation() -> None:
     view = LiveView(100, record())
-    assert "the first step is under way" in picture(view, 90)
     run_some(view)
     view.step(3, {**VALUES, "validation/reward": 0.51, "validation/pass@4": 0.7}, SECONDS)
     view.step(4, VALUES, SECONDS)
@@ -101,27 +144,53 @@ def test_the_picture_shows_phases_numbers_and_the_last_validation() -> None:
     assert re.search(r"[━╸] +5/100 +9m 30s left$", rows["steps"])
     assert re.search(r"[━╸] +213/512 +4\.1s +68%$", rows["generate"])
     assert re.search(r"^train +1\.9s +32%$", rows["train"])  # from the last step; this step has not reached it yet
-    assert re.search(r"[━╸] +1/2$", rows["save"])
+    assert re.search(r"[━╸] +1/2 +0s left$", rows["save"])
     assert "reward 0.412   KL 0.00312   12,346 tokens/s   31.2 GiB" in lines
     assert "reward ▁▃▄██" in lines
     assert "validation at 4:   reward 0.51   pass@4 0.7" in lines
 
 
-def test_a_phase_that_comes_once_leaves_no_row() -> None:
-    """Everything must fit into 24 lines, however many graphs were captured."""
-    view = LiveView(100, record(80, 24))
-    for graph in range(15):
-        for done in (0, 1, 2):
-            view.phase(f"capture decode {graph}", done, 2)
-            assert picture(view, 80).count("capture") == (done < 2)
-    view.phase("warm start", 3, 100)  # a warm start may end before its last step
-    view.phase("generate", 1, 2)
-    assert "warm start" in picture(view, 80)
-    run_some(view)
-    view.step(3, {**VALUES, "validation/reward": 0.51}, SECONDS)
+def test_what_goes_on_before_the_first_step_is_true() -> None:
+    """A capture is no step, and samples of a warm start are not those of the first step."""
+    now = [0.0]
+    view = RunPicture(100, lambda: now[0])
+    assert "starting" in picture(view, 80)
+    view.phase("capture for training", 0, 3, "train 4096")
+    now[0] = 10.0
+    view.phase("capture for training", 1, 3, "train 2048")
+    shown = picture(view, 80)
+    assert re.search(r"capture for training +[━╸]+ *[━╸]* +1/3 +20s left", shown)
+    assert "before the first step: capture for training (train 2048)" in shown
+    assert not any(name in shown for name in ("generate", "score", "under way"))
+    view.phase("warm start", 3, 100)
+    view.phase("generate", 2, 2)
+    shown = picture(view, 80)
+    assert "capture" not in shown
+    assert "generate" in shown
+    assert "before the first step: warm start" in shown
+    view.end_phase()
+    assert not any(name in picture(view, 80) for name in ("warm start", "generate"))
     view.phase("generate", 1, 2)
     shown = picture(view, 80)
-    assert "warm start" not in shown
+    assert "the first step is under way" in shown
+    assert all(name in shown for name in ("generate", "reward", "score", "train"))
+
+
+def test_a_phase_outside_of_steps_leaves_no_row() -> None:
+    """Everything must fit into 24 lines, however many phases there were."""
+    view = LiveView(100, record(80, 24))
+    for number in range(15):
+        view.phase(f"capture {number}", 0, 2)
+        assert picture(view, 80).count("│ capture ") == 1
+    view.end_phase()
+    run_some(view)
+    view.step(3, {**VALUES, "validation/reward": 0.51}, SECONDS)
+    view.phase("validate", 1, 2)
+    assert re.search(r"validate +[━╸]", picture(view, 80))
+    view.end_phase()
+    shown = picture(view, 80)
+    assert "capture" not in shown
+    assert "validate" not in shown
     assert "validation at 4" in shown
     assert len(shown.splitlines()) < 24
 
@@ -131,7 +200,7 @@ def test_only_phases_with_progress_have_a_bar() -> None:
 
     def rows() -> dict[str, bool]:
         console = Console(force_terminal=True, color_system="truecolor", width=90, file=io.StringIO())
-        console.print(view.render())
+        console.print(view.render(90))
         assert isinstance(console.file, io.StringIO)
         lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip("│ ") for line in console.file.getvalue().splitlines()]
         return {line.split()[0]: "━" in line for line in lines if line[:1].islower()}

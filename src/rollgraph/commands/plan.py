@@ -12,6 +12,7 @@ from rollgraph.config import ConfigError, load_config
 
 if TYPE_CHECKING:
     from rollgraph.run.memory_plan import Plan
+    from rollgraph.run.step_floor import Floor
 
 DONE, TOO_LARGE, WRONG = 0, 1, 2
 GIB = 2**30
@@ -27,10 +28,19 @@ def add_to(commands: Any) -> None:
     )
     add_words(parser, "memory.cache_gib=20")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes (default: 1)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device to plan for (default: cuda)")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device to plan for (default: cuda); the least time on a cpu needs --tflops and --tb-per-second",
+    )
     parser.add_argument("--device-gib", type=float, help="memory of the GPU (default: that of this machine's GPU)")
-    parser.add_argument("--tflops", type=float, help="of a bf16 matrix product (default: 785, measured on an H200)")
-    parser.add_argument("--tb-per-second", type=float, help="memory bandwidth (default: 4.28, measured on an H200)")
+    parser.add_argument(
+        "--tflops", type=float, help="of a bf16 matrix product (default: 785 for cuda, measured on an H200)"
+    )
+    parser.add_argument(
+        "--tb-per-second", type=float, help="memory bandwidth (default: 4.28 for cuda, measured on an H200)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with bytes and seconds")
     parser.set_defaults(run=run)
 
@@ -73,34 +83,40 @@ def _device_bytes(options: argparse.Namespace) -> int | None:
 
 
 def describe(plan: Plan) -> str:
-    """A table of memory, whether it fits, and a table of time."""
+    """A table of memory, whether it fits, and a table of time where the device's speed is known."""
     from rollgraph.run.memory_plan import PHASES
-    from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS
 
     rows = [("memory of a rank", "where", *PHASES)]
-    for line in plan.lines:
+    for line in filter(lambda line: line.nbytes, plan.lines):
         cells = (_size(line.nbytes) if phase in line.phases else "" for phase in PHASES)
         rows.append((line.name, line.where, *cells))
     rows.append(("sum", "device", *(_size(plan.total(phase)) for phase in PHASES)))
-    rows.append(("sum", "host", *(_size(plan.total(phase, "host")) for phase in PHASES)))
-    text = [*_table(rows), "", _verdict(plan), ""]
-    text += _table(
-        [
-            ("least time of a step, s", "repeated prompts", "shared prompts"),
-            *((name, _seconds(slow), _seconds(plan.floor.shared[name])) for name, slow in plan.floor.repeated.items()),
-            ("sum", *(_seconds(sum(parts.values())) for parts in (plan.floor.repeated, plan.floor.shared))),
-        ]
-    )
-    speed = (plan.floor.tflops, plan.floor.tb_per_second)
-    named = " (measured on an H200)" if speed == (TFLOPS, TB_PER_SECOND) else ""
-    text.append(f"at {speed[0]:g} TFLOP/s and {speed[1]:g} TB/s{named}")
+    if plan.device != "cpu":
+        rows.append(("sum", "host", *(_size(plan.total(phase, "host")) for phase in PHASES)))
+    text = [*_table(rows), "", _verdict(plan)]
+    if plan.floor is not None:
+        text += ["", *_describe_floor(plan.floor)]
     return "\n".join([*text, *(f"note: {note}" for note in plan.notes)])
 
 
+def _describe_floor(floor: Floor) -> list[str]:
+    from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS
+
+    rows = [
+        ("least time of a step, s", "repeated prompts", "shared prompts"),
+        *((name, _seconds(slow), _seconds(floor.shared[name])) for name, slow in floor.repeated.items()),
+        ("sum", *(_seconds(sum(parts.values())) for parts in (floor.repeated, floor.shared))),
+    ]
+    speed = (floor.tflops, floor.tb_per_second)
+    named = " (measured on an H200)" if speed == (TFLOPS, TB_PER_SECOND) else ""
+    return [*_table(rows), f"at {speed[0]:g} TFLOP/s and {speed[1]:g} TB/s{named}"]
+
+
 def _verdict(plan: Plan) -> str:
-    peak = f"peak {_size(plan.peak)} in {plan.peak_phase}"
+    if plan.device == "cpu":
+        return f"peak {_size(plan.peak)} in {plan.peak_phase}, beside the process itself and its libraries"
     if plan.device_bytes is None:
-        return f"{peak}; give --device-gib to see whether it fits"
+        return f"peak {_size(plan.peak)} in {plan.peak_phase}; give --device-gib to see whether it fits"
     verdict = "it fits" if plan.fits else "it does not fit"
     return f"needs {_size(plan.peak)} in {plan.peak_phase}; the device has {_size(plan.device_bytes)}: {verdict}"
 

@@ -29,8 +29,9 @@ def add_to(commands: Any) -> None:
         help="post-train a model",
         description="Run a YAML configuration, from its last checkpoint if there is one. With several processes: "
         "torchrun --nproc-per-node N -m rollgraph train FILE. SIGTERM ends the run after the current step, saved, with "
-        "exit code 0. Ctrl-C does the same with exit code 130; press it again to end at once. Exit code 75 means that "
-        "another rank was lost; start the run again to go on from its last checkpoint.",
+        "exit code 0. Ctrl-C does the same with exit code 130; press it again to end at once. Before the first step, "
+        "either ends the run at once. Exit code 75 means that another rank was lost; start the run again to go on from "
+        "its last checkpoint.",
     )
     evaluate = commands.add_parser(
         "eval",
@@ -90,7 +91,7 @@ def run_train(options: argparse.Namespace) -> int:
 def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
     """Run, and report an error in one line."""
     from rollgraph.distributed.launch import LOST, end_process
-    from rollgraph.distributed.lost_ranks import RankLost
+    from rollgraph.distributed.lost_ranks import RankLost, StoppedInSetup
 
     try:
         run()
@@ -100,6 +101,9 @@ def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
         else:
             print(f"rollgraph {options.command}: {error}\n(ROLLGRAPH_TRACEBACK=1 shows where)", file=sys.stderr)
         return end_process(LOST if isinstance(error, RankLost) else FAILED)
+    except StoppedInSetup as stopped:
+        print(f"rollgraph {options.command}: {stopped}; saved checkpoints are whole", file=sys.stderr)
+        return end_process(DONE)
     except KeyboardInterrupt:
         print(f"rollgraph {options.command}: interrupted; saved checkpoints are whole", file=sys.stderr)
         return end_process(130)

@@ -45,7 +45,9 @@ class TinyModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: Annotated[
-        File | None, "Folder of a Llama, Mistral, Qwen2 or Qwen3 model. Either this or `model.tiny` is required."
+        File | None,
+        "Folder of a Llama, Mistral, Qwen2 or Qwen3 model, or its id on the Hugging Face Hub: org/name or "
+        "org/name@revision. Either this or `model.tiny` is required.",
     ] = None
     tiny: Annotated[TinyModelConfig | None, "A small model with random weights, created for this run."] = None
     dtype: Annotated[
@@ -59,14 +61,23 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     path: Annotated[
-        File | None, "Folder of a tokenizer, or `bytes`. null: `model.path`, or `bytes` for a tiny model."
+        File | None,
+        "Folder of a tokenizer, its id on the hub, or `bytes`. null: `model.path`, or `bytes` for a tiny model.",
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    train: Annotated[File, "A .jsonl or .parquet file with a column `prompt`; reward functions see all other columns."]
-    validation: Annotated[File | None, "Held-out data in the same format. null: no validation."] = None
+    train: Annotated[
+        File,
+        "A .jsonl or .parquet file with a column `prompt`, or a dataset of the Hugging Face Hub: org/name, "
+        "org/name:split or org/name@revision:config/split. Reward functions see all other columns.",
+    ]
+    validation: Annotated[
+        File | None,
+        "Held-out data in the same format; a dataset without a split means its validation or test split. "
+        "null: no validation.",
+    ] = None
     prompts_per_step: Annotated[Count, "Number of prompts per step, over all ranks."] = 32
     max_prompt_tokens: Annotated[Count | None, "Longest prompt, in tokens. null: as long as the model allows."] = None
     too_long: Annotated[
@@ -177,7 +188,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    data: Annotated[File, "A .jsonl or .parquet file with columns `prompt` and `completion`."]
+    data: Annotated[File, "A .jsonl or .parquet file, or a dataset of the hub, with columns `prompt` and `completion`."]
     steps: Annotated[
         Count, "Largest number of supervised training steps. Their loss also uses `rollout.temperature`."
     ] = 100
@@ -259,14 +270,21 @@ class MemoryConfig:
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     every: Annotated[Count, "Steps between two lines of metrics."] = 1
-    samples_every: Annotated[Natural, "Steps between two sets of sample completions. 0: write none."] = 10
+    samples_every: Annotated[
+        Natural, "Steps between two sets of samples; those of validation are always written. 0: write none at all."
+    ] = 10
+    sample_groups: Annotated[
+        Count, "Groups in each set: prompts with all their completions, drawn by the seed and the step."
+    ] = 4
     sinks: Annotated[
         tuple[SinkName, ...] | None, "Where metrics are written. null: jsonl, and tensorboard if it is installed."
     ] = None
     wandb: Annotated[Options, "Arguments of wandb.init."] = field(default_factory=dict)
     mlflow: Annotated[Options, "MLflow settings: tracking_uri, experiment and run_name."] = field(default_factory=dict)
     progress: Annotated[
-        Literal["auto", "live", "plain", "none"], "Progress display. auto: live in a terminal, otherwise plain."
+        Literal["auto", "live", "plain", "none"],
+        "Progress display. auto: live in a terminal or a notebook, otherwise plain. plain: one line for each step, and "
+        "during set-up one every few seconds.",
     ] = "auto"
 
 
@@ -280,6 +298,11 @@ class Config:
         "Whether to resume from the output folder. auto: resume if a checkpoint exists; never: stop if one exists; "
         "must: stop if none exists.",
     ] = "auto"
+    allow_changes: Annotated[
+        Annotated[tuple[str, ...], COMMAS],
+        "Keys or sections that this start may change although a resumed run keeps them, such as algorithm or "
+        "data.train. See docs/run_folder.md.",
+    ] = ()
     cpu_threads: Annotated[
         Count | None, "Number of PyTorch threads on a CPU. null: PyTorch decides; 1 is best for tiny models."
     ] = None

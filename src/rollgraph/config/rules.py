@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollgraph.config.algorithm_names import GROUP_RELATIVE
+from rollgraph.config.field_types import keys_of
 from rollgraph.config.keys import COLDEST, Config, Scope
 from rollgraph.config.problems import ConfigError, ConfigProblem
 from rollgraph.config.reader import BrokenRule
+from rollgraph.errors import suggest
 
 LEGAL_SCOPES: dict[str, tuple[Scope, ...]] = {  # a graph must end where ranks communicate: between layers or inside
     "one rank": ("step", "layer", "attn", "mlp"),
@@ -47,6 +49,7 @@ def broken_rules(config: Config) -> list[BrokenRule]:
         *_schedule_rules(config),
         *_graph_rules(config),
         *_log_rules(config),
+        *_resume_rules(config),
     ]
 
 
@@ -149,3 +152,10 @@ def _log_rules(config: Config) -> Iterator[BrokenRule]:
         yield "wandb_used", "log.wandb", "wandb is not in log.sinks"
     if config.log.mlflow and "mlflow" not in sinks:
         yield "mlflow_used", "log.mlflow", "mlflow is not in log.sinks"
+
+
+def _resume_rules(config: Config) -> Iterator[BrokenRule]:
+    known = [key.name for key in keys_of(Config)]
+    for name in config.allow_changes:
+        if name not in known:
+            yield "known_changes", "allow_changes", f"there is no key {name!r}{suggest(name, known)}"

@@ -13,6 +13,7 @@ rank on its own. `lost_ranks.py` has the verdicts, `connection.py` the sockets. 
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -30,10 +31,12 @@ from rollgraph.distributed.lost_ranks import (
     LossReport,
     Peer,
     RankLost,
+    StoppedInSetup,
     find_silent,
     report_disconnected,
     report_error,
     report_silent,
+    report_stopped,
     report_stragglers,
     report_unfinished,
 )
@@ -175,6 +178,12 @@ class Liveness:
             else:
                 self._broadcast({"failed": str(error)})
             return
+        if isinstance(error, StoppedInSetup):
+            if self.rank == 0:
+                self._declare_stopped(0)
+            else:
+                self._broadcast({"stopped": True})
+            return
         text = f"{type(error).__name__}: {error}".strip(": ")
         if self.rank == 0:
             self._declare(report_error(0, text))
@@ -245,7 +254,7 @@ class Liveness:
         for announcement in self._announcements.items():
             connection.send({"announce": announcement})
         if self.loss is not None:
-            connection.send({"lost": [self.loss.rank, self.loss.text, _GRACE_SECONDS]})
+            connection.send({"lost": [self.loss.rank, self.loss.text, self.loss.stopped, _GRACE_SECONDS]})
 
     def _receive(self, rank: int, connection: Connection) -> None:
         peer = self._peers[rank]
@@ -270,8 +279,8 @@ class Liveness:
             if self.rank == 0 and rank in self._connections:
                 self._connections[rank].send({"announce": [key, self._announcements[key]]})
         elif kind == "lost":
-            lost_rank, text, seconds_left = content
-            self._accept_verdict(LossReport(lost_rank, text), seconds_left)
+            *report, seconds_left = content
+            self._accept_verdict(LossReport(*report), seconds_left)
         elif kind == "timeout":
             number, operation = content
             self._declare_stragglers(number, operation)
@@ -281,6 +290,9 @@ class Liveness:
             peer.left = True
             if content:
                 self._declare(report_error(rank, content))
+        elif kind == "stopped":
+            peer.left = True
+            self._declare_stopped(rank)
 
     def _send_heartbeat(self) -> None:
         now = time.monotonic()
@@ -301,6 +313,10 @@ class Liveness:
         peer = self._peers[rank]
         self._declare(report_silent(rank, peer, self.clock(), self.timeout), since=peer.last_heard)
 
+    def _declare_stopped(self, rank: int) -> None:
+        """A rank left during set-up. Nobody has anything to save, so all have to be gone soon."""
+        self._declare(report_stopped(rank), since=-math.inf)
+
     def _declare_stragglers(self, number: int, operation: str) -> None:
         """On rank 0: an operation, the `number`-th one, timed out on some rank."""
         now = self.clock()
@@ -319,7 +335,7 @@ class Liveness:
         seconds_left = max(since + self.timeout - now, _GRACE_SECONDS)
         with self._lock:
             if self.loss is None:
-                self._broadcast({"lost": [report.rank, report.text, seconds_left]})
+                self._broadcast({"lost": [report.rank, report.text, report.stopped, seconds_left]})
                 self._accept_verdict(report, seconds_left)
 
     def _accept_verdict(self, report: LossReport, seconds_left: float) -> None:

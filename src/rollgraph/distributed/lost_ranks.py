@@ -20,12 +20,20 @@ class RankLost(RuntimeError):
         self.lost_rank = lost_rank
 
 
+class StoppedInSetup(KeyboardInterrupt):
+    """This process was asked to stop (SIGTERM) before the first step. Whoever lets Ctrl-C through lets this through."""
+
+    def __str__(self) -> str:
+        return "stopped before the first step, as SIGTERM asked"
+
+
 @dataclass(frozen=True)
 class LossReport:
     """A verdict, e.g. LossReport(1, "rank 1 (last operation: startup) disappeared without notice")."""
 
     rank: int | None  # None: something failed although all ranks are alive
     text: str
+    stopped: bool = False  # the rank left because it was asked to, during set-up
 
 
 @dataclass
@@ -60,6 +68,10 @@ def report_disconnected(rank: int, peer: Peer) -> LossReport:
 
 def report_error(rank: int, error: str) -> LossReport:
     return LossReport(rank, f"rank {rank} failed with {error}")
+
+
+def report_stopped(rank: int) -> LossReport:
+    return LossReport(rank, f"rank {rank} was asked to stop before the first step", stopped=True)
 
 
 def report_unfinished(rank: int, peer: Peer, timeout: float) -> LossReport:

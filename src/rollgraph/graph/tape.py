@@ -37,8 +37,9 @@ class Recorder(TorchDispatchMode):
         self.external: dict[int, Tensor] = {}  # register -> tensor from outside the recording
         self.views: dict[int, Tensor] = {}  # register -> view of such a tensor
         self.made: dict[int, StorageWeakRef] = {}  # storages made by the recording
-        self._register_of: dict[int, int] = {}  # id(tensor) -> register
-        self._held: list[Tensor] = []  # keeps those ids valid
+        # id(tensor) -> register. Tensors are not kept, or a recording would hold all of its intermediates at once. So
+        # an id may be that of another tensor by now: it counts only if that one is the same view of the same memory.
+        self._register_of: dict[int, int] = {}
         self._first_in: dict[int, int] = {}  # storage -> the register it was made as
         self._marks = marks
         self._streams: dict[int, tuple[torch.Generator, bytes]] = {}
@@ -67,7 +68,7 @@ class Recorder(TorchDispatchMode):
             if id(generator) not in self._streams:
                 raise GeneratorError(f"{func} at {here()} draws from a generator made inside the captured function")
             self._rewind_if_moved(generator)
-        inputs = storage_keys(tensors_in((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         result = func(*args, **kwargs)
         sequence = isinstance(result, (list, tuple))
         entry = Entry(func, recorded_args, recorded_kwargs, [], sequence, bool(written) or draws)
@@ -75,7 +76,7 @@ class Recorder(TorchDispatchMode):
         if func._schema.name in _GRAD_SENSITIVE and torch.is_grad_enabled():
             entry.function = _InGradMode(func)
         for output in result if sequence else (result,):
-            entry.outputs.append(self._output(entry, output, inputs))
+            entry.outputs.append(self._output(entry, output, given))
         self.entries.append(entry)
         if draws and generator is not None:
             self._mark(generator)
@@ -110,21 +111,20 @@ class Recorder(TorchDispatchMode):
         self.entries.append(Entry(_alias, (base, value), {}, [register], sequence=False, keep=False))
         return register
 
-    def _output(self, entry: Entry, output: Any, inputs: set[int]) -> int | None:
+    def _output(self, entry: Entry, output: Any, given: Sequence[Tensor]) -> int | None:
         if not isinstance(output, Tensor):
             if isinstance(output, (list, tuple)) and next(tensors_in(output), None) is not None:
                 raise CaptureError(
                     f"{entry.function} at {here()} returns nested lists of tensors, which cannot be recorded"
                 )
             return None
-        known = self._register_of.get(id(output))
-        if known is not None:
-            return known  # an in-place operation returned its argument
+        if any(output is tensor for tensor in given):
+            return self._register_of[id(output)]  # an in-place operation returned its argument
         storage = storage_of(output)
         if storage is None:
             raise CaptureError(f"{entry.function} at {here()} makes a {output.layout} tensor, which cannot be recorded")
         register = self._new(output, storage)
-        if storage._cdata in inputs:
+        if storage._cdata in storage_keys(given):
             if storage._cdata not in self.made:
                 self.views[register] = output.detach()
         elif storage._cdata not in self.made:
@@ -138,14 +138,13 @@ class Recorder(TorchDispatchMode):
         constant = source.clone()
         result: Tensor = func(source)
         entry = Entry(torch.clone, (constant,), {}, [], sequence=False, keep=False)
-        entry.outputs.append(self._output(entry, result, set()))
+        entry.outputs.append(self._output(entry, result, ()))
         self.entries.append(entry)
         return result
 
     def _new(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
         self.values.append(_value(tensor, storage))
         self._register_of[id(tensor)] = len(self.values) - 1
-        self._held.append(tensor)
         return len(self.values) - 1
 
     def _reshape_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,10 +188,9 @@ class Recorder(TorchDispatchMode):
     # -- the end ---------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Drop the tensors, so that only storages in use elsewhere stay alive."""
+        """Return every random stream to a state that a replay can return it to."""
         for generator, _ in list(self._streams.values()):
             self._rewind_if_moved(generator)
-        self._held.clear()
         self._register_of.clear()
 
 

@@ -35,7 +35,7 @@ MIN_P = 7
 PENALTY = 8
 TABLE = 9  # the block table takes all columns from here on
 
-OnCapture = Callable[[str, int, int], None]  # called with a graph's name, how many graphs are done, and of how many
+OnCapture = Callable[[str, int, int], None]  # called with the next graph, how many are done, and of how many
 
 # The key of a captured step: the tokens of a prefill, or the rows of a decode and whether it has filters.
 _StepKey = int | tuple[int, bool]
@@ -112,10 +112,10 @@ class DecodeGraphs:
 
         steps = self._list_steps(buckets, filters)
         self._graphs = {}
-        for done, (key, (name, step)) in enumerate(steps.items(), 1):
-            self._graphs[key] = capture(step, pool=pool, backend=backend, guards=guards, name=name, warmup=2)
+        for done, (key, (name, step)) in enumerate(steps.items()):
             if on_capture is not None:
                 on_capture(name, done, len(steps))
+            self._graphs[key] = capture(step, pool=pool, backend=backend, guards=guards, name=name, warmup=2)
 
     def _list_steps(self, buckets: Sequence[int], filters: bool) -> dict[_StepKey, tuple[str, Callable[[], None]]]:
         """The name and the function of every step to capture, in capture order."""

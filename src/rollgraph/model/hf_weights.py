@@ -8,6 +8,7 @@ read.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,8 +50,12 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     checkpointing: bool = False,
+    on_tensor: Callable[[int, int], None] | None = None,
 ) -> Decoder:
-    """Load the model of a folder, in the dtype it is stored in or in `dtype`. Allocates nothing but the weights."""
+    """Load the model of a folder, in the dtype it is stored in or in `dtype`. Allocates nothing but the weights.
+
+    `on_tensor` is called before each tensor, with how many are loaded and how many there are.
+    """
     source = Path(folder)
     architecture = read_architecture(source)
     stored = _read_headers(source)
@@ -62,7 +67,7 @@ def load_model(
     model.to_empty(device=device)
     frequencies, _ = architecture.frequencies()
     model.frequencies.copy_(frequencies)
-    _fill(model, stored)
+    _fill(model, stored, on_tensor)
     return model
 
 
@@ -133,13 +138,18 @@ def parameter_views(model: Decoder) -> dict[str, Tensor]:
     return views
 
 
-def _fill(model: Decoder, stored: dict[str, Stored]) -> None:
+def _fill(model: Decoder, stored: dict[str, Stored], on_tensor: Callable[[int, int], None] | None = None) -> None:
     views = parameter_views(model)
+    loaded = 0
     for path in sorted({found.file for found in stored.values()}):
         with safe_open(path, framework="pt") as file, torch.no_grad():
             for name in file.offset_keys():
-                if name in views:
-                    views[name].copy_(file.get_tensor(name))
+                if name not in views:
+                    continue
+                if on_tensor is not None:
+                    on_tensor(loaded, len(views))
+                views[name].copy_(file.get_tensor(name))
+                loaded += 1
 
 
 def _stored_dtype(source: Path, architecture: Architecture, stored: dict[str, Stored]) -> torch.dtype | None:

@@ -29,6 +29,8 @@ _CANCELLING_PAIRS = 4
 _CANCELLING_SIZE = 2.0**12  # how much larger cancelling terms are than others
 _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
 
+OnProbe = Callable[[str, int, int], None]  # called with the next shape, how many are done, and of how many
+
 
 class ProductShape(NamedTuple):
     """What a library chooses its algorithm by, beside the number of rows."""
@@ -66,7 +68,12 @@ class ProductReport:
 
 
 def set_routes(
-    model: Decoder, row_counts: Sequence[int], head_counts: Sequence[int], *, at_any_cost: bool = False
+    model: Decoder,
+    row_counts: Sequence[int],
+    head_counts: Sequence[int],
+    *,
+    at_any_cost: bool = False,
+    on_probe: OnProbe | None = None,
 ) -> ProductReport:
     """Choose the routes of all products of a model for these numbers of rows, of which the largest is the reference.
 
@@ -76,7 +83,10 @@ def set_routes(
     started = time.perf_counter()
     cache = _RouteCache(model, at_any_cost)
     report = ProductReport()
-    for shape, weight, bias, setters in _shapes(model):
+    shapes = list(_shapes(model))
+    for done, (shape, weight, bias, setters) in enumerate(shapes):
+        if on_probe is not None:
+            on_probe(str(shape), done, len(shapes))
         counts = sorted(set(head_counts if shape.wide else row_counts))
         routes = cache.get(shape, counts)
         if routes is None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_TILE = 64  # keys in one product
+TILE = 64  # keys in one product
 _NOTHING = -1e30  # the highest score where no key is visible
 
 
@@ -33,8 +33,8 @@ def attend(
     [tokens, n, kv_heads, head_dim]. No position is at or beyond `places`, of which there is at least one.
     """
     sums: _Sums | None = None
-    for start in range(0, places, _TILE):
-        place = torch.arange(start, start + _TILE, device=q.device)
+    for start in range(0, places, TILE):
+        place = torch.arange(start, start + TILE, device=q.device)
         # A place that is not seen is replaced by the query's own, which is known to hold a number.
         keys, values = gather(torch.minimum(place, positions[:, None]))
         tile = _attend_tile(q, keys, values, visible(positions[:, None], place, window))

@@ -14,7 +14,7 @@ from rollgraph.inference import defaults
 from rollgraph.model import Decoder
 from rollgraph.model.attention_probe import attention_agrees
 from rollgraph.model.logprobs import logit_rows
-from rollgraph.model.product_probe import ProductReport, set_routes
+from rollgraph.model.product_probe import OnProbe, ProductReport, set_routes
 from rollgraph.policy.limits import Limits
 
 Exactness = Literal["auto", "must", "off"]
@@ -25,7 +25,12 @@ class ExactnessError(RuntimeError):
 
 
 def make_exact(
-    model: Decoder, limits: Limits, token_buckets: Sequence[int], whole_logits: bool, must: bool
+    model: Decoder,
+    limits: Limits,
+    token_buckets: Sequence[int],
+    whole_logits: bool,
+    must: bool,
+    on_probe: OnProbe | None = None,
 ) -> ProductReport:
     """Choose how each product of the model is computed. With `must`, slow ways are allowed, and failure is an error."""
     prefill_tokens = limits.prefill_tokens or defaults.sizes_on(model.embed.weight.device.type).prefill_tokens
@@ -35,7 +40,7 @@ def make_exact(
         if whole_logits:
             logits.add(tokens)
     rows = (*defaults.product_rows(limits.rows, prefill_tokens), *token_buckets)
-    report = set_routes(model, rows, sorted(logits), at_any_cost=must)
+    report = set_routes(model, rows, sorted(logits), at_any_cost=must, on_probe=on_probe)
     report.attention_agrees = attention_agrees(model, defaults.row_buckets(limits.rows))
     if must and not report.exact:
         raise ExactnessError(f"exact: must, but {describe(report)}")

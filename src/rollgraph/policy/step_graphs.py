@@ -19,6 +19,7 @@ from torch import Tensor
 from rollgraph.graph import GraphPool, capture, make_graphed_callables
 from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
+from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, Keys, token_logprobs
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.packed_arrays import STREAMS, PackedArrays, fill
@@ -29,7 +30,6 @@ from rollgraph.types import Sample
 
 Loss = Callable[[TokenStreams], tuple[Tensor, dict[str, Tensor]]]
 _MORE_THAN_ONE = 1 + torch.finfo(torch.float32).eps
-OnCapture = Callable[[str, int, int], None]  # name of the graph, how many are done, how many there are
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ class StepGraphs:
     # -- capture -----------------------------------------------------------------------------------
 
     def capture_score(self, progress: OnCapture) -> None:
-        for done, tokens in enumerate(reversed(self.buckets), 1):  # the largest first: the others reuse its memory
+        for done, tokens in enumerate(reversed(self.buckets)):  # the largest first: the others reuse its memory
+            progress(f"score {tokens}", done, len(self.buckets))
             with torch.no_grad():
                 self._score[tokens] = self._capture(self._score_step, tokens, f"score {tokens}", [])
-            progress(f"score {tokens}", done, len(self.buckets))
 
     def capture_train(
         self, losses: Mapping[str, tuple[Loss, bool]], reference: bool, whole_logits: bool, progress: OnCapture
@@ -140,16 +140,16 @@ class StepGraphs:
         self._whole_logits = whole_logits
         self._losses = {name: _TrainedLoss(loss, entropy) for name, (loss, entropy) in losses.items()}
         if not self._whole_step:
+            progress("train", 0, 1)
             self._capture_units(self.buckets[-1])
-            progress("train", 1, 1)
             return
         wanted = [(name, tokens) for name in losses for tokens in reversed(self.buckets)]
-        for done, (name, tokens) in enumerate(wanted, 1):
+        for done, (name, tokens) in enumerate(wanted):
             label = f"train {tokens}" if len(losses) == 1 else f"{name} {tokens}"
+            progress(label, done, len(wanted))
             step = partial(self._train_step, name)
             with torch.enable_grad():
                 self._train[name, tokens] = self._capture(step, tokens, label, self._training_guards)
-            progress(label, done, len(wanted))
 
     def _capture(self, step: Callable[..., Any], tokens: int, name: str, guards: Sequence[Guard]) -> Callable[..., Any]:
         settings = self._settings

@@ -26,11 +26,14 @@ class TrainTotals:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     agreement: list[Tensor] = field(default_factory=list)  # [3] of each microbatch before the first update
     updates: int = 0
+    samples: int = 0
     tokens: int = 0
     capacity: int = 0  # tokens and padding
     norms: list[Tensor] = field(default_factory=list)
 
-    def add_microbatch(self, agreement: Tensor, metrics: Mapping[str, Tensor], tokens: int, bucket: int) -> None:
+    def add_microbatch(
+        self, agreement: Tensor, metrics: Mapping[str, Tensor], tokens: int, bucket: int, samples: int
+    ) -> None:
         """The tensors are copied: a graph will overwrite them."""
         if self.updates == 0:
             self.agreement.append(agreement.clone())
@@ -41,6 +44,7 @@ class TrainTotals:
                 self.metrics[name] = value.clone()
         self.tokens += tokens
         self.capacity += bucket
+        self.samples += samples
 
 
 def summarize(

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ from rollgraph.model.product_probe import ProductReport, clear_routes
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import Phases
-from rollgraph.policy.step_graphs import GraphSettings, Loss, OnCapture, StepGraphs
+from rollgraph.policy.step_graphs import GraphSettings, Loss, StepGraphs
 from rollgraph.policy.train_metrics import TrainTotals, summarize
 from rollgraph.policy.weights import POLICY, WeightSlots
 from rollgraph.rl.environment import Turn
 from rollgraph.sharding import ShardedAdamW, ShardedModel
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Batch, Rollout, Sample
+
+OnCaptures = Callable[[str, str, int, int], None]  # phase, its next part, how many parts are done, and of how many
+OnSamples = Callable[[int, int], None]  # how many samples are trained on, and of how many
 
 
 class PolicyWorker:
@@ -84,19 +88,24 @@ class PolicyWorker:
         temperature = sampling.temperature or 1.0
         self._steps = StepGraphs(model, self.sharded, limits, settings, temperature, [self._policy_is_swapped_out])
 
-    def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_capture: OnCapture | None = None) -> None:
+    def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_progress: OnCaptures | None = None) -> None:
         """Allocate the KV cache and capture every graph. `losses` are by name, with whether they need the entropy.
 
         If a loss uses the reference policy, its slot must exist by now.
         """
-        progress = on_capture or _ignore_progress
+        progress = on_progress or _ignore_progress
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
         if self._exact == "off":
             clear_routes(self.model)
         else:
             self.products = make_exact(
-                self.model, self.limits, self._steps.buckets, whole_logits, self._exact == "must"
+                self.model,
+                self.limits,
+                self._steps.buckets,
+                whole_logits,
+                self._exact == "must",
+                on_probe=partial(progress, "probe products"),
             )
             self.pool.notes += self.products.lines()
             self._exact_on_all_ranks = self._holds_on_all_ranks(self.products.exact)
@@ -113,11 +122,12 @@ class PolicyWorker:
                 pool=self.pool,
                 backend=self.backend_name,
                 guards=[self.sharded.stale],
-                on_capture=progress,
+                on_capture=partial(progress, "capture for generation"),
             )
         with self.phases.enter("score"):
-            self._steps.capture_score(progress)
-        self._steps.capture_train(losses, "reference" in self.weights, whole_logits, progress)
+            self._steps.capture_score(partial(progress, "capture for scoring"))
+        on_capture = partial(progress, "capture for training")
+        self._steps.capture_train(losses, "reference" in self.weights, whole_logits, on_capture)
 
     @property
     def is_exact(self) -> bool:
@@ -209,11 +219,18 @@ class PolicyWorker:
     # -- train -------------------------------------------------------------------------------------
 
     def train(
-        self, batch: Batch, loss: str = "policy", *, epochs: int = 1, score_old: bool = False
+        self,
+        batch: Batch,
+        loss: str = "policy",
+        *,
+        epochs: int = 1,
+        score_old: bool = False,
+        on_progress: OnSamples | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step per minibatch. Every rank is given the whole batch and trains on its share.
 
         With `score_old` the old log-probabilities are computed first; otherwise they are those of the rollout.
+        `on_progress` is called after each microbatch.
         """
         if not batch.minibatches or not all(batch.minibatches):
             raise ValueError("there is nothing to train on: the batch or one of its minibatches is empty")
@@ -224,11 +241,18 @@ class PolicyWorker:
             )
         if score_old:
             self._score_old(batch)
+        shares = [self._local_samples(minibatch) for minibatch in batch.minibatches]
+        wanted = epochs * sum(map(len, shares))
+
+        def report(samples: int) -> None:
+            if on_progress is not None:
+                on_progress(samples, wanted)
+
         totals = TrainTotals()
         with self.phases.enter("train"):
             for _ in range(epochs):
-                for minibatch in batch.minibatches:
-                    self._train_minibatch(minibatch, loss, totals)
+                for share in shares:
+                    self._train_minibatch(share, loss, totals, report)
         more = {"optimizer/lr": self.optimizer.rate, "optimizer/skipped_steps": self.optimizer.skipped}
         return summarize(totals, self.sharded.collectives, self.world.size, more)
 
@@ -239,8 +263,9 @@ class PolicyWorker:
         for sample, logprobs in zip(local, self.logprobs(local), strict=True):
             sample.old_logprobs = logprobs
 
-    def _train_minibatch(self, minibatch: Sequence[Sample], loss: str, totals: TrainTotals) -> None:
-        samples = self._local_samples(minibatch)
+    def _train_minibatch(
+        self, samples: Sequence[Sample], loss: str, totals: TrainTotals, report: Callable[[int], None]
+    ) -> None:
         microbatches = self._steps.plan(samples)
         if self.world.size > 1:  # every rank runs as many, because each one takes part in the same collectives
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
@@ -249,7 +274,8 @@ class PolicyWorker:
         for number, (indices, bucket) in enumerate(microbatches, 1):
             arrays = self._steps.fill([samples[index] for index in indices], bucket)
             agreement, metrics = self._steps.train(loss, arrays, last=number == len(microbatches))
-            totals.add_microbatch(agreement, metrics, arrays.used, bucket)
+            totals.add_microbatch(agreement, metrics, arrays.used, bucket, len(indices))
+            report(totals.samples)
         self.sharded.finish_gradients(average=False)
         if self._clip_norm is not None:
             totals.norms.append(self.sharded.clip_gradients(self._clip_norm))
@@ -290,7 +316,7 @@ class PolicyWorker:
         self.sharded.close()
 
 
-def _ignore_progress(name: str, done: int, total: int) -> None:
+def _ignore_progress(phase: str, part: str, done: int, total: int) -> None:
     pass
 
 

@@ -136,6 +136,12 @@ class RewardFunctions:
             self._finish(rollout)
         self.unrewarded += sum(id(rollout) not in self._rewarded for rollout in rollouts)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each function, and 1 for the environment's own reward, by label."""
+        weights = {ENVIRONMENT: 1.0} if self._adds else {}
+        return weights | {reward.label: reward.weight for reward in self._rewards}
+
     def is_right(self, rollout: Rollout) -> bool:
         """Whether the rewards of a rollout are as high as they can be, if 1 is the most that a function gives.
 

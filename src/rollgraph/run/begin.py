@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollgraph.run.record import record_start
 from rollgraph.run.reference import keep_reference, restore_reference
 from rollgraph.run.resume import Resume, Start, none_whole
 from rollgraph.run.rollouts import evaluate
@@ -14,8 +15,11 @@ def begin(run: Run, start: Start) -> int | None:
     """Bring the run to its first step and return its number, or None if the run was asked to stop on the way."""
     if isinstance(start, Resume):
         return _load_checkpoint(run, start)
-    if run.config.warm_start is not None and not warm_start(run):
-        return None
+    record_start(run, 0)
+    if run.config.warm_start is not None:
+        with run.stop.in_steps():
+            if not warm_start(run):
+                return None
     keep_reference(run)
     data = run.inputs.data
     data.load_state({**data.state(), "cursor": 0})  # the warm start has drawn prompts
@@ -32,9 +36,15 @@ def _load_checkpoint(run: Run, start: Resume) -> int:
     saved = run.checkpoints.newest_sound(start.folder.checkpoints, start.folder.broken)
     if saved is None:
         raise none_whole(start.folder.checkpoint_folder, run.checkpoints.broken.values())
-    restore_reference(run, saved)
-    run.progress.load_state(run.load_weights(saved))
+    with run.log.phase("load checkpoint"):
+        restore_reference(run, saved)
+        run.progress.load_state(run.load_weights(saved))
     run.checkpoints.clear_surplus(saved)
     show_checkpoint_problems(run)
     run.log.note(f"resumed after {saved.step + 1} of {run.config.steps} steps")
+    if run.inputs.changes:
+        run.log.note(f"changed since then: {'; '.join(map(str, run.inputs.changes))}")
+    if any(change.is_fixed for change in run.inputs.changes):
+        run.progress.surplus = []  # these groups were sampled, rewarded or kept in another way
+    record_start(run, saved.step + 1)
     return saved.step + 1

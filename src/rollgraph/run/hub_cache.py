@@ -11,14 +11,14 @@ import glob
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rollgraph.files import read_object, read_text
 from rollgraph.model.hf_weights import INDEX, WEIGHTS
 from rollgraph.rl.paths import import_extra
-from rollgraph.run.dataset_splits import CARD, SplitError, choose_split
+from rollgraph.run.dataset_splits import CARD, ChosenSplit, SplitError, choose_split
 from rollgraph.run.hub_ids import HubError, HubId, find_id
 
 Note = Callable[[str], None]
@@ -56,14 +56,22 @@ def fetch_model(model: HubId, *, weights: bool = False, note: Note = say_nothing
     folder = _fetch(model, _SETTINGS, note)
     if not weights:
         return folder
-    names = [WEIGHTS]
-    if (folder / INDEX).exists():
-        names = sorted(set(read_object(folder / INDEX).get("weight_map", {}).values()))
+    names = _weight_names(folder)
     _fetch(replace(model, revision=folder.name), names, note)
     for name in names:
         if not (folder / name).exists():
             raise HubError(f"there is no {name}; {_ONLY_SAFETENSORS}", place=model.written)
     return folder
+
+
+def _weight_names(folder: Path) -> list[str]:
+    """The names of the files with weights. An index that makes no sense is reported by who loads them."""
+    if not (folder / INDEX).exists():
+        return [WEIGHTS]
+    places = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict):
+        return []
+    return sorted({name for name in places.values() if isinstance(name, str)})
 
 
 # -- datasets --------------------------------------------------------------------------------------
@@ -74,12 +82,20 @@ def data_files(text: str, splits: Sequence[str] = TRAIN) -> list[Path]:
     found = find_id(text, "dataset")
     if found is None:
         return [Path(text)]
-    folder, _, files = fetch_split(found, splits)
-    return [folder / name for name in files]
+    fetched = fetch_split(found, splits)
+    return [fetched.folder / name for name in fetched.split.files]
 
 
-def fetch_split(dataset: HubId, splits: Sequence[str], note: Note = say_nothing) -> tuple[Path, str, tuple[str, ...]]:
-    """A folder of the cache, the split of a dataset that is in it, and its files. An id without split has `splits`."""
+@dataclass(frozen=True)
+class FetchedSplit:
+    """A split of a dataset and the folder in the cache that holds its files. The folder is named like its commit."""
+
+    folder: Path
+    split: ChosenSplit
+
+
+def fetch_split(dataset: HubId, splits: Sequence[str], note: Note = say_nothing) -> FetchedSplit:
+    """Download the split that an id names or, if it names none, the first one of `splits` that there is."""
     folder = _fetch(dataset, [CARD, ".gitattributes"], note)  # the hub adds the latter, so there is always a file
     pinned = replace(dataset, revision=folder.name)
     card = folder / CARD
@@ -94,7 +110,7 @@ def fetch_split(dataset: HubId, splits: Sequence[str], note: Note = say_nothing)
         known = "" if listed is not None else " (by what the cache holds: the hub cannot be reached)"
         raise HubError(f"{error.detail}{known}", place=dataset.written) from None
     _fetch(pinned, [glob.escape(name) for name in chosen.files], note)
-    return folder, chosen.name, chosen.files
+    return FetchedSplit(folder, chosen)
 
 
 def _list_files(dataset: HubId) -> list[str] | None:
@@ -144,6 +160,10 @@ def _fetch(wanted: HubId, patterns: Sequence[str], note: Note) -> Path:
     except errors.RepositoryNotFoundError as error:
         detail = f"the hub has no {wanted.kind} of this name, or it is private and needs HF_TOKEN"
         raise HubError(f"{_instead_of_a_path(wanted)}{detail}", place=wanted.written) from error
+    except errors.HFValidationError as error:
+        raise HubError(
+            f"{_instead_of_a_path(wanted)}the hub has no such names: {error}", place=wanted.written
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise HubError(f"there is no revision {wanted.revision!r}", place=wanted.written) from error
     except errors.LocalEntryNotFoundError as error:

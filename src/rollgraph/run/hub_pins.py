@@ -56,22 +56,17 @@ def pin_sources(config: Config, world: World, *, note: Note = say_nothing, write
     def decide() -> str:
         return json.dumps(_pin(config, note, writes))
 
-    texts = json.loads(work_on_some(world, world.rank == 0, decide)[0])
-    pinned = {}
-    for source in _SOURCES:
-        if source.key in texts:
-            pinned[source] = find_id(texts[source.key], source.kind)
+    pinned = json.loads(work_on_some(world, world.rank == 0, decide)[0])
     if not pinned:
         return config
+    config = _with_values(config, pinned)
 
     def fetch() -> str:
-        for source, exact in pinned.items():
-            assert exact is not None  # rank 0 wrote it
-            _fetch(source, exact, note)
+        _pin(config, note, writes=False)  # what it names now are commits, so nothing is decided
         return ""
 
     work_on_some(world, world.local_rank == 0 and world.rank != 0, fetch)
-    return _with_values(config, texts)
+    return config
 
 
 def fetch_weights(text: str | None, world: World, note: Note = say_nothing) -> None:
@@ -120,8 +115,8 @@ def _fetch(source: _Source, wanted: HubId, note: Note) -> HubId:
     """Download what a key needs, weights aside. The id that comes back names a commit and, for a dataset, a split."""
     if source.kind == "model":
         return replace(wanted, revision=fetch_model(wanted, note=note).name)
-    folder, split, _ = fetch_split(wanted, source.splits, note)
-    return replace(wanted, revision=folder.name, split=split)
+    fetched = fetch_split(wanted, source.splits, note)
+    return replace(wanted, revision=fetched.folder.name, split=fetched.split.name)
 
 
 def _read_pins(place: Path) -> dict[str, str]:

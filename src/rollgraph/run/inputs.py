@@ -6,8 +6,9 @@ wrote. Of the model, only the shape is known here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollgraph.config import Config, ConfigError, training_scopes
@@ -20,6 +21,8 @@ from rollgraph.rl.data import DataError, PromptData, Row, load_rows
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
+from rollgraph.run.config_changes import Change, check_changes
+from rollgraph.run.fingerprints import fingerprint_inputs
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.hub_cache import HELD_OUT, data_files, model_folder
 from rollgraph.run.key_errors import about
@@ -45,12 +48,14 @@ class Inputs:
     validation: list[Prompt]
     left_out: int  # prompts of the validation file that are too long
     demonstrations: list[Rollout]  # for the warm start
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # of what stands behind the paths, by key
+    changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
 
 
 def check_inputs(config: Config, world: World, resume_from: Saved | None = None, given: Given = NOTHING) -> Inputs:
     """Read everything that is cheap to read. What cannot be trained on raises here, before a model is loaded.
 
-    The data must be what the checkpoint `resume_from` was made with.
+    What a run keeps must be as it was when the checkpoint `resume_from` was saved, unless it may change.
     """
     check_device(config, world)
     scopes = training_scopes(config, world.size)
@@ -71,8 +76,12 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
         data = make_data(config, tokenizer, world, limits, given)
         held_out = make_held_out(config, tokenizer, limits, given)
         check_buckets(config, limits, data, held_out)
+        fingerprints = fingerprint_inputs(config, data)
+        changes: Sequence[Change] = ()
         if resume_from is not None:
-            check_data(resume_from, data)
+            changes = check_changes(resume_from, config, fingerprints)
+            if not config.allow_changes:
+                check_data(resume_from, data)
         with about("reward"):
             for each in filter(None, (data, held_out)):
                 rewards.check_columns(each.columns)
@@ -94,6 +103,8 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
         validation=validation,
         left_out=held_out.dropped if held_out else 0,
         demonstrations=demonstrations,
+        fingerprints=fingerprints,
+        changes=changes,
     )
 
 

@@ -3,12 +3,15 @@
 Owns the arithmetic. Shapes come from where a run takes them: limits from `shapes.py`, buckets from `sharding/`, the
 cache from `inference/kv_cache.py`, and the model is built on the meta device. The graphs of all phases share one pool,
 so memory that only one phase needs is counted once, at its largest.
+
+What is counted is memory in use. On a CPU, a process may keep more than that from the system, because the C library
+does not return all that is freed.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +22,7 @@ from rollgraph.inference.defaults import BLOCK_SIZE, CPU_CACHE_BYTES, PREFILL_SE
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture, Decoder
 from rollgraph.model.logprobs import CHUNK_ELEMENTS
+from rollgraph.model.tiled_attention import TILE
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
@@ -31,6 +35,8 @@ Place = Literal["device", "host"]
 PHASES: tuple[Phase, ...] = ("generate", "score", "train")
 
 FP32 = 4
+SNAPSHOT = "copy for checkpoints"
+CACHE = "key/value cache"
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,10 @@ class Plan:
     """The memory of one rank, and the least time of its step."""
 
     lines: tuple[PlanLine, ...]
-    floor: Floor
+    floor: Floor | None  # None: nothing is known about the speed of the device
     device_bytes: int | None  # that the device has; None if unknown
     notes: tuple[str, ...] = ()  # assumptions
+    device: Literal["cuda", "cpu"] = "cuda"
 
     def total(self, phase: Phase, where: Place = "device") -> int:
         return sum(line.nbytes for line in self.lines if line.where == where and phase in line.phases)
@@ -75,12 +82,7 @@ class Plan:
             "peak": {"phase": self.peak_phase, "bytes": self.peak},
             "device_bytes": self.device_bytes,
             "fits": self.fits,
-            "floor_seconds": {
-                "repeated": {**self.floor.repeated, "total": sum(self.floor.repeated.values())},
-                "shared": {**self.floor.shared, "total": sum(self.floor.shared.values())},
-            },
-            "tflops": self.floor.tflops,
-            "tb_per_second": self.floor.tb_per_second,
+            **(self.floor.to_dict() if self.floor is not None else {}),
             "notes": list(self.notes),
         }
 
@@ -91,10 +93,13 @@ def make_plan(
     ranks: int = 1,
     device_bytes: int | None = None,
     device: Literal["cuda", "cpu"] = "cuda",
-    tflops: float = TFLOPS,
-    tb_per_second: float = TB_PER_SECOND,
+    tflops: float | None = None,
+    tb_per_second: float | None = None,
 ) -> Plan:
-    """The plan of one rank out of `ranks`. Reads config.json at most: no weights, and nothing on a device."""
+    """The plan of one rank out of `ranks`. Reads config.json at most: no weights, and nothing on a device.
+
+    Speeds that are not given are those of one H200, for `cuda`. For `cpu` there is no floor without both of them.
+    """
     model, notes = shape_model(config)
     algorithm = make_algorithm(config)
     cuda = device == "cuda"
@@ -110,11 +115,17 @@ def make_plan(
     whole = limits.keeps_logits(model.architecture.vocabulary, free)
     lines.append(_cache(model, limits, lines, device_bytes, cuda))
     lines += _decode_state(config, limits)
-    lines += _working_memory(config, model, algorithm, limits, ranks, cuda, whole)
+    lines += _working_memory(config, model, algorithm, limits, ranks, cuda, whole, lines)
+    if not cuda:
+        lines = [replace(line, where="device") for line in lines]  # the host is the device
     if config.data.max_prompt_tokens is None:
         notes.append("data.max_prompt_tokens is null, so prompts are assumed to be as long as the model allows")
-    floor = step_floor(config, model, algorithm, limits, ranks, tflops, tb_per_second)
-    return Plan(tuple(lines), floor, device_bytes if cuda else None, tuple(notes))
+    if cuda:
+        tflops, tb_per_second = tflops or TFLOPS, tb_per_second or TB_PER_SECOND
+    floor = None
+    if tflops is not None and tb_per_second is not None:
+        floor = step_floor(config, model, algorithm, limits, ranks, tflops, tb_per_second)
+    return Plan(tuple(lines), floor, device_bytes if cuda else None, tuple(notes), device)
 
 
 def shape_model(config: Config) -> tuple[Decoder, list[str]]:
@@ -142,7 +153,7 @@ def _weights(model: Decoder, ranks: int) -> list[PlanLine]:
         PlanLine("parameters", sum(b.numel * b.dtype.itemsize for b in buckets), "device", PHASES),
         PlanLine("gradients, fp32", sum(b.numel * FP32 for b in buckets), "device", PHASES),
         PlanLine("optimizer", optimizer, "device", PHASES),
-        PlanLine("copy for checkpoints", 3 * FP32 * sum(moments), "host", PHASES),  # allocated by the first save
+        PlanLine(SNAPSHOT, 3 * FP32 * sum(moments), "host", PHASES),  # allocated by the first save
     ]
 
 
@@ -172,7 +183,7 @@ def _cache(model: Decoder, limits: Limits, before: list[PlanLine], device_bytes:
     if given is not None:
         fitting = CachePlan.within(whole.architecture, whole.dtype, BLOCK_SIZE, given)
         whole = min(whole, fitting, key=lambda plan: plan.blocks)
-    return PlanLine("key/value cache", whole.nbytes, "device", PHASES)
+    return PlanLine(CACHE, whole.nbytes, "device", PHASES)
 
 
 def _decode_state(config: Config, limits: Limits) -> list[PlanLine]:
@@ -201,7 +212,14 @@ def _free(device_bytes: int, lines: list[PlanLine]) -> int:
 
 
 def _working_memory(
-    config: Config, model: Decoder, algorithm: Algorithm, limits: Limits, ranks: int, cuda: bool, whole: bool
+    config: Config,
+    model: Decoder,
+    algorithm: Algorithm,
+    limits: Limits,
+    ranks: int,
+    cuda: bool,
+    whole: bool,
+    before: list[PlanLine],
 ) -> list[PlanLine]:
     a, itemsize = model.architecture, model.embed.weight.dtype.itemsize
     tokens, prefill = limits.token_buckets[-1], limits.prefill_tokens
@@ -218,19 +236,43 @@ def _working_memory(
     drawn = limits.rows * a.vocabulary * FP32 * (8 if config.rollout.filtered else copies)  # filtering sorts
     lines = [
         PlanLine("activations", kept, "device", ("train",)),
-        PlanLine("inside a layer, prefill", temporary_bytes(a, prefill, itemsize), "device", ("generate",)),
-        PlanLine("inside a layer", temporary_bytes(a, tokens, itemsize), "device", ("score", "train")),
+        PlanLine("inside a layer, prefill", temporary_bytes(a, prefill, itemsize, cuda=cuda), "device", ("generate",)),
+        PlanLine("inside a layer", temporary_bytes(a, tokens, itemsize, cuda=cuda), "device", ("score", "train")),
         PlanLine("logits, decode", drawn, "device", ("generate",)),
         PlanLine("logits, score", chunk * a.vocabulary * FP32 * copies, "device", ("score",)),
         PlanLine("logits, train", backward + head, "device", ("train",)),
         PlanLine("gradients of a microbatch", _new_gradients(model, scopes), "device", ("train",)),
     ]
+    if config.optimizer.clip_norm is not None:
+        lines.append(_gradient_norm(model, ranks, lines))
     if "step" not in scopes:
         lines.append(PlanLine("inputs of graphs", _graph_inputs(a, scopes, tokens, itemsize), "device", PHASES))
+    if not cuda and config.graph.impl != "none":
+        lines.append(_restored_cache(before))
     if algorithm.needs_reference:
         largest = max(bucket.numel * bucket.dtype.itemsize for bucket in _buckets(model, ranks))
         lines.append(PlanLine("bucket in exchange", largest, "device", ("score",)))
     return lines
+
+
+def _gradient_norm(model: Decoder, ranks: int, lines: list[PlanLine]) -> PlanLine:
+    """The gradients of a bucket in fp64, and their squares.
+
+    The norm is computed when the microbatches are done, so only what it needs beyond those counts.
+    """
+    largest = max(bucket.shard_numel for bucket in _buckets(model, ranks))
+    microbatch = sum(line.nbytes for line in lines if "train" in line.phases)
+    return PlanLine("norm of the gradients", max(0, 2 * 8 * largest - microbatch), "device", ("train",))
+
+
+def _restored_cache(before: list[PlanLine]) -> PlanLine:
+    """A capture runs for real, and then restores the cache from a copy.
+
+    It is over before the copy for checkpoints is made, so only what it needs beyond that counts. The copy of gradients
+    that is made in the same way is never larger than that for checkpoints.
+    """
+    sizes = {line.name: line.nbytes for line in before}
+    return PlanLine("copy of the cache", max(0, sizes[CACHE] - sizes[SNAPSHOT]), "device", ("generate",))
 
 
 def activation_bytes(a: Architecture, tokens: int, itemsize: int, *, checkpointing: bool, cuda: bool) -> int:
@@ -259,9 +301,14 @@ def _norm_bytes(width: int, itemsize: int, cuda: bool) -> int:
     return width * (2 * itemsize if cuda else FP32 + 2 * itemsize) + FP32
 
 
-def temporary_bytes(a: Architecture, tokens: int, itemsize: int) -> int:
-    """What is alive at once inside a layer's MLP, its widest part, and is not saved for the backward."""
-    return tokens * (2 * a.hidden + 3 * a.mlp) * itemsize
+def temporary_bytes(a: Architecture, tokens: int, itemsize: int, *, cuda: bool) -> int:
+    """What is alive at once inside the widest part of a layer, and is not saved for the backward."""
+    mlp = tokens * (2 * a.hidden + 3 * a.mlp) * itemsize
+    if cuda:
+        return mlp
+    # Plain PyTorch gathers the keys and values of a tile for each query, and lays them out anew in fp32.
+    attention = tokens * TILE * a.kv_heads * a.head_dim * 4 * FP32
+    return max(mlp, attention)
 
 
 def _new_gradients(model: Decoder, scopes: tuple[str, ...]) -> int:

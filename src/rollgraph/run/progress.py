@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollgraph.config import Config, to_dict
-from rollgraph.rl.data import PromptData
+from rollgraph.rl.data import DataError, PromptData
 from rollgraph.sharding.manifest import FileRecord
 from rollgraph.types import Rollout
 
@@ -30,9 +30,10 @@ class StepEnd:
 class RunProgress:
     """Changes as a run takes its steps; `state()` is what a checkpoint saves of it."""
 
-    def __init__(self, config: Config, data: PromptData) -> None:
+    def __init__(self, config: Config, data: PromptData, fingerprints: Mapping[str, str]) -> None:
         self._config = config
         self._data = data
+        self._fingerprints = dict(fingerprints)
         self.taken = 0  # steps of the run that are finished, by this process or before it
         self.surplus: list[Group] = []  # groups that were sampled and not used yet
         self.reference_files: list[FileRecord] = []  # on rank 0: checksums of the files that hold the reference policy
@@ -50,9 +51,15 @@ class RunProgress:
             "data": self.end.data,
             "surplus": [[rollout.to_dict() for rollout in group] for group in self.end.surplus],
             "config": to_dict(self._config),
+            "fingerprints": self._fingerprints,
             "reference": self.reference_files,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._data.load_state(state["data"])
+        try:
+            self._data.load_state(state["data"])
+        except DataError:
+            if not self._config.allow_changes:
+                raise
+            self._data.load_state({**self._data.state(), "cursor": 0})  # other data begins with its first prompt
         self.surplus = [[Rollout.from_dict(entry) for entry in group] for group in state["surplus"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from rollgraph.run.failures import count_failures, share_failures, show_reward_f
 from rollgraph.run.progress import Group
 from rollgraph.run.reward_state import share_logged, trainer_state
 from rollgraph.run.setup import Run
+from rollgraph.run.step_log import OnProgress
 from rollgraph.types import Prompt, Rollout
 
 MAX_ROUNDS = 8  # of sampling for one step, if the algorithm drops groups
@@ -55,13 +56,9 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
 
     Where KL needs it, those that the algorithm keeps also have the reference's log-probabilities.
     """
-
-    def show(progress: Progress) -> None:
-        total = progress.finished + progress.running + progress.waiting
-        run.log.view.phase("generate", progress.finished, total)
-
+    on_progress = _counting_requests(partial(run.log.view.phase, "generate"))
     with run.log.timed("generate"):
-        generate = partial(run.policy.generate, seed=seed, on_progress=show)
+        generate = partial(run.policy.generate, seed=seed, on_progress=on_progress)
         rollouts = run.inputs.environment.run(generate, prompts)
     with run.log.timed("reward"):
         run.inputs.rewards.score(rollouts, trainer_state(run))
@@ -71,6 +68,15 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
         with run.log.timed("score"):
             run.policy.score([rollout for group in kept for rollout in group], "reference")
     return run.policy.gather_rollouts(rollouts)
+
+
+def _counting_requests(show: OnProgress) -> Callable[[Progress], None]:
+    """Show how many of the engine's requests are finished."""
+
+    def count(progress: Progress) -> None:
+        show(progress.finished, progress.finished + progress.running + progress.waiting)
+
+    return count
 
 
 def keep(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Group], int]:
@@ -106,12 +112,15 @@ def evaluate(run: Run, seed: str, prompts: Sequence[Prompt] | None = None) -> di
     inputs, world = run.inputs, run.world
     settings = run.config.validation
     params = replace(run.policy.sampling, temperature=settings.temperature)
-    with run.log.timed("validate"):
+    with run.log.timed("validate"), run.log.phase("validate") as show:
         everyones = inputs.validation if prompts is None else prompts
         mine = everyones[world.rank :: world.size]
-        rollouts = inputs.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
+        on_progress = _counting_requests(show)
+        generate = partial(run.policy.generate, seed=seed, params=params, on_progress=on_progress)
+        rollouts = inputs.examiner.run(generate, mine)
         inputs.rewards.score(rollouts, trainer_state(run))
         rollouts = run.policy.gather_rollouts(rollouts)
+    run.log.examined = rollouts
     right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
     found: dict[str, float] = {}
     if inputs.left_out:

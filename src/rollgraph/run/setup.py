@@ -21,11 +21,12 @@ from rollgraph.policy.exactness import describe
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.run.checkpoints import Checkpoints, Saved
 from rollgraph.run.given import NOTHING, Given
+from rollgraph.run.host_memory import returning_freed_memory
 from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.hub_pins import fetch_weights, pin_sources
 from rollgraph.run.inputs import Inputs, check_inputs, read_architecture
 from rollgraph.run.progress import RunProgress
-from rollgraph.run.step_log import StepLog
+from rollgraph.run.step_log import OnProgress, StepLog
 from rollgraph.run.stop import StopSignals
 from rollgraph.sharding import constant, cosine, linear, warm_up
 from rollgraph.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ def make_run(
         config = pin_sources(config, world)
         inputs = check_inputs(config, world, given=given)
     log = log or StepLog(config, world)
+    log.reward_weights = inputs.rewards.weights
     torch.manual_seed(config.seed)  # for random weights
     threads = torch.get_num_threads()
     with contextlib.ExitStack() as undo:
@@ -95,7 +97,9 @@ def make_run(
         if config.cpu_threads is not None and world.device == "cpu":
             torch.set_num_threads(config.cpu_threads)
         fetch_weights(config.model.path, world, log.note)
-        policy = make_policy(config, world, inputs)
+        with log.phase("load model") as show:
+            model = make_model(config, inputs.tokenizer, world.device, show)
+            policy = make_policy(config, world, inputs, model)
         undo.callback(policy.close)
         if inputs.algorithm.needs_reference:
             policy.weights.save("reference", _reference_place(config, policy))
@@ -116,7 +120,7 @@ def make_run(
         inputs=inputs,
         policy=policy,
         checkpoints=checkpoints,
-        progress=RunProgress(config, inputs.data),
+        progress=RunProgress(config, inputs.data, inputs.fingerprints),
         log=log,
         stop=stop or StopSignals(world),
         threads_before=threads,
@@ -129,17 +133,19 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
     if config.warm_start is not None:
         losses[SUPERVISED] = (load_algorithm(SUPERVISED).loss, False)
 
-    def show(name: str, done: int, total: int) -> None:
-        log.view.phase(f"capture {name}", done, total)
+    def show(phase: str, part: str, done: int, total: int) -> None:
+        log.view.phase(phase, done, total, part)
 
-    policy.capture_all(losses, show)
+    with returning_freed_memory(policy.world.device):
+        policy.capture_all(losses, show)
+    log.view.end_phase()
     if policy.products is not None and not config.rollout.filtered:  # a filter changes what is sampled from
         log.note(describe(policy.products))
 
 
-def make_policy(config: Config, world: World, inputs: Inputs) -> PolicyWorker:
+def make_policy(config: Config, world: World, inputs: Inputs, model: Decoder) -> PolicyWorker:
     return PolicyWorker(
-        make_model(config, inputs.tokenizer, world.device),
+        model,
         inputs.tokenizer,
         world,
         inputs.limits,
@@ -156,12 +162,17 @@ def make_policy(config: Config, world: World, inputs: Inputs) -> PolicyWorker:
     )
 
 
-def make_model(config: Config, tokenizer: Tokenizer, device: str) -> Decoder:
+def make_model(config: Config, tokenizer: Tokenizer, device: str, on_tensor: OnProgress | None = None) -> Decoder:
     """Load the model, or make one with random weights."""
     dtype = None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     if config.model.path is not None:
-        folder = model_folder(config.model.path)
-        return load_model(folder, dtype=dtype, device=device, checkpointing=config.model.checkpointing)
+        return load_model(
+            model_folder(config.model.path),
+            dtype=dtype,
+            device=device,
+            checkpointing=config.model.checkpointing,
+            on_tensor=on_tensor,
+        )
     architecture, _ = read_architecture(config, tokenizer)
     model = Decoder(architecture, checkpointing=config.model.checkpointing)
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights

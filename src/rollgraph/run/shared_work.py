@@ -29,7 +29,7 @@ class FailedElsewhere(RuntimeError):
 def work_on_some(world: World, works_here: bool, work: Callable[[], str]) -> list[str]:
     """What `work` returns on each rank with `works_here`, and "" on the others. If it fails on one, all raise."""
     if world.size == 1 or not torch.distributed.is_initialized():  # a missing process group is reported later
-        return [work() if works_here else ""] * world.size
+        return [work()] * world.size
     collectives = Collectives(world)
     task = _Task(work if works_here else str)
     while True:

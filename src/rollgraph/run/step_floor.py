@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Any
 
 from rollgraph.config import Config
 from rollgraph.model import Decoder
@@ -23,6 +24,16 @@ class Floor:
     shared: dict[str, float]  # the prompt of a group is computed once
     tflops: float
     tb_per_second: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "floor_seconds": {
+                "repeated": {**self.repeated, "total": sum(self.repeated.values())},
+                "shared": {**self.shared, "total": sum(self.shared.values())},
+            },
+            "tflops": self.tflops,
+            "tb_per_second": self.tb_per_second,
+        }
 
 
 def sum_up_to(first: int, last: int, most: int) -> int:

@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from rollgraph.types import Batch, Rollout
 
 OnStep = Callable[[int, dict[str, float]], None]  # is given the number of a step and its metrics
 BASELINE = -1  # the step of the validation before the first one
+OnProgress = Callable[[int, int], None]  # how much is done, and of how much
 
 
 class StepLog:
@@ -30,6 +32,8 @@ class StepLog:
 
     def __init__(self, config: Config, world: World, view: View | None = None, on_step: OnStep | None = None) -> None:
         self.view = view or View()
+        self.reward_weights: Mapping[str, float] = {}  # by the label of the function
+        self.examined: Sequence[Rollout] = ()  # by the last validation
         self.baseline: dict[str, float] = {}  # the validation before the first step, where there was one
         self.pending: dict[str, float] = {}  # metrics of the step in progress
         self.seconds: dict[str, float] = defaultdict(float)  # of the step in progress, by phase
@@ -50,9 +54,17 @@ class StepLog:
             log = self._config.log
             resume_at = first_step or BASELINE
             self._sinks += make_sinks(log, folder, resume_at=resume_at, run_config=to_dict(self._config))
-            self._samples = SampleWriter(folder, log.samples_every, resume_at=resume_at)
+            self._samples = SampleWriter(
+                folder,
+                every=log.samples_every,
+                groups=log.sample_groups,
+                seed=self._config.seed,
+                weights=self.reward_weights,
+                resume_at=resume_at,
+            )
             if self.baseline:
                 self._metrics.log(BASELINE, self.baseline)
+                self._samples.write_validation(BASELINE, self.examined)
         self.seconds.clear()  # a warm start and the validation before the first step are not part of it
         self._started = time.perf_counter()
         try:
@@ -69,6 +81,13 @@ class StepLog:
             if self._world.device.startswith("cuda"):
                 torch.cuda.synchronize()
             self.seconds[phase] += time.perf_counter() - start
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[OnProgress]:
+        """Show a phase outside of steps. It is given a function to call with how much is done, and of how much."""
+        self.view.phase(name, 0, 0)
+        yield partial(self.view.phase, name)
+        self.view.end_phase()
 
     def note(self, text: str) -> None:
         """Show one line that stays."""
@@ -93,6 +112,8 @@ class StepLog:
         self.view.step(step, values, self.seconds)
         if self._samples is not None:
             self._samples.write(step, rollouts, advantages_of(rollouts, batch))
+            if validated:
+                self._samples.write_validation(step, self.examined)
         self.pending.clear()
         self.seconds.clear()
         self._started = now

@@ -1,8 +1,9 @@
 """Requests to stop a run: SIGTERM and Ctrl-C.
 
-Owns both signals while a run lasts. SIGTERM asks the run to end after the current step, saved; repeated signals change
-nothing, because `torchrun` forwards its own to every rank. The first Ctrl-C asks for the same. The second one ends the
-run at once, except inside `uninterrupted()`.
+Owns both signals while a run lasts. During set-up there is nothing to save, so both end the run at once. Inside
+`in_steps()`, SIGTERM asks the run to end after the current step, saved; repeated signals change nothing, because
+`torchrun` forwards its own to every rank. The first Ctrl-C asks for the same. The second one ends the run at once,
+except inside `uninterrupted()`.
 
 Python raises KeyboardInterrupt between any two operations, for example between an update and the record of it, where
 neither the previous step nor the current one could be saved. Here it is raised only where something can be saved.
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+from rollgraph.distributed.lost_ranks import RankLost, StoppedInSetup
 from rollgraph.distributed.world import World
 
 _REPEATED = 5.0  # seconds: torchrun forwards to every rank what the terminal has already sent to all of them
@@ -25,9 +27,9 @@ _REPEATED = 5.0  # seconds: torchrun forwards to every rank what the terminal ha
 class StopSignals:
     """A context that turns signals into `requested`.
 
-    Before `begin_steps()` there is nothing to save, so Ctrl-C raises KeyboardInterrupt as usual. If it was pressed once
-    and nothing else was raised, leaving the context raises KeyboardInterrupt. Signals that somebody else handles, and
-    signals outside the main thread, are left alone; `request()` works from anywhere.
+    Outside of `in_steps()`, SIGTERM raises StoppedInSetup and Ctrl-C raises KeyboardInterrupt. If Ctrl-C was pressed
+    once in a step and nothing else was raised, leaving the context raises KeyboardInterrupt. Signals that somebody else
+    handles, and signals outside the main thread, are left alone; `request()` works from anywhere.
     """
 
     def __init__(self, world: World) -> None:
@@ -35,7 +37,7 @@ class StopSignals:
         self._world = world
         self._presses = 0
         self._first_press = 0.0
-        self._steps_began = False
+        self._in_steps = False
         self._owns_sigint = False
         self._sigterm_before: Any = None
         self._uninterrupted_depth = 0
@@ -45,9 +47,15 @@ class StopSignals:
         """Ask the run to save and end after the current step."""
         self.requested = True
 
-    def begin_steps(self) -> None:
-        """From now on there is something to save."""
-        self._steps_began = True
+    @contextmanager
+    def in_steps(self) -> Iterator[None]:
+        """Inside, a signal is a request that waits for the end of a step: whoever takes steps looks at `requested`."""
+        before = self._in_steps
+        self._in_steps = True
+        try:
+            yield
+        finally:
+            self._in_steps = before
 
     def __enter__(self) -> Self:
         try:
@@ -59,13 +67,15 @@ class StopSignals:
             pass
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self._owns_sigint:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._sigterm_before is not None:
             signal.signal(signal.SIGTERM, self._sigterm_before)
         if self._presses and kind is None:
             raise KeyboardInterrupt
+        if isinstance(error, RankLost) and not self._in_steps and (self.requested or self._another_stopped):
+            raise StoppedInSetup from None
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -82,11 +92,20 @@ class StopSignals:
             self._postponed = False
             raise KeyboardInterrupt
 
+    @property
+    def _another_stopped(self) -> bool:
+        """Whether another rank was asked to stop during set-up, and has gone."""
+        liveness = self._world.liveness
+        return liveness is not None and liveness.loss is not None and liveness.loss.stopped
+
     def _on_sigterm(self, number: int, frame: Any) -> None:
+        is_first = not self.requested
         self.request()
+        if is_first and not self._in_steps:
+            raise StoppedInSetup
 
     def _on_sigint(self, number: int, frame: Any) -> None:
-        if not self._steps_began:
+        if not self._in_steps:
             raise KeyboardInterrupt
         several = self._world.size > 1
         if self._presses and several and time.monotonic() - self._first_press < _REPEATED:

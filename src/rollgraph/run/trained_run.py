@@ -136,4 +136,5 @@ class TrainedRun:
         file = Path(self.config.output) / name
         if not file.exists():
             return []
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        with file.open(encoding="utf-8") as lines:  # not `splitlines`: a completion may hold other line separators
+            return [json.loads(line) for line in lines]

@@ -22,15 +22,16 @@ def warm_start(run: Run) -> bool:
         if run.on_any_rank(run.stop.requested):
             run.log.note(f"asked to stop in step {step} of the warm start: nothing of it is saved")
             return False
+        run.log.view.phase("warm start", step, settings.steps)
         chosen = torch.randint(len(run.inputs.demonstrations), (settings.batch_size,), generator=order)
         rollouts = [run.inputs.demonstrations[index] for index in chosen.tolist()]
         loss = run.policy.train(algorithm.make_batch(rollouts), SUPERVISED)["loss"]
-        run.log.view.phase("warm start", step + 1, settings.steps)
         if settings.stop_at is not None and (step + 1) % settings.check_every == 0:
             reward = _mean_reward(run, step)
             run.log.note(f"warm start, step {step + 1}: loss {loss:.3f}, mean reward of samples {reward:.3f}")
             if reward >= settings.stop_at:
                 break
+    run.log.view.end_phase()
     optimizer.restart(lr, schedule)
     return True
 

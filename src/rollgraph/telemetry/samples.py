@@ -1,24 +1,42 @@
-"""Sample completions for people to read."""
+"""Samples for people to read: whole groups, so that the rollouts of a prompt can be compared."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from rollgraph.telemetry.jsonl import Note, open_to_append, tell, truncate_jsonl
 from rollgraph.types import Rollout
 
 
 class SampleWriter:
-    """Writes some rollouts of every `every`-th step to `samples.jsonl`, one JSON object each."""
+    """Writes some groups of every `every`-th step, and of every validation, to `samples.jsonl`: a line per rollout.
+
+    The groups of a step are drawn by the seed and the step, so a resumed run writes what an undisturbed one does.
+    Those of a validation are always the same, so that people see the answers to a prompt change. `weights` are those of
+    the reward functions.
+    """
 
     def __init__(
-        self, folder: Path, every: int, most: int = 64, resume_at: int | None = None, note: Note = tell
+        self,
+        folder: Path,
+        *,
+        every: int,
+        groups: int,
+        seed: int = 0,
+        weights: Mapping[str, float] | None = None,
+        resume_at: int | None = None,
+        note: Note = tell,
     ) -> None:
         self._path = folder / "samples.jsonl"
         self._every = every
-        self._most = most
+        self._groups = groups
+        self._seed = seed
+        self._weights = weights or {}
         folder.mkdir(parents=True, exist_ok=True)
         if resume_at is not None:
             truncate_jsonl(self._path, resume_at - 1, note)
@@ -29,20 +47,67 @@ class SampleWriter:
             raise ValueError(f"{len(rollouts)} rollouts with {len(advantages)} advantages")
         if self._every == 0 or step % self._every:
             return False
+        chosen = self._choose(rollouts, f"{self._seed}/{step}")
+        rows = []
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
+            if rollout.group in chosen:
+                rows.append({"step": step, "split": "train", **self._describe(rollout), "advantage": advantage})
+        return self._append(rows)
+
+    def write_validation(self, step: int, rollouts: Sequence[Rollout]) -> bool:
+        """Whether anything was written for the validation after this step."""
+        if self._every == 0:
+            return False
+        chosen = self._choose(rollouts, f"{self._seed}/validation")
+        rows = []
+        for rollout in rollouts:
+            if rollout.group in chosen:
+                rows.append({"step": step, "split": "validation", **self._describe(rollout), "advantage": None})
+        return self._append(rows)
+
+    def _choose(self, rollouts: Sequence[Rollout], seed: str) -> set[int]:
+        groups = sorted({rollout.group for rollout in rollouts})
+        return set(random.Random(seed).sample(groups, min(self._groups, len(groups))))
+
+    def _describe(self, rollout: Rollout) -> dict[str, Any]:
+        weighted = {name: self._weights.get(name, 1.0) * value for name, value in rollout.rewards.items()}
+        described = {
+            "group": rollout.group,
+            "prompt_id": rollout.prompt.id,
+            "prompt": rollout.prompt.text,
+            "columns": dict(rollout.prompt.columns),
+            "completion": rollout.text,
+            "reward": rollout.reward,
+            "rewards": rollout.rewards,
+            "weighted_rewards": weighted,
+            "finish_reason": rollout.finish_reason,
+            "tokens": len(rollout.tokens),
+            "spans": find_spans(rollout.sampled),
+        }
+        if rollout.extra:
+            described["extra"] = rollout.extra
+        return described
+
+    def _append(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        if not rows:
+            return False
         with open_to_append(self._path) as file:
-            for rollout, advantage in list(zip(rollouts, advantages, strict=True))[: self._most]:
-                row = {
-                    "step": step,
-                    "prompt": rollout.prompt.text,
-                    "completion": rollout.text,
-                    "reward": rollout.reward,
-                    "rewards": rollout.rewards,
-                    "advantage": advantage,
-                    "finish_reason": rollout.finish_reason,
-                    "tokens": len(rollout.tokens),
-                    "prompt_id": rollout.prompt.id,
-                }
-                if rollout.extra:
-                    row["extra"] = rollout.extra
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            for row in rows:
+                # A column of a Parquet file can be a date or a decimal number.
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         return True
+
+
+def find_spans(sampled: Sequence[bool]) -> list[dict[str, Any]]:
+    """The turns of the policy and the replies of an environment, as ranges of tokens.
+
+    >>> find_spans([True, True, False])
+    [{'start': 0, 'end': 2, 'kind': 'turn'}, {'start': 2, 'end': 3, 'kind': 'reply'}]
+    """
+    spans: list[dict[str, Any]] = []
+    start = 0
+    for is_sampled, tokens in groupby(sampled):
+        end = start + len(list(tokens))
+        spans.append({"start": start, "end": end, "kind": "turn" if is_sampled else "reply"})
+        start = end
+    return spans

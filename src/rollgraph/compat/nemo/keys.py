@@ -143,7 +143,7 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("env.math.verifier_type", Unless((None, "math"), "math_verify compares expressions; write a reward function")),
     # logger and cluster
     ("logger.log_dir", Ignored("metrics are written to `output`")),
-    ("logger.num_val_samples_to_print", Ignored("samples are written to samples.jsonl: log.samples_every")),
+    ("logger.num_val_samples_to_print", Ignored("samples are written to samples.jsonl: log.sample_groups")),
     ("logger.swanlab_enabled", Unless(OFF, "the sinks are jsonl, tensorboard, wandb and mlflow")),
     ("logger.*", Ignored("belongs to a sink that is off, or that needs no setting")),
     ("cluster.*", Ignored("start a run with torchrun --nproc-per-node N -m rollgraph train FILE")),

@@ -1,4 +1,4 @@
-"""Make the data for the quickstart, two-digit additions: `python examples/arithmetic.py FOLDER [SEED]`.
+"""Make the data, two-digit additions: `python make_data.py [SEED]` writes it to the folder `data`.
 
 There are 8,000 problems to train on, 2,000 held-out problems, and demonstrations for the warm start. Many digits of the
 demonstrations are wrong: they teach the form of an answer and some arithmetic, and leave the rest to be learned from
@@ -46,8 +46,8 @@ def add_noise(answer: str, generator: random.Random) -> str:
 
 
 def write_lines(path: Path, rows: list[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    main(Path("data"), int(sys.argv[1]) if len(sys.argv) > 1 else 0)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollgraph.telemetry.plain_view import PlainView
+from rollgraph.train import train
+from tests.test_train import ONE, config_of, folder
+
+__all__ = ["folder"]
+
+
+def test_every_phase_of_a_run_is_shown_from_its_beginning_to_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: dict[str, list[tuple[int, int]]] = {}
+    show = PlainView.phase
+
+    def remember(self: PlainView, name: str, done: int, total: int, detail: str = "") -> None:
+        told.setdefault(name, []).append((done, total))
+        show(self, name, done, total, detail)
+
+    monkeypatch.setattr(PlainView, "phase", remember)
+    (folder / "demonstrations.jsonl").write_text('{"prompt": "01?", "completion": "4"}\n')
+    warm = f"warm_start={{data: {folder / 'demonstrations.jsonl'}, steps: 3}}"
+    train(config_of(folder, "graph.impl=none", "log.progress=plain", "steps=1", warm), ONE)
+    lines = capsys.readouterr().out.splitlines()
+    before = lines[: next(i for i, line in enumerate(lines) if line.startswith("[1/1]"))]
+    phases = [
+        *("read data", "load model", "probe products", "capture for generation", "capture for scoring"),
+        *("capture for training", "warm start", "validate"),
+    ]
+    ends = [line.partition(":")[0] for line in before if "done in" in line]
+    others = [line.partition(":")[0] for line in before if "done in" not in line]
+    assert ends == phases
+    assert list(dict.fromkeys(name for name in others if name in phases)) == phases  # more lines on a slow machine
+    trained = told["train"]
+    assert len(trained) > 2  # two minibatches, the first of which is not all of it
+    assert trained[0][0] < trained[-1][0] == trained[-1][1] == 16
+    assert [done for done, _ in trained] == sorted(done for done, _ in trained)
+    assert told["warm start"] == [(0, 3), (1, 3), (2, 3)]
