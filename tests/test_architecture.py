@@ -74,7 +74,7 @@ LAYERS = (
         "model/decoder.py", "model/attention_probe.py", "model/product_probe.py", "model/hf_weights.py",
         "model/hf_saving.py",
         "tokenizer/files.py", "tokenizer/chat_template.py", "tokenizer/tokenizer.py", "tokenizer/byte_tokenizer.py",
-        "tokenizer/detokenizer.py", "tokenizer/megatron_view.py",
+        "tokenizer/chat_replies.py", "tokenizer/detokenizer.py", "tokenizer/megatron_view.py",
     ), packages=BASE, independent=True, of_graph=frozenset({"graph/errors.py", "graph/hooks.py"})),
     Layer("uses", (
         "inference/defaults.py", "inference/blocks.py", "inference/scheduler.py", "inference/kv_cache.py",
@@ -84,13 +84,15 @@ LAYERS = (
         "rl/workers.py", "rl/event_loop.py", "rl/builtin_rewards.py", "rl/reward_arguments.py",
         "rl/reward_loading.py", "rl/reward_pickling.py", "rl/reward_calls.py", "rl/reward_workers.py", "rl/rewards.py",
         "rl/rows.py", "rl/data.py",
-        "rl/environment.py", "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
+        "rl/turns.py", "rl/replies.py", "rl/conversations.py", "rl/environment.py", "rl/tool_schema.py",
+        "rl/tool_calls.py", "rl/tools.py", "rl/chat_functions.py", "rl/chat.py", "rl/calculator.py", "rl/losses.py",
+        "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (
         "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/phases.py", "policy/packing.py",
         "policy/packed_arrays.py", "policy/step_graphs.py", "policy/exactness.py",
         "policy/agreement_layout.py", "policy/agreement_check.py",
-        "policy/train_metrics.py", "policy/worker.py",
+        "policy/train_metrics.py", "policy/turn_session.py", "policy/worker.py",
     ), packages=None),
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",

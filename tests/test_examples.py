@@ -95,7 +95,8 @@ def test_the_documentation_quotes_messages_that_exist() -> None:
 
 def test_configurations_in_the_documentation_load(tmp_path: Path) -> None:
     found = [(path, text) for path in (ROOT / "docs").glob("*.md") for text in yaml_blocks(path)]
-    assert {path.name for path, _ in found} >= {"config.md", "rewards.md"}
+    assert {path.name for path, _ in found} >= {"config.md", "environments.md"}
+    stops = []
     (tmp_path / "base.yaml").write_text("")  # one of the blocks has it in its `defaults`
     for path, text in found:
         name = re.match(r"# (\w+\.yaml)\n", text)  # another block may name it in its `defaults`
@@ -104,8 +105,9 @@ def test_configurations_in_the_documentation_load(tmp_path: Path) -> None:
         config = load_config(file)
         if config.rollout.environment is not None:
             made = make_environment(config, ByteTokenizer(), config.rollout.samples_per_prompt)
-            assert made.stop == ("</calc>",)
+            stops.append(made.stop)
             assert completion_tokens(config) == ("rollout.environment.options.max_tokens", 1024)
+    assert stops == [("</calc>",), ()]
 
 
 def string_constants(path: Path) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,17 @@ class Prompt:
     tokens: tuple[int, ...]
     text: str
     columns: Mapping[str, Any] = field(default_factory=dict)  # all other fields of the row, for reward functions
-    messages: list[Mapping[str, Any]] | None = None  # the chat, if the row has one
+    messages: list[Mapping[str, Any]] | None = None  # the chat, if the row has one or the environment needs one
+
+
+class Span(NamedTuple):
+    """A part of a rollout's tokens, from `start` up to but not including `end`."""
+
+    start: int
+    end: int
+    kind: str  # "turn": the policy wrote it; "reply": the environment did
+    text: str
+    reward: float = 0.0  # of a turn, if the environment gives rewards
 
 
 @dataclass
@@ -30,6 +40,9 @@ class Rollout:
 
     All lists have one entry for each of `tokens`. Where an environment inserted a token (`sampled` is False), the
     policy is not trained on it and its log-probability is 0.
+
+    An environment of several turns also says where each turn and each reply is (`spans`). One of messages says what
+    they are as `messages`, and its `text` is that of the last turn.
     """
 
     prompt: Prompt
@@ -42,6 +55,7 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)  # by reward function, before weighting
     reference_logprobs: list[float] | None = None  # under the reference policy, if KL needs it
     group: int = 0  # rollouts of the same prompt in the same step have the same group
+    spans: list[Span] = field(default_factory=list)  # turns and replies in order; empty: all of it is one turn
     messages: list[dict[str, Any]] = field(default_factory=list)  # that followed those of the prompt
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions logged about it, by column
 
@@ -54,7 +68,8 @@ class Rollout:
     def from_dict(cls, entry: Mapping[str, Any]) -> Rollout:
         fields_of_prompt = dict(entry["prompt"])
         fields_of_prompt["tokens"] = tuple(fields_of_prompt["tokens"])
-        return cls(**{**entry, "prompt": Prompt(**fields_of_prompt)})
+        spans = [Span(*span) for span in entry["spans"]]
+        return cls(**{**entry, "prompt": Prompt(**fields_of_prompt), "spans": spans})
 
 
 @dataclass

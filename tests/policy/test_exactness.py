@@ -24,7 +24,7 @@ from rollgraph.model.products import LIBRARY
 from rollgraph.policy import Limits, PolicyWorker, step_graphs
 from rollgraph.policy.exactness import ExactnessError, describe, make_exact
 from rollgraph.rl.algorithms.grpo import GRPO
-from rollgraph.rl.environment import Turn
+from rollgraph.rl.turns import Turn
 from rollgraph.types import Batch, Sample
 
 LLAMA = Architecture("llama", vocabulary=96, hidden=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16)

@@ -12,8 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollgraph.rl.calculator import CalculatorError, calculator, evaluate, reply
-from rollgraph.rl.environment import MultiTurn, SingleTurn, Turn, load_environment
+from rollgraph.rl.environment import MultiTurn, SingleTurn, load_environment
 from rollgraph.rl.paths import LoadError
+from rollgraph.rl.turns import Turn
 from rollgraph.tokenizer import ByteTokenizer
 from rollgraph.types import Prompt, Rollout
 
@@ -80,7 +81,7 @@ def test_single_turn_groups_and_keys() -> None:
     assert alone.calls == [call[2:4]]
 
 
-def test_replies_are_not_sampled_and_running_samples_share_a_batch() -> None:
+def test_replies_are_not_sampled() -> None:
     def write(context: str, key: int) -> str:
         return f"t{context.count('!')}!" if context.count("!") <= key else "end"
 
@@ -90,16 +91,25 @@ def test_replies_are_not_sampled_and_running_samples_share_a_batch() -> None:
 
     script = Script(write)
     rollouts = make(answer, samples=3, stop=["!"]).run(script, [prompt(0, "q")])
-    assert [len(call) for call in script.calls] == [3, 3, 2, 1]
     assert [r.text for r in rollouts] == ["t0!<é>end", "t0!<é>t1!<é>end", "t0!<é>t1!<é>t2!<é>end"]
     assert sampled_text(rollouts[1]) == "t0!____t1!____end"
     assert {r.finish_reason for r in rollouts} == {"stop"}
     for rollout in rollouts:
         check(rollout)
         assert rollout.tokens == list(rollout.text.encode())
-    for number, call in enumerate(script.calls[1:], 1):  # a sample keeps its key, and continues all there was
-        assert [key for _, key in call] == [key for key in range(3) if key + 1 >= number]
-        assert all(context == "q" + "".join(f"t{i}!<é>" for i in range(number)) for context, _ in call)
+    assert len(script.calls[0]) == 3  # the first turns, in one batch
+    asked = sorted((key, context) for call in script.calls for context, key in call)
+    assert asked == [  # a sample keeps its key, and continues all there was
+        (key, "q" + "".join(f"t{i}!<é>" for i in range(number))) for key in range(3) for number in range(key + 2)
+    ]
+    assert [(span.kind, span.text) for span in rollouts[0].spans] == [
+        ("turn", "t0!"),
+        ("reply", "<é>"),
+        ("turn", "end"),
+    ]
+    assert [rollouts[0].tokens[span.start : span.end] for span in rollouts[0].spans] == [
+        list(span.text.encode()) for span in rollouts[0].spans
+    ]
 
 
 def test_sampled_tokens_are_never_tokenized_again() -> None:
@@ -349,4 +359,4 @@ def test_a_conversation_with_the_calculator() -> None:
     expected = "<calc>12*7</calc><result>84</result><calc>84/0</calc><result>error: division by zero</result>84"
     assert [(r.group, r.text) for r in rollouts] == [(0, expected), (0, expected), (1, expected), (1, expected)]
     assert sampled_text(rollouts[0]).replace("_", "") == "".join(turns)
-    assert len(script.calls) == 3
+    assert sum(map(len, script.calls)) == 12

@@ -13,7 +13,7 @@ import pytest
 from rollgraph.config import Config, list_keys, parse_config, to_dict
 from rollgraph.run.config_changes import FIXED, FIXED_ALONE, FIXED_CONTENT, IGNORED, Change, ChangedConfig, find_changes
 from rollgraph.train import train
-from tests.test_train import ONE, eager_config, folder, rows_of
+from tests.test_train import ONE, eager_config, flip, folder, rows_of
 
 __all__ = ["folder"]
 
@@ -159,10 +159,11 @@ def test_a_run_that_is_allowed_other_data_begins_with_its_first_prompt(folder: P
     assert sorted({row["prompt"] for row in rows if row["step"] == 1}) == ["o0?", "o1?", "o2?", "o3?"]
 
 
-def test_another_model_is_refused_and_a_copy_of_it_is_not(folder: Path) -> None:
+def test_another_model_is_refused_and_a_copy_of_it_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With KL, the model is also the reference policy: another one is another reference, if that is what was wanted."""
     train(eager_config(folder, "steps=1", f"output={folder / 'tiny'}", "data.validation=null"), ONE)
     model, copied = folder / "tiny" / "reference", folder / "copied"
-    plain = ["tokenizer.path=bytes", "data.validation=null", "algorithm.options={}"]
+    plain = ["tokenizer.path=bytes", "data.validation=null", "log.progress=plain"]
     train(eager_config(folder, *plain, f"model={{path: {model}}}", "steps=1"), ONE)
     shutil.copytree(model, copied)
     train(eager_config(folder, *plain, f"model={{path: {copied}}}", "steps=2"), ONE)
@@ -174,6 +175,19 @@ def test_another_model_is_refused_and_a_copy_of_it_is_not(folder: Path) -> None:
     copied.rename(other)
     with pytest.raises(ChangedConfig, match=r"model\.path: .*copied → .*other"):
         train(eager_config(folder, *plain, f"model={{path: {other}}}", "steps=3"), ONE)
+    train(eager_config(folder, *plain, f"model={{path: {other}}}", "steps=3", "allow_changes=model"), ONE)
+    assert f"{other} is the reference policy from now on" in capsys.readouterr().out
+    train(eager_config(folder, *plain, f"model={{path: {other}}}", "steps=4"), ONE)  # and stays so
+    assert rows_of(folder / "run")[-1]["step"] == 3
+
+
+def test_a_damaged_checkpoint_does_not_hide_a_change(folder: Path) -> None:
+    """The configuration is then that of the checkpoint before it, from which the run would go on."""
+    plain = ["data.validation=null", "checkpoint.every=1"]
+    train(eager_config(folder, *plain, "steps=2"), ONE)
+    flip(folder / "run" / "checkpoints" / "step_00000001" / "state.json")
+    with pytest.raises(ChangedConfig, match=r"algorithm\.options\.kl_coef: 0\.05 → 0\.1"):
+        train(eager_config(folder, *plain, "steps=3", "algorithm.options={kl_coef: 0.1}"), ONE)
 
 
 def test_the_record_is_not_written_through_a_link(folder: Path) -> None:

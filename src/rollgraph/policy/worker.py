@@ -7,7 +7,6 @@ captures everything before the first step, and nothing is captured afterwards.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ import torch
 from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
-from rollgraph.inference import Engine, Progress, SamplingParams
+from rollgraph.inference import Engine, SamplingParams
 from rollgraph.model import Decoder, save_model
 from rollgraph.model.product_probe import ProductReport, clear_routes
 from rollgraph.policy.exactness import Exactness, make_exact
@@ -29,8 +28,9 @@ from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import Phases
 from rollgraph.policy.step_graphs import GraphSettings, Loss, StepGraphs
 from rollgraph.policy.train_metrics import TrainTotals, summarize
+from rollgraph.policy.turn_session import OnProgress, TurnGenerator
 from rollgraph.policy.weights import POLICY, WeightSlots
-from rollgraph.rl.environment import Turn
+from rollgraph.rl.turns import Request, Turn
 from rollgraph.sharding import ShardedAdamW, ShardedModel
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Batch, Rollout, Sample
@@ -165,33 +165,23 @@ class PolicyWorker:
 
     def generate(
         self,
-        requests: Sequence[tuple[list[int], int]],
+        requests: Sequence[Request],
         *,
         seed: str,
         params: SamplingParams | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> list[Turn]:
         """Continue token lists, each given with a key. The noise of a sample depends on `seed` and its key alone."""
+        return self.generator(seed=seed, params=params, on_progress=on_progress)(list(requests))
+
+    def generator(
+        self, *, seed: str, params: SamplingParams | None = None, on_progress: OnProgress | None = None
+    ) -> TurnGenerator:
+        """What an environment calls: `generate` with these arguments, which also serves requests as they come."""
         assert self.engine is not None, "call capture_all() first"
-        params = params or self.sampling
-        prompts = []
-        params_of_each = []
-        for tokens, key in requests:
-            room = max(0, self.limits.max_length - len(tokens))
-            prompts.append(tokens)
-            params_of_each.append(
-                replace(params, seed=_hash_seed(f"{seed}/{key}"), max_tokens=min(params.max_tokens, room))
-            )
-        with self.phases.enter("generate"):
-            outputs = self.engine.generate(prompts, params_of_each, on_progress=on_progress)
-        turns = []
-        for output in outputs:
-            if output.error is not None:
-                raise ValueError(f"a prompt of {len(output.prompt_tokens)} tokens cannot be continued: {output.error}")
-            (completion,) = output.completions
-            finish_reason = completion.finish_reason or "abort"
-            turns.append(Turn(completion.tokens, completion.logprobs, completion.text, finish_reason))
-        return turns
+        return TurnGenerator(
+            self.engine, self.phases, seed, params or self.sampling, self.limits.max_length, on_progress
+        )
 
     # -- score -------------------------------------------------------------------------------------
 
@@ -324,7 +314,3 @@ def _unweighted(prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence
     """A sample to be scored, not trained on."""
     zeros = np.zeros(len(tokens), np.float32)
     return Sample(prompt, tokens, zeros, zeros, logprobs)  # type: ignore[arg-type]
-
-
-def _hash_seed(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -1,4 +1,6 @@
-"""An environment with a calculator: `<calc>12*(3+4)</calc>` is followed by `<result>84</result>`.
+"""A calculator, as an environment of text and as a tool for environments of messages.
+
+In the first, `<calc>12*(3+4)</calc>` is followed by `<result>84</result>`; the second is `calculate`.
 
 Owns the arithmetic, which runs on whatever a policy writes: it walks a syntax tree in which only numbers and operators
 are allowed, with limits on all sizes. Python itself evaluates nothing.
@@ -48,10 +50,22 @@ def reply(text: str, prompt: Prompt) -> str | None:
     calls = _CALL.findall(text.rpartition("</result>")[2])
     if not calls:
         return None
+    return f"<result>{calculate(calls[-1])}</result>"
+
+
+def calculate(expression: str) -> str:
+    """Calculate the value of an arithmetic expression.
+
+    Args:
+        expression: Numbers, + - * / // % ** and parentheses, such as 12*(3+4).
+
+    Returns:
+        The value, or an error.
+    """
     try:
-        return f"<result>{_write(evaluate(calls[-1]))}</result>"
+        return _write(evaluate(expression))
     except CalculatorError as error:
-        return f"<result>error: {error}</result>"
+        return f"error: {error}"
 
 
 def evaluate(expression: str) -> Number:

@@ -53,6 +53,9 @@ class PromptData:
     With `max_prompt_tokens`, every row is tokenized once at the start. A prompt that is too long, or that the tokenizer
     cannot encode, then stops the run before it has begun, or with `too_long="drop"` is left out and counted in
     `dropped`. The longest prompt that is left has `longest` tokens.
+
+    With `chat`, a prompt that is text is rendered as the message of a user. `tools` are given for an environment of
+    messages: then every prompt is a chat, and the template shows the policy these tools, if there are any.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class PromptData:
         max_prompt_tokens: int | None = None,
         too_long: Literal["error", "drop"] = "error",
         chat: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -83,6 +87,7 @@ class PromptData:
         self._rows = rows
         self._tokenizer = tokenizer
         self._chat = chat
+        self._tools = tools
         self._seed = seed
         self._shuffle = shuffle
         self._rank = rank
@@ -207,8 +212,16 @@ class PromptData:
     def _make_prompt(self, index: int) -> Prompt:
         text, tokens = self._encode(index)
         row = copy.deepcopy(self._rows[index])  # a reward or an environment may change what it gets
-        messages = None if isinstance(row.prompt, str) else list(row.prompt)
+        prompt = self._in_messages(row.prompt, self._tools is not None)
+        messages = None if isinstance(prompt, str) else prompt
         return Prompt(index, tuple(tokens), text, row.columns, messages)
+
+    @staticmethod
+    def _in_messages(prompt: str | list[Message], chat: bool) -> str | list[Message]:
+        """The prompt of a row; as a chat, a text is what a user says."""
+        if chat and isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}]
+        return prompt
 
     def _encode(self, index: int) -> tuple[str, array[int]]:
         """The text and the tokens of a row, which is encoded once."""
@@ -216,15 +229,13 @@ class PromptData:
         if found is not None:
             return found
         row = self._rows[index]
-        prompt: str | Sequence[Message] = row.prompt
-        if self._chat and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+        prompt = self._in_messages(row.prompt, self._chat or self._tools is not None)
         try:
             if isinstance(prompt, str):
                 text = prompt
                 tokens = self._tokenizer.encode(text, special=True)
             else:
-                text = self._tokenizer.render_chat(prompt)
+                text = self._tokenizer.render_chat(prompt, tools=self._tools or None)
                 tokens = self._tokenizer.encode(text, special=False)  # the template writes special tokens itself
         except ValueError as error:
             raise DataError(str(error), place=row.place) from error

@@ -1,47 +1,38 @@
-"""What happens between a prompt and a rollout: one completion, or several turns with replies in between.
+"""What happens between a prompt and a rollout: one completion, or several turns with replies of text in between.
 
-Owns how rollouts are put together: which tokens were sampled, how long a sample may be, and which group it belongs to.
-An environment continues lists of tokens by calling `generate`, a function it is given; it does not know the engine.
-What was sampled is never tokenized again: replies are appended as tokens, and the policy continues exactly what it
-wrote.
+Owns what an environment is, and how one is loaded. An environment continues lists of tokens by calling `generate`, a
+function it is given; it does not know the engine. `chat.py` has the environment of messages and tools.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollgraph.errors import InvalidInput
+from rollgraph.rl.conversations import Answer, Conversations, check_positive
 from rollgraph.rl.paths import LoadError, load_object
+from rollgraph.rl.turns import Episode, Generate, append_turn, generate_all, make_episodes
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Prompt, Rollout
 
-
-@dataclass(frozen=True)
-class Turn:
-    """What the policy wrote in one go; `finish_reason` is as in Rollout."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]  # one for each token
-    text: str
-    finish_reason: str
-
-
-# A request is the tokens to continue and a key that chooses the noise: a sample has the same key in all of its turns,
-# and different samples of a step have different keys.
-Generate = Callable[[list[tuple[list[int], int]]], list[Turn]]
-Reply = Callable[[str, Prompt], str | None]  # from the text so far to what follows it; None: the sample is finished
+# From the text so far to what follows it; None: the rollout is finished.
+TextReply = Callable[[str, Prompt], str | Awaitable[str | None] | None]
 
 
 class Environment(Protocol):
     """Anything with these two members can be trained in.
 
-    An environment that fills in `reward` of its rollouts itself says so with `gives_rewards = True`. One that limits
-    what follows a prompt takes the limit as an option `max_tokens`, so that a run can check before it begins whether it
-    fits.
+    What else it may have:
+    - `gives_rewards = True`: it fills in `reward` of its rollouts itself;
+    - `stop_ids`: tokens that end a turn, beside the tokenizer's own;
+    - `tools`: JSON schemas that the chat template shows the policy. If it has this attribute, even without any tool,
+      every prompt is rendered as a chat;
+    - `failures`: a Counter by kind, with `messages`, the first of each kind, `hear(messages)` for those of other ranks,
+      and `unread()`, those that have not been shown.
+
+    One that limits what follows a prompt takes the limit as an option `max_tokens`, so that a run can check before it
+    begins whether it fits.
     """
 
     @property
@@ -52,117 +43,64 @@ class Environment(Protocol):
         """Several rollouts of each prompt, with `group` set to the index of the prompt."""
 
 
-@dataclass(eq=False)
-class _Episode:
-    rollout: Rollout
-    key: int
-
-    @property
-    def request(self) -> tuple[list[int], int]:
-        return [*self.rollout.prompt.tokens, *self.rollout.tokens], self.key
-
-
 class SingleTurn:
     """One completion for each sample."""
 
     stop: tuple[str, ...] = ()
 
     def __init__(self, samples_per_prompt: int) -> None:
-        self._samples_per_prompt = _check_positive("samples_per_prompt", samples_per_prompt)
+        self._samples_per_prompt = check_positive("samples_per_prompt", samples_per_prompt)
 
     def run(self, generate: Generate, prompts: Sequence[Prompt]) -> list[Rollout]:
-        samples = _make_samples(prompts, self._samples_per_prompt)
-        for sample, turn in _generate(generate, samples):
-            _append_sampled(sample.rollout, turn.tokens, turn.logprobs)
-            sample.rollout.text = turn.text
-            sample.rollout.finish_reason = turn.finish_reason
-        return [sample.rollout for sample in samples]
+        episodes = make_episodes(prompts, self._samples_per_prompt)
+        turns = generate_all(generate, [episode.request for episode in episodes])
+        for episode, turn in zip(episodes, turns, strict=True):
+            append_turn(episode.rollout, turn.tokens, turn.logprobs)
+            episode.rollout.text = turn.text
+            episode.rollout.finish_reason = turn.finish_reason
+        return [episode.rollout for episode in episodes]
 
 
-class MultiTurn:
-    """Turns of the policy with replies in between, from a tool or a simulated user.
+class MultiTurn(Conversations):
+    """Turns of the policy with replies of text in between, from a tool or a simulated user.
 
-    After each turn that ended by itself, `reply` (a function or a dotted path) gets the text so far, including replies
-    and stop strings, and returns more text, or None if the sample is finished. All running samples are continued in one
-    call of `generate`.
-
-    A sample has at most `max_tokens` tokens, sampled or not. It ends with the reason "length" when a turn was cut, when
-    a reply leaves no room for another token, or when it would need more than `max_turns` turns. A reply that raises
-    ends its sample with "error"; `failures` counts these by exception type and `messages` has the first message of each
-    type.
+    After each turn that ended by itself, `reply` (a function, async or not, or its import path) gets the text so far,
+    including replies and stop strings, and returns more text, or None if the rollout is finished.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        reply: Reply | str,
+        reply: TextReply | str,
         *,
         samples_per_prompt: int,
         max_turns: int,
         max_tokens: int,
         stop: Sequence[str] = (),
+        timeout: float = 60.0,
+        threads: int = 32,
     ) -> None:
-        if isinstance(stop, str):
-            raise InvalidInput(f"expected a list of strings, got {stop!r}", argument="stop")
-        self.stop = tuple(stop)
-        self.failures: Counter[str] = Counter()
-        self.messages: dict[str, str] = {}
-        self._tokenizer = tokenizer
-        self._known_ids = frozenset(tokenizer.vocab.values())
-        self._reply: Reply = load_object(reply) if isinstance(reply, str) else reply
-        _check_call(self._reply, ("text", "prompt"), argument="reply")
-        self._samples_per_prompt = _check_positive("samples_per_prompt", samples_per_prompt)
-        self._max_turns = _check_positive("max_turns", max_turns)
-        self._max_tokens = _check_positive("max_tokens", max_tokens)
+        super().__init__(
+            tokenizer,
+            samples_per_prompt=samples_per_prompt,
+            max_turns=max_turns,
+            max_tokens=max_tokens,
+            timeout=timeout,
+            threads=threads,
+            stop=stop,
+        )
+        self._reply = load_function(reply, ("text", "prompt"), argument="reply")
 
-    def run(self, generate: Generate, prompts: Sequence[Prompt]) -> list[Rollout]:
-        samples = _make_samples(prompts, self._samples_per_prompt)
-        running = samples
-        for number in range(1, self._max_turns + 1):
-            is_last = number == self._max_turns
-            turns = _generate(generate, running)
-            running = [sample for sample, turn in turns if self._take_turn(sample.rollout, turn, is_last)]
-            if not running:
-                break
-        return [sample.rollout for sample in samples]
-
-    def _take_turn(self, rollout: Rollout, turn: Turn, is_last: bool) -> bool:
-        """Add a turn and the reply to it; returns whether the sample continues."""
-        room = self._max_tokens - len(rollout.tokens)
-        _append_sampled(rollout, turn.tokens[:room], turn.logprobs[:room])
+    def describe(self, rollout: Rollout, tokens: Sequence[int]) -> str:
         rollout.text = self._decode(rollout.tokens)
-        rollout.finish_reason = "length" if len(turn.tokens) > room else turn.finish_reason
-        if rollout.finish_reason != "stop":
-            return False
-        try:
-            tokens = self._find_reply(rollout)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # tools run on what a policy makes up, and some of them exit or panic
-            kind = type(error).__name__
-            self.failures[kind] += 1
-            self.messages.setdefault(kind, str(error))
-            rollout.finish_reason = "error"
-            return False
-        if tokens is None:
-            return False
-        if is_last or len(rollout.tokens) + len(tokens) >= self._max_tokens:
-            # The reply is left out: nothing could follow it, and half of it was never said.
-            rollout.finish_reason = "length"
-            return False
-        _append_inserted(rollout, tokens)
-        rollout.text = self._decode(rollout.tokens)
-        return True
+        return self._decode(tokens)
 
-    def _find_reply(self, rollout: Rollout) -> Sequence[int] | None:
-        reply = self._reply(rollout.text, rollout.prompt)
+    async def answer(self, episode: Episode, *, ended: bool) -> Answer:
+        rollout = episode.rollout
+        reply = await self._replies.call(self._reply, rollout.text, rollout.prompt)
         if reply is None:
-            return None
-        return self._tokenizer.encode(reply, special=False)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        # A model may have more ids than its tokenizer.
-        return self._tokenizer.decode([token for token in tokens if token in self._known_ids])
+            return Answer()
+        return Answer(self._tokenizer.encode(reply, special=False), reply)
 
 
 def find_budget(path: str, options: Mapping[str, Any]) -> int | None:
@@ -201,40 +139,11 @@ def load_environment(path: str, *, tokenizer: Tokenizer | None = None, **options
     return environment
 
 
-def _make_samples(prompts: Sequence[Prompt], count: int) -> list[_Episode]:
-    seen: Counter[int] = Counter()
-    samples = []
-    for group, prompt in enumerate(prompts):
-        # Keys come from the prompt rather than from its place, so that noise does not depend on the number of ranks. A
-        # prompt can be in a step twice, where an epoch ends or when there are few prompts.
-        first_key = (seen[prompt.id] << 48) + prompt.id * count
-        seen[prompt.id] += 1
-        for i in range(count):
-            rollout = Rollout(prompt, tokens=[], sampled=[], logprobs=[], group=group)
-            samples.append(_Episode(rollout, first_key + i))
-    return samples
-
-
-def _generate(generate: Generate, samples: Sequence[_Episode]) -> list[tuple[_Episode, Turn]]:
-    turns = generate([sample.request for sample in samples])
-    if len(turns) != len(samples):
-        raise ValueError(f"generate gave {len(turns)} turns for {len(samples)} requests")
-    return list(zip(samples, turns, strict=True))
-
-
-def _append_sampled(rollout: Rollout, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-    if len(logprobs) != len(tokens):
-        raise ValueError(f"a turn has {len(tokens)} tokens and {len(logprobs)} log-probabilities")
-    rollout.tokens += tokens
-    rollout.sampled += [True] * len(tokens)
-    rollout.logprobs += logprobs
-
-
-def _append_inserted(rollout: Rollout, tokens: Sequence[int]) -> None:
-    """Append tokens that are not the policy's."""
-    rollout.tokens += tokens
-    rollout.sampled += [False] * len(tokens)
-    rollout.logprobs += [0.0] * len(tokens)
+def load_function(function: Any, arguments: tuple[str, ...], *, argument: str) -> Callable[..., Any]:
+    """A function, given itself or as an import path, that can be called with these arguments."""
+    found: Callable[..., Any] = load_object(function) if isinstance(function, str) else function
+    _check_call(found, arguments, argument=argument)
+    return found
 
 
 def _check_call(
@@ -245,9 +154,3 @@ def _check_call(
     except (TypeError, ValueError) as error:
         detail = f"is called as ({', '.join(arguments)}), which {function!r:.80} does not accept ({error})"
         raise LoadError(detail, argument=argument, place=place) from None
-
-
-def _check_positive(name: str, value: int) -> int:
-    if value < 1:
-        raise InvalidInput(f"must be at least 1, got {value}", argument=name)
-    return value

@@ -32,6 +32,7 @@ FIXED = (  # with everything inside
     "algorithm.options",
     "algorithm.kl_coef",
 )
+ORDER = ("seed", "data.train", "data.shuffle")  # what a position in the data depends on
 FIXED_ALONE = ("warm_start",)  # whether there is one: it decides what the reference policy is
 FIXED_CONTENT = ("data.train", "tokenizer.path")  # fixed even where the path is the same
 IGNORED = ("output", "resume", "allow_changes")
@@ -106,6 +107,11 @@ def find_changes(
 def covers(keys: Sequence[str], key: str) -> bool:
     """Whether a key is one of these, or inside one: `algorithm` covers `algorithm.options.kl_coef`."""
     return any(key == outer or key.startswith((f"{outer}.", f"{outer}[")) for outer in keys)
+
+
+def allows_other_data(config: Config) -> bool:
+    """Whether a position in the data may have become meaningless."""
+    return any(covers(config.allow_changes, key) for key in ORDER)
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[Change]:

@@ -31,10 +31,11 @@ def share_failures(run: Run, before: Counter[str], sampled: int) -> dict[str, fl
     Each rank also learns the messages of the others.
     """
     rewards = run.inputs.rewards
-    mine = count_failures(run.inputs) - before
+    environment = run.inputs.environment
+    mine = [count_failures(run.inputs) - before, rewards.messages, getattr(environment, "messages", {})]
     total: Counter[str] = Counter()
-    for rank, text in enumerate(run.policy.sharded.collectives.all_gather_text(json.dumps([mine, rewards.messages]))):
-        counts, messages = json.loads(text)
+    for rank, text in enumerate(run.policy.sharded.collectives.all_gather_text(json.dumps(mine))):
+        counts, messages, of_environment = json.loads(text)
         total.update(counts)
         if rank != run.world.rank:
             of_rewards = {
@@ -43,13 +44,18 @@ def share_failures(run: Run, before: Counter[str], sampled: int) -> dict[str, fl
                 if name.startswith(REWARD_FAILURES)
             }
             rewards.hear(of_rewards, messages)
+            if of_environment:
+                getattr(environment, "hear", lambda messages: None)(of_environment)
     return {**total, UNREWARDED: total[UNREWARDED] / max(1, sampled)}
 
 
 def show_reward_failures(run: Run) -> None:
-    """Tell of failed rewards as soon as they are known; of a whole run, only the first few that differ."""
+    """Tell of failures as soon as they are known: the first few rewards of a run that differ, each kind of reply."""
     for message in run.inputs.rewards.unread():
         run.log.note(f"a reward failed and counts as {run.config.reward.on_failure:g}: {message}")
+    for environment in (run.inputs.environment, run.inputs.examiner):
+        for message in getattr(environment, "unread", list)():
+            run.log.note(f"the environment failed: {message}")
 
 
 def summarize_reward_failures(inputs: Inputs) -> str:

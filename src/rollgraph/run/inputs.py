@@ -21,7 +21,7 @@ from rollgraph.rl.data import DataError, PromptData, Row, load_rows
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
-from rollgraph.run.config_changes import Change, check_changes
+from rollgraph.run.config_changes import Change, allows_other_data, check_changes
 from rollgraph.run.fingerprints import fingerprint_inputs
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.hub_cache import HELD_OUT, data_files, model_folder
@@ -73,14 +73,14 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
     with ExitStack() as undo:
         rewards = make_rewards(config, environment, given)
         undo.callback(rewards.close)
-        data = make_data(config, tokenizer, world, limits, given)
-        held_out = make_held_out(config, tokenizer, limits, given)
+        data = make_data(config, tokenizer, world, limits, environment, given)
+        held_out = make_held_out(config, tokenizer, limits, environment, given)
         check_buckets(config, limits, data, held_out)
         fingerprints = fingerprint_inputs(config, data)
         changes: Sequence[Change] = ()
         if resume_from is not None:
             changes = check_changes(resume_from, config, fingerprints)
-            if not config.allow_changes:
+            if not allows_other_data(config):
                 check_data(resume_from, data)
         with about("reward"):
             for each in filter(None, (data, held_out)):
@@ -163,7 +163,14 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 # -- data ------------------------------------------------------------------------------------------
 
 
-def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits, given: Given = NOTHING) -> PromptData:
+def make_data(
+    config: Config,
+    tokenizer: Tokenizer,
+    world: World,
+    limits: Limits,
+    environment: Environment,
+    given: Given = NOTHING,
+) -> PromptData:
     settings = config.data
     with about("data.train"):
         rows = given.rows.get(settings.train) or load_rows(*data_files(settings.train))
@@ -176,13 +183,15 @@ def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits
             shuffle=settings.shuffle,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=settings.too_long,
-            chat=settings.chat,
+            **_chat_settings(config, environment),
             rank=world.rank,
             ranks=world.size,
         )
 
 
-def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits, given: Given = NOTHING) -> PromptData | None:
+def make_held_out(
+    config: Config, tokenizer: Tokenizer, limits: Limits, environment: Environment, given: Given = NOTHING
+) -> PromptData | None:
     """The first prompts of the validation file; every rank has all of them."""
     source = config.data.validation
     if source is None:
@@ -199,8 +208,13 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits, given: G
             shuffle=False,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=config.data.too_long,
-            chat=config.data.chat,
+            **_chat_settings(config, environment),
         )
+
+
+def _chat_settings(config: Config, environment: Environment) -> dict[str, Any]:
+    """How prompts become text. In an environment of messages they are chats, and show the policy its tools."""
+    return {"chat": config.data.chat, "tools": getattr(environment, "tools", None)}
 
 
 def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) -> list[Rollout]:
@@ -278,6 +292,7 @@ def make_sampling(config: Config, environment: Environment) -> SamplingParams:
             top_p=rollout.top_p,
             min_p=rollout.min_p,
             stop=(*rollout.stop, *environment.stop),
+            stop_ids=getattr(environment, "stop_ids", ()),
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollgraph.config import Config, to_dict
 from rollgraph.rl.data import DataError, PromptData
+from rollgraph.run.config_changes import allows_other_data
 from rollgraph.sharding.manifest import FileRecord
 from rollgraph.types import Rollout
 
@@ -59,7 +60,7 @@ class RunProgress:
         try:
             self._data.load_state(state["data"])
         except DataError:
-            if not self._config.allow_changes:
+            if not allows_other_data(self._config):
                 raise
             self._data.load_state({**self._data.state(), "cursor": 0})  # other data begins with its first prompt
         self.surplus = [[Rollout.from_dict(entry) for entry in group] for group in state["surplus"]]

@@ -56,10 +56,15 @@ def _check(run: Run, saved: Saved) -> None:
     run.progress.reference_files = read_states(saved.path)[0].get("reference", [])
     if not run.inputs.algorithm.needs_reference:
         return
-    if run.progress.reference_files:
-        check_files(_folder(run.config), run.progress.reference_files)
+    folder = _folder(run.config)
+    is_another = any(change.key == "model.path" and change.is_fixed for change in run.inputs.changes)
+    if is_another and _own_folder(run.config) is None:
+        run.log.note(f"{folder} is the reference policy from now on")
+    elif run.progress.reference_files:
+        check_files(folder, run.progress.reference_files)
         return
-    run.log.note(f"{saved.path} has no checksums of the reference policy: {_folder(run.config)} was not checked")
+    else:
+        run.log.note(f"{saved.path} has no checksums of the reference policy: {folder} was not checked")
     run.progress.reference_files = _record(run)
 
 

@@ -58,7 +58,7 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
     """
     on_progress = _counting_requests(partial(run.log.view.phase, "generate"))
     with run.log.timed("generate"):
-        generate = partial(run.policy.generate, seed=seed, on_progress=on_progress)
+        generate = run.policy.generator(seed=seed, on_progress=on_progress)
         rollouts = run.inputs.environment.run(generate, prompts)
     with run.log.timed("reward"):
         run.inputs.rewards.score(rollouts, trainer_state(run))
@@ -115,8 +115,7 @@ def evaluate(run: Run, seed: str, prompts: Sequence[Prompt] | None = None) -> di
     with run.log.timed("validate"), run.log.phase("validate") as show:
         everyones = inputs.validation if prompts is None else prompts
         mine = everyones[world.rank :: world.size]
-        on_progress = _counting_requests(show)
-        generate = partial(run.policy.generate, seed=seed, params=params, on_progress=on_progress)
+        generate = run.policy.generator(seed=seed, params=params, on_progress=_counting_requests(show))
         rollouts = inputs.examiner.run(generate, mine)
         inputs.rewards.score(rollouts, trainer_state(run))
         rollouts = run.policy.gather_rollouts(rollouts)

@@ -86,7 +86,7 @@ class TrainedRun:
             path, rows = read_rows(data, "data")
             given = replace(self._given, rows={path: rows} if rows is not None else {})
             config = replace(run.config, data=replace(run.config.data, validation=path))
-            held_out = make_held_out(config, run.inputs.tokenizer, run.inputs.limits, given)
+            held_out = make_held_out(config, run.inputs.tokenizer, run.inputs.limits, run.inputs.environment, given)
             assert held_out is not None
             run.inputs.rewards.check_columns(held_out.columns)
             prompts = [prompt for _ in range(len(held_out)) for prompt in held_out.next_prompts()]

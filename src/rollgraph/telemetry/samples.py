@@ -82,7 +82,7 @@ class SampleWriter:
             "weighted_rewards": weighted,
             "finish_reason": rollout.finish_reason,
             "tokens": len(rollout.tokens),
-            "spans": find_spans(rollout.sampled),
+            "spans": [span._asdict() for span in rollout.spans] or find_spans(rollout.sampled),
         }
         if rollout.extra:
             described["extra"] = rollout.extra

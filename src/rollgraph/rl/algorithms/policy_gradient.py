@@ -13,6 +13,7 @@ import torch
 
 from rollgraph.rl.algorithms.batches import build_batch, describe, has_failed, is_constant, trained_tokens
 from rollgraph.rl.algorithms.settings import check, check_types
+from rollgraph.rl.algorithms.turn_advantages import rewards_differ_by_turn, set_advantages_by_turn
 from rollgraph.rl.losses import (
     KL_ESTIMATORS,
     Term,
@@ -41,6 +42,7 @@ class PolicyGradient:
     importance_cap: float | None = None  # corrects for old / rollout by at most this factor
     mask_truncated: bool = False  # do not train on rollouts that were cut off at the token limit
     dynamic_sampling: bool = False  # leave out groups in which all rewards are equal
+    reward_to_go: bool = False  # a turn's advantage comes from the rewards from this turn on, not from all of them
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -90,7 +92,9 @@ class PolicyGradient:
 
     def keeps(self, group: Sequence[Rollout]) -> bool:
         """Whether there is anything to learn from the rollouts of one prompt."""
-        return not self.dynamic_sampling or not is_constant(group)
+        if not self.dynamic_sampling or not is_constant(group):
+            return True
+        return self.reward_to_go and rewards_differ_by_turn(group)
 
     def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1, seed: int = 0) -> Batch:
         """Turn the rollouts of all ranks into minibatches of samples; `seed` decides which samples go together."""
@@ -107,9 +111,12 @@ class PolicyGradient:
             "advantage/abs_mean": math.fsum(sizes) / max(1, len(sizes)),
             "advantage/abs_max": max(sizes, default=0.0),
         }
-        return build_batch(
+        batch = build_batch(
             rollouts, trained, advantages, self.weights, minibatches=minibatches, seed=seed, metrics=metrics
         )
+        if self.reward_to_go:
+            set_advantages_by_turn(batch, rollouts, dict(zip(usable, rewards, strict=True)), self.advantages)
+        return batch
 
     def loss(self, streams: TokenStreams) -> Term:
         """The policy term, corrected for how tokens were drawn, plus KL, minus entropy; and metrics as sums."""
