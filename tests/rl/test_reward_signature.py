@@ -128,6 +128,16 @@ def test_functions_get_what_trl_gives(functions: str, workers: int) -> None:
     assert text.rewards == {"witness": 1.0, "exact_match": 0.0, "length": -0.5}
 
 
+def test_an_environment_of_messages_gives_all_that_followed_the_prompt(functions: str) -> None:
+    sample = rollout("a", HI)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    sample.messages = [call, {"role": "tool", "content": "b"}, {"role": "assistant", "content": "a"}]
+    with RewardFunctions([f"{functions}:witness", "exact_match"]) as rewards:
+        rewards.score([sample])
+    assert sample.extra["seen"] == [HI, sample.messages, [5, 6], "a"]
+    assert sample.rewards["exact_match"] == 1.0
+
+
 def test_one_flag_gives_chats_as_text(functions: str) -> None:
     sample = rollout("a", HI)
     with RewardFunctions([f"{functions}:witness", "exact_match"], chat="text") as rewards:
