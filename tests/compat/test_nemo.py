@@ -496,7 +496,9 @@ def test_the_command_says_what_is_wrong(files: tuple[str, ...], capsys: pytest.C
 def test_the_documentation_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(DATA)
     printed = import_nemo("grpo_megatron.yaml").describe().splitlines()
-    _, _, block = (DATA.parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8").partition("-o ours.yaml\n")
+    _, _, block = (
+        (DATA.parents[2] / "docs" / "migrating_nemo_rl.md").read_text(encoding="utf-8").partition("-o ours.yaml\n")
+    )
     shown = [line for line in block.partition("```")[0].splitlines() if line.strip() not in ("", "...")]
     assert len(shown) > 8
     assert [line for line in shown if line not in printed] == []

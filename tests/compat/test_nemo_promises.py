@@ -134,11 +134,11 @@ def test_the_reasons_name_keys_that_exist() -> None:
 
 
 def test_the_documentation_names_keys_that_exist() -> None:
-    """The second column of the table in docs/migrating.md."""
+    """The second column of the table in docs/migrating_nemo_rl.md."""
     known = {key.name for key in list_keys()}
     for make in ALGORITHMS.values():
         known |= settings_of(make).keys()
-    text = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "migrating_nemo_rl.md").read_text(encoding="utf-8")
     _, _, table = text.partition("| NeMo-RL | rollgraph | |\n")
     rows = [line.split("|") for line in table.partition("\n\n")[0].splitlines()[1:]]
     named = set()

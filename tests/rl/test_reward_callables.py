@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rollgraph import Trainer
 from rollgraph.rl.paths import LoadError, load_object
 from rollgraph.rl.reward_pickling import pack
 from rollgraph.rl.rewards import RewardFunctions, RewardSpec
@@ -188,6 +189,17 @@ def test_functions_inside_functions_travel_with_cloudpickle() -> None:
     with pytest.raises(LoadError, match=r"'locked' cannot be sent .*: cloudpickle cannot pickle it .*lock.*; move"):
         score({"name": "locked", "function": locked}, workers=1)
     assert score({"name": "locked", "function": locked}) == {"locked": 1.0}
+
+
+def test_a_run_refuses_before_it_begins_and_names_its_own_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    rows = [{"prompt": "1", "answer": "1"}]
+    tiny = {"tiny": {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "mlp": 8, "max_length": 16}}
+    trainer = Trainer(
+        tiny, rows, rewards=lambda completions: [], reward_workers=1, max_tokens=3, output=tmp_path, progress="none"
+    )
+    with pytest.raises(LoadError, match=r"^reward\.functions\[0\]: .*, or set reward\.workers=0$"):
+        trainer.train(steps=1)
 
 
 def test_functions_inside_functions_need_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rollgraph.rl.event_loop import EventLoop
 from rollgraph.rl.reward_arguments import GIVEN, RewardLog
 from rollgraph.rl.rewards import RewardFunctions, TrainerState
 from rollgraph.rl.rows import DataError, make_rows
+from rollgraph.run.reward_state import share_logged
 from rollgraph.train import train
 from rollgraph.types import Prompt, Rollout
 from tests.test_train import ONE, SMALL, config_of, metrics_of
@@ -124,6 +126,16 @@ def test_functions_get_what_trl_gives(functions: str, workers: int) -> None:
     assert text.extra == {"seen": ["user: Hi", "b", [5, 6], "a"], "step": 3}  # each row is given in its own form
     assert chat.rewards == {"witness": 1.0, "of_kind": 1.0, "exact_match": 1.0, "length": -0.5}
     assert text.rewards == {"witness": 1.0, "exact_match": 0.0, "length": -0.5}
+
+
+def test_an_environment_of_messages_gives_all_that_followed_the_prompt(functions: str) -> None:
+    sample = rollout("a", HI)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    sample.messages = [call, {"role": "tool", "content": "b"}, {"role": "assistant", "content": "a"}]
+    with RewardFunctions([f"{functions}:witness", "exact_match"]) as rewards:
+        rewards.score([sample])
+    assert sample.extra["seen"] == [HI, sample.messages, [5, 6], "a"]
+    assert sample.rewards["exact_match"] == 1.0
 
 
 def test_one_flag_gives_chats_as_text(functions: str) -> None:
@@ -263,6 +275,19 @@ def test_a_closed_loop_leaves_no_task_behind() -> None:
 
 
 # In a run.
+
+
+def test_metrics_that_functions_log_are_means_over_the_calls_of_all_ranks() -> None:
+    logged = {"a": [1.0]}
+    of_the_other_rank = '{"a": [4.0, 4.0], "b": [2.0]}'
+    collectives = SimpleNamespace(all_gather_text=lambda text: [text, of_the_other_rank])
+    run: Any = SimpleNamespace(
+        inputs=SimpleNamespace(rewards=SimpleNamespace(logged=logged)),
+        policy=SimpleNamespace(sharded=SimpleNamespace(collectives=collectives)),
+    )
+    assert share_logged(run) == {"logged/a": 3.0, "logged/b": 2.0}
+    assert logged == {}
+
 
 IN_A_RUN = """
 def even(prompts, completions, trainer_state, log_extra, log_metric, answer):
