@@ -80,7 +80,7 @@ LAYERS = (
         "inference/decode_graphs.py", "inference/requests.py", "inference/text_stream.py", "inference/engine.py",
         "rl/paths.py", "rl/worker_messages.py", "rl/worker_process.py", "rl/worker_keeper.py", "rl/worker_handle.py",
         "rl/workers.py", "rl/builtin_rewards.py", "rl/reward_loading.py", "rl/reward_calls.py", "rl/rewards.py",
-        "rl/rows.py", "rl/data.py",
+        "rl/rows.py", "rl/data.py", "rl/demonstrations.py",
         "rl/environment.py", "rl/calculator.py", "rl/losses.py", "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (
@@ -91,8 +91,8 @@ LAYERS = (
     ), packages=None),
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
-        "run/shapes.py", "run/resume.py", "run/inputs.py", "run/step_floor.py", "run/memory_plan.py",
-        "run/model_source.py", "distributed/launch.py",
+        "run/shapes.py", "run/resume.py", "run/demonstrations.py", "run/inputs.py", "run/step_floor.py",
+        "run/memory_plan.py", "run/model_source.py", "distributed/launch.py",
         "run/progress.py", "run/step_log.py", "run/setup.py", "run/failures.py", "run/learning_notes.py",
         "run/reference.py",
         "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/begin.py",

@@ -69,6 +69,4 @@ def exchange_in_vain(world: World) -> str:
 @pytest.mark.multi
 def test_a_collective_that_failed_is_an_error(tmp_path: Path) -> None:
     for rank, said in enumerate(run_world(2, tmp_path, exchange_in_vain)):
-        assert said == (
-            f"rank {rank}: the exchange of strings failed: all ranks are alive (Connection reset by peer)"
-        )
+        assert said == (f"rank {rank}: the exchange of strings failed: all ranks are alive (Connection reset by peer)")

@@ -19,8 +19,9 @@ AGREEMENT = ("token_mult_prob_error", "token_mult_prob_error_max")
 
 @dataclass
 class TrainTotals:
-    """The sums of one call of `train`."""
+    """The sums of one call of `train`. It `compares` log-probabilities if samples have those they were drawn with."""
 
+    compares: bool = True
     metrics: dict[str, Tensor] = field(default_factory=dict)
     agreement: list[Tensor] = field(default_factory=list)  # [3] of each microbatch before the first update
     updates: int = 0
@@ -62,8 +63,9 @@ def summarize(
     for name in ("loss", "weight"):  # of one minibatch
         if name in values:
             values[name] = values[name] / totals.updates
-    mean_error = sums[0] / sums[1].clamp_min(1)
-    values |= dict(zip(AGREEMENT, (mean_error, largest), strict=True))
+    if totals.compares:
+        mean_error = sums[0] / sums[1].clamp_min(1)
+        values |= dict(zip(AGREEMENT, (mean_error, largest), strict=True))
     values |= more
     if totals.norms:
         values["grad_norm"] = torch.stack(totals.norms).mean()

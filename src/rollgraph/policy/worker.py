@@ -84,15 +84,18 @@ class PolicyWorker:
         temperature = sampling.temperature or 1.0
         self._steps = StepGraphs(model, self.sharded, limits, settings, temperature, [self._policy_is_swapped_out])
 
-    def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_capture: OnCapture | None = None) -> None:
+    def capture_all(
+        self, losses: Mapping[str, tuple[Loss, bool]], on_capture: OnCapture | None = None, *, generates: bool = True
+    ) -> None:
         """Allocate the KV cache and capture every graph. `losses` are by name, with whether they need the entropy.
 
-        If a loss uses the reference policy, its slot must exist by now.
+        If a loss uses the reference policy, its slot must exist by now. A worker that never `generates` has no cache,
+        and leaves products to the library: there is no generation for training to agree with.
         """
         progress = on_capture or _ignore_progress
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
-        if self._exact == "off":
+        if self._exact == "off" or not generates:
             clear_routes(self.model)
         else:
             self.products = make_exact(
@@ -100,24 +103,28 @@ class PolicyWorker:
             )
             self.pool.notes += self.products.lines()
             self._exact_on_all_ranks = self._holds_on_all_ranks(self.products.exact)
-        with self.phases.enter("generate"):
-            self.engine = Engine(
-                self.model,
-                self.tokenizer,
-                rows=self.limits.rows,
-                max_length=self.limits.max_length,
-                cache_bytes=self._cache_bytes(),
-                prefill_tokens=self.limits.prefill_tokens,
-                filters=self.sampling.filtered,
-                exact=False,  # the routes are set already
-                pool=self.pool,
-                backend=self.backend_name,
-                guards=[self.sharded.stale],
-                on_capture=progress,
-            )
+        if generates:
+            with self.phases.enter("generate"):
+                self.engine = self._make_engine(progress)
         with self.phases.enter("score"):
             self._steps.capture_score(progress)
         self._steps.capture_train(losses, "reference" in self.weights, whole_logits, progress)
+
+    def _make_engine(self, progress: OnCapture) -> Engine:
+        return Engine(
+            self.model,
+            self.tokenizer,
+            rows=self.limits.rows,
+            max_length=self.limits.max_length,
+            cache_bytes=self._cache_bytes(),
+            prefill_tokens=self.limits.prefill_tokens,
+            filters=self.sampling.filtered,
+            exact=False,  # the routes are set already
+            pool=self.pool,
+            backend=self.backend_name,
+            guards=[self.sharded.stale],
+            on_capture=progress,
+        )
 
     @property
     def is_exact(self) -> bool:
@@ -186,11 +193,18 @@ class PolicyWorker:
     # -- score -------------------------------------------------------------------------------------
 
     def score(self, rollouts: Sequence[Rollout], weights: str = "reference") -> None:
-        """Fill in `reference_logprobs` of rollouts. Tokens that were not sampled get 0."""
+        """Fill in `reference_logprobs` of rollouts or, under the policy's own weights, `logprobs`.
+
+        Tokens that were not sampled get 0.
+        """
         samples = [_unweighted(rollout.prompt.tokens, rollout.tokens, rollout.logprobs) for rollout in rollouts]
         for rollout, logprobs in zip(rollouts, self.logprobs(samples, weights), strict=True):
             pairs = zip(logprobs, rollout.sampled, strict=True)
-            rollout.reference_logprobs = [logprob if sampled else 0.0 for logprob, sampled in pairs]
+            found = [logprob if sampled else 0.0 for logprob, sampled in pairs]
+            if weights == POLICY:
+                rollout.logprobs = found
+            else:
+                rollout.reference_logprobs = found
 
     def logprobs(self, samples: Sequence[Sample], weights: str = POLICY) -> list[list[float]]:
         """The log-probabilities of the tokens of each sample, under a slot's weights, at the sampling temperature."""
@@ -224,7 +238,7 @@ class PolicyWorker:
             )
         if score_old:
             self._score_old(batch)
-        totals = TrainTotals()
+        totals = TrainTotals(compares=all(sample.logprobs is not None for sample in batch.samples))
         with self.phases.enter("train"):
             for _ in range(epochs):
                 for minibatch in batch.minibatches:

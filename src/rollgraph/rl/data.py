@@ -12,17 +12,19 @@ import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from rollgraph.errors import InvalidInput
-from rollgraph.rl.rows import DataError, Row, is_text, load_rows, make_rows, read_jsonl
+from rollgraph.rl.rows import DataError, Row, is_chat, is_text, load_rows, make_rows, read_jsonl
 from rollgraph.tokenizer import Message, Tokenizer
 from rollgraph.types import Prompt
 
-__all__ = ["DataError", "PromptData", "Row", "is_text", "load_rows", "make_rows", "read_jsonl", "split"]
+__all__ = [
+    "DataError", "PromptData", "Row", "as_chat", "is_chat", "is_text", "load_rows", "make_rows", "read_jsonl", "split",
+]  # fmt: skip
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -44,6 +46,13 @@ def split(rows: Sequence[Row], held_out: int | float, seed: int) -> tuple[list[R
     return train, validation
 
 
+def as_chat(prompt: str | list[Message], chat: bool) -> str | list[Message]:
+    """The prompt of a row as it is encoded: with `chat`, a text is what a user says."""
+    if chat and isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
 class PromptData:
     """Deals out `prompts_per_step` prompts for each step, and gives this rank its share of them.
 
@@ -52,7 +61,8 @@ class PromptData:
 
     With `max_prompt_tokens`, every row is tokenized once at the start. A prompt that is too long, or that the tokenizer
     cannot encode, then stops the run before it has begun, or with `too_long="drop"` is left out and counted in
-    `dropped`. The longest prompt that is left has `longest` tokens.
+    `dropped`. The longest prompt that is left has `longest` tokens. `admit` is called for each prompt at the start,
+    too: one for which it raises DataError is treated like one that is too long.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class PromptData:
         max_prompt_tokens: int | None = None,
         too_long: Literal["error", "drop"] = "error",
         chat: bool = False,
+        admit: Callable[[Prompt], None] | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -83,6 +94,7 @@ class PromptData:
         self._rows = rows
         self._tokenizer = tokenizer
         self._chat = chat
+        self._admit = admit
         self._seed = seed
         self._shuffle = shuffle
         self._rank = rank
@@ -102,6 +114,11 @@ class PromptData:
     def dropped(self) -> int:
         """The number of rows that were left out because they are too long or cannot be encoded."""
         return len(self._rows) - len(self._kept)
+
+    @property
+    def epoch(self) -> float:
+        """How many times all prompts have been dealt out."""
+        return self._cursor / len(self)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -152,7 +169,7 @@ class PromptData:
 
     def _measure(self, most: int | None, too_long: str) -> Indices:
         """The indices of the rows that can be encoded and are short enough."""
-        if most is None:
+        if most is None and self._admit is None:
             return np.arange(len(self._rows))
         kept: list[int] = []
         first_problem: DataError | None = None
@@ -172,21 +189,23 @@ class PromptData:
             raise DataError(detail, argument=first_problem.argument, place=first_problem.place)
         return np.array(kept)
 
-    def _count_tokens(self, index: int, most: int) -> int:
-        """The length of a row's prompt; raises if it cannot be encoded or is longer than `most`."""
+    def _count_tokens(self, index: int, most: int | None) -> int:
+        """The length of a row's prompt; raises if it cannot be encoded, is longer than `most` or is not admitted."""
         drop = ("too_long", "drop")
         try:
-            _, tokens = self._encode(index)
+            text, tokens = self._encode(index)
         except DataError as error:
             raise DataError(f"{error.detail}; fix it", place=error.place, alternative=drop) from error
         count = len(tokens)
-        if count > most:
+        if most is not None and count > most:
             raise DataError(
                 f"the prompt has {count} tokens, and the limit is {most}; raise it",
                 argument="max_prompt_tokens",
                 place=self._rows[index].place,
                 alternative=drop,
             )
+        if self._admit is not None:
+            self._admit(Prompt(index, tuple(tokens), text))
         return count
 
     def _find(self, position: int) -> int:
@@ -209,9 +228,7 @@ class PromptData:
         if found is not None:
             return found
         row = self._rows[index]
-        prompt: str | Sequence[Message] = row.prompt
-        if self._chat and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+        prompt = as_chat(row.prompt, self._chat)
         try:
             if isinstance(prompt, str):
                 text = prompt

@@ -94,9 +94,9 @@ def _make_row(entry: Any, place: str) -> Row:
             raise DataError(detail, place=place)
     source = _find_prompt(entry, place)
     prompt = entry[source]
-    if source == "prompt" and not (is_text(prompt) and prompt):
-        raise DataError(f"'prompt' must be text, got {prompt!r:.80}", place=place)
-    if source == "messages" and not _is_chat(prompt):
+    if source == "prompt" and not (is_text(prompt) and prompt) and not is_chat(prompt):
+        raise DataError(f"'prompt' must be text or a list of messages, got {prompt!r:.80}", place=place)
+    if source == "messages" and not is_chat(prompt):
         detail = f"'messages' must be a list of {{role, content}}, both text, got {prompt!r:.80}"
         raise DataError(detail, place=place)
     columns = {}
@@ -141,7 +141,8 @@ def _to_plain(value: Any, name: str, place: str) -> Any:
     raise DataError(detail, place=place)
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages, each with a role and a content."""
     return isinstance(value, list) and bool(value) and all(_is_message(message) for message in value)
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from rollgraph.run.reference import keep_reference, restore_reference
-from rollgraph.run.resume import Resume, Start, none_whole
+from rollgraph.run.resume import Resume, ResumeWarmStart, Start, none_whole
 from rollgraph.run.rollouts import evaluate
 from rollgraph.run.saving import show_checkpoint_problems
 from rollgraph.run.setup import Run
 from rollgraph.run.warm_start import warm_start
+from rollgraph.sharding import CheckpointError
 
 
 def begin(run: Run, start: Start) -> int | None:
     """Bring the run to its first step and return its number, or None if the run was asked to stop on the way."""
     if isinstance(start, Resume):
         return _load_checkpoint(run, start)
-    if run.config.warm_start is not None and not warm_start(run):
+    if run.config.warm_start is None:
+        if isinstance(start, ResumeWarmStart):
+            raise CheckpointError(f"{start.newest.path} is of a warm start, but warm_start is null")
+    elif not warm_start(run, start):
         return None
     keep_reference(run)
     data = run.inputs.data
     data.load_state({**data.state(), "cursor": 0})  # the warm start has drawn prompts
-    if run.inputs.validation:
+    if run.inputs.can_validate:
         found = evaluate(run, "before")
         shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         run.log.note(f"before the first step: {shown}")

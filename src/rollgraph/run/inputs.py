@@ -17,13 +17,22 @@ from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, hf_weights
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm, load_algorithm
-from rollgraph.rl.data import DataError, PromptData, Row, load_rows
+from rollgraph.rl.data import PromptData, load_rows
+from rollgraph.rl.demonstrations import COLUMNS, WrittenData
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
+from rollgraph.run.demonstrations import load_training_rows, load_validation_rows, load_warm_start
 from rollgraph.run.key_errors import about
 from rollgraph.run.resume import check_data
-from rollgraph.run.shapes import check_buckets, check_cache, longest_prompt, make_limits
+from rollgraph.run.shapes import (
+    check_buckets,
+    check_cache,
+    longest_prompt,
+    longest_written,
+    make_limits,
+    written_limits,
+)
 from rollgraph.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from rollgraph.types import Prompt, Rollout
 
@@ -43,7 +52,13 @@ class Inputs:
     data: PromptData
     validation: list[Prompt]
     left_out: int  # prompts of the validation file that are too long
-    demonstrations: list[Rollout]  # for the warm start
+    warm_start: WrittenData | None
+    written: WrittenData | None = None  # what an algorithm that samples nothing learns from; `data` has its prompts
+    examples: tuple[Rollout, ...] = ()  # of the validation file, for such an algorithm
+
+    @property
+    def can_validate(self) -> bool:
+        return bool(self.validation or self.examples)
 
 
 def check_inputs(config: Config, world: World, resume_from: Saved | None = None) -> Inputs:
@@ -59,11 +74,13 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
     check_vocabulary(config, tokenizer, architecture)
     algorithm = make_algorithm(config)
     environment = make_environment(config, tokenizer, config.rollout.samples_per_prompt)
+    if algorithm.source in COLUMNS:
+        return _check_written(config, world, resume_from, scopes, tokenizer, architecture, algorithm, environment)
     examiner = make_environment(config, tokenizer, config.validation.samples)
     sampling = make_sampling(config, environment)
     limits = make_limits(config, architecture, world.device, world.size)
     check_cache(config, limits, architecture, dtype)
-    demonstrations = load_demonstrations(config, tokenizer, limits)
+    warm_start = load_warm_start(config, tokenizer, world, min(limits.max_length, limits.token_buckets[-1]))
     with ExitStack() as undo:
         rewards = make_rewards(config, environment)
         undo.callback(rewards.close)
@@ -71,7 +88,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
         held_out = make_held_out(config, tokenizer, limits)
         check_buckets(config, limits, data, held_out)
         if resume_from is not None:
-            check_data(resume_from, data)
+            check_data(resume_from, data, warm_start)
         with about("reward"):
             for each in filter(None, (data, held_out)):
                 rewards.check_columns(each.columns)
@@ -92,7 +109,46 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
         data=data,
         validation=validation,
         left_out=held_out.dropped if held_out else 0,
-        demonstrations=demonstrations,
+        warm_start=warm_start,
+    )
+
+
+def _check_written(
+    config: Config,
+    world: World,
+    resume_from: Saved | None,
+    scopes: tuple[str, ...],
+    tokenizer: Tokenizer,
+    architecture: Architecture,
+    algorithm: Algorithm,
+    environment: Environment,
+) -> Inputs:
+    """The inputs of an algorithm that learns from what the data holds: nothing is sampled, and nothing rewarded."""
+    if config.reward.functions or config.rollout.environment is not None:
+        key = "reward.functions" if config.reward.functions else "rollout.environment"
+        raise ConfigError([f"{key}: {config.algorithm.name} samples nothing, so there is nothing to reward"])
+    most = longest_written(config, architecture)
+    written = load_training_rows(config, tokenizer, world, algorithm.source, most)
+    held_out = load_validation_rows(config, tokenizer, algorithm.source, most)
+    warm_start = load_warm_start(config, tokenizer, world, most)
+    if resume_from is not None:
+        check_data(resume_from, written.prompts, warm_start)
+    longest = max(data.completions.longest for data in (written, held_out, warm_start) if data is not None)
+    return Inputs(
+        scopes=scopes,
+        tokenizer=tokenizer,
+        algorithm=algorithm,
+        environment=environment,
+        examiner=environment,
+        sampling=SamplingParams(),  # a loss has the temperature 1
+        limits=written_limits(config, longest, len(COLUMNS[algorithm.source]), world.device, world.size),
+        rewards=RewardFunctions((), adds=True),
+        data=written.prompts,
+        validation=[],
+        left_out=held_out.prompts.dropped if held_out else 0,
+        warm_start=warm_start,
+        written=written,
+        examples=tuple(held_out.all_rollouts()) if held_out else (),
     )
 
 
@@ -189,35 +245,6 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> Promp
         )
 
 
-def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) -> list[Rollout]:
-    """The rows of the warm start as rollouts, each short enough to train on."""
-    if config.warm_start is None:
-        return []
-    most = min(limits.max_length, limits.token_buckets[-1])
-    with about("warm_start.data"):
-        rows = load_rows(config.warm_start.data)
-        found = [_read_demonstration(index, row, tokenizer) for index, row in enumerate(rows)]
-        for row, rollout in zip(rows, found, strict=True):
-            count = len(rollout.prompt.tokens) + len(rollout.tokens)
-            if count > most:
-                raise DataError(f"{count} tokens, but a sequence of this run has at most {most}", place=row.place)
-    return found
-
-
-def _read_demonstration(index: int, row: Row, tokenizer: Tokenizer) -> Rollout:
-    completion = row.columns.get("completion")
-    if not isinstance(row.prompt, str) or not isinstance(completion, str):
-        raise DataError("a warm start needs `prompt` and `completion`, both text", place=row.place)
-    try:
-        prompt = Prompt(index, tuple(tokenizer.encode(row.prompt)), row.prompt)
-        tokens = tokenizer.encode(completion, special=False)
-    except ValueError as error:
-        raise DataError(str(error), place=row.place) from error
-    if tokenizer.eos_id is not None:
-        tokens = [*tokens, tokenizer.eos_id]
-    return Rollout(prompt, tokens, [True] * len(tokens), [0.0] * len(tokens))
-
-
 # -- rewards, environment, sampling, algorithm ------------------------------------------------------
 
 
@@ -278,5 +305,7 @@ def scores_old(config: Config, algorithm: Algorithm, exact: bool) -> bool:
     If generation and training agree, they are those of the rollouts. Otherwise those of the rollouts will do for a
     single update, unless sampling was restricted to some of the tokens.
     """
+    if algorithm.source in COLUMNS:
+        return False  # nobody drew the tokens
     several = config.algorithm.minibatches * config.algorithm.epochs > 1
     return config.rollout.filtered or (not exact and (several or algorithm.needs_old_logprobs))

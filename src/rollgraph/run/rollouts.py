@@ -1,4 +1,4 @@
-"""The rollouts of a step and of a validation: sampled, rewarded, kept or dropped, and scored."""
+"""The rollouts of a step and of a validation: sampled, rewarded, kept or dropped, and scored; or written and scored."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from rollgraph.inference import Progress
+from rollgraph.policy.weights import POLICY
+from rollgraph.rl.algorithms import SupervisedAlgorithm
 from rollgraph.rl.algorithms.batches import describe, is_constant
+from rollgraph.rl.demonstrations import WrittenData
+from rollgraph.run.demonstrations import share_of
 from rollgraph.run.failures import count_failures, share_failures, show_reward_failures
 from rollgraph.run.progress import Group
 from rollgraph.run.setup import Run
@@ -18,6 +23,29 @@ MAX_ROUNDS = 8  # of sampling for one step, if the algorithm drops groups
 
 
 def collect(run: Run, step: int) -> list[Rollout]:
+    """The rollouts of a step, from where the algorithm takes them; every rank has all of them."""
+    if run.inputs.written is not None:
+        return take_written(run, run.inputs.written)
+    return sample_groups(run, step)
+
+
+def take_written(run: Run, data: WrittenData) -> list[Rollout]:
+    """The next rows of the data. Pairs are scored, because their loss compares policy and reference."""
+    rollouts = data.next_rollouts()
+    run.log.pending["data/epoch"] = data.prompts.epoch
+    if run.inputs.algorithm.source == "pairs":
+        with run.log.timed("score"):
+            score_written(run, rollouts)
+    return run.policy.gather_rollouts(rollouts)
+
+
+def score_written(run: Run, rollouts: Sequence[Rollout]) -> None:
+    run.policy.score(rollouts, POLICY)
+    if run.inputs.algorithm.needs_reference:
+        run.policy.score(rollouts, "reference")
+
+
+def sample_groups(run: Run, step: int) -> list[Rollout]:
     """Sample until the algorithm has kept a group for each prompt of the step; groups beyond that wait for the next."""
     wanted = run.config.data.prompts_per_step
     groups = run.progress.surplus
@@ -97,7 +125,26 @@ def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
 
 
 def evaluate(run: Run, seed: str) -> dict[str, float]:
-    """Metrics of the validation prompts, which ranks divide among themselves.
+    """Metrics of the validation data, which ranks divide among themselves."""
+    found: dict[str, float] = {}
+    if run.inputs.left_out:
+        found["validation/dropped_prompts"] = float(run.inputs.left_out)
+    if run.inputs.written is not None:
+        return found | _evaluate_written(run)
+    return found | _evaluate_samples(run, seed)
+
+
+def _evaluate_written(run: Run) -> dict[str, float]:
+    algorithm = cast(SupervisedAlgorithm, run.inputs.algorithm)
+    with run.log.timed("validate"):
+        rollouts = share_of(run.inputs.examples, run.world)
+        score_written(run, rollouts)
+        rollouts = run.policy.gather_rollouts(rollouts)
+    return {f"validation/{name}": value for name, value in algorithm.examine(rollouts).items()}
+
+
+def _evaluate_samples(run: Run, seed: str) -> dict[str, float]:
+    """Metrics of completions of the validation prompts.
 
     `RewardFunctions.is_right` says which samples are right; pass@k is the share of prompts with at least one of them.
     """
@@ -110,10 +157,7 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
         inputs.rewards.score(rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)
     right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
-    found: dict[str, float] = {}
-    if inputs.left_out:
-        found["validation/dropped_prompts"] = float(inputs.left_out)
-    found["validation/reward"] = math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)
+    found = {"validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)}
     found |= _rewards_by_function(rollouts)
     found["validation/accuracy"] = sum(map(sum, right)) / len(rollouts)
     found[f"validation/pass@{settings.samples}"] = sum(map(any, right)) / len(right)

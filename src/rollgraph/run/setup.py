@@ -119,7 +119,7 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
     def show(name: str, done: int, total: int) -> None:
         log.view.phase(f"capture {name}", done, total)
 
-    policy.capture_all(losses, show)
+    policy.capture_all(losses, show, generates=inputs.written is None)
     if policy.products is not None and not config.rollout.filtered:  # a filter changes what is sampled from
         log.note(describe(policy.products))
 
