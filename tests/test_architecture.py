@@ -85,14 +85,14 @@ LAYERS = (
     ), packages=BASE, independent=True),
     Layer("policy", (
         "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/phases.py", "policy/packing.py",
-        "policy/packed_arrays.py", "policy/step_graphs.py", "policy/exactness.py",
+        "policy/packed_arrays.py", "policy/score_graphs.py", "policy/step_graphs.py", "policy/exactness.py",
         "policy/agreement_layout.py", "policy/agreement_check.py",
         "policy/train_metrics.py", "policy/worker.py",
     ), packages=None),
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
-        "run/shapes.py", "run/resume.py", "run/demonstrations.py", "run/inputs.py", "run/step_floor.py",
-        "run/memory_plan.py", "run/model_source.py", "distributed/launch.py",
+        "run/shapes.py", "run/resume.py", "run/demonstrations.py", "run/teacher.py", "run/inputs.py",
+        "run/step_floor.py", "run/memory_plan.py", "run/model_source.py", "distributed/launch.py",
         "run/progress.py", "run/step_log.py", "run/setup.py", "run/failures.py", "run/learning_notes.py",
         "run/reference.py",
         "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/begin.py",

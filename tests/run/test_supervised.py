@@ -16,6 +16,7 @@ from rollgraph.cli import main
 from rollgraph.config import Config, ConfigError, parse_config, to_yaml
 from rollgraph.model import Decoder, load_model
 from rollgraph.rl.data import DataError
+from rollgraph.run.memory_plan import make_plan
 from rollgraph.run.resume import MODEL
 from rollgraph.train import train
 from rollgraph.types import Rollout
@@ -244,3 +245,12 @@ def test_rows_that_lack_something_are_named_by_file_and_line(folder: Path) -> No
         DataError, match=r"data\.max_tokens: .*jsonl:1: the prompt with .* or set data\.too_long='drop'"
     ):
         train(config_of(folder, "data.max_tokens=9"), ONE)
+
+
+def test_a_plan_without_samples_has_no_cache(folder: Path) -> None:
+    config = config_of(folder, "data.max_tokens=48")
+    plan = make_plan(config, device="cpu")
+    names = {line.name for line in plan.lines}
+    assert not any("cache" in name or "decode" in name or "prefill" in name for name in names)
+    assert plan.floor.repeated.keys() == {"train"}
+    assert {"policy", "reference"} < make_plan(dpo_config(folder), device="cpu").floor.repeated.keys()

@@ -145,6 +145,9 @@ class RewardConfig:
 class AlgorithmConfig:
     name: Annotated[File, "A built-in algorithm, package.module:name, or path/file.py:name."] = "grpo"
     options: Annotated[Options, "Settings of the algorithm."] = field(default_factory=dict)
+    teacher: Annotated[
+        File | None, "Folder of the model that scores samples for `distillation`; it has the policy's tokenizer."
+    ] = None
     minibatches: Annotated[Count, "Optimizer steps per pass over the rollouts."] = 1
     epochs: Annotated[Count, "Passes over the rollouts of a step."] = 1
     kl_coef: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rollgraph.config.algorithm_names import GROUP_RELATIVE, ONE_UPDATE, SUPERVISED
+from rollgraph.config.algorithm_names import GROUP_RELATIVE, ONE_UPDATE, SUPERVISED, TAUGHT
 from rollgraph.config.keys import COLDEST, Config, Scope
 from rollgraph.config.problems import ConfigError, ConfigProblem
 from rollgraph.config.reader import BrokenRule
@@ -43,6 +43,7 @@ def broken_rules(config: Config) -> list[BrokenRule]:
         *_length_rules(config),
         *_rollout_rules(config),
         *_supervised_rules(config),
+        *_teacher_rules(config),
         *_kl_rules(config),
         *_exactness_rules(config),
         *_schedule_rules(config),
@@ -82,9 +83,11 @@ def _length_rules(config: Config) -> Iterator[BrokenRule]:
 def _rollout_rules(config: Config) -> Iterator[BrokenRule]:
     own = ":" in config.algorithm.name  # known once it is loaded
     rewards = config.reward.functions or config.rollout.environment
-    if not rewards and not own and config.algorithm.name not in SUPERVISED:
+    taught = config.algorithm.name in TAUGHT and not config.algorithm.options.get("reward_coef")
+    if not (rewards or own or taught or config.algorithm.name in SUPERVISED):
         yield "something_rewards", "reward.functions", "give a reward function or an environment"
-    if config.rollout.samples_per_prompt == 1 and config.algorithm.name in GROUP_RELATIVE:
+    compares = config.algorithm.name in GROUP_RELATIVE or config.algorithm.options.get("reward_coef")
+    if config.rollout.samples_per_prompt == 1 and compares:
         wrong = f"{config.algorithm.name} compares the samples of a prompt, so it needs 2 or more"
         yield "group_compares", "rollout.samples_per_prompt", wrong
     rollouts = config.data.prompts_per_step
@@ -112,6 +115,18 @@ def _supervised_rules(config: Config) -> Iterator[BrokenRule]:
         key = "algorithm.minibatches" if config.algorithm.minibatches > 1 else "algorithm.epochs"
         wrong = f"{name} scores its rows under the policy before an update, so a step is one update"
         yield "one_update", key, f"{wrong}; use data.prompts_per_step to set its size"
+
+
+def _teacher_rules(config: Config) -> Iterator[BrokenRule]:
+    name = config.algorithm.name
+    if name in TAUGHT:
+        if config.algorithm.teacher is None:
+            yield "teacher_given", "algorithm.teacher", f"{name} needs the folder of a teacher"
+        if config.rollout.filtered:
+            wrong = "with rollout.top_k, top_p or min_p, samples are not compared with the teacher as the policy's own"
+            yield "samples_of_the_policy", "algorithm.name", wrong
+    elif config.algorithm.teacher is not None and ":" not in name:
+        yield "teacher_used", "algorithm.teacher", f"{name} has no teacher; use distillation"
 
 
 def _kl_rules(config: Config) -> Iterator[BrokenRule]:

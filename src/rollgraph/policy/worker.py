@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from rollgraph.model.product_probe import ProductReport, clear_routes
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import Phases
-from rollgraph.policy.step_graphs import GraphSettings, Loss, OnCapture, StepGraphs
+from rollgraph.policy.score_graphs import GraphSettings, OnCapture, ScoreGraphs
+from rollgraph.policy.step_graphs import Loss, StepGraphs
 from rollgraph.policy.train_metrics import TrainTotals, summarize
 from rollgraph.policy.weights import POLICY, WeightSlots
 from rollgraph.rl.environment import Turn
@@ -80,9 +82,19 @@ class PolicyWorker:
         self.backend_name: BackendName = backend
         if backend == "auto":
             self.backend_name = "cuda" if self._on_gpu else "tape"
-        settings = GraphSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
-        temperature = sampling.temperature or 1.0
-        self._steps = StepGraphs(model, self.sharded, limits, settings, temperature, [self._policy_is_swapped_out])
+        self._graphs = GraphSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
+        self._temperature = sampling.temperature or 1.0
+        guards = [self._policy_is_swapped_out]
+        self._steps = StepGraphs(model, self.sharded, limits, self._graphs, self._temperature, guards)
+        self._frozen: dict[str, ScoreGraphs] = {}  # other models that score, by name
+
+    def add_frozen(self, name: str, model: Decoder) -> None:
+        """Let another model, which is never trained, score in place of a slot of this name.
+
+        Call this before `capture_all`, which captures its graphs, too. Each rank has the whole model.
+        """
+        model.requires_grad_(False)
+        self._frozen[name] = ScoreGraphs(model, self.limits, self._graphs, self._temperature, label=name)
 
     def capture_all(
         self, losses: Mapping[str, tuple[Loss, bool]], on_capture: OnCapture | None = None, *, generates: bool = True
@@ -108,7 +120,10 @@ class PolicyWorker:
                 self.engine = self._make_engine(progress)
         with self.phases.enter("score"):
             self._steps.capture_score(progress)
-        self._steps.capture_train(losses, "reference" in self.weights, whole_logits, progress)
+        for graphs in self._frozen.values():
+            graphs.capture_score(progress)
+        has_reference = "reference" in self.weights or "reference" in self._frozen
+        self._steps.capture_train(losses, has_reference, whole_logits, progress)
 
     def _make_engine(self, progress: OnCapture) -> Engine:
         return Engine(
@@ -207,12 +222,21 @@ class PolicyWorker:
                 rollout.reference_logprobs = found
 
     def logprobs(self, samples: Sequence[Sample], weights: str = POLICY) -> list[list[float]]:
-        """The log-probabilities of the tokens of each sample, under a slot's weights, at the sampling temperature."""
+        """The log-probabilities of the tokens of each sample, at the sampling temperature.
+
+        `weights` names a slot, or a model that was added.
+        """
+        graphs: ScoreGraphs = self._steps
+        swapped: AbstractContextManager[object] = nullcontext()
+        if weights in self._frozen:
+            graphs = self._frozen[weights]
+        else:
+            swapped = self.weights.use(weights)
         scored = []
-        with self.phases.enter("score"), self.weights.use(weights):
-            for indices, bucket in self._steps.plan(samples):  # packed while the device works on the one before
-                arrays = self._steps.fill([samples[index] for index in indices], bucket)
-                scored.append((indices, arrays.starts, self._steps.score(arrays).clone()))
+        with self.phases.enter("score"), swapped:
+            for indices, bucket in graphs.plan(samples):  # packed while the device works on the one before
+                arrays = graphs.fill([samples[index] for index in indices], bucket)
+                scored.append((indices, arrays.starts, graphs.score(arrays).clone()))
         results: list[list[float]] = [[] for _ in samples]
         for indices, starts, values in scored:
             on_host = values.cpu()

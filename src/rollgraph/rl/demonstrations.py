@@ -85,8 +85,8 @@ def _describe_missing(row: Row, names: Sequence[str], missing: str) -> str:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """What follows a prompt, e.g. Completion([72, 105, 257], [True, True, True], "Hi<|eos|>")."""
+class WrittenCompletion:
+    """What follows a prompt, e.g. WrittenCompletion([72, 105, 257], [True, True, True], "Hi<|eos|>")."""
 
     tokens: list[int]
     trained: list[bool]  # whether the assistant wrote the token
@@ -94,7 +94,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ChatPiece:
     text: str
     is_assistants: bool
 
@@ -113,7 +113,7 @@ class Completions:
         self._rewards = COLUMNS[source]
         self._most = most
         self._chat = chat
-        self._encoded: dict[int, list[Completion]] = {}  # by row
+        self._encoded: dict[int, list[WrittenCompletion]] = {}  # by row
 
     def admit(self, prompt: Prompt) -> None:
         row = self._rows[prompt.id]
@@ -137,7 +137,7 @@ class Completions:
                 made.append(Rollout(prompt, tokens, trained, unknown, completion.text, reward=reward, group=group))
         return made
 
-    def _completions(self, prompt: Prompt) -> list[Completion]:
+    def _completions(self, prompt: Prompt) -> list[WrittenCompletion]:
         if prompt.id not in self._encoded:
             row = self._rows[prompt.id]
             try:
@@ -149,12 +149,12 @@ class Completions:
             self._encoded[prompt.id] = found
         return self._encoded[prompt.id]
 
-    def _encode(self, prompt: Prompt, completion: str | list[Message]) -> Completion:
+    def _encode(self, prompt: Prompt, completion: str | list[Message]) -> WrittenCompletion:
         row = self._rows[prompt.id]
         asked = as_chat(row.prompt, self._chat)
         if isinstance(asked, str):
             assert isinstance(completion, str)
-            pieces = [_Piece(completion, True)]
+            pieces = [_ChatPiece(completion, True)]
         else:
             if isinstance(completion, str):
                 completion = [{"role": "assistant", "content": completion}]
@@ -169,26 +169,26 @@ class Completions:
         if True not in trained:
             raise DataError("the completion is empty", place=row.place)
         last = len(trained) - trained[::-1].index(True)
-        return Completion(tokens[:last], trained[:last], "".join(piece.text for piece in pieces))
+        return WrittenCompletion(tokens[:last], trained[:last], "".join(piece.text for piece in pieces))
 
-    def _render(self, text: str, asked: list[Message], completion: list[Message], place: str) -> list[_Piece]:
+    def _render(self, text: str, asked: list[Message], completion: list[Message], place: str) -> list[_ChatPiece]:
         """What the chat template writes after the prompt: the assistant's turns, and what stands between them."""
-        pieces: list[_Piece] = []
+        pieces: list[_ChatPiece] = []
         messages = list(asked)
         for message in completion:
             is_assistants = message["role"] == "assistant"
             if is_assistants and pieces:
                 longer = self._tokenizer.render_chat(messages)
-                pieces.append(_Piece(_rest(longer, text, place), False))
+                pieces.append(_ChatPiece(_rest(longer, text, place), False))
                 text = longer
             messages.append(message)
             if is_assistants:
                 longer = self._tokenizer.render_chat(messages, add_generation_prompt=False)
-                pieces.append(_Piece(_rest(longer, text, place), True))
+                pieces.append(_ChatPiece(_rest(longer, text, place), True))
                 text = longer
         return pieces
 
-    def _encode_pieces(self, prompt: Prompt, pieces: Sequence[_Piece], special: bool) -> list[list[int]]:
+    def _encode_pieces(self, prompt: Prompt, pieces: Sequence[_ChatPiece], special: bool) -> list[list[int]]:
         """The tokens of each piece: those of the whole text, or of each piece alone if a token crosses a border.
 
         The whole text is how other tools encode it, and some tokenizers begin each text with a space of their own.

@@ -33,6 +33,7 @@ from rollgraph.run.shapes import (
     make_limits,
     written_limits,
 )
+from rollgraph.run.teacher import check_teacher
 from rollgraph.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from rollgraph.types import Prompt, Rollout
 
@@ -53,12 +54,25 @@ class Inputs:
     validation: list[Prompt]
     left_out: int  # prompts of the validation file that are too long
     warm_start: WrittenData | None
+    teacher: Architecture | None = None
+    rewarded: bool = False  # whether anything gives rewards to samples
     written: WrittenData | None = None  # what an algorithm that samples nothing learns from; `data` has its prompts
     examples: tuple[Rollout, ...] = ()  # of the validation file, for such an algorithm
 
     @property
     def can_validate(self) -> bool:
         return bool(self.validation or self.examples)
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """What every run has."""
+
+    scopes: tuple[str, ...]
+    tokenizer: Tokenizer
+    architecture: Architecture
+    dtype: str | None
+    algorithm: Algorithm
 
 
 def check_inputs(config: Config, world: World, resume_from: Saved | None = None) -> Inputs:
@@ -72,23 +86,33 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
         tokenizer = make_tokenizer(config)
     architecture, dtype = read_architecture(config, tokenizer)
     check_vocabulary(config, tokenizer, architecture)
-    algorithm = make_algorithm(config)
+    basis = _Basis(scopes, tokenizer, architecture, dtype, make_algorithm(config))
+    read = _read_written if basis.algorithm.source in COLUMNS else _read_prompts
+    inputs = read(config, world, basis)
+    with ExitStack() as undo:
+        undo.callback(inputs.rewards.close)
+        if resume_from is not None:
+            check_data(resume_from, inputs.data, inputs.warm_start)
+        undo.pop_all()
+    return inputs
+
+
+def _read_prompts(config: Config, world: World, basis: _Basis) -> Inputs:
+    """The inputs of an algorithm that learns from samples of the policy."""
+    tokenizer, architecture = basis.tokenizer, basis.architecture
     environment = make_environment(config, tokenizer, config.rollout.samples_per_prompt)
-    if algorithm.source in COLUMNS:
-        return _check_written(config, world, resume_from, scopes, tokenizer, architecture, algorithm, environment)
     examiner = make_environment(config, tokenizer, config.validation.samples)
     sampling = make_sampling(config, environment)
     limits = make_limits(config, architecture, world.device, world.size)
-    check_cache(config, limits, architecture, dtype)
+    check_cache(config, limits, architecture, basis.dtype)
+    teacher = check_teacher(config, tokenizer, architecture, limits.max_length)
     warm_start = load_warm_start(config, tokenizer, world, min(limits.max_length, limits.token_buckets[-1]))
     with ExitStack() as undo:
-        rewards = make_rewards(config, environment)
+        rewards = make_rewards(config, environment, basis.algorithm)
         undo.callback(rewards.close)
         data = make_data(config, tokenizer, world, limits)
         held_out = make_held_out(config, tokenizer, limits)
         check_buckets(config, limits, data, held_out)
-        if resume_from is not None:
-            check_data(resume_from, data, warm_start)
         with about("reward"):
             for each in filter(None, (data, held_out)):
                 rewards.check_columns(each.columns)
@@ -98,9 +122,9 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
         for _ in range(len(held_out)):
             validation += held_out.next_prompts()
     return Inputs(
-        scopes=scopes,
+        scopes=basis.scopes,
         tokenizer=tokenizer,
-        algorithm=algorithm,
+        algorithm=basis.algorithm,
         environment=environment,
         examiner=examiner,
         sampling=sampling,
@@ -110,38 +134,31 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
         validation=validation,
         left_out=held_out.dropped if held_out else 0,
         warm_start=warm_start,
+        teacher=teacher,
+        rewarded=gives_rewards(config, environment),
     )
 
 
-def _check_written(
-    config: Config,
-    world: World,
-    resume_from: Saved | None,
-    scopes: tuple[str, ...],
-    tokenizer: Tokenizer,
-    architecture: Architecture,
-    algorithm: Algorithm,
-    environment: Environment,
-) -> Inputs:
+def _read_written(config: Config, world: World, basis: _Basis) -> Inputs:
     """The inputs of an algorithm that learns from what the data holds: nothing is sampled, and nothing rewarded."""
     if config.reward.functions or config.rollout.environment is not None:
         key = "reward.functions" if config.reward.functions else "rollout.environment"
         raise ConfigError([f"{key}: {config.algorithm.name} samples nothing, so there is nothing to reward"])
-    most = longest_written(config, architecture)
-    written = load_training_rows(config, tokenizer, world, algorithm.source, most)
-    held_out = load_validation_rows(config, tokenizer, algorithm.source, most)
+    tokenizer, source = basis.tokenizer, basis.algorithm.source
+    most = longest_written(config, basis.architecture)
+    written = load_training_rows(config, tokenizer, world, source, most)
+    held_out = load_validation_rows(config, tokenizer, source, most)
     warm_start = load_warm_start(config, tokenizer, world, most)
-    if resume_from is not None:
-        check_data(resume_from, written.prompts, warm_start)
     longest = max(data.completions.longest for data in (written, held_out, warm_start) if data is not None)
+    nothing = SingleTurn(1)
     return Inputs(
-        scopes=scopes,
+        scopes=basis.scopes,
         tokenizer=tokenizer,
-        algorithm=algorithm,
-        environment=environment,
-        examiner=environment,
+        algorithm=basis.algorithm,
+        environment=nothing,
+        examiner=nothing,
         sampling=SamplingParams(),  # a loss has the temperature 1
-        limits=written_limits(config, longest, len(COLUMNS[algorithm.source]), world.device, world.size),
+        limits=written_limits(config, longest, len(COLUMNS[source]), world.device, world.size),
         rewards=RewardFunctions((), adds=True),
         data=written.prompts,
         validation=[],
@@ -248,10 +265,16 @@ def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> Promp
 # -- rewards, environment, sampling, algorithm ------------------------------------------------------
 
 
-def make_rewards(config: Config, environment: Environment) -> RewardFunctions:
+def gives_rewards(config: Config, environment: Environment) -> bool:
+    return bool(config.reward.functions) or getattr(environment, "gives_rewards", False)
+
+
+def make_rewards(config: Config, environment: Environment, algorithm: Algorithm) -> RewardFunctions:
     given = config.rollout.environment
     adds = getattr(environment, "gives_rewards", False)
-    if not config.reward.functions and not adds:
+    if not gives_rewards(config, environment):
+        if not algorithm.needs_rewards:
+            return RewardFunctions((), adds=True)  # never called
         reason = "there is no rollout.environment that gives rewards"
         if given is not None:
             reason = f"rollout.environment {given.name} gives no rewards (it does not set `gives_rewards = True`)"

@@ -10,7 +10,7 @@ from typing import cast
 
 from rollgraph.inference import Progress
 from rollgraph.policy.weights import POLICY
-from rollgraph.rl.algorithms import SupervisedAlgorithm
+from rollgraph.rl.algorithms import UnrewardedAlgorithm
 from rollgraph.rl.algorithms.batches import describe, is_constant
 from rollgraph.rl.demonstrations import WrittenData
 from rollgraph.run.demonstrations import share_of
@@ -64,7 +64,7 @@ def sample_groups(run: Run, step: int) -> list[Rollout]:
         sampled += rollouts
         rounds += 1
     run.log.pending |= {"rounds": float(rounds), "groups_dropped": float(dropped)}
-    if constant:
+    if constant and run.inputs.rewarded:
         run.log.pending["frac_reward_zero_std"] = sum(constant) / len(constant)
     run.log.pending |= _describe(run, sampled)
     run.log.pending |= share_failures(run, failures_before, len(sampled))
@@ -89,8 +89,9 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
     with run.log.timed("generate"):
         generate = partial(run.policy.generate, seed=seed, on_progress=show)
         rollouts = run.inputs.environment.run(generate, prompts)
-    with run.log.timed("reward"):
-        run.inputs.rewards.score(rollouts)
+    if run.inputs.rewarded:
+        with run.log.timed("reward"):
+            run.inputs.rewards.score(rollouts)
     show_reward_failures(run)
     if run.inputs.algorithm.needs_reference:
         kept, _ = keep(run, rollouts)
@@ -119,7 +120,7 @@ def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
     if run.inputs.algorithm.needs_reference:
         scored = [rollout for rollout in sampled if rollout.reference_logprobs is not None]
         found["score_tokens"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
-    if sampled:
+    if sampled and run.inputs.rewarded:
         found["sampled_reward"] = describe(sampled)["reward"]
     return found
 
@@ -129,16 +130,22 @@ def evaluate(run: Run, seed: str) -> dict[str, float]:
     found: dict[str, float] = {}
     if run.inputs.left_out:
         found["validation/dropped_prompts"] = float(run.inputs.left_out)
-    if run.inputs.written is not None:
-        return found | _evaluate_written(run)
+    if not run.inputs.rewarded:
+        return found | _evaluate_unrewarded(run, seed)
     return found | _evaluate_samples(run, seed)
 
 
-def _evaluate_written(run: Run) -> dict[str, float]:
-    algorithm = cast(SupervisedAlgorithm, run.inputs.algorithm)
+def _evaluate_unrewarded(run: Run, seed: str) -> dict[str, float]:
+    """What the algorithm says about the completions of the validation data, or about samples as in a step."""
+    algorithm = cast(UnrewardedAlgorithm, run.inputs.algorithm)
     with run.log.timed("validate"):
-        rollouts = share_of(run.inputs.examples, run.world)
-        score_written(run, rollouts)
+        if run.inputs.written is not None:
+            rollouts = share_of(run.inputs.examples, run.world)
+            score_written(run, rollouts)
+        else:
+            mine = run.inputs.validation[run.world.rank :: run.world.size]
+            rollouts = run.inputs.examiner.run(partial(run.policy.generate, seed=seed), mine)
+            run.policy.score(rollouts, "reference")
         rollouts = run.policy.gather_rollouts(rollouts)
     return {f"validation/{name}": value for name, value in algorithm.examine(rollouts).items()}
 

@@ -84,7 +84,9 @@ def make_run(
             torch.set_num_threads(config.cpu_threads)
         policy = make_policy(config, world, inputs)
         undo.callback(policy.close)
-        if inputs.algorithm.needs_reference:
+        if inputs.teacher not in (None, policy.model.architecture):
+            policy.add_frozen("reference", load_teacher(config, world.device))
+        elif inputs.algorithm.needs_reference:
             policy.weights.save("reference", _reference_place(config, policy))
         capture_graphs(config, inputs, policy, log)
         checkpoints = Checkpoints(
@@ -152,6 +154,12 @@ def make_model(config: Config, tokenizer: Tokenizer, device: str) -> Decoder:
     model = Decoder(architecture, checkpointing=config.model.checkpointing)
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights
     return model.to(device, dtype or torch.float32)
+
+
+def load_teacher(config: Config, device: str) -> Decoder:
+    """A teacher that is a model of its own, in the dtype it is stored in."""
+    assert config.algorithm.teacher is not None
+    return load_model(config.algorithm.teacher, device=device)
 
 
 def optimizer_settings(config: Config) -> dict[str, Any]:

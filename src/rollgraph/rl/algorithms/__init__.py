@@ -12,11 +12,11 @@ from typing import Any, get_args
 
 from rollgraph.config.algorithm_names import ALGORITHM_PATHS
 from rollgraph.errors import InvalidInput, suggest
-from rollgraph.rl.algorithms.algorithm import Algorithm, Source, SupervisedAlgorithm
+from rollgraph.rl.algorithms.algorithm import Algorithm, Source, UnrewardedAlgorithm
 from rollgraph.rl.algorithms.policy_gradient import PolicyGradient
 from rollgraph.rl.paths import LoadError, load_object
 
-__all__ = ["ALGORITHMS", "Algorithm", "PolicyGradient", "SupervisedAlgorithm", "load_algorithm", "settings_of"]
+__all__ = ["ALGORITHMS", "Algorithm", "PolicyGradient", "UnrewardedAlgorithm", "load_algorithm", "settings_of"]
 
 MakeAlgorithm = Callable[..., Algorithm]
 
@@ -29,7 +29,7 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # positional and 
     "make_batch": (("rollouts",), ("minibatches", "seed")),
     "loss": (("streams",), ()),
 }
-EXAMINE = {"examine": (("rollouts",), ())}  # of an algorithm whose rollouts are written
+EXAMINE = {"examine": (("rollouts",), ())}  # of an algorithm that needs no rewards
 
 
 def load_algorithm(name: str, settings: Mapping[str, Any] | None = None) -> Algorithm:
@@ -86,7 +86,7 @@ def _check_protocol(name: str, algorithm: object) -> None:
     for attribute in FLAGS:
         if not isinstance(getattr(algorithm, attribute, None), bool):
             raise LoadError(f"an algorithm must have `{attribute}`, True or False", place=repr(name))
-    calls = CALLS if source == "policy" else {**CALLS, **EXAMINE}
+    calls = CALLS if algorithm.needs_rewards else {**CALLS, **EXAMINE}  # type: ignore[attr-defined]
     for method, (positional, keywords) in calls.items():
         try:
             signature = inspect.signature(getattr(algorithm, method))

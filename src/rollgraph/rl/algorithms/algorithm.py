@@ -49,8 +49,11 @@ class Algorithm(Protocol):
         """The loss of a microbatch's tokens and its metrics, both as sums; runs inside a captured graph."""
 
 
-class SupervisedAlgorithm(Algorithm, Protocol):
-    """An algorithm whose rollouts are written."""
+class UnrewardedAlgorithm(Algorithm, Protocol):
+    """An algorithm that needs no rewards."""
 
     def examine(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Metrics of validation, `loss` among them, from rollouts that were scored under the policy."""
+        """Metrics of validation in place of rewards, from rollouts that have the policy's log-probabilities.
+
+        By `loss`, if it is among them, the best checkpoints are kept.
+        """
