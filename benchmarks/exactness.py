@@ -112,7 +112,7 @@ def check(name: str, architecture: Architecture, options: argparse.Namespace, de
     tokens, equal, largest, samples = compare(worker, asked, "before")
     worst = 1.0
     for _ in range(options.updates):
-        worst = max(worst, worker.train(Batch([samples]))["token_mult_prob_error_max"])
+        worst = max(worst, worker.train(Batch([samples]))["policy/token_mult_prob_error_max"])
         for sample, scored in zip(samples, worker.logprobs(samples), strict=True):
             sample.logprobs = scored
     after = compare(worker, asked, "after")

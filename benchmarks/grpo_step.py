@@ -113,7 +113,7 @@ def measure(architecture: Architecture, options: argparse.Namespace, backend: An
     for step in range(1, 1 + options.repeats):
         seconds, learned = run_step(worker, algorithm, options, step)
         found.append(seconds)
-        error = learned["token_mult_prob_error"], learned["token_mult_prob_error_max"]
+        error = learned["policy/token_mult_prob_error"], learned["policy/token_mult_prob_error_max"]
         print(f"{backend}: probability ratio of generation and training: mean {error[0]}, largest {error[1]}")
     report = worker.pool.report()
     print(f"{backend}: {report.captures} captures, {report.replays} replays, {report.eager_runs} eager runs")

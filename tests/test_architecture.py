@@ -37,7 +37,7 @@ LAYERS = (
         "errors.py", "files.py", "types.py",
         "config/limits.py", "config/problems.py", "config/algorithm_names.py", "config/field_types.py",
         "config/yaml_tree.py", "config/inheritance.py", "config/reader.py", "config/printing.py",
-        "config/keys.py", "config/rules.py", "config/loading.py",
+        "config/keys.py", "config/rules.py", "config/loading.py", "config/keywords.py",
         "distributed/lost_ranks.py", "distributed/connection.py", "distributed/liveness.py", "distributed/world.py",
         "telemetry/jsonl.py", "telemetry/metrics.py", "telemetry/samples.py", "telemetry/sinks.py",
         "telemetry/terminal.py",
@@ -91,14 +91,15 @@ LAYERS = (
     ), packages=None),
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
-        "run/shapes.py", "run/resume.py", "run/demonstrations.py", "run/teacher.py", "run/inputs.py",
+        "run/shared_work.py", "run/hub_ids.py", "run/dataset_splits.py", "run/hub_cache.py", "run/hub_pins.py",
+        "run/shapes.py", "run/resume.py", "run/given.py", "run/demonstrations.py", "run/teacher.py", "run/inputs.py",
         "run/step_floor.py", "run/memory_plan.py", "run/model_source.py", "distributed/launch.py",
         "run/progress.py", "run/step_log.py", "run/setup.py", "run/failures.py", "run/learning_notes.py",
         "run/reference.py",
-        "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/begin.py",
+        "run/rollouts.py", "run/saving.py", "run/warm_start.py", "run/begin.py", "run/trained_run.py",
     ), packages=None),
     Layer("people", (
-        "train.py", "compat/", "commands/", "cli.py",
+        "train.py", "trainer.py", "compat/", "commands/", "cli.py",
     ), packages=None),
 )
 # fmt: on

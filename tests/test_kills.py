@@ -131,9 +131,10 @@ def finish(attempt: Attempt) -> None:
 
 def steps_taken(output: Path) -> int:
     try:
-        return len((output / "metrics.jsonl").read_text().splitlines())
+        lines = (output / "metrics.jsonl").read_text().splitlines()
     except OSError:
         return 0
+    return sum(not line.startswith('{"step": -1,') for line in lines)  # that is the validation before the first step
 
 
 def being_written(output: Path) -> set[str]:

@@ -54,7 +54,7 @@ def test_a_policy_learns_what_is_rewarded_and_nothing_from_shuffled_rewards(fold
     for name in ("even", "shuffled_even"):
         given = f"reward.functions=[{{name: '{folder / 'rewards.py'}:{name}'}}]"
         train(config_of(folder, *options, given, f"output={folder / name}"), ONE)
-        (found[name],) = validations(folder / name)
+        _, found[name] = validations(folder / name)
     assert found["even"] > 0.9
     assert found["shuffled_even"] < 0.3  # it begins at 0.2
 

@@ -42,7 +42,7 @@ def slow(value: str) -> Any:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-TIMES = ("seconds", "tokens/s", "memory")  # prefixes of metrics that differ even between identical runs
+TIMES = "speed/"  # prefix of the metrics that differ even between identical runs
 
 SMALL = """
 steps: 4
@@ -96,9 +96,15 @@ def eager_config(folder: Path, *overrides: str) -> Config:
     return config_of(folder, "graph.impl=none", *overrides)
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of `metrics.jsonl` without what was timed."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of the steps, without that of the validation before the first one."""
+    return [row for row in rows_of(folder) if row["step"] >= 0]
 
 
 def weights_of(folder: Path, step: int, rank: int = 0) -> dict[str, torch.Tensor]:
@@ -107,7 +113,7 @@ def weights_of(folder: Path, step: int, rank: int = 0) -> dict[str, torch.Tensor
 
 
 def assert_same_run(one: Path, other: Path, step: int) -> None:
-    assert metrics_of(one) == metrics_of(other)
+    assert rows_of(one) == rows_of(other)
     assert_same_weights(one, other, step)
 
 
@@ -125,11 +131,11 @@ def test_a_run_writes_everything_and_captures_nothing_after_warm_up(folder: Path
     out = folder / "run"
     values = metrics_of(out)
     assert [entry["step"] for entry in values] == [0, 1, 2, 3]
-    assert values[0]["kl"] == 0.0  # no update has been made yet
+    assert values[0]["policy/kl"] == 0.0  # no update has been made yet
     for entry in values:  # generation and training agree, bit for bit, before and after updates
-        assert entry["token_mult_prob_error"] == 1.0
-        assert entry["token_mult_prob_error_max"] == 1.0
-    assert values[2]["kl"] > 0
+        assert entry["policy/token_mult_prob_error"] == 1.0
+        assert entry["policy/token_mult_prob_error_max"] == 1.0
+    assert values[2]["policy/kl"] > 0
     assert all(0 <= entry["reward"] <= 1 for entry in values)
     assert [entry["step"] for entry in values if "validation/pass@1" in entry] == [1, 3]
     report = json.loads((out / "graphs.json").read_text())
@@ -213,8 +219,8 @@ def test_filtered_rollouts_are_trained_with_the_policys_own_log_probabilities(fo
     """The sampler normalizes over the filtered tokens: its values would give ratios far from 1 before any update."""
     train(eager_config(folder, sampling, "steps=2", "optimizer.lr=0"), ONE)
     for entry in metrics_of(folder / "run"):
-        assert entry["ratio"] == pytest.approx(1.0, abs=1e-5)
-        assert entry["token_mult_prob_error"] > 1.01  # this metric still compares with the sampler
+        assert entry["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert entry["policy/token_mult_prob_error"] > 1.01  # this metric still compares with the sampler
 
 
 @pytest.mark.parametrize(
@@ -278,20 +284,20 @@ def test_samples_are_written_with_their_own_advantages(folder: Path) -> None:
 def test_the_time_of_the_first_step_is_its_own(folder: Path) -> None:
     """Validation runs before the first step, and its time does not count as part of that step."""
     train(eager_config(folder, "steps=2", "validation.every=100"), ONE)
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["seconds/generate"] > 0
-    assert "seconds/validate" not in lines[0]
-    assert "seconds/validate" in lines[1]  # validation also follows the last step
+    _, *lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["speed/seconds/generate"] > 0
+    assert "speed/seconds/validate" not in lines[0]
+    assert "speed/seconds/validate" in lines[1]  # validation also follows the last step
 
 
 def test_speed_by_phase_and_memory(folder: Path) -> None:
     train(eager_config(folder, "steps=1", "data.validation=null", "algorithm.options={kl_coef: 0.05}"), ONE)
     (line,) = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    sampled = 16 * line["length"]
-    tokens = {"generate": sampled, "score": sampled + 16 * 3, "train": line["train_tokens"]}
+    sampled = 16 * line["length/mean"]
+    tokens = {"generate": sampled, "score": sampled + 16 * 3, "train": line["tokens/train"]}
     for phase, count in tokens.items():
-        assert line[f"tokens/s/{phase}"] * line[f"seconds/{phase}"] == pytest.approx(count)
-    assert 0.05 < line["memory_gib"] < 100  # PyTorch alone takes more than the lower bound
+        assert line[f"speed/tokens_per_second/{phase}"] * line[f"speed/seconds/{phase}"] == pytest.approx(count)
+    assert 0.05 < line["speed/memory_gib"] < 100  # PyTorch alone takes more than the lower bound
 
 
 def test_dropped_groups_are_in_the_metrics(folder: Path) -> None:
@@ -303,9 +309,9 @@ def test_dropped_groups_are_in_the_metrics(folder: Path) -> None:
     given = ["algorithm.name=dapo", "data.shuffle=false", "data.validation=null", "data.prompts_per_step=3"]
     train(eager_config(folder, *given, "steps=2"), ONE)
     for values in metrics_of(folder / "run"):
-        assert (values["rounds"], values["groups_dropped"]) == (3, 6)
+        assert (values["groups/rounds"], values["groups/dropped"]) == (3, 6)
         assert values["reward"] == 0.5
-        assert values["sampled_reward"] == pytest.approx(0.5 / 3)
+        assert values["reward/sampled"] == pytest.approx(0.5 / 3)
 
 
 def test_the_number_of_threads_is_restored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,14 +348,22 @@ def test_a_report_that_contradicts_the_configuration_ends_the_run(folder: Path) 
         run.close()
 
 
-def test_validation_before_the_first_step_is_in_its_metrics(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(eager_config(folder, "validation.every=1", "log.progress=plain"), ONE)
-    first, *later = metrics_of(folder / "run")
-    reward = first["before/validation/reward"]
+def test_validation_before_the_first_step_begins_the_validation_curve(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was killed in its first step and starts over has one baseline."""
+    config = eager_config(folder, "validation.every=1", "log.progress=plain", "steps=2")
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"step": -1, "validation/reward": 7}\n{"step": 0}\n')
+    train(config, ONE)
+    baseline, *steps = rows_of(folder / "run")
+    assert [row["step"] for row in (baseline, *steps)] == [-1, 0, 1]
+    assert baseline.keys() == {"step"} | {name for name in steps[0] if name.startswith("validation/")}
+    reward = baseline["validation/reward"]
     assert f"before the first step: validation/reward {reward:.3f}, " in capsys.readouterr().out
-    assert reward != first["validation/reward"]  # this one is measured after the step
-    assert "before/validation/pass@1" in first
-    assert not [name for entry in later for name in entry if name.startswith("before/")]
+    assert reward != steps[0]["validation/reward"]  # this one is measured after the step
+    train(replace(config, steps=3), ONE)
+    assert rows_of(folder / "run")[:3] == [baseline, *steps]
 
 
 def test_validation_counts_what_is_right_whatever_the_weights_and_shows_each_function(folder: Path) -> None:
@@ -365,13 +379,13 @@ def test_validation_counts_what_is_right_whatever_the_weights_and_shows_each_fun
     given = ["steps=1", "validation.samples=2", f"reward.functions=[{', '.join(functions)}]"]
     train(eager_config(folder, *given, f"output={folder / 'all'}"), ONE)
     (values,) = metrics_of(folder / "all")
-    assert (values["validation/accuracy"], values["validation/pass@2"], values["validation/reward/b"]) == (1, 1, 1)
+    assert (values["validation/accuracy"], values["validation/pass@2"], values["validation/rewards/b"]) == (1, 1, 1)
     given[-1] = (
         f"reward.functions=[{{name: '{ones}', weight: 0.5}}, {{name: '{folder / 'parts.py'}:some', weight: 0.5}}]"
     )
     train(eager_config(folder, *given), ONE)
     (values,) = metrics_of(folder / "run")
-    assert (values["validation/reward/ones"], values["validation/reward/some"]) == (1, 4 / 7)  # one prompt gets None
+    assert (values["validation/rewards/ones"], values["validation/rewards/some"]) == (1, 4 / 7)  # one prompt gets None
     # Of 8 prompts, 4 are right, and the one with None is right because the other function says so.
     assert (values["validation/accuracy"], values["validation/pass@2"]) == (5 / 8, 5 / 8)
 
@@ -548,7 +562,7 @@ def sparse_config(folder: Path, *overrides: str) -> Config:
 
 def test_groups_of_an_earlier_policy_are_no_disagreement(folder: Path) -> None:
     train(sparse_config(folder, "graph.exact=must", "graph.impl=none"), ONE)
-    errors = [entry["token_mult_prob_error_max"] for entry in metrics_of(folder / "run")]
+    errors = [entry["policy/token_mult_prob_error_max"] for entry in metrics_of(folder / "run")]
     assert errors[0] == 1.0
     assert max(errors) > 1.0  # a step has used groups that the step before had left over
 
@@ -661,7 +675,7 @@ def test_prompts_that_are_too_long_are_left_out_once_and_for_all(folder: Path) -
     options = ["data.max_prompt_tokens=null", "data.prompts_per_step=2", "data.too_long=drop", "steps=2"]
     run = train(eager_config(folder, *options), ONE)
     assert [len(prompt.tokens) for prompt in run.inputs.validation] == [3, 4, 5]
-    assert metrics_of(folder / "run")[-1]["dropped_prompts"] == 3
+    assert metrics_of(folder / "run")[-1]["data/dropped_prompts"] == 3
     with pytest.raises(DataError, match="jsonl:2"):
         train(eager_config(folder, *options, "data.too_long=error", f"output={folder / 'other'}"), ONE)
 
@@ -705,7 +719,7 @@ def test_few_rewards_that_fail_beside_zeros_do_not_end_the_run(folder: Path) -> 
     )
     train(eager_config(folder, "steps=1", "data.validation=null"), ONE)
     (values,) = metrics_of(folder / "run")
-    assert 0 < values["unrewarded"] == values["reward_failures/raised"] / 16 < 1
+    assert 0 < values["failures/unrewarded"] == values["failures/reward/raised"] / 16 < 1
 
 
 def test_failures_are_those_of_a_step_so_that_a_resume_changes_no_metric(folder: Path) -> None:
@@ -719,7 +733,7 @@ def test_failures_are_those_of_a_step_so_that_a_resume_changes_no_metric(folder:
     train(eager_config(folder, *halves, "steps=2"), ONE)
     train(eager_config(folder, *halves), ONE)
     train(eager_config(folder, "optimizer.schedule=constant"), ONE)
-    failures = [entry.get("reward_failures/raised", 0) for entry in metrics_of(folder / "run")]
+    failures = [entry.get("failures/reward/raised", 0) for entry in metrics_of(folder / "run")]
     assert sum(failures) > max(failures) > 0
     assert_same_run(folder / "run", folder / "halves", step=3)
 
@@ -862,7 +876,7 @@ def test_sigterm_to_a_whole_job_is_saved(folder: Path) -> None:
     taken = metrics_of(folder / "run")[-1]["step"] + 1
     assert int(saved.name.removeprefix("step_")) == taken - 1, output
     assert f"asked to stop: saved after {taken} of 1000 steps" in output
-    assert not any("reward_failures/died" in entry for entry in metrics_of(folder / "run"))
+    assert not any("failures/reward/died" in entry for entry in metrics_of(folder / "run"))
 
 
 @pytest.mark.multi
@@ -931,9 +945,7 @@ def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
     train(eager_config(folder, "steps=3", "validation.max_prompts=7", f"output={folder / 'alone'}"), ONE)
     alone = metrics_of(folder / "alone")
     assert values[0]["reward"] == pytest.approx(alone[0]["reward"])  # the same prompts, the same noise
-    held_out = [name for name in alone[0] if name.startswith("before/validation/")]
-    assert held_out
-    assert all(values[0][name] == pytest.approx(alone[0][name]) for name in held_out)  # the ranks share them
+    assert rows_of(folder / "run")[0] == pytest.approx(rows_of(folder / "alone")[0])  # the ranks share the validation
     assert values[2]["loss"] == pytest.approx(alone[2]["loss"], abs=1e-4)
 
 
@@ -978,7 +990,7 @@ def test_failed_rewards_of_other_ranks_are_reported_and_counted(folder: Path) ->
     assert output.count("a reward failed and counts as 0: even: RuntimeError: no idea") == 1
     assert "rewards failed for 16 rollouts: 16 raised" in output
     for entry in metrics_of(folder / "run"):
-        assert (entry["reward_failures/raised"], entry["unrewarded"]) == (8, 0.5)
+        assert (entry["failures/reward/raised"], entry["failures/unrewarded"]) == (8, 0.5)
 
 
 @pytest.mark.slow

@@ -28,10 +28,10 @@ def test_a_run_captures_nothing_after_warm_up_and_is_consistent(folder: Path, pl
     run = train(config_of(folder, *ON_A_GPU, f"memory.reference={place}", "algorithm.minibatches=1"), GPU)
     values = metrics_of(folder / "run")
     assert [entry["step"] for entry in values] == [0, 1, 2, 3, 4, 5]
-    assert values[0]["kl"] == 0.0  # the reference is scored in other buckets than it trains in
+    assert values[0]["policy/kl"] == 0.0  # the reference is scored in other buckets than it trains in
     for entry in values:
-        assert entry["token_mult_prob_error"] == 1.0
-        assert entry["token_mult_prob_error_max"] == 1.0
+        assert entry["policy/token_mult_prob_error"] == 1.0
+        assert entry["policy/token_mult_prob_error_max"] == 1.0
     assert values[-1]["reward"] > values[0]["reward"]
     report = json.loads((folder / "run" / "graphs.json").read_text())
     assert {graph["backend"] for graph in report["graphs"]} == {"cuda"}
@@ -50,7 +50,7 @@ def test_a_run_in_two_halves_is_the_same_run(folder: Path, monkeypatch: pytest.M
     train(config_of(folder, *ON_A_GPU), GPU)
     assert_same_weights(folder / "run", folder / "halves", step=5)
     for one, other in zip(metrics_of(folder / "run"), metrics_of(folder / "halves"), strict=True):
-        for name in ("step", "reward", "loss", "grad_norm", "kl", "lr"):
+        for name in ("step", "reward", "loss", "optimizer/grad_norm", "policy/kl", "optimizer/lr"):
             assert one[name] == other[name]
     assert resumed.policy.pool.report().eager_runs == 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollgraph.config import Config
@@ -11,13 +13,15 @@ from rollgraph.files import write_atomically
 from rollgraph.run.begin import begin
 from rollgraph.run.failures import REWARD_FAILURES, UNREWARDED, show_reward_failures, summarize_reward_failures
 from rollgraph.run.folder_lock import lock_folder
+from rollgraph.run.given import NOTHING, Given, write_given_model
+from rollgraph.run.hub_pins import pin_sources
 from rollgraph.run.inputs import check_inputs, scores_old
 from rollgraph.run.learning_notes import tell_if_nothing_to_learn
 from rollgraph.run.resume import MODEL, REPORT, Finished, Fresh, find_start
 from rollgraph.run.rollouts import collect, evaluate
 from rollgraph.run.saving import forget_warm_start, save_after_step, save_before_stop, saved_on_error, score_of
 from rollgraph.run.setup import POLICY_LOSS, Run, make_run
-from rollgraph.run.step_log import StepLog
+from rollgraph.run.step_log import OnStep, StepLog
 from rollgraph.run.stop import StopSignals
 from rollgraph.telemetry import check_sinks, make_view
 from rollgraph.types import Batch, Rollout
@@ -25,36 +29,58 @@ from rollgraph.types import Batch, Rollout
 
 def train(config: Config, world: World | None = None) -> Run | None:
     """Take all steps of a run, from its last checkpoint if there is one; None if they were taken already."""
-    world = world or World.current()
+    with open_run(config, world or World.current()) as (run, first_step):
+        if run is not None and first_step is not None:
+            for _ in take_steps(run, first_step):
+                pass
+    return run
+
+
+@contextmanager
+def open_run(
+    config: Config, world: World, given: Given = NOTHING, *, on_step: OnStep | None = None, stays_open: bool = False
+) -> Iterator[tuple[Run | None, int | None]]:
+    """A run in its locked folder, and its first step: None if all steps were taken, or it was asked to stop before.
+
+    If all steps were taken, there is no run either. A run that `stays_open` can be used afterwards, until it is closed.
+    """
     view = make_view(config.log.progress if world.rank == 0 else "none", config.steps)
     with view, StopSignals(world) as stop, lock_folder(config.output, world):
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
         start = find_start(config)
-        inputs = check_inputs(config, world, resume_from=None if isinstance(start, Fresh) else start.newest)
+        write_given_model(config, world, given, fresh=isinstance(start, Fresh))
+        config = pin_sources(config, world, note=view.note, writes=True)
+        resume_from = None if isinstance(start, Fresh) else start.newest
+        inputs = check_inputs(config, world, resume_from=resume_from, given=given)
         if isinstance(start, Finished):
             inputs.rewards.close()
             taken = start.newest.step + 1
             view.note(f"{config.output} is finished after {taken} steps: raise `steps`, or choose another output")
-            return None
-        run = make_run(config, world, inputs=inputs, log=StepLog(config, world, view), stop=stop)
+            yield None, None
+            return
+        log = StepLog(config, world, view, on_step)
+        run = make_run(config, world, inputs=inputs, log=log, stop=stop)
         try:
-            first_step = begin(run, start)
-            if first_step is not None:
-                take_steps(run, first_step)
-        finally:
+            yield run, begin(run, start)
+        except BaseException:
             run.close()
-    return run
+            raise
+        if not stays_open:
+            run.close()
 
 
-def take_steps(run: Run, first_step: int) -> None:
+def take_steps(run: Run, first_step: int) -> Iterator[int]:
+    """Take the steps of a run one by one, and yield the number of each once it is taken."""
     captures = run.policy.pool.report().captures
     if run.world.rank == 0:
         (Path(run.config.output) / REPORT).unlink(missing_ok=True)  # of the same run with fewer steps
     run.stop.begin_steps()
     with run.log.writing(first_step), saved_on_error(run):
         for step in range(first_step, run.config.steps):
-            if not take_step(run, step):
+            goes_on = take_step(run, step)
+            yield step
+            if not goes_on:
                 save_before_stop(run)
                 break
     finish(run, captures)
@@ -101,7 +127,7 @@ def update(run: Run, batch: Batch, step: int, exact: bool) -> dict[str, float]:
             check_report(run)
         run.progress.finish_step(step, run.policy.optimizer.steps)
     if run.inputs.data.dropped:
-        learned["dropped_prompts"] = float(run.inputs.data.dropped)
+        learned["data/dropped_prompts"] = float(run.inputs.data.dropped)
     return learned
 
 
@@ -122,7 +148,7 @@ def lost_rewards(run: Run) -> bool:
 
 def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) -> None:
     """End the run, and leave its checkpoints alone, if it can learn nothing more."""
-    if batch.metrics.get("failed") == 1.0 or not math.isfinite(learned["loss"]):
+    if batch.metrics.get("failures/rollouts") == 1.0 or not math.isfinite(learned["loss"]):
         raise RuntimeError(
             f"step {step}: every rollout failed, or the loss is not finite. Resume from an earlier checkpoint with a "
             "smaller learning rate"
@@ -134,7 +160,7 @@ def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) ->
 
 def check_agreement(run: Run, step: int, learned: dict[str, float]) -> None:
     """Tell if generation and training differ although they should not; with `exact: must`, end the run."""
-    largest = learned["token_mult_prob_error_max"]
+    largest = learned["policy/token_mult_prob_error_max"]
     if largest == 1.0:
         return
     found = (

@@ -225,8 +225,8 @@ def test_a_reward_too_large_is_counted_and_the_run_goes_on(folder: Path, capsys:
     path.write_text(to_yaml(eager_config(folder, *options)))
     assert main(["train", str(path)]) == 0
     for line in metrics_of(folder / "run"):
-        assert line["reward_failures/too_large"] == 6
-        assert line["reward_failures/not_finite"] == 2
+        assert line["failures/reward/too_large"] == 6
+        assert line["failures/reward/not_finite"] == 2
         assert all(math.isfinite(value) for value in line.values())
     found = capsys.readouterr()
     assert "f: 1e+200 is beyond 1e+15 (a sample of prompt " in found.out + found.err
@@ -251,7 +251,7 @@ def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeyp
     assert main(["train", str(path)]) == 0
     found = metrics_of(folder / "run")
     assert [line["reward"] for line in found] == [1.5, 1.5]
-    assert not [name for line in found for name in line if name.startswith("reward_failures")]
+    assert not [name for line in found for name in line if name.startswith("failures/reward/")]
 
 
 def test_help_does_not_import_pytorch() -> None:

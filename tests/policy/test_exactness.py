@@ -115,8 +115,8 @@ def test_sampled_logprobs_are_those_of_scoring_and_training(name: str, device: s
     asked = requests(architecture.vocabulary)
     for step in range(2):
         found = worker.train(Batch([check_agreement(worker, asked, f"step {step}")]))
-        assert found["token_mult_prob_error"] == 1.0
-        assert found["token_mult_prob_error_max"] == 1.0
+        assert found["policy/token_mult_prob_error"] == 1.0
+        assert found["policy/token_mult_prob_error_max"] == 1.0
     worker.close()
 
 
@@ -140,9 +140,9 @@ def test_the_first_ratio_and_the_importance_weight_are_exactly_one(device: str, 
     worker = worker_of(LLAMA, device, dtype, algorithm=GRPO(importance_cap=2.0))
     samples = samples_of(requests(LLAMA.vocabulary), worker.generate(requests(LLAMA.vocabulary), seed="seed"))
     found = worker.train(Batch([samples]))
-    assert found["ratio"] == 1.0
-    assert found["importance"] == 1.0
-    assert found["rollout_kl"] == 0.0
+    assert found["policy/ratio"] == 1.0
+    assert found["policy/importance"] == 1.0
+    assert found["policy/rollout_kl"] == 0.0
     worker.close()
 
 

@@ -37,8 +37,8 @@ def test_scoring_uses_the_sampling_temperature() -> None:
     scored = flat(cool.logprobs([bare(rollout) for rollout in rollouts]))
     torch.testing.assert_close(scored, recorded(rollouts), rtol=0, atol=1e-5)
     found = cool.train(ALGORITHM.make_batch(rollouts))
-    assert found["token_mult_prob_error_max"] < 1 + 1e-5
-    assert abs(found["ratio"] - 1) < 1e-5
+    assert found["policy/token_mult_prob_error_max"] < 1 + 1e-5
+    assert abs(found["policy/ratio"] - 1) < 1e-5
     cool.close()
 
 

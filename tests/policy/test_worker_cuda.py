@@ -102,7 +102,7 @@ def test_alternating_phases_needs_no_capture_no_eager_run_and_no_new_memory(make
     captures, memory = worker.pool.report().captures, 0
     for round_ in range(12):
         found = step(worker, GRPO, str(round_))
-        assert found["token_mult_prob_error"] < 1.1
+        assert found["policy/token_mult_prob_error"] < 1.1
         if round_ == 1:
             memory = torch.cuda.memory_allocated()
     report = worker.pool.report()
@@ -119,7 +119,7 @@ def test_before_the_first_update_the_ratio_is_near_one_and_the_reference_equal(
     for rollout, logprobs in zip(rollouts, worker.logprobs([bare(rollout) for rollout in rollouts]), strict=True):
         assert rollout.reference_logprobs == logprobs  # the reference equals the policy: same graph, same numbers
     found = worker.train(GRPO.make_batch(rollouts))
-    assert abs(found["ratio"] - 1) < 0.02
+    assert abs(found["policy/ratio"] - 1) < 0.02
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
@@ -170,7 +170,7 @@ def test_another_slot_cannot_be_trained(make: Callable[..., PolicyWorker]) -> No
     batch = GRPO.make_batch(rollouts)
     with worker.weights.use("reference"), pytest.raises(GraphError, match="the weights in the model are 'reference'"):
         worker.train(batch)
-    assert worker.train(batch)["skipped_steps"] == 0
+    assert worker.train(batch)["optimizer/skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "sft"])
@@ -184,7 +184,7 @@ def test_every_algorithm_is_captured_and_trains(make: Callable[..., PolicyWorker
     found, expected = worker.train(batch), eager.train(batch)
     assert found.keys() == expected.keys()
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-2, abs=1e-4)
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
+    assert found["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=2e-2)
     assert worker.pool.report().eager_runs == 0
 
 
@@ -198,7 +198,7 @@ def test_graphs_of_parts_train_like_one_graph_of_the_step(
     batch = GRPO.make_batch(rollouts)
     one, other = whole.train(batch), parts.train(batch)
     assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
-    assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
+    assert other["optimizer/grad_norm"] == pytest.approx(one["optimizer/grad_norm"], rel=2e-2)
     assert parts.pool.report().eager_runs == 0
     for round_ in range(3):
         step(parts, GRPO, str(round_))

@@ -88,11 +88,11 @@ def test_a_step_with_a_nan_gradient_is_skipped_and_counted(get: Callable[..., Po
     reset(worker)
     before = parameters(worker)
     found = worker.train(bad)
-    assert found["skipped_steps"] == 1
-    assert math.isnan(found["grad_norm"])
+    assert found["optimizer/skipped_steps"] == 1
+    assert math.isnan(found["optimizer/grad_norm"])
     assert torch.equal(parameters(worker), before)
     found = worker.train(good)
-    assert found["skipped_steps"] == 1
+    assert found["optimizer/skipped_steps"] == 1
     assert torch.equal(parameters(worker), wanted)  # the moments have not changed either
 
 
@@ -133,7 +133,7 @@ def test_a_reference_that_was_saved_after_the_capture_is_refused() -> None:
     """The captured loss has no KL term, so training on samples with a reference would silently ignore it."""
     worker = make_worker(backend="eager", reference=False)
     rollout = Rollout(Prompt(0, (1, 2), ""), [3, 4], [True] * 2, [-3.0] * 2, reward=1.0)
-    assert "kl" not in worker.train(ALGORITHM.make_batch([rollout]))
+    assert "policy/kl" not in worker.train(ALGORITHM.make_batch([rollout]))
     worker.weights.save("reference")
     worker.score([rollout])
     with pytest.raises(ValueError, match=r"save\(\) it before capture_all"):

@@ -191,7 +191,7 @@ def test_two_ranks_learn_what_one_does_however_samples_are_distributed(
         for theirs, _, weights in both:
             assert torch.equal(weights, both[0][2])
             assert theirs == both[0][0]
-            for metric in metrics.keys() - {"padding"}:
+            for metric in metrics.keys() - {"tokens/padding"}:
                 assert theirs[metric] == pytest.approx(metrics[metric], abs=2e-6), metric
 
 
@@ -214,7 +214,7 @@ def test_stale_weights_do_not_generate(ranks: list[dict[str, Any]]) -> None:
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["kept"]
-        assert found["poisoned"]["skipped_steps"] == 1
+        assert found["poisoned"]["optimizer/skipped_steps"] == 1
         assert math.isnan(found["poisoned"]["loss"])
 
 
@@ -247,5 +247,5 @@ def test_no_rank_captures_again_or_leaves_a_hook(ranks: list[dict[str, Any]]) ->
 def test_without_graphs_the_bits_are_the_same(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert torch.equal(found["eager"][0][1], found["paired"][0][1])
-        assert found["eager"][1][0]["ratio"] == 1.0
+        assert found["eager"][1][0]["policy/ratio"] == 1.0
         assert found["eager tokens"] == ranks[0]["eager tokens"]

@@ -85,7 +85,7 @@ def test_training_equals_a_plain_loop(worker: PolicyWorker, prompts: int | None)
         assert noise < 1e-4 * largest(gradient)  # otherwise the comparison would be meaningless
         loss_noise = 8 * max(largest(rounded_loss - loss), fp32)  # it is a sum of terms that add up to about one
         assert found["loss"] == pytest.approx(float(loss), rel=0, abs=loss_noise)
-        assert found["grad_norm"] == pytest.approx(float(norm), rel=0, abs=noise * math.sqrt(len(gradient)))
+        assert found["optimizer/grad_norm"] == pytest.approx(float(norm), rel=0, abs=noise * math.sqrt(len(gradient)))
 
         clipped = gradient * min(1.0, 1.0 / (float(norm) + 1e-6))
         expected = 0.9 * first + 0.1 * clipped, 0.999 * second + 0.001 * clipped.square()
@@ -120,9 +120,9 @@ def test_many_calls_equal_one_with_many_minibatches(get: Callable[..., PolicyWor
     reset(worker)
     together = worker.train(batch)
     assert torch.equal(parameters(worker), one_by_one)
-    for metric in ("loss", "grad_norm", "weight"):  # the mean over minibatches
+    for metric in ("loss", "optimizer/grad_norm", "loss/weight"):  # the mean over minibatches
         assert together[metric] == pytest.approx(sum(found[metric] for found in apart) / 4, rel=1e-6)
-    assert together["train_tokens"] == sum(found["train_tokens"] for found in apart)
+    assert together["tokens/train"] == sum(found["tokens/train"] for found in apart)
     reset(worker)
     for _ in range(2):
         for minibatch in batch.minibatches:
@@ -157,7 +157,7 @@ def test_graphs_of_layers_train_like_a_graph_of_the_step(get: Callable[..., Poli
         reset(step)
         reset(layer)
         one, other = step.train(batch, score_old=True), layer.train(batch, score_old=True)
-        for name in one.keys() - {"padding"}:
+        for name in one.keys() - {"tokens/padding"}:
             assert one[name] == pytest.approx(other[name], abs=1e-6)
         assert_equal_up_to_rounding(gradient(step), gradient(layer))
 
@@ -185,12 +185,12 @@ def test_before_any_update_the_ratio_is_one_and_the_kl_is_zero(get: Callable[...
     rollouts = sample_rollouts(worker, 9, "a")
     worker.score(rollouts)
     found = worker.train(ALGORITHM.make_batch(rollouts), score_old=True)
-    assert found["ratio"] == 1.0
-    assert found["kl"] == 0.0
-    assert found["clipped_low"] == found["clipped_high"] == 0.0
+    assert found["policy/ratio"] == 1.0
+    assert found["policy/kl"] == 0.0
+    assert found["policy/clipped_low"] == found["policy/clipped_high"] == 0.0
     assert abs(found["loss"]) < 1e-6  # the advantages of a group add up to zero
-    assert found["grad_norm"] > 0.01
-    assert found["token_mult_prob_error_max"] < 1 + 1e-5
+    assert found["optimizer/grad_norm"] > 0.01
+    assert found["policy/token_mult_prob_error_max"] < 1 + 1e-5
 
 
 def test_the_ratio_stays_one_with_a_learning_rate_of_zero(worker: PolicyWorker) -> None:
@@ -199,8 +199,8 @@ def test_the_ratio_stays_one_with_a_learning_rate_of_zero(worker: PolicyWorker) 
     batch = make_batch(3, 5)
     found = worker.train(batch, epochs=2, score_old=True)
     assert torch.equal(parameters(worker), before)
-    assert found["ratio"] == 1.0
-    assert worker.train(batch)["ratio"] == 1.0  # the samples keep their old log-probabilities
+    assert found["policy/ratio"] == 1.0
+    assert worker.train(batch)["policy/ratio"] == 1.0  # the samples keep their old log-probabilities
 
 
 def test_hundreds_of_steps_capture_nothing_and_leave_no_hook(worker: PolicyWorker) -> None:
@@ -211,7 +211,7 @@ def test_hundreds_of_steps_capture_nothing_and_leave_no_hook(worker: PolicyWorke
         rollouts = sample_rollouts(worker, 4, str(step), max_tokens=2)
         worker.score(rollouts)
         found = worker.train(ALGORITHM.make_batch(rollouts, minibatches=1 + step % 2, seed=step))
-        assert found["token_mult_prob_error_max"] < 1 + 1e-4
+        assert found["policy/token_mult_prob_error_max"] < 1 + 1e-4
     later = worker.pool.report()
     assert later.captures == report.captures
     assert later.eager_runs == 0
@@ -219,7 +219,7 @@ def test_hundreds_of_steps_capture_nothing_and_leave_no_hook(worker: PolicyWorke
     assert sum(g.replays for g in later.graphs if g.name.startswith("train")) >= 450
     assert worker.sharded.hooks.modules == hooked
     assert [parameter.data_ptr() for parameter in worker.model.parameters()] == addresses
-    assert found["skipped_steps"] == 0
+    assert found["optimizer/skipped_steps"] == 0
 
 
 @pytest.mark.parametrize(

@@ -597,7 +597,7 @@ def test_failed_rollouts_do_not_affect_the_others(name: str) -> None:
     batch = algorithm.make_batch([*rollouts, *failed])
     assert all(s == plain[id(s.tokens)] for s in batch.samples if id(s.tokens) in plain)
     assert not any(w or a for s in batch.samples if id(s.tokens) not in plain for w in s.weights for a in s.advantages)
-    assert batch.metrics["failed"] == pytest.approx(2 / 14)
+    assert batch.metrics["failures/rollouts"] == pytest.approx(2 / 14)
     assert all(map(math.isfinite, batch.metrics.values()))
 
 
@@ -649,17 +649,17 @@ def test_metrics_of_a_batch() -> None:
     assert metrics == pytest.approx(
         {
             "reward": 0.75,
-            "reward_std": math.sqrt(3) / 4,
-            "reward/right": 0.5,  # of those that have one
-            "reward/short": 0.5,
-            "length": 1.5,
-            "length_min": 1,
-            "length_max": 2,
-            "truncated": 0.25,
-            "failed": 0,
-            "shaped_reward": 0.25,
-            "advantage": size / 2,  # shaped rewards are 0, 0 and 1, 0
-            "advantage_max": size,
+            "reward/std": math.sqrt(3) / 4,
+            "rewards/right": 0.5,  # of those that have one
+            "rewards/short": 0.5,
+            "length/mean": 1.5,
+            "length/min": 1,
+            "length/max": 2,
+            "length/truncated": 0.25,
+            "failures/rollouts": 0,
+            "reward/shaped": 0.25,
+            "advantage/abs_mean": size / 2,  # shaped rewards are 0, 0 and 1, 0
+            "advantage/abs_max": size,
         }
     )
 

@@ -18,7 +18,7 @@ from rollgraph.run.inputs import check_inputs
 from rollgraph.telemetry import SinkError
 from rollgraph.tokenizer import ByteTokenizer
 from rollgraph.train import train
-from tests.test_train import ONE, config_of, eager_config, folder
+from tests.test_train import ONE, config_of, eager_config, folder, metrics_of
 
 __all__ = ["folder"]
 
@@ -166,9 +166,9 @@ def test_an_environment_may_give_the_rewards(folder: Path) -> None:
     (folder / "judge.py").write_text(OWN.format(gives=True))
     options = ["reward.functions=[]", f"rollout.environment.name={folder / 'judge.py'}:Judge", "steps=1"]
     run = train(eager_config(folder, *options), ONE)
-    (values,) = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    (values,) = metrics_of(folder / "run")
     assert 0 < values["reward"] < 1
-    assert values["reward/environment"] == pytest.approx(values["reward"])
+    assert values["rewards/environment"] == pytest.approx(values["reward"])
     assert not run.inputs.rewards.failures
     (folder / "mute.py").write_text(OWN.format(gives=False))
     with pytest.raises(ConfigError, match=r"reward\.functions: is empty"):
@@ -180,8 +180,8 @@ def test_rewards_are_added_to_those_of_the_environment(folder: Path) -> None:
     (folder / "one.py").write_text("def one(completions, **columns):\n    return [1.0] * len(completions)\n")
     given = f"reward.functions=[{{name: '{folder / 'one.py'}:one', weight: 2.0}}]"
     train(eager_config(folder, given, f"rollout.environment.name={folder / 'judge.py'}:Judge", "steps=1"), ONE)
-    (values,) = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert values["reward"] == pytest.approx(2.0 + values["reward/environment"])
+    (values,) = metrics_of(folder / "run")
+    assert values["reward"] == pytest.approx(2.0 + values["rewards/environment"])
 
 
 def test_a_resume_with_other_rows_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,20 +34,20 @@ def train_with(folder: Path, plan: list[str], *overrides: str) -> None:
 
 def test_the_share_of_groups_with_equal_rewards(folder: Path) -> None:
     train_with(folder, ["dddd", "d==d", "===="])
-    assert [values["frac_reward_zero_std"] for values in metrics_of(folder / "run")] == [0.0, 0.5, 1.0]
+    assert [values["groups/frac_reward_zero_std"] for values in metrics_of(folder / "run")] == [0.0, 0.5, 1.0]
 
 
 def test_groups_that_were_dropped_count(folder: Path) -> None:
     train_with(folder, ["d==d", "dd=="], "steps=1", "algorithm.options={dynamic_sampling: true}")
     (values,) = metrics_of(folder / "run")
-    assert (values["rounds"], values["frac_reward_zero_std"]) == (2, 0.5)
+    assert (values["groups/rounds"], values["groups/frac_reward_zero_std"]) == (2, 0.5)
 
 
 def test_lengths_are_in_the_metrics(folder: Path) -> None:
     train_with(folder, ["dddd", "dddd"])
     for values in metrics_of(folder / "run"):
-        assert 1 <= values["length_min"] <= values["length"] <= values["length_max"] <= 4
-        assert 0 <= values["truncated"] <= 1
+        assert 1 <= values["length/min"] <= values["length/mean"] <= values["length/max"] <= 4
+        assert 0 <= values["length/truncated"] <= 1
 
 
 def test_a_run_says_once_that_it_learns_nothing_until_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,7 @@ def test_a_run_says_if_all_that_could_be_learned_is_masked(folder: Path, capsys:
     masked = ("algorithm.options={mask_truncated: true}", "rollout.max_tokens=1")
     train_with(folder, ["dddd"], *masked)
     shown = capsys.readouterr().out
-    assert metrics_of(folder / "run")[0]["truncated"] == 1.0
+    assert metrics_of(folder / "run")[0]["length/truncated"] == 1.0
     assert ALL_MASKED in shown
     assert EQUAL_REWARDS not in shown
 

@@ -30,5 +30,5 @@ def test_only_groups_that_are_kept_are_scored(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(PolicyWorker, "score", score)
     train(sparse_config(folder, "graph.impl=none"), ONE)
     metrics = metrics_of(folder / "run")
-    assert sum(values["groups_dropped"] for values in metrics) > 0
-    assert sum(values["score_tokens"] for values in metrics) == sum(scored)
+    assert sum(values["groups/dropped"] for values in metrics) > 0
+    assert sum(values["tokens/score"] for values in metrics) == sum(scored)

@@ -32,6 +32,7 @@ import json, pathlib
 class Run:
     def __init__(self, folder): self.file = open(pathlib.Path(folder) / "told.jsonl", "a")
     def tell(self, *what): print(json.dumps(what), file=self.file, flush=True)
+    def define_metric(self, name, step_metric=None): self.tell(name, step_metric)
     def log(self, data, step=None): self.tell(data, step)
     def finish(self): self.tell("finish"); self.file.close()
 def init(dir=None, id=None, resume=None, config=None, project=None):
@@ -121,14 +122,15 @@ def test_tensorboardx_takes_the_place_of_tensorboard(tmp_path: Path, monkeypatch
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_resumed_wandb_run_has_the_same_id(tmp_path: Path) -> None:
-    for step in (0, 1):
+    for step in (-1, 0):
         sinks = make_sinks(LogConfig(sinks=("wandb",), wandb={"project": "p"}), tmp_path, run_config={"seed": 7})
         sinks[0].write(step, {"reward": 0.5})
         close_sinks(sinks)
-    first, log, finish, second, *_ = lines(tmp_path / "told.jsonl")
+    first, axis, log, finish, second, _, later, _ = lines(tmp_path / "told.jsonl")
     assert first == second == ["init", first[1], "allow", {"seed": 7}, "p"]
     assert len(first[1]) == 12
-    assert (log, finish) == ([{"reward": 0.5}, 0], ["finish"])
+    assert (axis, finish) == (["*", "step"], ["finish"])
+    assert (log, later) == ([{"step": -1, "reward": 0.5}, 0], [{"step": 0, "reward": 0.5}, 1])
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -15,7 +15,13 @@ from rich.console import Console
 import rollgraph
 from rollgraph.telemetry.terminal import LiveView, PlainView, View, make_view, sparkline
 
-VALUES = {"reward": 0.4123, "kl": 0.00312, "tokens/s": 12345.6, "memory_gib": 31.24, "entropy": 1.0}
+VALUES = {
+    "reward": 0.4123,
+    "policy/kl": 0.00312,
+    "speed/tokens_per_second": 12345.6,
+    "speed/memory_gib": 31.24,
+    "policy/entropy": 1.0,
+}
 SECONDS = {"generate": 4.1, "train": 1.9}
 
 

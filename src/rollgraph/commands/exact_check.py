@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rollgraph.commands.devices import choose_device
-from rollgraph.commands.streams import printing_to_stderr
+from rollgraph.commands.streams import print_to_stderr, printing_to_stderr
 
 if TYPE_CHECKING:
     from rollgraph.policy.agreement_check import AgreementReport, OperationDifference
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 AGREES, DIFFERS, BROKEN = 0, 1, 2
 DESCRIPTION = (
-    "With --exact, the target is the folder of a model: random sequences run packed, as for scoring and training, and "
-    "through the paged cache, as for generation, and every operation of every layer is compared, bit for bit. An "
+    "With --exact, the target is the folder of a model, or its id on the Hugging Face Hub: random sequences run "
+    "packed, as for scoring and training, and through the paged cache, as for generation, and every operation of "
+    "every layer is compared, bit for bit. An "
     "operation gets the inputs that it has in the packed run, so one that differs does not hide those after it. Exit "
     f"code: {AGREES} if all agree, {DIFFERS} if not, {BROKEN} if the model cannot be checked."
 )
@@ -83,12 +84,14 @@ def _check(options: argparse.Namespace) -> tuple[AgreementReport, str]:
     from rollgraph.model import load_model
     from rollgraph.policy.agreement_check import check_agreement
     from rollgraph.policy.agreement_layout import MicrobatchTooSmall
+    from rollgraph.run.hub_cache import model_folder
 
     device = choose_device(options.device)
     limits = _limits(options, device.startswith("cuda"))
     dtype = getattr(torch, options.dtype) if options.dtype else None
     # Checkpointing: the training forward keeps no activations, because nothing here has a backward.
-    model = load_model(options.target, dtype=dtype, device=device, checkpointing=True)
+    folder = model_folder(options.target, weights=True, note=print_to_stderr)
+    model = load_model(folder, dtype=dtype, device=device, checkpointing=True)
     weight = model.embed.weight
     name = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "CPU"
     dtype_name = str(weight.dtype).removeprefix("torch.")

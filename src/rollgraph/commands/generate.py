@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rollgraph.commands.devices import choose_device
+from rollgraph.commands.streams import print_to_stderr
 
 if TYPE_CHECKING:
     from rollgraph.inference import Engine, Output, SamplingParams
@@ -44,8 +45,8 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "model",
-        help="folder of a Llama, Mistral, Qwen2 or Qwen3 model; or a checkpoint, runs/mine/checkpoints/step_00000099; "
-        "or the output folder of a run, runs/mine",
+        help="folder of a Llama, Mistral, Qwen2 or Qwen3 model, or its id on the Hugging Face Hub, org/name@revision; "
+        "or a checkpoint, runs/mine/checkpoints/step_00000099; or the output folder of a run, runs/mine",
     )
     parser.add_argument("--which", choices=("latest", "best"), help="checkpoint of a run (default: latest)")
     source = parser.add_mutually_exclusive_group(required=True)
@@ -193,12 +194,14 @@ def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Eng
 
 def _open_model(options: argparse.Namespace) -> StoredModel:
     """Find the model, and say which one it is if that was a choice."""
+    from rollgraph.run.hub_cache import model_folder, say_nothing
     from rollgraph.run.model_source import open_model
     from rollgraph.sharding import CheckpointError
 
     problems: list[str] = []
     try:
-        stored = open_model(options.model, options.which, problems)
+        folder = model_folder(options.model, weights=True, note=say_nothing if options.quiet else print_to_stderr)
+        stored = open_model(str(folder), options.which, problems)
     except CheckpointError as error:
         raise InputError(str(error)) from error
     finally:

@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from typing import TextIO
 
 
+def print_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def printing_to_stderr() -> Iterator[None]:
     """Send what others print, from C as well, to standard error."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollgraph.commands.config_arguments import add_words
-from rollgraph.commands.streams import printing_to_stderr
+from rollgraph.commands.streams import print_to_stderr, printing_to_stderr
 from rollgraph.config import Config, ConfigError, load_config
 from rollgraph.files import FileError, check_path
 from rollgraph.run.built_in_names import wrong_names
@@ -56,8 +56,9 @@ def add_to(commands: Any) -> None:
     evaluate.add_argument(
         "--model",
         metavar="FOLDER",
-        help="evaluate this instead: a model folder (a baseline), a checkpoint, or the output folder of another run, "
-        "with its tokenizer; data, rewards, sampling and, for a model folder, tokenizer.path are the configuration's",
+        help="evaluate this instead: a model folder, or an id of the Hugging Face Hub (a baseline), a checkpoint, or "
+        "the output folder of another run, with its tokenizer; data, rewards, sampling and, for a model folder, "
+        "tokenizer.path are the configuration's",
     )
     for parser in (evaluate, export):
         parser.add_argument("--which", choices=("latest", "best"), help="checkpoint of a run (default: latest)")
@@ -160,6 +161,7 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
         return WRONG
     from rollgraph.distributed.launch import joined
     from rollgraph.distributed.world import World
+    from rollgraph.run.hub_pins import share_model_folder
     from rollgraph.run.model_source import CHECKPOINTS, ModelSource, recognize, with_model
     from rollgraph.run.setup import make_run
 
@@ -169,7 +171,7 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
 
     def look(world: World) -> None:
         if options.model is not None:
-            source = recognize(options.model, options.which)
+            source = recognize(share_model_folder(options.model, world, print_to_stderr), options.which)
             run = make_run(with_model(config, source), world, writes=False)
         else:
             if not (Path(config.output) / CHECKPOINTS).is_dir():

@@ -17,6 +17,7 @@ from rollgraph.config.keys import (
     SinkName,
     TinyModelConfig,
 )
+from rollgraph.config.keywords import config_from_keywords
 from rollgraph.config.loading import json_schema, list_keys, load_config, parse_config
 from rollgraph.config.printing import to_dict, to_yaml
 from rollgraph.config.problems import ConfigError, ConfigProblem
@@ -37,6 +38,7 @@ __all__ = [
     "TinyModelConfig",
     "broken_rules",
     "check_scopes",
+    "config_from_keywords",
     "json_schema",
     "list_keys",
     "load_config",

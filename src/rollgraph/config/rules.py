@@ -67,14 +67,16 @@ def _length_rules(config: Config) -> Iterator[BrokenRule]:
     if config.algorithm.name in SUPERVISED:
         longest = config.data.max_tokens or 1
     takes = f"a prompt with its completion takes at least {longest} tokens"
-    limit, sources = "rollout.max_tokens", "data.max_prompt_tokens + rollout.max_tokens"
-    if config.algorithm.name in SUPERVISED:
-        limit = sources = "data.max_tokens"
+    supervised = config.algorithm.name in SUPERVISED
+    limit = "data.max_tokens" if supervised else "rollout.max_tokens"
     if tiny is not None and longest > tiny.max_length:
         yield "length_fits", limit, f"{takes}, but model.tiny.max_length is {tiny.max_length}"
     if longest > config.train.largest_bucket:
         key = "train.token_buckets" if buckets else "train.microbatch_tokens"
-        wrong = f"{takes} ({sources}), but the largest microbatch has {config.train.largest_bucket}"
+        largest = config.train.largest_bucket
+        wrong = f"{takes} (data.max_prompt_tokens + rollout.max_tokens), but the largest microbatch has {largest}"
+        if supervised:
+            wrong = f"{takes} (data.max_tokens), but the largest microbatch has {largest}"
         yield "microbatch_fits", key, wrong
     if buckets is not None and (not buckets or list(buckets) != sorted(set(buckets))):
         yield "buckets_rise", "train.token_buckets", "sizes must be in increasing order, and there must be at least one"

@@ -15,7 +15,8 @@ class World:
     """One process among `size`, with its device, e.g. World(rank=1, size=4, device="cuda:1").
 
     `group` is its process group; None means the default group of torch.distributed. `liveness` knows which other ranks
-    are alive; if it is None, the first user that communicates with them creates one.
+    are alive; if it is None, the first user that communicates with them creates one. `local_rank` counts the processes
+    of one machine.
     """
 
     rank: int
@@ -23,6 +24,7 @@ class World:
     device: str
     group: Any = None
     liveness: Liveness | None = None
+    local_rank: int = 0
 
     @classmethod
     def current(cls, environ: Mapping[str, str] = os.environ) -> World:
@@ -33,6 +35,6 @@ class World:
         size = int(environ.get("WORLD_SIZE", 1))
         if not 0 <= rank < size:
             raise ValueError(f"RANK={rank} is not within WORLD_SIZE={size}")
-        if not torch.cuda.is_available():
-            return cls(rank, size, "cpu")
-        return cls(rank, size, f"cuda:{environ.get('LOCAL_RANK', 0)}")
+        local_rank = int(environ.get("LOCAL_RANK", 0))
+        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+        return cls(rank, size, device, local_rank=local_rank)

@@ -13,8 +13,10 @@ from rollgraph.rl.losses import means
 from rollgraph.sharding import Collectives
 from rollgraph.telemetry.metrics import to_host
 
+# What a loss reports of its tokens is shown under `policy/`, and these two names apart from it.
+OF_THE_LOSS = {"loss": "loss", "weight": "loss/weight"}
 # How far the log-probabilities of rollout and training differ: the mean of exp(|difference|), and the largest.
-AGREEMENT = ("token_mult_prob_error", "token_mult_prob_error_max")
+AGREEMENT = ("policy/token_mult_prob_error", "policy/token_mult_prob_error_max")
 
 
 @dataclass
@@ -59,14 +61,16 @@ def summarize(
         gathered = torch.tensor([theirs[2:] for theirs in everyone], device=sums.device)
         largest = gathered[:, 0].max()
         sums = gathered[:, 1:].sum(0)
-    values = means(dict(zip(totals.metrics, sums[2:], strict=True)))
-    for name in ("loss", "weight"):  # of one minibatch
-        if name in values:
-            values[name] = values[name] / totals.updates
+    values = {}
+    for name, value in means(dict(zip(totals.metrics, sums[2:], strict=True))).items():
+        if name in OF_THE_LOSS:
+            values[OF_THE_LOSS[name]] = value / totals.updates  # of one minibatch
+        else:
+            values[f"policy/{name}"] = value
     if totals.compares:
         mean_error = sums[0] / sums[1].clamp_min(1)
         values |= dict(zip(AGREEMENT, (mean_error, largest), strict=True))
     values |= more
     if totals.norms:
-        values["grad_norm"] = torch.stack(totals.norms).mean()
-    return {**to_host(values), "padding": 1 - tokens / max(1, capacity), "train_tokens": float(tokens)}
+        values["optimizer/grad_norm"] = torch.stack(totals.norms).mean()
+    return {**to_host(values), "tokens/padding": 1 - tokens / max(1, capacity), "tokens/train": float(tokens)}

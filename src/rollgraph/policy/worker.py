@@ -267,7 +267,7 @@ class PolicyWorker:
             for _ in range(epochs):
                 for minibatch in batch.minibatches:
                     self._train_minibatch(minibatch, loss, totals)
-        more = {"lr": self.optimizer.rate, "skipped_steps": self.optimizer.skipped}
+        more = {"optimizer/lr": self.optimizer.rate, "optimizer/skipped_steps": self.optimizer.skipped}
         return summarize(totals, self.sharded.collectives, self.world.size, more)
 
     def _score_old(self, batch: Batch) -> None:

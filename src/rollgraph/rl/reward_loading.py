@@ -34,6 +34,7 @@ class RewardSpec:
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""  # key in `Rollout.rewards`; the function's name if empty
+    function: Any = None
 
     @classmethod
     def read(cls, entry: RewardSpec | str | Mapping[str, Any]) -> Self:
@@ -88,7 +89,7 @@ def load_reward(spec: RewardSpec) -> Reward:
 
 
 def _load_own(spec: RewardSpec) -> Reward:
-    function = load_object(spec.name)
+    function = spec.function or load_object(spec.name)
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise LoadError(f"reward {spec.name!r} is {function!r:.80}, not a plain function", argument="name")
     bound = partial(function, **spec.options) if spec.options else function

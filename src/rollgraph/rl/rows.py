@@ -35,8 +35,15 @@ class Row:
     place: str  # file:line, for messages
 
 
-def load_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """The rows of a .jsonl file, which has one object per line, or of a .parquet file."""
+def load_rows(*paths: str | os.PathLike[str]) -> list[Row]:
+    """The rows of .jsonl files, which have one object per line, or of .parquet files, one file after the other."""
+    rows: list[Row] = []
+    for path in paths:
+        rows += _load_file(path)
+    return rows
+
+
+def _load_file(path: str | os.PathLike[str]) -> list[Row]:
     file = Path(path)
     if file.suffix not in READERS:
         detail = "expected a .jsonl file, with one JSON object per line, or a .parquet file"

@@ -27,7 +27,7 @@ def begin(run: Run, start: Start) -> int | None:
         found = evaluate(run, "before")
         shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         run.log.note(f"before the first step: {shown}")
-        run.log.pending = {f"before/{name}": value for name, value in found.items()}
+        run.log.baseline = found
     return 0
 
 

@@ -8,15 +8,19 @@ from rollgraph.config import Config, ConfigError
 from rollgraph.distributed.world import World
 from rollgraph.rl.data import DataError, load_rows
 from rollgraph.rl.demonstrations import WrittenData, load_written
+from rollgraph.run.given import NOTHING, Given
+from rollgraph.run.hub_cache import HELD_OUT, data_files
 from rollgraph.run.key_errors import about
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Rollout
 
 
-def load_training_rows(config: Config, tokenizer: Tokenizer, world: World, source: str, most: int) -> WrittenData:
+def load_training_rows(
+    config: Config, tokenizer: Tokenizer, world: World, source: str, most: int, given: Given = NOTHING
+) -> WrittenData:
     settings = config.data
     with about("data.train"):
-        rows = load_rows(settings.train)
+        rows = given.rows.get(settings.train) or load_rows(*data_files(settings.train))
     with about("data"):
         return load_written(
             rows,
@@ -34,13 +38,16 @@ def load_training_rows(config: Config, tokenizer: Tokenizer, world: World, sourc
         )
 
 
-def load_validation_rows(config: Config, tokenizer: Tokenizer, source: str, most: int) -> WrittenData | None:
+def load_validation_rows(
+    config: Config, tokenizer: Tokenizer, source: str, most: int, given: Given = NOTHING
+) -> WrittenData | None:
     """The first rows of the validation file; every rank has all of them."""
     settings = config.data
     if settings.validation is None:
         return None
     with about("data.validation"):
-        rows = load_rows(settings.validation)[: config.validation.max_prompts]
+        rows = given.rows.get(settings.validation) or load_rows(*data_files(settings.validation, HELD_OUT))
+        rows = rows[: config.validation.max_prompts]
     with about("data"):
         return load_written(
             rows,
@@ -66,7 +73,7 @@ def load_warm_start(config: Config, tokenizer: Tokenizer, world: World, most: in
     with about("warm_start.data"):
         try:
             return load_written(
-                load_rows(settings.data),
+                load_rows(*data_files(settings.data)),
                 tokenizer,
                 "demonstrations",
                 most=most,

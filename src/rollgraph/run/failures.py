@@ -11,9 +11,9 @@ from collections import Counter
 from rollgraph.run.inputs import Inputs
 from rollgraph.run.setup import Run
 
-REWARD_FAILURES = "reward_failures/"  # metric: count by kind
-ENVIRONMENT_FAILURES = "environment_failures/"
-UNREWARDED = "unrewarded"  # metric: the share of rollouts that no reward function gave a reward
+REWARD_FAILURES = "failures/reward/"  # metric: count by kind
+ENVIRONMENT_FAILURES = "failures/environment/"
+UNREWARDED = "failures/unrewarded"  # metric: the share of rollouts that no reward function gave a reward
 
 
 def count_failures(inputs: Inputs) -> Counter[str]:

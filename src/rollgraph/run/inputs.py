@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rollgraph.config import Config, ConfigError, training_scopes
@@ -23,6 +22,8 @@ from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
 from rollgraph.run.demonstrations import load_training_rows, load_validation_rows, load_warm_start
+from rollgraph.run.given import NOTHING, Given
+from rollgraph.run.hub_cache import HELD_OUT, data_files, model_folder
 from rollgraph.run.key_errors import about
 from rollgraph.run.resume import check_data
 from rollgraph.run.shapes import (
@@ -75,7 +76,7 @@ class _Basis:
     algorithm: Algorithm
 
 
-def check_inputs(config: Config, world: World, resume_from: Saved | None = None) -> Inputs:
+def check_inputs(config: Config, world: World, resume_from: Saved | None = None, given: Given = NOTHING) -> Inputs:
     """Read everything that is cheap to read. What cannot be trained on raises here, before a model is loaded.
 
     The data must be what the checkpoint `resume_from` was made with.
@@ -88,7 +89,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
     check_vocabulary(config, tokenizer, architecture)
     basis = _Basis(scopes, tokenizer, architecture, dtype, make_algorithm(config))
     read = _read_written if basis.algorithm.source in COLUMNS else _read_prompts
-    inputs = read(config, world, basis)
+    inputs = read(config, world, basis, given)
     with ExitStack() as undo:
         undo.callback(inputs.rewards.close)
         if resume_from is not None:
@@ -97,7 +98,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None)
     return inputs
 
 
-def _read_prompts(config: Config, world: World, basis: _Basis) -> Inputs:
+def _read_prompts(config: Config, world: World, basis: _Basis, given: Given) -> Inputs:
     """The inputs of an algorithm that learns from samples of the policy."""
     tokenizer, architecture = basis.tokenizer, basis.architecture
     environment = make_environment(config, tokenizer, config.rollout.samples_per_prompt)
@@ -108,10 +109,10 @@ def _read_prompts(config: Config, world: World, basis: _Basis) -> Inputs:
     teacher = check_teacher(config, tokenizer, architecture, limits.max_length)
     warm_start = load_warm_start(config, tokenizer, world, min(limits.max_length, limits.token_buckets[-1]))
     with ExitStack() as undo:
-        rewards = make_rewards(config, environment, basis.algorithm)
+        rewards = make_rewards(config, environment, basis.algorithm, given)
         undo.callback(rewards.close)
-        data = make_data(config, tokenizer, world, limits)
-        held_out = make_held_out(config, tokenizer, limits)
+        data = make_data(config, tokenizer, world, limits, given)
+        held_out = make_held_out(config, tokenizer, limits, given)
         check_buckets(config, limits, data, held_out)
         with about("reward"):
             for each in filter(None, (data, held_out)):
@@ -139,15 +140,15 @@ def _read_prompts(config: Config, world: World, basis: _Basis) -> Inputs:
     )
 
 
-def _read_written(config: Config, world: World, basis: _Basis) -> Inputs:
+def _read_written(config: Config, world: World, basis: _Basis, given: Given) -> Inputs:
     """The inputs of an algorithm that learns from what the data holds: nothing is sampled, and nothing rewarded."""
     if config.reward.functions or config.rollout.environment is not None:
         key = "reward.functions" if config.reward.functions else "rollout.environment"
         raise ConfigError([f"{key}: {config.algorithm.name} samples nothing, so there is nothing to reward"])
     tokenizer, source = basis.tokenizer, basis.algorithm.source
     most = longest_written(config, basis.architecture)
-    written = load_training_rows(config, tokenizer, world, source, most)
-    held_out = load_validation_rows(config, tokenizer, source, most)
+    written = load_training_rows(config, tokenizer, world, source, most, given)
+    held_out = load_validation_rows(config, tokenizer, source, most, given)
     warm_start = load_warm_start(config, tokenizer, world, most)
     longest = max(data.completions.longest for data in (written, held_out, warm_start) if data is not None)
     nothing = SingleTurn(1)
@@ -181,7 +182,7 @@ def check_device(config: Config, world: World) -> None:
 
 def make_tokenizer(config: Config) -> Tokenizer:
     path = config.tokenizer_path
-    return ByteTokenizer() if path == "bytes" else load_tokenizer(path)
+    return ByteTokenizer() if path == "bytes" else load_tokenizer(model_folder(path))
 
 
 def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Architecture, str | None]:
@@ -206,8 +207,8 @@ def read_architecture(config: Config, tokenizer: Tokenizer | None) -> tuple[Arch
         )
         return architecture, given or "float32"
     assert config.model.path is not None, "the configuration was checked"
-    source = Path(config.model.path)
     with about("model.path"):
+        source = model_folder(config.model.path)
         architecture = hf_weights.read_architecture(source)
         return architecture, given or hf_weights.read_dtype(source)
 
@@ -224,10 +225,10 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, architecture: Archite
 # -- data ------------------------------------------------------------------------------------------
 
 
-def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits) -> PromptData:
+def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits, given: Given = NOTHING) -> PromptData:
     settings = config.data
     with about("data.train"):
-        rows = load_rows(settings.train)
+        rows = given.rows.get(settings.train) or load_rows(*data_files(settings.train))
     with about("data"):
         return PromptData(
             rows,
@@ -243,12 +244,14 @@ def make_data(config: Config, tokenizer: Tokenizer, world: World, limits: Limits
         )
 
 
-def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits) -> PromptData | None:
+def make_held_out(config: Config, tokenizer: Tokenizer, limits: Limits, given: Given = NOTHING) -> PromptData | None:
     """The first prompts of the validation file; every rank has all of them."""
-    if config.data.validation is None:
+    source = config.data.validation
+    if source is None:
         return None
     with about("data.validation"):
-        rows = load_rows(config.data.validation)[: config.validation.max_prompts]
+        rows = given.rows.get(source) or load_rows(*data_files(source, HELD_OUT))
+        rows = rows[: config.validation.max_prompts]
     with about("data"):
         return PromptData(
             rows,
@@ -269,19 +272,21 @@ def gives_rewards(config: Config, environment: Environment) -> bool:
     return bool(config.reward.functions) or getattr(environment, "gives_rewards", False)
 
 
-def make_rewards(config: Config, environment: Environment, algorithm: Algorithm) -> RewardFunctions:
-    given = config.rollout.environment
+def make_rewards(
+    config: Config, environment: Environment, algorithm: Algorithm, given: Given = NOTHING
+) -> RewardFunctions:
+    chosen = config.rollout.environment
     adds = getattr(environment, "gives_rewards", False)
     if not gives_rewards(config, environment):
         if not algorithm.needs_rewards:
             return RewardFunctions((), adds=True)  # never called
         reason = "there is no rollout.environment that gives rewards"
-        if given is not None:
-            reason = f"rollout.environment {given.name} gives no rewards (it does not set `gives_rewards = True`)"
+        if chosen is not None:
+            reason = f"rollout.environment {chosen.name} gives no rewards (it does not set `gives_rewards = True`)"
         raise ConfigError([f"reward.functions: is empty, and {reason}"])
     with about("reward"):
         return RewardFunctions(
-            [_reward_spec(reward) for reward in config.reward.functions],
+            [_reward_spec(reward, given.rewards.get(i)) for i, reward in enumerate(config.reward.functions)],
             workers=config.reward.workers if config.reward.functions else 0,
             timeout=config.reward.timeout,
             on_failure=config.reward.on_failure,
@@ -289,8 +294,10 @@ def make_rewards(config: Config, environment: Environment, algorithm: Algorithm)
         )
 
 
-def _reward_spec(reward: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(reward).items() if value not in (None, "")}
+def _reward_spec(reward: Any, function: Any) -> dict[str, Any]:
+    """What the configuration says of a reward, and the function itself if a program gave it."""
+    spec = {**vars(reward), "function": function}
+    return {key: value for key, value in spec.items() if value not in (None, "")}
 
 
 def make_environment(config: Config, tokenizer: Tokenizer, samples: int) -> Environment:

@@ -22,7 +22,7 @@ def tell_if_nothing_to_learn(run: Run, step: int, batch: Batch) -> None:
         return
     holds = not any(any(sample.advantages) for sample in batch.samples)
     reason = EQUAL_REWARDS
-    if batch.metrics.get("advantage_max"):  # before any sample is left out
+    if batch.metrics.get("advantage/abs_max"):  # before any sample is left out
         reason = ALL_MASKED
     reward = batch.metrics.get("reward", 0.0)
     text = f"step {step}, mean reward {reward:.3g}: nothing can be learned from the rewards, because {reason}"

@@ -19,6 +19,7 @@ from rollgraph.files import check_path
 from rollgraph.model import Decoder, load_model
 from rollgraph.model.hf_weights import CONFIG
 from rollgraph.run.checkpoints import Saved, by_score, find_complete
+from rollgraph.run.hub_ids import SCHEME
 from rollgraph.run.inputs import make_tokenizer, read_architecture
 from rollgraph.sharding import CheckpointError
 from rollgraph.sharding.checkpoint_loader import load_parameters
@@ -101,7 +102,10 @@ def check_checkpoint(path: Path) -> Saved:
 
 
 def read_config(checkpoint: Path) -> Config:
-    """The configuration of the run that saved a checkpoint; raises if the model it began with is gone."""
+    """The configuration of the run that saved a checkpoint; raises if the folder of the model it began with is gone.
+
+    A model of the hub is named with its commit, so it is found from anywhere.
+    """
     states = read_states(checkpoint)
     saved: Any = states[0] if states else None
     if not isinstance(saved, dict) or "config" not in saved:
@@ -112,7 +116,9 @@ def read_config(checkpoint: Path) -> Config:
         raise SourceError(f"{checkpoint} was saved by another version of rollgraph:\n{error}") from None
     named = {"model.path": config.model.path, "tokenizer.path": config.tokenizer.path}
     for key, folder in named.items():
-        if folder is not None and folder != "bytes" and not Path(folder).is_dir():
+        if folder is None or folder == "bytes" or folder.startswith(SCHEME):
+            continue
+        if not Path(folder).is_dir():
             raise SourceError(
                 f"{checkpoint}: its run took {key} from {folder}, and there is no such folder (in {Path.cwd()}); "
                 "a checkpoint needs it, so start this command in the folder where the run was started"

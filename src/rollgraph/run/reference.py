@@ -13,6 +13,7 @@ from rollgraph.config import Config
 from rollgraph.model import load_weights, save_model, weight_files
 from rollgraph.model.hf_weights import CONFIG
 from rollgraph.run.checkpoints import Saved
+from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.setup import Run
 from rollgraph.sharding import CheckpointError
 from rollgraph.sharding.manifest import FileRecord, check_files, read_states, record_files
@@ -88,12 +89,12 @@ def _record(run: Run) -> list[FileRecord]:
 
 def _folder(config: Config) -> Path:
     if config.algorithm.teacher is not None:
-        return Path(config.algorithm.teacher)
+        return model_folder(config.algorithm.teacher)
     own = _own_folder(config)
     if own is not None:
         return own
     assert config.model.path is not None, "the configuration was checked"
-    return Path(config.model.path)
+    return model_folder(config.model.path)
 
 
 def _own_folder(config: Config) -> Path | None:

@@ -63,9 +63,9 @@ def sample_groups(run: Run, step: int) -> list[Rollout]:
         constant += [is_constant(group) for group in group_by_prompt(rollouts)]
         sampled += rollouts
         rounds += 1
-    run.log.pending |= {"rounds": float(rounds), "groups_dropped": float(dropped)}
+    run.log.pending |= {"groups/rounds": float(rounds), "groups/dropped": float(dropped)}
     if constant and run.inputs.rewarded:
-        run.log.pending["frac_reward_zero_std"] = sum(constant) / len(constant)
+        run.log.pending["groups/frac_reward_zero_std"] = sum(constant) / len(constant)
     run.log.pending |= _describe(run, sampled)
     run.log.pending |= share_failures(run, failures_before, len(sampled))
     show_reward_failures(run)
@@ -116,42 +116,47 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> list[Group]:
 
 def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of everything that all ranks sampled in a step, whether it is trained on or not."""
-    found = {"generate_tokens": float(sum(sum(rollout.sampled) for rollout in sampled))}
+    found = {"tokens/generate": float(sum(sum(rollout.sampled) for rollout in sampled))}
     if run.inputs.algorithm.needs_reference:
         scored = [rollout for rollout in sampled if rollout.reference_logprobs is not None]
-        found["score_tokens"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
+        found["tokens/score"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
     if sampled and run.inputs.rewarded:
-        found["sampled_reward"] = describe(sampled)["reward"]
+        found["reward/sampled"] = describe(sampled)["reward"]
     return found
 
 
-def evaluate(run: Run, seed: str) -> dict[str, float]:
-    """Metrics of the validation data, which ranks divide among themselves."""
+def evaluate(
+    run: Run, seed: str, prompts: Sequence[Prompt] | None = None, examples: Sequence[Rollout] | None = None
+) -> dict[str, float]:
+    """Metrics of the validation data, or of other prompts or examples, which ranks divide among themselves."""
     found: dict[str, float] = {}
     if run.inputs.left_out:
         found["validation/dropped_prompts"] = float(run.inputs.left_out)
-    if not run.inputs.rewarded:
-        return found | _evaluate_unrewarded(run, seed)
-    return found | _evaluate_samples(run, seed)
+    everyones = run.inputs.validation if prompts is None else prompts
+    if run.inputs.rewarded:
+        return found | _evaluate_samples(run, seed, everyones)
+    return found | _evaluate_unrewarded(run, seed, everyones, run.inputs.examples if examples is None else examples)
 
 
-def _evaluate_unrewarded(run: Run, seed: str) -> dict[str, float]:
-    """What the algorithm says about the completions of the validation data, or about samples as in a step."""
+def _evaluate_unrewarded(
+    run: Run, seed: str, prompts: Sequence[Prompt], examples: Sequence[Rollout]
+) -> dict[str, float]:
+    """What the algorithm says about completions of the data, or about samples as in a step."""
     algorithm = cast(UnrewardedAlgorithm, run.inputs.algorithm)
     with run.log.timed("validate"):
         if run.inputs.written is not None:
-            rollouts = share_of(run.inputs.examples, run.world)
+            rollouts = share_of(examples, run.world)
             score_written(run, rollouts)
         else:
-            mine = run.inputs.validation[run.world.rank :: run.world.size]
+            mine = prompts[run.world.rank :: run.world.size]
             rollouts = run.inputs.examiner.run(partial(run.policy.generate, seed=seed), mine)
             run.policy.score(rollouts, "reference")
         rollouts = run.policy.gather_rollouts(rollouts)
     return {f"validation/{name}": value for name, value in algorithm.examine(rollouts).items()}
 
 
-def _evaluate_samples(run: Run, seed: str) -> dict[str, float]:
-    """Metrics of completions of the validation prompts.
+def _evaluate_samples(run: Run, seed: str, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Metrics of completions of prompts.
 
     `RewardFunctions.is_right` says which samples are right; pass@k is the share of prompts with at least one of them.
     """
@@ -159,7 +164,7 @@ def _evaluate_samples(run: Run, seed: str) -> dict[str, float]:
     settings = run.config.validation
     params = replace(run.policy.sampling, temperature=settings.temperature)
     with run.log.timed("validate"):
-        mine = inputs.validation[world.rank :: world.size]
+        mine = prompts[world.rank :: world.size]
         rollouts = inputs.examiner.run(partial(run.policy.generate, seed=seed, params=params), mine)
         inputs.rewards.score(rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)
@@ -179,4 +184,4 @@ def _rewards_by_function(rollouts: Sequence[Rollout]) -> dict[str, float]:
             given.setdefault(name, []).append(reward)
     if len(given) < 2:
         return {}
-    return {f"validation/reward/{name}": math.fsum(rewards) / len(rewards) for name, rewards in given.items()}
+    return {f"validation/rewards/{name}": math.fsum(rewards) / len(rewards) for name, rewards in given.items()}

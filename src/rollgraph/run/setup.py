@@ -20,6 +20,9 @@ from rollgraph.policy import PolicyWorker
 from rollgraph.policy.exactness import describe
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.run.checkpoints import Checkpoints
+from rollgraph.run.given import NOTHING, Given
+from rollgraph.run.hub_cache import model_folder
+from rollgraph.run.hub_pins import fetch_weights, pin_sources
 from rollgraph.run.inputs import Inputs, check_inputs, read_architecture
 from rollgraph.run.progress import RunProgress
 from rollgraph.run.step_log import StepLog
@@ -64,16 +67,19 @@ def make_run(
     world: World,
     *,
     inputs: Inputs | None = None,
+    given: Given = NOTHING,
     log: StepLog | None = None,
     stop: StopSignals | None = None,
     writes: bool = True,
 ) -> Run:
     """Check, load, allocate and capture everything. Nothing is trained, and no checkpoint is loaded.
 
-    The run closes its `inputs`, which come from `check_inputs`. Without `writes` nothing can be saved, and nothing in
-    the output folder changes.
+    The run closes its `inputs`, which come from `check_inputs`; without them, they are made with what is `given`.
+    Without `writes` nothing can be saved, and nothing in the output folder changes.
     """
-    inputs = inputs or check_inputs(config, world)
+    if inputs is None:
+        config = pin_sources(config, world)
+        inputs = check_inputs(config, world, given=given)
     log = log or StepLog(config, world)
     torch.manual_seed(config.seed)  # for random weights
     threads = torch.get_num_threads()
@@ -82,6 +88,8 @@ def make_run(
         undo.callback(inputs.rewards.close)
         if config.cpu_threads is not None and world.device == "cpu":
             torch.set_num_threads(config.cpu_threads)
+        fetch_weights(config.model.path, world, log.note)
+        fetch_weights(config.algorithm.teacher, world, log.note)
         policy = make_policy(config, world, inputs)
         undo.callback(policy.close)
         if inputs.teacher not in (None, policy.model.architecture):
@@ -149,7 +157,8 @@ def make_model(config: Config, tokenizer: Tokenizer, device: str) -> Decoder:
     """Load the model, or make one with random weights."""
     dtype = None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     if config.model.path is not None:
-        return load_model(config.model.path, dtype=dtype, device=device, checkpointing=config.model.checkpointing)
+        folder = model_folder(config.model.path)
+        return load_model(folder, dtype=dtype, device=device, checkpointing=config.model.checkpointing)
     architecture, _ = read_architecture(config, tokenizer)
     model = Decoder(architecture, checkpointing=config.model.checkpointing)
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights
@@ -159,7 +168,7 @@ def make_model(config: Config, tokenizer: Tokenizer, device: str) -> Decoder:
 def load_teacher(config: Config, device: str) -> Decoder:
     """A teacher that is a model of its own, in the dtype it is stored in."""
     assert config.algorithm.teacher is not None
-    return load_model(config.algorithm.teacher, device=device)
+    return load_model(model_folder(config.algorithm.teacher), device=device)
 
 
 def optimizer_settings(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,14 +21,19 @@ from rollgraph.telemetry import SampleWriter, View, close_sinks, make_sinks
 from rollgraph.telemetry.metrics import Metrics, Sink
 from rollgraph.types import Batch, Rollout
 
+OnStep = Callable[[int, dict[str, float]], None]  # is given the number of a step and its metrics
+BASELINE = -1  # the step of the validation before the first one
+
 
 class StepLog:
-    """What people see of each step."""
+    """What people see of each step. `on_step` is called on rank 0."""
 
-    def __init__(self, config: Config, world: World, view: View | None = None) -> None:
+    def __init__(self, config: Config, world: World, view: View | None = None, on_step: OnStep | None = None) -> None:
         self.view = view or View()
+        self.baseline: dict[str, float] = {}  # the validation before the first step, where there was one
         self.pending: dict[str, float] = {}  # metrics of the step in progress
         self.seconds: dict[str, float] = defaultdict(float)  # of the step in progress, by phase
+        self._on_step = on_step
         self._config = config
         self._world = world
         self._sinks: list[Sink] = []
@@ -43,8 +48,11 @@ class StepLog:
         if self._world.rank == 0:
             folder = Path(self._config.output)
             log = self._config.log
-            self._sinks += make_sinks(log, folder, resume_at=first_step, run_config=to_dict(self._config))
-            self._samples = SampleWriter(folder, log.samples_every, resume_at=first_step)
+            resume_at = first_step or BASELINE
+            self._sinks += make_sinks(log, folder, resume_at=resume_at, run_config=to_dict(self._config))
+            self._samples = SampleWriter(folder, log.samples_every, resume_at=resume_at)
+            if self.baseline:
+                self._metrics.log(BASELINE, self.baseline)
         self.seconds.clear()  # a warm start and the validation before the first step are not part of it
         self._started = time.perf_counter()
         try:
@@ -88,16 +96,18 @@ class StepLog:
         self.pending.clear()
         self.seconds.clear()
         self._started = now
+        if self._on_step is not None and self._world.rank == 0:
+            self._on_step(step, dict(values))
 
     def _speed(self, rollouts: Sequence[Rollout], values: Mapping[str, float], seconds: float) -> dict[str, float]:
         """Times and memory of this rank. Tokens are those of all ranks, for each phase that counts its own."""
         tokens = sum(len(rollout.tokens) for rollout in rollouts)
-        found = {"seconds": seconds, "tokens/s": tokens / seconds}
+        found = {"speed/seconds": seconds, "speed/tokens_per_second": tokens / seconds}
         for phase, taken in self.seconds.items():
-            found[f"seconds/{phase}"] = taken
-            if f"{phase}_tokens" in values:
-                found[f"tokens/s/{phase}"] = values[f"{phase}_tokens"] / taken
-        found["memory_gib"] = peak_memory(self._world.device) / 2**30
+            found[f"speed/seconds/{phase}"] = taken
+            if f"tokens/{phase}" in values:
+                found[f"speed/tokens_per_second/{phase}"] = values[f"tokens/{phase}"] / taken
+        found["speed/memory_gib"] = peak_memory(self._world.device) / 2**30
         return found
 
 

@@ -6,12 +6,11 @@ second model, which is never trained and has graphs of its own for scoring.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from rollgraph.config import Config, ConfigError
 from rollgraph.model import Architecture, Decoder, hf_weights
+from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.key_errors import about
 from rollgraph.tokenizer import Tokenizer, load_tokenizer
 
@@ -20,7 +19,7 @@ def read_teacher(config: Config) -> Architecture | None:
     if config.algorithm.teacher is None:
         return None
     with about("algorithm.teacher"):
-        return hf_weights.read_architecture(Path(config.algorithm.teacher))
+        return hf_weights.read_architecture(model_folder(config.algorithm.teacher))
 
 
 def shape_teacher(config: Config) -> Decoder | None:
@@ -29,7 +28,7 @@ def shape_teacher(config: Config) -> Decoder | None:
     if architecture is None:
         return None
     assert config.algorithm.teacher is not None
-    dtype = hf_weights.read_dtype(Path(config.algorithm.teacher)) or "bfloat16"
+    dtype = hf_weights.read_dtype(model_folder(config.algorithm.teacher)) or "bfloat16"
     with torch.device("meta"):
         return Decoder(architecture).to(dtype=getattr(torch, dtype))
 
@@ -42,7 +41,7 @@ def check_teacher(config: Config, tokenizer: Tokenizer, policy: Architecture, lo
     folder = config.algorithm.teacher
     assert folder is not None
     with about("algorithm.teacher"):
-        vocab = load_tokenizer(folder).vocab
+        vocab = load_tokenizer(model_folder(folder)).vocab
     if vocab != tokenizer.vocab:
         raise ConfigError([f"algorithm.teacher: {folder} has another tokenizer: {_difference(vocab, tokenizer.vocab)}"])
     if teacher.vocabulary < policy.vocabulary:

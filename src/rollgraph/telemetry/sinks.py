@@ -105,15 +105,20 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A resumed run keeps its id; W&B ignores steps that it already has."""
+    """A resumed run keeps its id; W&B ignores steps that it already has.
+
+    Its own steps begin at 0 and ours at -1, with the validation before the first one. So charts have our step on their
+    x axis, and W&B counts rows.
+    """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         known = _remembered(folder / "wandb_run.txt") or _remember(folder / "wandb_run.txt", uuid.uuid4().hex[:12])
         given = {"dir": str(folder), "id": known, "resume": "allow", "config": dict(config), **options}
         self._run = _import("wandb").init(**given)
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Values) -> None:
-        self._run.log(values, step=step)
+        self._run.log({"step": step, **values}, step=step + 1)
 
     def close(self) -> None:
         self._run.finish()

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 PHASES = ("generate", "reward", "score", "train")
 # The metrics to show, each with the words around its number. Sinks get all metrics.
-SHOWN = {"reward": "reward {}", "kl": "KL {}", "loss": "loss {}", "tokens/s": "{} tokens/s", "memory_gib": "{} GiB"}
+SHOWN = {
+    "reward": "reward {}",
+    "policy/kl": "KL {}",
+    "loss": "loss {}",
+    "speed/tokens_per_second": "{} tokens/s",
+    "speed/memory_gib": "{} GiB",
+}
 VALIDATION = "validation/"  # metrics with this prefix stay on the screen until the next validation
 RECENT = 20  # steps from which the remaining time is estimated
 BLOCKS = "▁▂▃▄▅▆▇█"

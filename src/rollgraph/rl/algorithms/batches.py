@@ -86,20 +86,20 @@ def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
     mean = _mean(rewards)
     metrics = {
         "reward": mean,
-        "reward_std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),
+        "reward/std": math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards])),
     }
     by_function: dict[str, list[float]] = {}  # a function need not have a reward for every rollout
     for rollout in usable:
         for name, value in rollout.rewards.items():
             by_function.setdefault(name, []).append(value)
     for name, values in by_function.items():
-        metrics[f"reward/{name}"] = _mean(values)
+        metrics[f"rewards/{name}"] = _mean(values)
     lengths = [len(rollout.tokens) for rollout in rollouts]
-    metrics["length"] = _mean(lengths)
-    metrics["length_min"] = float(min(lengths, default=0))
-    metrics["length_max"] = float(max(lengths, default=0))
-    metrics["truncated"] = _mean([rollout.finish_reason == "length" for rollout in rollouts])
-    metrics["failed"] = _mean([has_failed(rollout) for rollout in rollouts])
+    metrics["length/mean"] = _mean(lengths)
+    metrics["length/min"] = float(min(lengths, default=0))
+    metrics["length/max"] = float(max(lengths, default=0))
+    metrics["length/truncated"] = _mean([rollout.finish_reason == "length" for rollout in rollouts])
+    metrics["failures/rollouts"] = _mean([has_failed(rollout) for rollout in rollouts])
     return metrics
 
 

@@ -109,9 +109,9 @@ class PolicyGradient:
         trained = [trained_tokens(rollout, self.mask_truncated) for rollout in rollouts]
         sizes = [abs(advantage) for advantage in usable_advantages]
         metrics = describe(rollouts) | {
-            "shaped_reward": math.fsum(rewards) / max(1, len(rewards)),
-            "advantage": math.fsum(sizes) / max(1, len(sizes)),
-            "advantage_max": max(sizes, default=0.0),
+            "reward/shaped": math.fsum(rewards) / max(1, len(rewards)),
+            "advantage/abs_mean": math.fsum(sizes) / max(1, len(sizes)),
+            "advantage/abs_max": max(sizes, default=0.0),
         }
         return build_batch(
             rollouts, trained, advantages, self.weights, minibatches=minibatches, seed=seed, metrics=metrics
@@ -131,10 +131,11 @@ class PolicyGradient:
             seen["kl"] = KL_ESTIMATORS[self.kl_estimator](s.logprobs, s.reference_logprobs)
             if self.kl_coef and self.kl_in == "loss":
                 per_token = per_token + self.kl_coef * seen["kl"]
-        if s.entropy is not None:
+        if s.entropy is None:
+            seen["entropy"] = -s.logprobs  # an estimate that costs nothing: its mean over tokens that were sampled
+        else:
             seen["entropy"] = s.entropy
-            if self.entropy_coef:
-                per_token = per_token - self.entropy_coef * s.entropy
+            per_token = per_token - self.entropy_coef * s.entropy
         return weighted_sums(per_token, s.weights, seen)
 
 

@@ -1,0 +1,147 @@
+"""What a program has after training: the policy, ready to generate and to be evaluated, and everything that was logged.
+
+The policy is the one that was trained, still in memory; if the run was finished before, its last checkpoint is loaded
+when it is first needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, overload
+
+from rollgraph.config import Config
+from rollgraph.distributed.world import World
+from rollgraph.policy import PolicyWorker
+from rollgraph.run.demonstrations import load_validation_rows
+from rollgraph.run.given import Given, read_rows
+from rollgraph.run.inputs import make_held_out
+from rollgraph.run.model_source import none_found
+from rollgraph.run.rollouts import evaluate
+from rollgraph.run.setup import Run, make_run
+from rollgraph.tokenizer import Message
+
+Chat = Sequence[Message]
+
+
+class TrainedRun:
+    """A run after its last step. With several ranks, all of them call its methods together."""
+
+    def __init__(self, config: Config, world: World, given: Given, run: Run | None, connection: ExitStack) -> None:
+        self.config = config
+        self._world = world
+        self._given = given
+        self._run = run
+        self._connection = connection  # to the other ranks
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, from the first step of the run; `pandas.DataFrame(run.metrics)` is a table."""
+        return self._read("metrics.jsonl")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The rows of samples.jsonl: completions that were sampled, with their rewards."""
+        return self._read("samples.jsonl")
+
+    @property
+    def policy(self) -> PolicyWorker:
+        """The model with its weights, its engine and its graphs."""
+        return self._opened().policy
+
+    @overload
+    def generate(self, prompts: str, **sampling: Any) -> str: ...
+
+    @overload
+    def generate(self, prompts: Sequence[str | Chat], **sampling: Any) -> list[str]: ...
+
+    def generate(self, prompts: str | Sequence[str | Chat], **sampling: Any) -> str | list[str]:
+        """Continue a prompt or several, as in training: with its chat template, if it has one, and its settings.
+
+        `sampling` are fields of SamplingParams, such as temperature=0 or max_tokens=100.
+        """
+        if isinstance(prompts, str):
+            return self.generate([prompts], **sampling)[0]
+        policy = self.policy
+        tokens = [self._encode(prompt) for prompt in prompts]
+        params = replace(policy.sampling, **sampling)
+        if policy.engine is None:
+            name = self.config.algorithm.name
+            raise ValueError(f"{name} samples nothing, so this run cannot: `rollgraph generate` can, from its folder")
+        with policy.phases.enter("generate"):
+            outputs = policy.engine.generate(tokens, params)
+        texts = []
+        for output in outputs:
+            if output.error is not None:
+                raise ValueError(output.error)
+            texts.append(output.completions[0].text)
+        return texts
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """What validation measures, on the validation data or on other data of the same form."""
+        run = self._opened()
+        config, given = run.config, self._given
+        if data is None:
+            if not run.inputs.can_validate:
+                raise ValueError("the run has no validation data: give evaluate() some")
+            return evaluate(run, "eval")
+        path, rows = read_rows(data, "data")
+        given = replace(given, rows={path: rows} if rows is not None else {})
+        config = replace(config, data=replace(config.data, validation=path))
+        if run.inputs.written is not None:
+            source, most = run.inputs.algorithm.source, run.inputs.limits.max_length
+            written = load_validation_rows(config, run.inputs.tokenizer, source, most, given)
+            assert written is not None
+            return evaluate(run, "eval", examples=written.all_rollouts())
+        held_out = make_held_out(config, run.inputs.tokenizer, run.inputs.limits, given)
+        assert held_out is not None
+        run.inputs.rewards.check_columns(held_out.columns)
+        return evaluate(run, "eval", [prompt for _ in range(len(held_out)) for prompt in held_out.next_prompts()])
+
+    def export(self, folder: str | os.PathLike[str]) -> Path:
+        """Write a model folder that transformers and other tools can load."""
+        target = Path(folder)
+        self.policy.export(target)
+        return target
+
+    def close(self) -> None:
+        """Free the model and the graphs, and leave the other ranks. Metrics and samples can still be read."""
+        if self._run is not None:
+            self._run.close()
+        self._run = None
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _opened(self) -> Run:
+        if self._run is None:
+            run = make_run(self.config, self._world, given=self._given, writes=False)
+            saved = run.checkpoints.latest()
+            if saved is None:
+                run.close()
+                raise none_found(self.config.output, unscored=False, broken=bool(run.checkpoints.broken))
+            run.checkpoints.load(saved)
+            self._run = run
+        return self._run
+
+    def _encode(self, prompt: str | Chat) -> list[int]:
+        tokenizer = self._opened().inputs.tokenizer
+        if isinstance(prompt, str):
+            if not self.config.data.chat:
+                return list(tokenizer.encode(prompt, special=True))
+            prompt = [{"role": "user", "content": prompt}]
+        return list(tokenizer.encode(tokenizer.render_chat(prompt), special=False))
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        file = Path(self.config.output) / name
+        if not file.exists():
+            return []
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

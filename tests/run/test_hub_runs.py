@@ -1,0 +1,237 @@
+"""Runs and commands with ids of the hub instead of paths: they stay with the commit that they began with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollgraph.cli import main
+from rollgraph.config import Config, to_yaml
+from rollgraph.distributed.world import World
+from rollgraph.model import Architecture, Decoder, save_model
+from rollgraph.run.hub_cache import fetch_model
+from rollgraph.run.hub_ids import HubError, HubId
+from rollgraph.run.hub_pins import PINS, pin_sources, share_model_folder
+from rollgraph.run.model_source import read_config
+from rollgraph.run.shared_work import FailedElsewhere, work_on_some
+from rollgraph.tokenizer import ByteTokenizer
+from rollgraph.train import train
+from tests.run.local_hub import HubCache, HubServer, read_files
+from tests.run.test_hub import cache, constants, server
+from tests.sharding.worlds import run_world
+from tests.test_train import assert_same_run, eager_config, write_inputs
+
+__all__ = ["cache", "server"]
+ONE = World(0, 1, "cpu")
+
+
+def make_model(folder: Path, hidden: int = 16) -> Path:
+    torch.manual_seed(0)
+    tiny = Architecture("llama", vocabulary=259, hidden=hidden, mlp=24, layers=1, heads=2, kv_heads=1, head_dim=8)
+    save_model(Decoder(tiny), folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+def make_dataset(folder: Path) -> dict[str, bytes]:
+    """The data of `write_inputs` as the files of a dataset, training in two of them."""
+    lines = (folder / "train.jsonl").read_bytes().splitlines(keepends=True)
+    return {
+        "README.md": b"---\nconfigs:\n- {config_name: digits, data_files: [{split: train, path: 'data/train-*'}, "
+        b"{split: test, path: data/held_out.jsonl}]}\n---\n",
+        "data/train-00000-of-00002.jsonl": b"".join(lines[:10]),
+        "data/train-00001-of-00002.jsonl": b"".join(lines[10:]),
+        "data/held_out.jsonl": (folder / "held_out.jsonl").read_bytes(),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, cache: HubCache) -> Path:
+    """A model of two commits, of which main is the first, and a dataset, both in the cache, and the same as files."""
+    write_inputs(tmp_path)
+    make_model(tmp_path / "model")
+    cache.add("org/model", read_files(make_model(tmp_path / "newer", hidden=32)))
+    cache.add("org/model", read_files(tmp_path / "model"))
+    cache.add("org/data", make_dataset(tmp_path), kind="dataset")
+    return tmp_path
+
+
+def config_of(folder: Path, output: str, model: str, train: str, validation: str, *overrides: str) -> Config:
+    given = [f"output={folder / output}", f"model={{path: {model}}}", "tokenizer.path=null"]
+    given += [f"data.train={train}", f"data.validation={validation}", "checkpoint.every=1", "validation.every=1"]
+    given += ["optimizer.schedule=constant"]
+    return eager_config(folder, *given, *overrides)
+
+
+def hub_config(folder: Path, *overrides: str, output: str = "run") -> Config:
+    return config_of(folder, output, "org/model", "org/data", "org/data", *overrides)
+
+
+def test_a_run_keeps_its_commits(folder: Path, cache: HubCache, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model that main means later has other shapes, and the other data would be refused."""
+    paths = [str(folder / name) for name in ("model", "train.jsonl", "held_out.jsonl")]
+    train(config_of(folder, "expected", *paths, "steps=2"), ONE)
+    train(hub_config(folder, "steps=1"), ONE)
+    before = json.loads((folder / "run" / PINS).read_text())
+    cache.add("org/model", read_files(folder / "newer"))
+    cache.add("org/data", {"train.jsonl": b'{"prompt": "9?"}\n', "test.jsonl": b'{"prompt": "9?"}\n'}, kind="dataset")
+    config = hub_config(folder, "steps=2", "log.progress=plain")
+    train(config, ONE)
+    assert_same_run(folder / "run", folder / "expected", 1)
+    assert json.loads((folder / "run" / PINS).read_text()) == before
+    commit = before["hf://org/model@main"]
+    data = before["hf://datasets/org/data@main"]
+    said = capsys.readouterr().out
+    assert f"model.path: org/model is commit {commit}, recorded in {folder / 'run' / PINS}\n" in said
+    saved = read_config(folder / "run" / "checkpoints" / "step_00000001")
+    assert saved.model.path == f"hf://org/model@{commit}"
+    assert (saved.data.train, saved.data.validation) == (
+        f"hf://datasets/org/data@{data}:train",
+        f"hf://datasets/org/data@{data}:test",
+    )
+    # A new run begins with what main means now.
+    newer = pin_sources(replace(config, output=str(folder / "new")), ONE)
+    assert newer.model.path not in (saved.model.path, "org/model")
+    assert not (folder / "new").exists()
+
+
+def test_commands_take_ids(
+    folder: Path, cache: HubCache, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(hub_config(folder, "steps=1", "checkpoint.export_at_end=true")))
+    assert main(["train", str(path)]) == 0
+    commit = json.loads((folder / "run" / PINS).read_text())["hf://org/model@main"]
+    cache.add("org/model", read_files(folder / "newer"))
+
+    def answer(*words: str) -> str:
+        capsys.readouterr()
+        assert main([*map(str, words)]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    sampling = ("--prompt", "12?", "--max-tokens", "6", "--seed", "1", "--logprobs", "--quiet")
+    expected = answer("generate", str(folder / "model"), *sampling)
+    assert answer("generate", f"org/model@{commit}", *sampling) == expected
+    assert answer("generate", "hf://org/model", *sampling) == answer("generate", str(folder / "newer"), *sampling)
+    # A checkpoint finds its tokenizer and its architecture from anywhere.
+    elsewhere = folder / "elsewhere"
+    shutil.copytree(folder / "run" / "checkpoints" / "step_00000000", elsewhere / "copy")
+    monkeypatch.chdir(elsewhere)
+    trained = answer("generate", str(folder / "run" / "model"), *sampling)
+    assert answer("generate", "copy", *sampling) == trained
+    baseline = answer("eval", str(path), "--model", str(folder / "model"))
+    assert answer("eval", str(path), "--model", f"org/model@{commit}") == baseline
+    assert answer("eval", str(path), "--model", "copy") == answer("eval", str(path))
+    local = answer("plan", str(path), f"model.path={folder / 'newer'}", "--device", "cpu", "--json")
+    assert answer("plan", str(path), "--device", "cpu", "--json") == local
+    assert "agree bit for bit" in answer("check", "--exact", f"org/model@{commit}", "--rows", "2", "--tokens", "64")
+
+
+def test_an_id_that_cannot_be_used_names_its_key_and_leaves_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(hub_config(folder)))
+    for override, message in (
+        ("model.path=org/none", "model.path: org/none: there is no such folder here, and the cache ("),
+        ("tokenizer.path=hf://org/none", "tokenizer.path: hf://org/none: the cache ("),
+        ("data.train=org/data:dev", "data.train: org/data:dev: has no split dev; it has train, test"),
+        ("data.validation=org/none", "data.validation: org/none: there is no such file here, and the cache ("),
+        ("warm_start={data: org/data:a/b}", "warm_start.data: org/data:a/b: has no config 'a'; it has digits"),
+    ):
+        assert main(["train", str(path), override]) == 1
+        assert message in capsys.readouterr().err
+        assert not (folder / "run").exists()
+    (folder / "run").mkdir()
+    (folder / "run" / PINS).write_text('{"hf://org/model@main": "main"}')
+    assert main(["train", str(path)]) == 1
+    assert f"{PINS}: hf://org/model@main: expected a commit, got 'main'" in capsys.readouterr().err
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+def use_hub(url: str, cache: Path) -> None:
+    constants.HF_HUB_CACHE = str(cache)
+    constants.ENDPOINT = url
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"
+
+
+def pinned_path(world: World, folder: Path, url: str, config: Config) -> str | None:
+    """As if each rank were the first of its machine, with a cache of its own."""
+    use_hub(url, folder / f"cache of machine {world.rank}")
+    found = pin_sources(config, world).model.path
+    share_model_folder("org/model", replace(world, local_rank=0))
+    return found
+
+
+def second_rank(world: World, folder: Path, url: str) -> list[str]:
+    """Two ranks of one machine. The second one would not find the cache that it is told to fill."""
+    use_hub(url, folder / "one cache")
+    seen: list[str] = []
+
+    def work() -> str:
+        seen.append(fetch_model(HubId("model", "org/model"), weights=True).name)
+        return seen[0]
+
+    found = work_on_some(world, world.rank == 0, work)
+    assert len(seen) == 1 - world.rank
+    return found
+
+
+def failure(world: World) -> str:
+    def fail() -> str:
+        raise HubError("no such model", place="org/none")
+
+    try:
+        work_on_some(world, world.rank == 0, fail)
+    except (HubError, FailedElsewhere) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_each_machine_downloads_once(folder: Path, server: HubServer, tmp_path: Path) -> None:
+    server.repos["model", "org/model"] = read_files(folder / "model")
+    files = [str(folder / "train.jsonl"), str(folder / "held_out.jsonl")]
+    config = config_of(folder, "run", "org/model", *files)
+    one, other = run_world(2, tmp_path, pinned_path, folder, server.url, config)
+    assert one == other
+    assert one.startswith("hf://org/model@")
+    assert sorted(server.downloads) == sorted([*read_files(folder / "model")] * 2)
+    server.downloads.clear()
+    one, other = run_world(2, tmp_path, second_rank, folder, server.url)
+    assert one == other
+    assert sorted(server.downloads) == sorted(read_files(folder / "model"))
+    assert run_world(2, tmp_path, failure) == [
+        "HubError: org/none: no such model",
+        "FailedElsewhere: rank 0 failed: org/none: no such model",
+    ]
+
+
+# -- the environment -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_environment_says_where_the_cache_is(folder: Path, cache: HubCache) -> None:
+    home = folder / "home"
+    home.mkdir()
+    (home / "hub").symlink_to(cache.folder)
+    command = [sys.executable, "-m", "rollgraph", "generate", "org/model", "--prompt", "a", "--max-tokens", "1"]
+    for given in ({"HF_HUB_CACHE": str(cache.folder)}, {"HF_HOME": str(home)}):
+        environment = {**os.environ, **given, "HF_HUB_OFFLINE": "1"}
+        assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
+    environment = {**os.environ, "HF_HOME": str(folder / "none"), "HF_ENDPOINT": "http://127.0.0.1:1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "http://127.0.0.1:1 cannot be reached" in done.stderr
+    assert "Traceback" not in done.stderr

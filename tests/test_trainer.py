@@ -1,0 +1,279 @@
+"""`rollgraph.Trainer`: the run of a program is the run of the command, and wrong arguments are found at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollgraph import Trainer
+from rollgraph.cli import main
+from rollgraph.config import ConfigError, config_from_keywords, to_yaml
+from rollgraph.config.keywords import key_of
+from rollgraph.config.loading import list_keys
+from rollgraph.errors import InvalidInput
+
+TINY = {"tiny": {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "mlp": 8, "max_length": 16}}
+ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(6)]
+SMALL: dict[str, Any] = {
+    "prompts_per_step": 2,
+    "max_prompt_tokens": 6,
+    "samples_per_prompt": 2,
+    "max_tokens": 3,
+    "rows": 4,
+    "token_buckets": [64],
+    "cache_gib": 0.001,
+    "cpu_threads": 1,
+    "progress": "none",
+    "sinks": ["jsonl"],
+    "checkpoint_every": 2,
+    "lr": 1e-2,
+    "graph": {"impl": "none", "warmup": 1},
+}
+
+
+def letters(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """The more different characters, the better."""
+    return [len(set(text)) / 10 for text in completions]
+
+
+def small_trainer(output: Path, **arguments: Any) -> Trainer:
+    given = {"model": TINY, "train": ROWS, "rewards": [letters], "output": output, **SMALL, **arguments}
+    return Trainer(**given)
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) -> None:
+    seen: list[int] = []
+    options = {"validation": iter(ROWS[:2]), "callbacks": [lambda step, metrics: seen.append(step)]}
+    trainer = small_trainer(tmp_path / "twice", **options)
+    trainer.train(steps=2)
+    run = trainer.train(steps=4)
+    assert seen == [0, 1, 2, 3]
+    assert [row["step"] for row in run.metrics if row["step"] >= 0] == [0, 1, 2, 3]
+    assert {row["prompt"] for row in run.samples} <= {row["prompt"] for row in ROWS}
+
+    whole = small_trainer(tmp_path / "once", validation=ROWS[:2]).train(steps=4)
+    ours, theirs = run.policy.model.state_dict(), whole.policy.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert run.generate("1+1=", seed=3) == whole.generate(["1+1="], seed=3)[0]
+    assert run.evaluate(ROWS[2:]) == whole.evaluate(ROWS[2:])
+
+    again = small_trainer(tmp_path / "twice", validation=ROWS[:2]).train(
+        steps=4
+    )  # finished: the last checkpoint is loaded
+    assert again.generate("1+1=", seed=3) == run.generate("1+1=", seed=3)
+    assert again.evaluate() == run.evaluate()
+    exported = again.export(tmp_path / "exported")
+    config = json.loads((exported / "config.json").read_text())
+    assert config["hidden_size"] == 8
+    for one in (run, whole, again):
+        one.close()
+    assert len(again.metrics) == len(run.metrics)
+
+
+def test_the_run_of_a_program_is_that_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    trainer = small_trainer(tmp_path / "program", train=iter(ROWS), rewards=[(letters, 0.5)], algorithm="dapo")
+    with trainer.train(steps=3) as run:
+        ours = run.metrics
+    functions = [{"name": "tests.test_trainer:letters", "weight": 0.5}]
+    config = small_trainer(
+        tmp_path / "command", train=tmp_path / "train.jsonl", rewards=functions, algorithm="dapo", steps=3
+    ).config
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+    theirs = [json.loads(line) for line in (tmp_path / "command" / "metrics.jsonl").read_text().splitlines()]
+    timed = "speed/"
+    for mine, other in zip(ours, theirs, strict=True):
+        assert {k: v for k, v in mine.items() if timed not in k} == {k: v for k, v in other.items() if timed not in k}
+
+
+RANKS = """
+import json, sys
+from pathlib import Path
+from rollgraph.distributed.world import World
+from tests.test_trainer import ROWS, small_trainer
+
+output = Path(sys.argv[1])
+trainer = small_trainer(output / "run", validation=ROWS[:3], callbacks=[lambda step, metrics: step == 1])
+run = trainer.train(steps=5)  # rank 0 stops it after the second step
+found = {"evaluation": run.evaluate(ROWS), "text": run.generate("1+1=", seed=1), "steps": len(run.metrics)}
+run.export(output / "exported")
+(output / f"rank{World.current().rank}.json").write_text(json.dumps(found))
+trainer.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_two_ranks_train_stop_and_evaluate_together(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "script.py", "."]
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["steps"] == 3  # with the validation before the first one
+    assert (tmp_path / "exported" / "config.json").exists()
+
+
+def test_steps_are_taken_one_at_a_time_and_a_loop_left_early_is_saved(tmp_path: Path) -> None:
+    trainer = small_trainer(tmp_path, steps=3)
+    for step in trainer:
+        assert math.isfinite(step.metrics["reward"])
+        break
+    with pytest.raises(RuntimeError, match="not come to its end"):
+        _ = trainer.run
+    assert [number for number, _ in trainer] == [1, 2]
+    assert [row["step"] for row in trainer.run.metrics] == [0, 1, 2]
+    trainer.close()
+
+
+@pytest.mark.parametrize("how", ["returns True", "calls stop"])
+def test_a_callback_stops_the_run(tmp_path: Path, how: str) -> None:
+    def callback(step: int, metrics: dict[str, float]) -> Any:
+        if step != 1:
+            return metrics["reward"]  # only True stops
+        if how == "calls stop":
+            return trainer.stop()
+        return True
+
+    trainer = small_trainer(tmp_path, steps=10, callbacks=[callback])
+    with trainer.train() as run:
+        assert [row["step"] for row in run.metrics] == [0, 1]
+        assert run.generate(["1+1=", "2+1="], temperature=0.0)
+    assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
+
+
+def test_a_callback_that_fails_loses_no_step(tmp_path: Path) -> None:
+    def callback(step: int, metrics: dict[str, float]) -> None:
+        if step == 2:
+            raise KeyError("plot")
+
+    with pytest.raises(KeyError, match="plot"):
+        small_trainer(tmp_path, callbacks=[callback]).train(steps=10)
+    assert (tmp_path / "checkpoints" / "step_00000002").is_dir()
+
+
+def test_a_loop_of_ones_own_is_logged_and_saved(tmp_path: Path) -> None:
+    """The loop of docs/python_api.md."""
+    from functools import partial
+
+    from rollgraph.run.saving import save_after_step, saved_on_error
+
+    trainer = small_trainer(tmp_path, algorithm={"name": "grpo", "kl_coef": 0.1})
+    with trainer.open(steps=2) as (run, steps), run.log.writing(steps.start), saved_on_error(run):
+        for step in steps:
+            generate = partial(run.policy.generate, seed=f"mine/{step}")
+            rollouts = run.inputs.environment.run(generate, run.inputs.data.next_prompts())
+            run.inputs.rewards.score(rollouts)
+            run.policy.score(rollouts, "reference")
+            batch = run.inputs.algorithm.make_batch(rollouts)
+            learned = run.policy.train(batch)
+            run.progress.finish_step(step, run.policy.optimizer.steps)
+            run.log.write(step, rollouts, batch, learned)
+            save_after_step(run, step, score=None, stopping=False)
+    with trainer.train(steps=3) as run_after:
+        assert [row["step"] for row in run_after.metrics] == [0, 1, 2]
+        assert all(math.isfinite(row["loss"]) for row in run_after.metrics)
+
+
+def test_a_model_and_a_tokenizer_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "c": 3}, unk_token="c"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=4, num_key_value_heads=1, max_position_embeddings=16, **shape)
+    model = transformers.LlamaForCausalLM(config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = [{"prompt": "a b", "answer": "a"}, {"prompt": "b a", "answer": "b"}]
+    trainer = small_trainer(tmp_path, model=(model, tokenizer), train=rows, max_prompt_tokens=4)
+    with trainer.train(steps=1) as run:
+        ours = run.policy.model.embed.weight
+        assert not torch.equal(ours, before["model.embed_tokens.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # it is a copy
+    with torch.no_grad():
+        model.model.embed_tokens.weight.zero_()
+    with small_trainer(
+        tmp_path, model=(model, tokenizer), train=rows, max_prompt_tokens=4, algorithm={"name": "grpo", "kl_coef": 0.1}
+    ).open(steps=2) as (resumed, steps):
+        assert steps == range(1, 2)
+        assert not torch.equal(resumed.policy.model.embed.weight, torch.zeros(4, 16))
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def test_arguments_are_keys() -> None:
+    assert key_of("max_tokens") == "rollout.max_tokens"
+    assert key_of("lr") == "optimizer.lr"
+    assert key_of("temperature") == "rollout.temperature"
+    assert key_of("checkpoint_every") == "checkpoint.every"
+    assert key_of("validation_temperature") == "validation.temperature"
+    assert key_of("steps") == "steps"
+    assert key_of("optimizer.lr") == "optimizer.lr"
+    for key in list_keys():
+        if "[]" not in key.name:
+            assert key_of(key.name.replace(".", "_")) == key.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_token": 3}, "argument max_token: there is no such key; did you mean max_tokens"),
+        ({"every": 3}, "argument every: several sections have this key; write validation_every or checkpoint_every"),
+        ({"samples_per_prompt": 1}, "argument samples_per_prompt: rollout.samples_per_prompt: grpo compares"),
+        ({"max_tokens": "many"}, "argument max_tokens: rollout.max_tokens: expected whole number ≥ 1, got the text"),
+        ({"lr": math.nan}, "argument lr: optimizer.lr: expected a finite number, got nan"),
+        ({"lr": object()}, "argument lr: optimizer.lr: expected text, a number, a list or a mapping, got a object"),
+        ({"optimizer": {"lr": 1e-3}}, "argument (lr|optimizer): optimizer.lr: also given by argument (optimizer|lr)"),
+        ({"optimizer": {"rate": 1e-3}}, "argument optimizer: optimizer.rate: unknown key"),
+        ({"rewards": ["exakt"]}, "there is no reward 'exakt'"),
+        ({"rewards": []}, "reward.functions: give a reward function or an environment"),
+        ({"algorithm": "grop"}, "there is no algorithm 'grop'; did you mean 'grpo'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small_trainer(tmp_path, **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"train": {"train": ROWS, "test": ROWS}}, "train: expected rows, got a mapping with 'train', 'test'"),
+        ({"train": []}, "train: there are no rows"),
+        ({"train": 5}, "train: expected a path, or rows such as a list of dicts, got a int"),
+        ({"train": [{"question": "?"}]}, "train:1: expected either 'prompt' or 'messages', got 'question'"),
+        ({"rewards": [3]}, "rewards: expected the name of a reward, or a function, got 3"),
+        ({"model": 3}, "model: expected a folder, a hub id"),
+    ],
+    ids=str,
+)
+def test_a_wrong_object_is_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        small_trainer(tmp_path, **arguments)
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_keywords({"stepps": 3, "max_tokn": 1})
+    assert len(caught.value.problems) == 2
