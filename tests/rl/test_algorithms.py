@@ -695,7 +695,8 @@ class Own:
 
     scale: float = 1.0
     source = "policy"
-    needs_rewards = needs_reference = needs_entropy = needs_old_logprobs = False
+    needs_rewards = True
+    needs_reference = needs_entropy = needs_old_logprobs = False
 
     def keeps(self, group: Sequence[Rollout]) -> bool:
         return True

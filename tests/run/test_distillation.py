@@ -103,7 +103,8 @@ def test_the_teachers_scores_are_those_of_its_folder(folder: Path, teacher: str)
         assert rollout.reference_logprobs != pytest.approx(rollout.logprobs, rel=1e-2)
 
 
-@pytest.mark.parametrize("teacher", ["same", pytest.param("larger", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", ["same", "larger"])
 def test_the_policy_comes_closer_to_its_teacher(folder: Path, teacher: str) -> None:
     options = ["steps=20", "rollout.samples_per_prompt=16", "rollout.rows=64", "checkpoint.every=20"]
     train(config_of(folder, teacher, *options, "optimizer.lr=3e-2", "train.token_buckets=[512]"), ONE)
@@ -112,6 +113,7 @@ def test_the_policy_comes_closer_to_its_teacher(folder: Path, teacher: str) -> N
     assert "reward" not in metrics_of(folder / "run")[0]
 
 
+@pytest.mark.slow
 def test_graphs_and_a_resume_change_nothing_and_the_teacher_must_stay_the_same(folder: Path) -> None:
     rewarded = ["reward.functions=[{name: length, options: {limit: 3}}]", "algorithm.options.reward_coef=0.5"]
     train(config_of(folder, "larger", *rewarded), ONE)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollgraph import Trainer
 from rollgraph.cli import main
 from rollgraph.config import Config, ConfigError, parse_config, to_yaml
 from rollgraph.model import Decoder, load_model
@@ -20,7 +21,8 @@ from rollgraph.run.memory_plan import make_plan
 from rollgraph.run.resume import MODEL
 from rollgraph.train import train
 from rollgraph.types import Rollout
-from tests.test_train import ONE, assert_same_run, metrics_of, weights_of
+from tests.sharding.worlds import run_world
+from tests.test_train import ONE, assert_same_run, metrics_of, train_on_a_rank, weights_of
 
 SMALL = """
 steps: 4
@@ -84,7 +86,7 @@ def plain_logprobs(model: Decoder, rollout: Rollout) -> Tensor:
 
 
 def test_sft_learns_the_demonstrations_and_nothing_is_sampled(folder: Path) -> None:
-    run = train(config_of(folder, "steps=12", "validation.every=12"), ONE)
+    run = train(config_of(folder, "steps=12", "validation.every=12", "checkpoint.every=12"), ONE)
     assert run is not None
     assert run.policy.engine is None  # no cache, and no graphs of generation
     first, *_, last = metrics_of(folder / "run")
@@ -190,7 +192,7 @@ def test_eval_has_the_validation_loss(folder: Path, capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["validation/loss"] == metrics_of(folder / "run")[-1]["validation/loss"]
 
 
-@pytest.mark.parametrize("make", [config_of, dpo_config])
+@pytest.mark.parametrize("make", [config_of, pytest.param(dpo_config, marks=pytest.mark.slow)])
 def test_a_run_in_two_halves_is_the_same_run(folder: Path, make: Any) -> None:
     train(make(folder, "steps=6"), ONE)
     halves = f"output={folder / 'halves'}"
@@ -254,3 +256,33 @@ def test_a_plan_without_samples_has_no_cache(folder: Path) -> None:
     assert not any("cache" in name or "decode" in name or "prefill" in name for name in names)
     assert plan.floor.repeated.keys() == {"train"}
     assert {"policy", "reference"} < make_plan(dpo_config(folder), device="cpu").floor.repeated.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("make", [config_of, dpo_config])
+def test_two_ranks_learn_what_one_does(folder: Path, make: Any) -> None:
+    """Each has its share of the rows, also of the three that are held out, and they agree on the rest."""
+    warm = f"warm_start={{data: {folder / 'train.jsonl'}, steps: 3, batch_size: 3, lr: 1e-3}}"
+    given = ["data.prompts_per_step=5", "optimizer.lr=1e-3", "graph.exact=off", warm]
+    train(make(folder, *given), ONE)
+    both = make(folder, *given, f"output={folder / 'both'}")
+    assert run_world(2, folder, train_on_a_rank, both, folder / "output") == [None, None]
+    for alone, together in zip(metrics_of(folder / "run"), metrics_of(folder / "both"), strict=True):
+        assert together.keys() == alone.keys()
+        for name in alone.keys() & {"loss", "validation/loss", "tokens/trained", "data/epoch", "rewards/margins"}:
+            assert together[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5), name
+
+
+def test_supervised_training_from_python(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    settings = {"data": {"chat": True, "prompts_per_step": 4}, "graph": {"impl": "none"}, "log": {"progress": "none"}}
+    tiny = {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "mlp": 24, "max_length": 64}
+    with Trainer(
+        train=rows, validation=rows[:3], algorithm="sft", output=folder / "run", model={"tiny": tiny}, **settings
+    ) as trainer:
+        run = trainer.train(steps=2)
+        assert run.evaluate()["validation/loss"] == run.metrics[-1]["validation/loss"]
+        assert run.evaluate(rows[5:9])["validation/loss"] != run.evaluate()["validation/loss"]
+        with pytest.raises(ValueError, match="sft samples nothing, so this run cannot"):
+            run.generate("2?")

@@ -9,6 +9,7 @@ import pytest
 from rollgraph.config import Config, parse_config, to_yaml
 from rollgraph.rl.data import DataError
 from rollgraph.run.checkpoints import CheckpointError
+from rollgraph.run.inputs import check_inputs
 from rollgraph.train import train
 from tests.forked import ForkedCommand
 from tests.run.test_supervised import write_rows
@@ -66,7 +67,16 @@ def assert_same(folder: Path, name: str) -> None:
     assert_same_run(folder / name, folder / "undisturbed", step=1)
 
 
-@pytest.mark.parametrize("by", ["SIGTERM", "SIGINT"])
+def test_demonstrations_have_the_chat_template_of_the_prompts(folder: Path) -> None:
+    inputs = check_inputs(warm_config(folder, "run"), ONE)
+    assert inputs.warm_start is not None
+    asked = {prompt.text for prompt in inputs.data.next_prompts()}
+    assert all(text.startswith("<|bos|>user: ") for text in asked)
+    for rollout in inputs.warm_start.next_rollouts():
+        assert rollout.prompt.text == f"<|bos|>user: {rollout.prompt.id}?<|eos|>\nassistant: "
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_warm_start_that_was_stopped_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by: str
 ) -> None:
@@ -89,6 +99,8 @@ def test_a_warm_start_that_was_stopped_goes_on(
     assert_same(folder, "stopped")
 
 
+@pytest.mark.slow
+@pytest.mark.multi
 def test_a_warm_start_that_was_killed_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is killed inside step 6, after a checkpoint of step 4; and again in the first step after the warm start."""
     config = folder / "config.yaml"
