@@ -6,6 +6,7 @@ and encodes their prompts, so a completion follows exactly the tokens that the p
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -86,10 +87,10 @@ def _describe_missing(row: Row, names: Sequence[str], missing: str) -> str:
 
 @dataclass(frozen=True)
 class WrittenCompletion:
-    """What follows a prompt, e.g. WrittenCompletion([72, 105, 257], [True, True, True], "Hi<|eos|>")."""
+    """What follows a prompt, in little memory: there may be as many of them as rows."""
 
-    tokens: list[int]
-    trained: list[bool]  # whether the assistant wrote the token
+    tokens: array[int]
+    trained: bytes  # 1 where the assistant wrote the token, otherwise 0
     text: str
 
 
@@ -132,8 +133,9 @@ class Completions:
         made = []
         for group, prompt in enumerate(prompts):
             for reward, completion in zip(self._rewards.values(), self._completions(prompt), strict=True):
-                tokens, trained = list(completion.tokens), list(completion.trained)
-                unknown = [0.0] * len(tokens)  # nobody drew these tokens
+                trained = [bool(wrote) for wrote in completion.trained]
+                unknown = [0.0] * len(trained)  # nobody drew these tokens
+                tokens = list(completion.tokens)
                 made.append(Rollout(prompt, tokens, trained, unknown, completion.text, reward=reward, group=group))
         return made
 
@@ -169,7 +171,8 @@ class Completions:
         if True not in trained:
             raise DataError("the completion is empty", place=row.place)
         last = len(trained) - trained[::-1].index(True)
-        return WrittenCompletion(tokens[:last], trained[:last], "".join(piece.text for piece in pieces))
+        text = "".join(piece.text for piece in pieces)
+        return WrittenCompletion(array("q", tokens[:last]), bytes(trained[:last]), text)
 
     def _render(self, text: str, asked: list[Message], completion: list[Message], place: str) -> list[_ChatPiece]:
         """What the chat template writes after the prompt: the assistant's turns, and what stands between them."""
