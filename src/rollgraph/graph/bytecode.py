@@ -62,7 +62,9 @@ def name_chains(code: CodeType) -> Iterator[NameChain]:
                 constant = _NO_CONSTANT
                 continue
             yield root._replace(steps=tuple(steps))
-        root = _chain_root(instruction, line)
+        loaded = _loaded_locals(instruction)
+        yield from (NameChain("local", name, (), line) for name in loaded[:-1])
+        root = NameChain("local", loaded[-1], (), line) if loaded else _chain_root(instruction, line)
         steps = []
         constant = _NO_CONSTANT
 
@@ -73,11 +75,18 @@ def _is_subscript(instruction: dis.Instruction) -> bool:
     return instruction.opname == "BINARY_OP" and instruction.argrepr == "[]"
 
 
+def _loaded_locals(instruction: dis.Instruction) -> list[str]:
+    """The local variables that the instruction loads. Since Python 3.13 one instruction may store or load two."""
+    if "LOAD_FAST" not in instruction.opname:
+        return []
+    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    stored = instruction.opname.count("STORE_FAST")
+    return list(names[stored:])
+
+
 def _chain_root(instruction: dis.Instruction, line: int) -> NameChain | None:
-    """The start of a chain, if the instruction loads a name."""
+    """The start of a chain, if the instruction loads a name that is no local variable."""
     name = instruction.argval
-    if instruction.opname.startswith("LOAD_FAST") and isinstance(name, str):
-        return NameChain("local", name, (), line)
     if instruction.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
         return NameChain("cell", name, (), line)
     if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

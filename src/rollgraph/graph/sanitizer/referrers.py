@@ -37,8 +37,9 @@ def held_by_program(things: list[Any], ignore: Sequence[Any] = ()) -> set[int]:
     own_lists = {id(things), id(keep), *map(id, ignore)}
     level = list(things)
     for _ in range(_DEPTH):
-        own_lists.add(id(level))
-        found = [h for h in gc.get_referrers(*level) if id(h) not in own_lists and not isinstance(h, FrameType)]
+        arguments = tuple(level)  # Python 3.13 lists the tuple that is passed, so it must be known
+        own_lists |= {id(level), id(arguments)}
+        found = [h for h in gc.get_referrers(*arguments) if id(h) not in own_lists and not isinstance(h, FrameType)]
         own_lists.add(id(found))
         children = set(map(id, level))
         level = []
