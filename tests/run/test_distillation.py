@@ -160,9 +160,11 @@ def test_a_teacher_that_cannot_judge_is_refused(folder: Path) -> None:
         (["algorithm.teacher=null"], r"algorithm\.teacher: distillation needs the folder of a teacher"),
         (["rollout.top_p=0.5"], r"with rollout\.top_k, top_p or min_p"),
         (["algorithm.options.reward_coef=1.0"], r"reward\.functions: give a reward function"),
+        (["algorithm.options.reward_coef=1.0", "reward.functions=[{name: exact_match}]",
+          "rollout.samples_per_prompt=1"], r"rollout\.samples_per_prompt: distillation compares the samples"),
         (["algorithm.name=grpo", "reward.functions=[{name: exact_match}]"], r"algorithm\.teacher: grpo has no teacher"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(folder, "same", *overrides)

@@ -85,11 +85,11 @@ def _length_rules(config: Config) -> Iterator[BrokenRule]:
 def _rollout_rules(config: Config) -> Iterator[BrokenRule]:
     own = ":" in config.algorithm.name  # known once it is loaded
     rewards = config.reward.functions or config.rollout.environment
-    taught = config.algorithm.name in TAUGHT and not config.algorithm.options.get("reward_coef")
+    mixed = config.algorithm.name in TAUGHT and config.algorithm.options.get("reward_coef")
+    taught = config.algorithm.name in TAUGHT and not mixed
     if not (rewards or own or taught or config.algorithm.name in SUPERVISED):
         yield "something_rewards", "reward.functions", "give a reward function or an environment"
-    compares = config.algorithm.name in GROUP_RELATIVE or config.algorithm.options.get("reward_coef")
-    if config.rollout.samples_per_prompt == 1 and compares:
+    if config.rollout.samples_per_prompt == 1 and (mixed or config.algorithm.name in GROUP_RELATIVE):
         wrong = f"{config.algorithm.name} compares the samples of a prompt, so it needs 2 or more"
         yield "group_compares", "rollout.samples_per_prompt", wrong
     rollouts = config.data.prompts_per_step
