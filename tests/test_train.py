@@ -740,20 +740,6 @@ def test_failures_are_those_of_a_step_so_that_a_resume_changes_no_metric(folder:
     assert_same_run(folder / "run", folder / "halves", step=3)
 
 
-def test_sigterm_ends_a_warm_start_at_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "demonstrations.jsonl").write_text('{"prompt": "01?", "completion": "4"}\n')
-    warm = f"{{data: {folder / 'demonstrations.jsonl'}, steps: 30, stop_at: 2.0, check_every: 2}}"
-    monkeypatch.setenv("STOP_AT", "1")  # the first time the reward is called
-    train(eager_config(folder, f"warm_start={warm}", "log.progress=plain"), ONE)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("asked to stop in step 2 of the warm start")
-    assert not list((folder / "run" / "checkpoints").glob("step_*"))
-    monkeypatch.delenv("STOP_AT")
-    train(eager_config(folder, f"warm_start={warm}", "resume=auto", "steps=1"), ONE)
-    assert [entry["step"] for entry in metrics_of(folder / "run")] == [0]
-
-
 def test_a_second_sigterm_changes_nothing(folder: Path) -> None:
     """This happens when a scheduler signals the whole job and `torchrun` forwards its own signal as well."""
     (folder / "rewards.py").write_text(

@@ -55,6 +55,21 @@ def test_a_run_in_two_halves_is_the_same_run(folder: Path, monkeypatch: pytest.M
     assert resumed.policy.pool.report().eager_runs == 0
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_supervised_training_captures_no_generation(folder: Path, name: str) -> None:
+    rows = [{"prompt": f"{i}?", "completion": "yes", "chosen": "yes", "rejected": "no"} for i in range(8)]
+    (folder / "written.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f"data.{key}={folder / 'written.jsonl'}" for key in ("train", "validation")]
+    given = [f"algorithm={{name: {name}}}", "reward.functions=[]", "data.max_prompt_tokens=null"]
+    run = train(config_of(folder, *ON_A_GPU, *files, *given), GPU)
+    assert run is not None
+    assert run.policy.engine is None
+    values = metrics_of(folder / "run")
+    assert values[-1]["validation/loss"] < values[0]["loss"]
+    report = json.loads((folder / "run" / "graphs.json").read_text())
+    assert {graph["name"].split()[0] for graph in report["graphs"]} == {"score", "train"}
+
+
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.timeout(1800)

@@ -20,7 +20,7 @@ from rollgraph.run.inputs import check_inputs, scores_old
 from rollgraph.run.learning_notes import tell_if_nothing_to_learn
 from rollgraph.run.resume import MODEL, REPORT, Finished, Fresh, find_start
 from rollgraph.run.rollouts import collect, evaluate
-from rollgraph.run.saving import save_after_step, save_before_stop, saved_on_error
+from rollgraph.run.saving import forget_warm_start, save_after_step, save_before_stop, saved_on_error, score_of
 from rollgraph.run.setup import POLICY_LOSS, Run, make_run
 from rollgraph.run.step_log import OnStep, StepLog
 from rollgraph.run.stop import StopSignals
@@ -98,9 +98,9 @@ def take_step(run: Run, step: int) -> bool:
     tell_if_nothing_to_learn(run, step, batch)
     learned = update(run, batch, step, exact)
     validated = validate(run, step)
-    run.log.write(step, rollouts, batch, {**learned, **validated})
+    run.log.write(step, rollouts, batch, {**learned, **batch.metrics, **validated})  # an algorithm's own loss counts
     stopping = run.on_any_rank(run.stop.requested)
-    save_after_step(run, step, validated.get("validation/reward"), stopping)
+    save_after_step(run, step, score_of(validated), stopping)
     return not stopping
 
 
@@ -135,10 +135,10 @@ def update(run: Run, batch: Batch, step: int, exact: bool) -> dict[str, float]:
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """At intervals and after the last step: metrics of the validation prompts."""
+    """At intervals and after the last step: metrics of the validation data."""
     at_interval = (step + 1) % run.config.validation.every == 0
     is_last = step == run.config.steps - 1
-    if not run.inputs.validation or not (at_interval or is_last):
+    if not run.inputs.can_validate or not (at_interval or is_last):
         return {}
     return evaluate(run, f"validation/{step}")
 
@@ -196,6 +196,7 @@ def finish(run: Run, captures_before: int) -> None:
     """Put everything on disk, and tell what the graphs did."""
     output = Path(run.config.output)
     run.checkpoints.wait()
+    forget_warm_start(run)
     if run.config.checkpoint.export_at_end:
         run.policy.export(output / MODEL)
     report = run.policy.pool.report()

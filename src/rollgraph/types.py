@@ -85,7 +85,7 @@ class Sample:
     tokens: Sequence[int]
     advantages: Sequence[float]
     weights: Sequence[float]
-    logprobs: Sequence[float]  # from the rollout
+    logprobs: Sequence[float] | None  # from the rollout; None: no policy drew these tokens
     old_logprobs: Sequence[float] | None = None  # of the policy before this batch; None: use the rollout's
     reference_logprobs: Sequence[float] | None = None
     rollout: int | None = None  # index of the rollout it was made from

@@ -141,7 +141,7 @@ def test_mistakes_are_reported_in_one_line(folder: Path, capsys: pytest.CaptureF
     assert "nowhere.jsonl" in capsys.readouterr().err
     (folder / "demonstrations.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     assert main(["train", str(path), f"warm_start={{data: {folder / 'demonstrations.jsonl'}}}"]) == 1
-    assert "demonstrations.jsonl:1: a warm start needs `prompt` and `completion`" in capsys.readouterr().err
+    assert "demonstrations.jsonl:1: a demonstration needs `completion` beside `prompt`" in capsys.readouterr().err
 
 
 def test_overrides_may_stand_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,13 +23,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollgraph.graph import capture
-from rollgraph.rl.algorithms import ALGORITHMS, PolicyGradient, load_algorithm
+from rollgraph.rl.algorithms import ALGORITHMS as BUILT_IN
+from rollgraph.rl.algorithms import PolicyGradient, load_algorithm
 from rollgraph.rl.algorithms.dapo import overlong_punishment
 from rollgraph.rl.losses import TokenStreams
 from rollgraph.types import Batch, Prompt, Rollout, Sample
 
 MAX_TOKENS = 12
 REQUIRED: dict[str, dict[str, Any]] = {"dr_grpo": {"max_tokens": MAX_TOKENS}}
+ALGORITHMS = [name for name in BUILT_IN if name not in ("dpo", "distillation")]  # these have tests of their own
 REWARDED = [name for name in ALGORITHMS if name != "sft"]
 
 
@@ -112,10 +114,9 @@ def pack(case: Case, samples: Sequence[Sample], seed: int, dtype: torch.dtype = 
         for t, weight in enumerate(sample.weights):
             places[place].append(len(rows))
             reference = 0.0 if sample.reference_logprobs is None else sample.reference_logprobs[t]
+            logprob = 0.0 if sample.logprobs is None else sample.logprobs[t]
             policy, old, entropy = case.policy[number][t].item(), case.old[number][t], case.entropy[number][t]
-            rows.append(
-                (policy, old, sample.logprobs[t], sample.advantages[t], reference, entropy, weight, float(sequence))
-            )
+            rows.append((policy, old, logprob, sample.advantages[t], reference, entropy, weight, float(sequence)))
     waste(rng.randint(1, 5), len(samples))
     columns = [torch.tensor(column, dtype=dtype) for column in zip(*rows, strict=True)]
     policy_, old_, rollout, advantages, reference_, entropy_, weights, sequence_ = columns
@@ -598,7 +599,7 @@ def test_minibatches_are_a_deterministic_partition(name: str) -> None:
         algorithm.make_batch(rollouts, minibatches=16)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", REWARDED)
 def test_failed_rollouts_do_not_affect_the_others(name: str) -> None:
     """They change neither the advantages nor the weights of the others."""
     rollouts, algorithm = make_rollouts(2), load(name)
@@ -645,7 +646,7 @@ def test_only_sampled_tokens_count() -> None:
             (rollout,) = (r for r in rollouts if r.tokens is sample.tokens)
             assert [w > 0 for w in sample.weights] == rollout.sampled
             assert sample.prompt == rollout.prompt.tokens
-            assert sample.logprobs is rollout.logprobs
+            assert sample.logprobs is (None if name == "sft" else rollout.logprobs)  # nobody drew a demonstration
             assert sample.reference_logprobs is rollout.reference_logprobs
     rollouts[0].logprobs = rollouts[0].logprobs[1:]
     with pytest.raises(ValueError, match="entries in `sampled`"):
@@ -706,6 +707,8 @@ class Own:
     """A custom algorithm, loaded by its import path."""
 
     scale: float = 1.0
+    source = "policy"
+    needs_rewards = True
     needs_reference = needs_entropy = needs_old_logprobs = False
 
     def keeps(self, group: Sequence[Rollout]) -> bool:
@@ -774,7 +777,7 @@ def test_the_documented_custom_algorithm(tmp_path: Path) -> None:
         (f"{__name__}:Own", {"scael": 1}, "scael: algorithm .* has no such setting; did you mean 'scale'"),
         (f"{__name__}:WithoutSeed", {}, "make_batch.rollouts, minibatches=, seed=.: .*'seed'"),
         (f"{__name__}:WithoutAnswer", {}, "must have `needs_entropy`, True or False"),
-        ("fractions:Fraction", {}, "must have `needs_reference`"),
+        ("fractions:Fraction", {}, "must have `source`, one of policy, demonstrations, pairs"),
     ],
 )
 def test_loading_errors(name: str, settings: dict[str, Any], message: str) -> None:

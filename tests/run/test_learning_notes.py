@@ -65,11 +65,6 @@ def test_a_run_says_if_all_that_could_be_learned_is_masked(folder: Path, capsys:
     assert EQUAL_REWARDS not in shown
 
 
-def test_supervised_training_does_not_depend_on_rewards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train_with(folder, ["===="], "algorithm.name=sft", "algorithm.minibatches=1")
-    assert "nothing can be learned" not in capsys.readouterr().out
-
-
 def test_a_condition_is_told_again_after_it_ended(folder: Path) -> None:
     told: list[str] = []
 

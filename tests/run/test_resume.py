@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollgraph.run.checkpoints import CheckpointError, Saved
-from rollgraph.run.resume import Finished, Fresh, Resume, RunFolder, decide_start, scan_folder
+from rollgraph.run.resume import Finished, Fresh, Resume, ResumeWarmStart, RunFolder, Start, decide_start, scan_folder
 
 FOLDER = Path("runs/one")
 
@@ -16,13 +16,19 @@ def saved(step: int) -> Saved:
     return Saved(step, FOLDER / "checkpoints" / f"step_{step:08d}", None)
 
 
-def decide(folder: RunFolder, resume: str = "auto", steps: int = 4, exports: bool = True) -> Fresh | Resume | Finished:
+def decide(folder: RunFolder, resume: str = "auto", steps: int = 4, exports: bool = True) -> Start:
     return decide_start(folder, resume=resume, steps=steps, exports=exports)  # type: ignore[arg-type]
 
 
 def test_an_empty_folder_starts_fresh() -> None:
     assert decide(RunFolder(FOLDER)) == Fresh()
     assert decide(RunFolder(FOLDER), resume="never") == Fresh()
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_a_run_without_a_step_goes_on_in_its_warm_start(resume: str) -> None:
+    folder = RunFolder(FOLDER, warm_start=[saved(1), saved(3)])
+    assert decide(folder, resume) == ResumeWarmStart(saved(3), folder)
 
 
 @pytest.mark.parametrize("resume", ["auto", "must"])
@@ -40,6 +46,7 @@ def test_a_broken_checkpoint_beside_a_whole_one_is_skipped() -> None:
     ("resume", "folder", "message"),
     [
         ("never", RunFolder(FOLDER, [saved(0)]), "resume: never, but .*checkpoints has checkpoints"),
+        ("never", RunFolder(FOLDER, warm_start=[saved(0)]), "resume: never"),
         ("never", RunFolder(FOLDER, broken={saved(0).path: CheckpointError("torn")}), "resume: never"),
         ("must", RunFolder(FOLDER), "resume: must, but .* has no whole checkpoint"),
         ("must", RunFolder(FOLDER, broken={saved(0).path: CheckpointError("torn")}), "no whole checkpoint.*: torn"),

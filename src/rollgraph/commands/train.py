@@ -149,7 +149,7 @@ def _evaluated(run: Any) -> dict[str, float]:
     from rollgraph.run.failures import summarize_reward_failures
     from rollgraph.run.rollouts import evaluate
 
-    if not run.inputs.validation:
+    if not run.inputs.can_validate:
         raise ValueError("data.validation is not set, so there is nothing to evaluate on")
     found = evaluate(run, "eval")
     for message in (*run.inputs.rewards.unread(), summarize_reward_failures(run.inputs)):

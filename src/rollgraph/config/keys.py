@@ -70,20 +70,30 @@ class TokenizerConfig:
 class DataConfig:
     train: Annotated[
         File,
-        "A .jsonl or .parquet file with a column `prompt`, or a dataset of the Hugging Face Hub: org/name, "
-        "org/name:split or org/name@revision:config/split. Reward functions see all other columns.",
+        "A .jsonl or .parquet file with a column `prompt` or `messages`, or a dataset of the Hugging Face Hub: "
+        "org/name, org/name:split or org/name@revision:config/split. Reward functions see all other columns. `sft` "
+        "needs `completion` or the assistant's messages, `dpo` needs `chosen` and `rejected`.",
     ]
     validation: Annotated[
         File | None,
         "Held-out data in the same format; a dataset without a split means its validation or test split. "
         "null: no validation.",
     ] = None
-    prompts_per_step: Annotated[Count, "Number of prompts per step, over all ranks."] = 32
+    prompts_per_step: Annotated[
+        Count, "Number of prompts per step, over all ranks; for `sft` and `dpo`, the number of rows."
+    ] = 32
     max_prompt_tokens: Annotated[Count | None, "Longest prompt, in tokens. null: as long as the model allows."] = None
+    max_tokens: Annotated[
+        Count | None,
+        "Longest prompt plus completion of `sft` and `dpo`, in tokens. null: what the model and the largest microbatch "
+        "allow.",
+    ] = None
     too_long: Annotated[
-        Literal["error", "drop"], "What to do with longer prompts. error: stop; drop: leave them out and count them."
+        Literal["error", "drop"], "What to do with longer rows. error: stop; drop: leave them out and count them."
     ] = "error"
-    chat: Annotated[bool, "Wrap each prompt in the model's chat template."] = False
+    chat: Annotated[bool, "Wrap each prompt, and what was written in reply to it, in the model's chat template."] = (
+        False
+    )
     shuffle: Annotated[bool, "Use a new order in every epoch, derived from the seed."] = True
 
 
@@ -150,6 +160,9 @@ class RewardConfig:
 class AlgorithmConfig:
     name: Annotated[File, "A built-in algorithm, package.module:name, or path/file.py:name."] = "grpo"
     options: Annotated[Options, "Settings of the algorithm."] = field(default_factory=dict)
+    teacher: Annotated[
+        File | None, "Folder of the model that scores samples for `distillation`; it has the policy's tokenizer."
+    ] = None
     minibatches: Annotated[Count, "Optimizer steps per pass over the rollouts."] = 1
     epochs: Annotated[Count, "Passes over the rollouts of a step."] = 1
     kl_coef: Annotated[
@@ -188,12 +201,16 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    data: Annotated[File, "A .jsonl or .parquet file, or a dataset of the hub, with columns `prompt` and `completion`."]
+    data: Annotated[
+        File,
+        "A .jsonl or .parquet file, or a dataset of the hub, with columns `prompt` and `completion`, or `messages`. "
+        "`data.chat` applies to it.",
+    ]
     steps: Annotated[
         Count, "Largest number of supervised training steps. Their loss also uses `rollout.temperature`."
     ] = 100
     lr: Annotated[Positive, "Constant learning rate of the warm start."] = 1e-5
-    batch_size: Annotated[Count, "Sequences per step."] = 32
+    batch_size: Annotated[Count, "Sequences per step, over all ranks."] = 32
     stop_at: Annotated[
         float | None, "Mean reward of sampled completions at which to stop early. null: take all steps."
     ] = None
@@ -231,10 +248,12 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every: Annotated[Count, "Steps between two checkpoints. The last step is always saved."] = 50
+    every: Annotated[Count, "Steps between two checkpoints, in a warm start, too. The last step is always saved."] = 50
     keep_last: Annotated[Count, "How many of the latest regular checkpoints to keep."] = 2
     keep_best: Annotated[
-        Natural, "How many of the best checkpoints, by validation reward, to keep. A new best is saved at once."
+        Natural,
+        "How many of the best checkpoints to keep, by validation reward, or by validation loss where nothing is "
+        "rewarded. A new best is saved at once.",
     ] = 1
     asynchronous: Annotated[bool, "Write checkpoints while training continues."] = True
     export_at_end: Annotated[bool, "Write a model folder for other tools after the last step."] = True

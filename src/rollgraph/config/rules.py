@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rollgraph.config.algorithm_names import GROUP_RELATIVE
+from rollgraph.config.algorithm_names import GROUP_RELATIVE, ONE_UPDATE, SUPERVISED, TAUGHT
 from rollgraph.config.field_types import keys_of
 from rollgraph.config.keys import COLDEST, Config, Scope
 from rollgraph.config.problems import ConfigError, ConfigProblem
@@ -44,6 +44,8 @@ def broken_rules(config: Config) -> list[BrokenRule]:
         *_model_rules(config),
         *_length_rules(config),
         *_rollout_rules(config),
+        *_supervised_rules(config),
+        *_teacher_rules(config),
         *_kl_rules(config),
         *_exactness_rules(config),
         *_schedule_rules(config),
@@ -65,29 +67,71 @@ def _length_rules(config: Config) -> Iterator[BrokenRule]:
     tiny = config.model.tiny
     buckets = config.train.token_buckets
     longest = (config.data.max_prompt_tokens or 1) + config.rollout.max_tokens
+    if config.algorithm.name in SUPERVISED:
+        longest = config.data.max_tokens or 1
     takes = f"a prompt with its completion takes at least {longest} tokens"
+    supervised = config.algorithm.name in SUPERVISED
+    limit = "data.max_tokens" if supervised else "rollout.max_tokens"
     if tiny is not None and longest > tiny.max_length:
-        yield "length_fits", "rollout.max_tokens", f"{takes}, but model.tiny.max_length is {tiny.max_length}"
+        yield "length_fits", limit, f"{takes}, but model.tiny.max_length is {tiny.max_length}"
     if longest > config.train.largest_bucket:
         key = "train.token_buckets" if buckets else "train.microbatch_tokens"
-        wrong = (
-            f"{takes} (data.max_prompt_tokens + rollout.max_tokens), "
-            f"but the largest microbatch has {config.train.largest_bucket}"
-        )
+        largest = config.train.largest_bucket
+        wrong = f"{takes} (data.max_prompt_tokens + rollout.max_tokens), but the largest microbatch has {largest}"
+        if supervised:
+            wrong = f"{takes} (data.max_tokens), but the largest microbatch has {largest}"
         yield "microbatch_fits", key, wrong
     if buckets is not None and (not buckets or list(buckets) != sorted(set(buckets))):
         yield "buckets_rise", "train.token_buckets", "sizes must be in increasing order, and there must be at least one"
 
 
 def _rollout_rules(config: Config) -> Iterator[BrokenRule]:
-    if not config.reward.functions and not config.rollout.environment:
+    own = ":" in config.algorithm.name  # known once it is loaded
+    rewards = config.reward.functions or config.rollout.environment
+    mixed = config.algorithm.name in TAUGHT and config.algorithm.options.get("reward_coef")
+    taught = config.algorithm.name in TAUGHT and not mixed
+    if not (rewards or own or taught or config.algorithm.name in SUPERVISED):
         yield "something_rewards", "reward.functions", "give a reward function or an environment"
-    if config.rollout.samples_per_prompt == 1 and config.algorithm.name in GROUP_RELATIVE:
+    if config.rollout.samples_per_prompt == 1 and (mixed or config.algorithm.name in GROUP_RELATIVE):
         wrong = f"{config.algorithm.name} compares the samples of a prompt, so it needs 2 or more"
         yield "group_compares", "rollout.samples_per_prompt", wrong
-    rollouts = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    rollouts = config.data.prompts_per_step
+    if config.algorithm.name not in SUPERVISED:
+        rollouts *= config.rollout.samples_per_prompt
     if config.algorithm.minibatches > rollouts:
         yield "minibatches_filled", "algorithm.minibatches", f"a step has only {rollouts} rollouts"
+
+
+def _supervised_rules(config: Config) -> Iterator[BrokenRule]:
+    name = config.algorithm.name
+    if name in SUPERVISED:
+        unused = f"{name} learns from what the data holds and samples nothing"
+        if config.reward.functions:
+            yield "rewards_used", "reward.functions", f"{unused}, so there is nothing to reward; leave it out"
+        if config.rollout.environment is not None:
+            yield "environment_used", "rollout.environment", f"{unused}; leave it out"
+        if config.warm_start is not None and config.warm_start.stop_at is not None:
+            yield "rewards_used", "warm_start.stop_at", f"{unused}, so no reward can be reached"
+    elif config.data.max_tokens is not None and ":" not in name:
+        wrong = f"{name} samples completions, which rollout.max_tokens limits"
+        yield "max_tokens_used", "data.max_tokens", wrong
+    updates = config.algorithm.minibatches * config.algorithm.epochs
+    if name in ONE_UPDATE and updates > 1:
+        key = "algorithm.minibatches" if config.algorithm.minibatches > 1 else "algorithm.epochs"
+        wrong = f"{name} scores its rows under the policy before an update, so a step is one update"
+        yield "one_update", key, f"{wrong}; use data.prompts_per_step to set its size"
+
+
+def _teacher_rules(config: Config) -> Iterator[BrokenRule]:
+    name = config.algorithm.name
+    if name in TAUGHT:
+        if config.algorithm.teacher is None:
+            yield "teacher_given", "algorithm.teacher", f"{name} needs the folder of a teacher"
+        if config.rollout.filtered:
+            wrong = "with rollout.top_k, top_p or min_p, samples are not compared with the teacher as the policy's own"
+            yield "samples_of_the_policy", "algorithm.name", wrong
+    elif config.algorithm.teacher is not None and ":" not in name:
+        yield "teacher_used", "algorithm.teacher", f"{name} has no teacher; use distillation"
 
 
 def _kl_rules(config: Config) -> Iterator[BrokenRule]:

@@ -1,4 +1,4 @@
-"""The graphs over packed tokens: scoring, and a loss with its backward, in a few static sizes.
+"""The graphs over packed tokens of the model that is trained: scoring, and a loss with its backward.
 
 With one rank, the forward and backward of a microbatch are one graph per token bucket. With several ranks, or if the
 scopes say so, layers or their parts are graphs, whose hooks gather parameters before them and reduce gradients after
@@ -16,31 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgraph.graph import GraphPool, capture, make_graphed_callables
-from rollgraph.graph.capture import BackendName
+from rollgraph.graph import make_graphed_callables
 from rollgraph.graph.hooks import Guard
 from rollgraph.inference.decode_graphs import OnCapture
-from rollgraph.model import Decoder, Keys, token_logprobs
+from rollgraph.model import Decoder, Keys
 from rollgraph.policy.limits import Limits
-from rollgraph.policy.packed_arrays import STREAMS, PackedArrays, fill
-from rollgraph.policy.packing import measure, pack
+from rollgraph.policy.packed_arrays import STREAMS, PackedArrays
+from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
 from rollgraph.rl.losses import TokenStreams
 from rollgraph.sharding import ShardedModel
-from rollgraph.types import Sample
 
 Loss = Callable[[TokenStreams], tuple[Tensor, dict[str, Tensor]]]
 _MORE_THAN_ONE = 1 + torch.finfo(torch.float32).eps
-
-
-@dataclass(frozen=True)
-class GraphSettings:
-    """How to capture."""
-
-    pool: GraphPool
-    backend: BackendName
-    scopes: tuple[str, ...] = ("step",)
-    on_mismatch: Any = "raise"
-    warmup: int = 3
 
 
 @dataclass
@@ -52,7 +39,7 @@ class _TrainedLoss:
     metric_names: list[str] = field(default_factory=list)
 
 
-class StepGraphs:
+class StepGraphs(ScoreGraphs):
     """The captured steps of a model. `training_guards` are checked before every replay that trains."""
 
     def __init__(
@@ -64,48 +51,15 @@ class StepGraphs:
         temperature: float,
         training_guards: Sequence[Guard],
     ) -> None:
-        self._model = model
+        super().__init__(model, limits, settings, temperature, guards=[sharded.stale])
         self._sharded = sharded
-        self._limits = limits
-        self._settings = settings
-        self._temperature = temperature
         self._training_guards = list(training_guards)
-        self._device = model.embed.weight.device
-        self._whole_step = "step" in settings.scopes
-        self.buckets = limits.token_buckets
-        if not self._whole_step:
-            self.buckets = limits.token_buckets[-1:]
         self.has_reference = False  # whether there was a reference policy when the losses were captured
         self._whole_logits = False
-        self._score: dict[int, Callable[..., Any]] = {}
         self._train: dict[tuple[str, int], Callable[..., Any]] = {}
         self._losses: dict[str, _TrainedLoss] = {}
 
-    # -- inputs ------------------------------------------------------------------------------------
-
-    def plan(self, samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
-        """Divide samples into microbatches: the indices of the samples, and the smallest bucket they fit."""
-        largest = self.buckets[-1]
-        planned = []
-        for indices in pack(samples, largest, self._limits.sequences(largest)):
-            size = measure(samples[index] for index in indices)
-            fitting = [bucket for bucket in self.buckets if size.fits(bucket, self._limits.sequences(bucket))]
-            planned.append((indices, fitting[0]))
-        return planned
-
-    def fill(self, samples: Sequence[Sample], bucket: int) -> PackedArrays:
-        return fill(samples, bucket, self._limits.sequences(bucket), self._limits.longest(bucket))
-
-    def _upload(self, arrays: PackedArrays) -> tuple[Tensor, ...]:
-        return tuple(torch.from_numpy(array).to(self._device) for array in arrays.tensors)
-
     # -- running -----------------------------------------------------------------------------------
-
-    def score(self, arrays: PackedArrays) -> Tensor:
-        """The log-probability of each token, [tokens]. The result is valid until the next call."""
-        with torch.no_grad():
-            logprobs: Tensor = self._score[len(arrays.ids)](*self._upload(arrays))
-        return logprobs
 
     def train(self, name: str, arrays: PackedArrays, last: bool) -> tuple[Tensor, dict[str, Tensor]]:
         """Add the gradients of a loss to those that are there; return how rollout and training agree, and metrics.
@@ -126,12 +80,6 @@ class StepGraphs:
 
     # -- capture -----------------------------------------------------------------------------------
 
-    def capture_score(self, progress: OnCapture) -> None:
-        for done, tokens in enumerate(reversed(self.buckets)):  # the largest first: the others reuse its memory
-            progress(f"score {tokens}", done, len(self.buckets))
-            with torch.no_grad():
-                self._score[tokens] = self._capture(self._score_step, tokens, f"score {tokens}", [])
-
     def capture_train(
         self, losses: Mapping[str, tuple[Loss, bool]], reference: bool, whole_logits: bool, progress: OnCapture
     ) -> None:
@@ -150,13 +98,6 @@ class StepGraphs:
             step = partial(self._train_step, name)
             with torch.enable_grad():
                 self._train[name, tokens] = self._capture(step, tokens, label, self._training_guards)
-
-    def _capture(self, step: Callable[..., Any], tokens: int, name: str, guards: Sequence[Guard]) -> Callable[..., Any]:
-        settings = self._settings
-        return capture(
-            step, self._upload(self.fill([], tokens)), pool=settings.pool, backend=settings.backend, name=name,
-            guards=[self._sharded.stale, *guards], on_mismatch=settings.on_mismatch, warmup=max(1, settings.warmup),
-        )  # fmt: skip
 
     def _capture_units(self, tokens: int) -> None:
         """Capture layers, or attentions and MLPs, with hooks that communicate their parameters and gradients."""
@@ -199,20 +140,8 @@ class StepGraphs:
 
     # -- what runs inside the graphs ---------------------------------------------------------------
 
-    def _logprobs(self, inputs: Sequence[Tensor], entropy: bool, whole: bool) -> tuple[Tensor, Tensor | None]:
-        ids, positions, targets, _, cu_seqlens, *keys, _ = inputs
-        hidden = self._model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), Keys(*keys))
-        head = self._model.head_weight
+    def _gather(self, head: Tensor) -> None:
         self._sharded.ensure_gathered([head])
-        chunk = len(ids) if whole else None
-        routes = self._model.head_routes
-        result = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk, routes=routes)
-        return result if isinstance(result, tuple) else (result, None)
-
-    @torch.no_grad()
-    def _score_step(self, *inputs: Tensor) -> Tensor:
-        logprobs, _ = self._logprobs(inputs, entropy=False, whole=False)
-        return logprobs
 
     def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a microbatch, and one tensor of values: the agreement of log-probabilities, then its metrics."""

@@ -21,8 +21,9 @@ AGREEMENT = ("policy/token_mult_prob_error", "policy/token_mult_prob_error_max")
 
 @dataclass
 class TrainTotals:
-    """The sums of one call of `train`."""
+    """The sums of one call of `train`. It `compares` log-probabilities if samples have those they were drawn with."""
 
+    compares: bool = True
     metrics: dict[str, Tensor] = field(default_factory=dict)
     agreement: list[Tensor] = field(default_factory=list)  # [3] of each microbatch before the first update
     updates: int = 0
@@ -70,8 +71,9 @@ def summarize(
             values[OF_THE_LOSS[name]] = value / totals.updates  # of one minibatch
         else:
             values[f"policy/{name}"] = value
-    mean_error = sums[0] / sums[1].clamp_min(1)
-    values |= dict(zip(AGREEMENT, (mean_error, largest), strict=True))
+    if totals.compares:
+        mean_error = sums[0] / sums[1].clamp_min(1)
+        values |= dict(zip(AGREEMENT, (mean_error, largest), strict=True))
     values |= more
     if totals.norms:
         values["optimizer/grad_norm"] = torch.stack(totals.norms).mean()

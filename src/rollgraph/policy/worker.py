@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,14 @@ from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, SamplingParams
+from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, save_model
 from rollgraph.model.product_probe import ProductReport, clear_routes
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import Phases
-from rollgraph.policy.step_graphs import GraphSettings, Loss, StepGraphs
+from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
+from rollgraph.policy.step_graphs import Loss, StepGraphs
 from rollgraph.policy.train_metrics import TrainTotals, summarize
 from rollgraph.policy.turn_session import OnProgress, TurnGenerator
 from rollgraph.policy.weights import POLICY, WeightSlots
@@ -84,19 +87,32 @@ class PolicyWorker:
         self.backend_name: BackendName = backend
         if backend == "auto":
             self.backend_name = "cuda" if self._on_gpu else "tape"
-        settings = GraphSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
-        temperature = sampling.temperature or 1.0
-        self._steps = StepGraphs(model, self.sharded, limits, settings, temperature, [self._policy_is_swapped_out])
+        self._graphs = GraphSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
+        self._temperature = sampling.temperature or 1.0
+        guards = [self._policy_is_swapped_out]
+        self._steps = StepGraphs(model, self.sharded, limits, self._graphs, self._temperature, guards)
+        self._frozen: dict[str, ScoreGraphs] = {}  # other models that score, by name
 
-    def capture_all(self, losses: Mapping[str, tuple[Loss, bool]], on_progress: OnCaptures | None = None) -> None:
+    def add_frozen(self, name: str, model: Decoder) -> None:
+        """Let another model, which is never trained, score in place of a slot of this name.
+
+        Call this before `capture_all`, which captures its graphs, too. Each rank has the whole model.
+        """
+        model.requires_grad_(False)
+        self._frozen[name] = ScoreGraphs(model, self.limits, self._graphs, self._temperature, label=name)
+
+    def capture_all(
+        self, losses: Mapping[str, tuple[Loss, bool]], on_progress: OnCaptures | None = None, *, generates: bool = True
+    ) -> None:
         """Allocate the KV cache and capture every graph. `losses` are by name, with whether they need the entropy.
 
-        If a loss uses the reference policy, its slot must exist by now.
+        If a loss uses the reference policy, its slot must exist by now. A worker that never `generates` has no cache,
+        and leaves products to the library: there is no generation for training to agree with.
         """
         progress = on_progress or _ignore_progress
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
-        if self._exact == "off":
+        if self._exact == "off" or not generates:
             clear_routes(self.model)
         else:
             self.products = make_exact(
@@ -109,25 +125,32 @@ class PolicyWorker:
             )
             self.pool.notes += self.products.lines()
             self._exact_on_all_ranks = self._holds_on_all_ranks(self.products.exact)
-        with self.phases.enter("generate"):
-            self.engine = Engine(
-                self.model,
-                self.tokenizer,
-                rows=self.limits.rows,
-                max_length=self.limits.max_length,
-                cache_bytes=self._cache_bytes(),
-                prefill_tokens=self.limits.prefill_tokens,
-                filters=self.sampling.filtered,
-                exact=False,  # the routes are set already
-                pool=self.pool,
-                backend=self.backend_name,
-                guards=[self.sharded.stale],
-                on_capture=partial(progress, "capture for generation"),
-            )
+        if generates:
+            with self.phases.enter("generate"):
+                self.engine = self._make_engine(partial(progress, "capture for generation"))
+        on_capture = partial(progress, "capture for scoring")
         with self.phases.enter("score"):
-            self._steps.capture_score(partial(progress, "capture for scoring"))
-        on_capture = partial(progress, "capture for training")
-        self._steps.capture_train(losses, "reference" in self.weights, whole_logits, on_capture)
+            self._steps.capture_score(on_capture)
+        for graphs in self._frozen.values():
+            graphs.capture_score(on_capture)
+        has_reference = "reference" in self.weights or "reference" in self._frozen
+        self._steps.capture_train(losses, has_reference, whole_logits, partial(progress, "capture for training"))
+
+    def _make_engine(self, on_capture: OnCapture) -> Engine:
+        return Engine(
+            self.model,
+            self.tokenizer,
+            rows=self.limits.rows,
+            max_length=self.limits.max_length,
+            cache_bytes=self._cache_bytes(),
+            prefill_tokens=self.limits.prefill_tokens,
+            filters=self.sampling.filtered,
+            exact=False,  # the routes are set already
+            pool=self.pool,
+            backend=self.backend_name,
+            guards=[self.sharded.stale],
+            on_capture=on_capture,
+        )
 
     @property
     def is_exact(self) -> bool:
@@ -186,19 +209,35 @@ class PolicyWorker:
     # -- score -------------------------------------------------------------------------------------
 
     def score(self, rollouts: Sequence[Rollout], weights: str = "reference") -> None:
-        """Fill in `reference_logprobs` of rollouts. Tokens that were not sampled get 0."""
+        """Fill in `reference_logprobs` of rollouts or, under the policy's own weights, `logprobs`.
+
+        Tokens that were not sampled get 0.
+        """
         samples = [_unweighted(rollout.prompt.tokens, rollout.tokens, rollout.logprobs) for rollout in rollouts]
         for rollout, logprobs in zip(rollouts, self.logprobs(samples, weights), strict=True):
             pairs = zip(logprobs, rollout.sampled, strict=True)
-            rollout.reference_logprobs = [logprob if sampled else 0.0 for logprob, sampled in pairs]
+            found = [logprob if sampled else 0.0 for logprob, sampled in pairs]
+            if weights == POLICY:
+                rollout.logprobs = found
+            else:
+                rollout.reference_logprobs = found
 
     def logprobs(self, samples: Sequence[Sample], weights: str = POLICY) -> list[list[float]]:
-        """The log-probabilities of the tokens of each sample, under a slot's weights, at the sampling temperature."""
+        """The log-probabilities of the tokens of each sample, at the sampling temperature.
+
+        `weights` names a slot, or a model that was added.
+        """
+        graphs: ScoreGraphs = self._steps
+        swapped: AbstractContextManager[object] = nullcontext()
+        if weights in self._frozen:
+            graphs = self._frozen[weights]
+        else:
+            swapped = self.weights.use(weights)
         scored = []
-        with self.phases.enter("score"), self.weights.use(weights):
-            for indices, bucket in self._steps.plan(samples):  # packed while the device works on the one before
-                arrays = self._steps.fill([samples[index] for index in indices], bucket)
-                scored.append((indices, arrays.starts, self._steps.score(arrays).clone()))
+        with self.phases.enter("score"), swapped:
+            for indices, bucket in graphs.plan(samples):  # packed while the device works on the one before
+                arrays = graphs.fill([samples[index] for index in indices], bucket)
+                scored.append((indices, arrays.starts, graphs.score(arrays).clone()))
         results: list[list[float]] = [[] for _ in samples]
         for indices, starts, values in scored:
             on_host = values.cpu()
@@ -238,7 +277,7 @@ class PolicyWorker:
             if on_progress is not None:
                 on_progress(samples, wanted)
 
-        totals = TrainTotals()
+        totals = TrainTotals(compares=all(sample.logprobs is not None for sample in batch.samples))
         with self.phases.enter("train"):
             for _ in range(epochs):
                 for share in shares:

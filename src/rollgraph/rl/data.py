@@ -12,17 +12,19 @@ import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from rollgraph.errors import InvalidInput
-from rollgraph.rl.rows import DataError, Row, is_text, load_rows, make_rows, read_jsonl
+from rollgraph.rl.rows import DataError, Row, is_chat, is_text, load_rows, make_rows, read_jsonl
 from rollgraph.tokenizer import Message, Tokenizer
 from rollgraph.types import Prompt
 
-__all__ = ["DataError", "PromptData", "Row", "is_text", "load_rows", "make_rows", "read_jsonl", "split"]
+__all__ = [
+    "DataError", "PromptData", "Row", "as_chat", "is_chat", "is_text", "load_rows", "make_rows", "read_jsonl", "split",
+]  # fmt: skip
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -44,6 +46,13 @@ def split(rows: Sequence[Row], held_out: int | float, seed: int) -> tuple[list[R
     return train, validation
 
 
+def as_chat(prompt: str | list[Message], chat: bool) -> str | list[Message]:
+    """The prompt of a row as it is encoded: with `chat`, a text is what a user says."""
+    if chat and isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
 class PromptData:
     """Deals out `prompts_per_step` prompts for each step, and gives this rank its share of them.
 
@@ -52,7 +61,8 @@ class PromptData:
 
     With `max_prompt_tokens`, every row is tokenized once at the start. A prompt that is too long, or that the tokenizer
     cannot encode, then stops the run before it has begun, or with `too_long="drop"` is left out and counted in
-    `dropped`. The longest prompt that is left has `longest` tokens.
+    `dropped`. The longest prompt that is left has `longest` tokens. `admit` is called for each prompt at the start,
+    too: one for which it raises DataError is treated like one that is too long.
 
     With `chat`, a prompt that is text is rendered as the message of a user. `tools` are given for an environment of
     messages: then every prompt is a chat, and the template shows the policy these tools, if there are any.
@@ -70,6 +80,7 @@ class PromptData:
         too_long: Literal["error", "drop"] = "error",
         chat: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        admit: Callable[[Prompt], None] | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -88,6 +99,7 @@ class PromptData:
         self._tokenizer = tokenizer
         self._chat = chat
         self._tools = tools
+        self._admit = admit
         self._seed = seed
         self._shuffle = shuffle
         self._rank = rank
@@ -162,7 +174,7 @@ class PromptData:
 
     def _measure(self, most: int | None, too_long: str) -> Indices:
         """The indices of the rows that can be encoded and are short enough."""
-        if most is None:
+        if most is None and self._admit is None:
             return np.arange(len(self._rows))
         kept: list[int] = []
         first_problem: DataError | None = None
@@ -182,21 +194,23 @@ class PromptData:
             raise DataError(detail, argument=first_problem.argument, place=first_problem.place)
         return np.array(kept)
 
-    def _count_tokens(self, index: int, most: int) -> int:
-        """The length of a row's prompt; raises if it cannot be encoded or is longer than `most`."""
+    def _count_tokens(self, index: int, most: int | None) -> int:
+        """The length of a row's prompt; raises if it cannot be encoded, is longer than `most` or is not admitted."""
         drop = ("too_long", "drop")
         try:
-            _, tokens = self._encode(index)
+            text, tokens = self._encode(index)
         except DataError as error:
             raise DataError(f"{error.detail}; fix it", place=error.place, alternative=drop) from error
         count = len(tokens)
-        if count > most:
+        if most is not None and count > most:
             raise DataError(
                 f"the prompt has {count} tokens, and the limit is {most}; raise it",
                 argument="max_prompt_tokens",
                 place=self._rows[index].place,
                 alternative=drop,
             )
+        if self._admit is not None:
+            self._admit(Prompt(index, tuple(tokens), text))
         return count
 
     def _find(self, position: int) -> int:
@@ -212,16 +226,9 @@ class PromptData:
     def _make_prompt(self, index: int) -> Prompt:
         text, tokens = self._encode(index)
         row = copy.deepcopy(self._rows[index])  # a reward or an environment may change what it gets
-        prompt = self._in_messages(row.prompt, self._tools is not None)
+        prompt = as_chat(row.prompt, self._tools is not None)
         messages = None if isinstance(prompt, str) else prompt
         return Prompt(index, tuple(tokens), text, row.columns, messages)
-
-    @staticmethod
-    def _in_messages(prompt: str | list[Message], chat: bool) -> str | list[Message]:
-        """The prompt of a row; as a chat, a text is what a user says."""
-        if chat and isinstance(prompt, str):
-            return [{"role": "user", "content": prompt}]
-        return prompt
 
     def _encode(self, index: int) -> tuple[str, array[int]]:
         """The text and the tokens of a row, which is encoded once."""
@@ -229,7 +236,7 @@ class PromptData:
         if found is not None:
             return found
         row = self._rows[index]
-        prompt = self._in_messages(row.prompt, self._chat or self._tools is not None)
+        prompt = as_chat(row.prompt, self._chat or self._tools is not None)
         try:
             if isinstance(prompt, str):
                 text = prompt

@@ -103,7 +103,7 @@ def _make_row(entry: Any, place: str) -> Row:
     prompt = entry[source]
     if source == "prompt" and not isinstance(prompt, list) and not (is_text(prompt) and prompt):
         raise DataError(f"'prompt' must be text or a list of messages, got {prompt!r:.80}", place=place)
-    if (source == "messages" or isinstance(prompt, list)) and not _is_chat(prompt):
+    if (source == "messages" or isinstance(prompt, list)) and not is_chat(prompt):
         detail = f"'{source}' must be a list of {{role, content}}, both text, got {prompt!r:.80}"
         raise DataError(detail, place=place)
     columns = {}
@@ -148,7 +148,8 @@ def _to_plain(value: Any, name: str, place: str) -> Any:
     raise DataError(detail, place=place)
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages, each with a role and a content."""
     return isinstance(value, list) and bool(value) and all(_is_message(message) for message in value)
 
 

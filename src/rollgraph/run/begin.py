@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from rollgraph.run.record import record_start
 from rollgraph.run.reference import keep_reference, restore_reference
-from rollgraph.run.resume import Resume, Start, none_whole
+from rollgraph.run.resume import Resume, ResumeWarmStart, Start, none_whole
 from rollgraph.run.rollouts import evaluate
 from rollgraph.run.saving import show_checkpoint_problems
 from rollgraph.run.setup import Run
 from rollgraph.run.warm_start import warm_start
+from rollgraph.sharding import CheckpointError
 
 
 def begin(run: Run, start: Start) -> int | None:
@@ -16,15 +17,18 @@ def begin(run: Run, start: Start) -> int | None:
     if isinstance(start, Resume):
         return _load_checkpoint(run, start)
     record_start(run, 0)
-    if run.config.warm_start is not None:
+    if run.config.warm_start is None:
+        if isinstance(start, ResumeWarmStart):
+            raise CheckpointError(f"{start.newest.path} is of a warm start, but warm_start is null")
+    else:
         with run.stop.in_steps():
-            if not warm_start(run):
+            if not warm_start(run, start):
                 return None
     keep_reference(run)
     data = run.inputs.data
     data.load_state({**data.state(), "cursor": 0})  # the warm start has drawn prompts
     run.inputs.rewards.logged.clear()  # and has rewarded their completions
-    if run.inputs.validation:
+    if run.inputs.can_validate:
         found = evaluate(run, "before")
         shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         run.log.note(f"before the first step: {shown}")

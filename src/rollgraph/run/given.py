@@ -16,7 +16,8 @@ from typing import Any
 from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.errors import InvalidInput
-from rollgraph.rl.rows import DataError, Row, make_rows
+from rollgraph.rl.rows import DataError, Row, load_rows, make_rows
+from rollgraph.run.hub_cache import data_files
 from rollgraph.run.shared_work import work_on_some
 
 MODEL_FOLDER = "initial_model"  # in the run's folder: a model that was given as an object
@@ -31,6 +32,10 @@ class Given:
     rewards: Mapping[int, Callable[..., Any]] = field(default_factory=dict)  # by place in `reward.functions`
     model: Any = None  # of transformers
     tokenizer: Any = None  # of transformers
+
+    def read(self, name: str, splits: Sequence[str]) -> Sequence[Row]:
+        """The rows of a data key. Of a dataset of the hub, the first of these splits that it has."""
+        return self.rows.get(name) or load_rows(*data_files(name, splits))
 
     def write_model(self, folder: Path) -> None:
         """Write the given model and tokenizer, for runs of one rank or more to read."""

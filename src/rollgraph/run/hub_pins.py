@@ -44,6 +44,7 @@ _SOURCES = (
     _Source("data", "train", "dataset", TRAIN),
     _Source("data", "validation", "dataset", HELD_OUT),
     _Source("warm_start", "data", "dataset", TRAIN),
+    _Source("algorithm", "teacher", "model"),
 )
 
 

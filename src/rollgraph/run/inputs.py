@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollgraph.config import Config, ConfigError, training_scopes
@@ -17,17 +17,27 @@ from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, hf_weights
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm, load_algorithm
-from rollgraph.rl.data import DataError, PromptData, Row, load_rows
+from rollgraph.rl.data import PromptData
+from rollgraph.rl.demonstrations import COLUMNS, WrittenData
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
 from rollgraph.run.config_changes import Change, allows_other_data, check_changes
+from rollgraph.run.demonstrations import load_training_rows, load_validation_rows, load_warm_start
 from rollgraph.run.fingerprints import fingerprint_inputs
 from rollgraph.run.given import NOTHING, Given
-from rollgraph.run.hub_cache import HELD_OUT, data_files, model_folder
+from rollgraph.run.hub_cache import HELD_OUT, TRAIN, model_folder
 from rollgraph.run.key_errors import about
 from rollgraph.run.resume import check_data
-from rollgraph.run.shapes import check_buckets, check_cache, longest_prompt, make_limits
+from rollgraph.run.shapes import (
+    check_buckets,
+    check_cache,
+    longest_prompt,
+    longest_written,
+    make_limits,
+    written_limits,
+)
+from rollgraph.run.teacher import check_teacher
 from rollgraph.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from rollgraph.types import Prompt, Rollout
 
@@ -47,9 +57,28 @@ class Inputs:
     data: PromptData
     validation: list[Prompt]
     left_out: int  # prompts of the validation file that are too long
-    demonstrations: list[Rollout]  # for the warm start
+    warm_start: WrittenData | None
+    teacher: Architecture | None = None
+    rewarded: bool = False  # whether anything gives rewards to samples
+    written: WrittenData | None = None  # what an algorithm that samples nothing learns from; `data` has its prompts
+    examples: tuple[Rollout, ...] = ()  # of the validation file, for such an algorithm
     fingerprints: Mapping[str, str] = field(default_factory=dict)  # of what stands behind the paths, by key
     changes: Sequence[Change] = ()  # since the checkpoint that the run goes on from
+
+    @property
+    def can_validate(self) -> bool:
+        return bool(self.validation or self.examples)
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """What every run has."""
+
+    scopes: tuple[str, ...]
+    tokenizer: Tokenizer
+    architecture: Architecture
+    dtype: str | None
+    algorithm: Algorithm
 
 
 def check_inputs(config: Config, world: World, resume_from: Saved | None = None, given: Given = NOTHING) -> Inputs:
@@ -63,49 +92,105 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
         tokenizer = make_tokenizer(config)
     architecture, dtype = read_architecture(config, tokenizer)
     check_vocabulary(config, tokenizer, architecture)
-    algorithm = make_algorithm(config)
-    environment = make_environment(config, tokenizer, config.rollout.samples_per_prompt)
-    examiner = make_environment(config, tokenizer, config.validation.samples)
-    sampling = make_sampling(config, environment)
-    limits = make_limits(config, architecture, world.device, world.size)
-    check_cache(config, limits, architecture, dtype)
-    demonstrations = load_demonstrations(config, tokenizer, limits)
+    basis = _Basis(scopes, tokenizer, architecture, dtype, make_algorithm(config))
+    read = _read_written if basis.algorithm.source in COLUMNS else _read_prompts
+    inputs = read(config, world, basis, given)
     with ExitStack() as undo:
-        rewards = make_rewards(config, environment, given)
-        undo.callback(rewards.close)
-        data = make_data(config, tokenizer, world, limits, environment, given)
-        held_out = make_held_out(config, tokenizer, limits, environment, given)
-        check_buckets(config, limits, data, held_out)
-        fingerprints = fingerprint_inputs(config, data)
+        undo.callback(inputs.rewards.close)
+        fingerprints = fingerprint_inputs(config, inputs.data)
         changes: Sequence[Change] = ()
         if resume_from is not None:
             changes = check_changes(resume_from, config, fingerprints)
             if not allows_other_data(config):
-                check_data(resume_from, data)
+                check_data(resume_from, inputs.data, inputs.warm_start)
+        undo.pop_all()
+    return replace(inputs, fingerprints=fingerprints, changes=changes)
+
+
+def _read_prompts(config: Config, world: World, basis: _Basis, given: Given) -> Inputs:
+    """The inputs of an algorithm that learns from samples of the policy."""
+    tokenizer, architecture = basis.tokenizer, basis.architecture
+    environment = make_environment(config, tokenizer, config.rollout.samples_per_prompt)
+    examiner = make_environment(config, tokenizer, config.validation.samples)
+    sampling = make_sampling(config, environment)
+    limits = make_limits(config, architecture, world.device, world.size)
+    check_cache(config, limits, architecture, basis.dtype)
+    teacher = check_teacher(config, tokenizer, architecture, limits.max_length)
+    warm_start = load_warm_start(config, tokenizer, world, min(limits.max_length, limits.token_buckets[-1]), given)
+    with ExitStack() as undo:
+        rewards = make_rewards(config, environment, basis.algorithm, given)
+        undo.callback(rewards.close)
+        data = make_data(config, tokenizer, world, limits, environment, given)
+        held_out = make_held_out(config, tokenizer, limits, environment, given)
+        check_buckets(config, limits, data, held_out)
         with about("reward"):
             for each in filter(None, (data, held_out)):
                 rewards.check_columns(each.columns)
         undo.pop_all()
-    validation: list[Prompt] = []
-    if held_out is not None:
-        for _ in range(len(held_out)):
-            validation += held_out.next_prompts()
     return Inputs(
-        scopes=scopes,
+        scopes=basis.scopes,
         tokenizer=tokenizer,
-        algorithm=algorithm,
+        algorithm=basis.algorithm,
         environment=environment,
         examiner=examiner,
         sampling=sampling,
         limits=limits,
         rewards=rewards,
         data=data,
-        validation=validation,
+        validation=_all_prompts(held_out) if held_out else [],
         left_out=held_out.dropped if held_out else 0,
-        demonstrations=demonstrations,
-        fingerprints=fingerprints,
-        changes=changes,
+        warm_start=warm_start,
+        teacher=teacher,
+        rewarded=gives_rewards(config, environment),
     )
+
+
+def _read_written(config: Config, world: World, basis: _Basis, given: Given) -> Inputs:
+    """The inputs of an algorithm that learns from what the data holds: nothing is sampled, and nothing rewarded."""
+    if config.reward.functions or config.rollout.environment is not None:
+        key = "reward.functions" if config.reward.functions else "rollout.environment"
+        raise ConfigError([f"{key}: {config.algorithm.name} samples nothing, so there is nothing to reward"])
+    tokenizer, source = basis.tokenizer, basis.algorithm.source
+    most = longest_written(config, basis.architecture)
+    written = load_training_rows(config, tokenizer, world, source, most, given)
+    held_out = load_validation_rows(config, tokenizer, source, most, given)
+    warm_start = load_warm_start(config, tokenizer, world, most, given)
+    longest = max(data.completions.longest for data in (written, held_out, warm_start) if data is not None)
+    nothing = SingleTurn(1)
+    return Inputs(
+        scopes=basis.scopes,
+        tokenizer=tokenizer,
+        algorithm=basis.algorithm,
+        environment=nothing,
+        examiner=nothing,
+        sampling=SamplingParams(),  # a loss has the temperature 1
+        limits=written_limits(config, longest, len(COLUMNS[source]), world.device, world.size),
+        rewards=RewardFunctions((), adds=True),
+        data=written.prompts,
+        validation=[],
+        left_out=held_out.prompts.dropped if held_out else 0,
+        warm_start=warm_start,
+        written=written,
+        examples=tuple(held_out.all_rollouts()) if held_out else (),
+    )
+
+
+def with_validation(config: Config, inputs: Inputs, given: Given) -> Inputs:
+    """The inputs of a run with the validation data of another configuration."""
+    if inputs.written is not None:
+        most = min(inputs.limits.max_length, inputs.limits.token_buckets[-1])
+        written = load_validation_rows(config, inputs.tokenizer, inputs.algorithm.source, most, given)
+        assert written is not None, "the configuration names validation data"
+        return replace(inputs, examples=tuple(written.all_rollouts()), left_out=written.prompts.dropped)
+    held_out = make_held_out(config, inputs.tokenizer, inputs.limits, inputs.environment, given)
+    assert held_out is not None, "the configuration names validation data"
+    with about("reward"):
+        inputs.rewards.check_columns(held_out.columns)
+    return replace(inputs, validation=_all_prompts(held_out), left_out=held_out.dropped)
+
+
+def _all_prompts(data: PromptData) -> list[Prompt]:
+    return [prompt for _ in range(len(data)) for prompt in data.next_prompts()]
 
 
 # -- device, text and model ------------------------------------------------------------------------
@@ -173,7 +258,7 @@ def make_data(
 ) -> PromptData:
     settings = config.data
     with about("data.train"):
-        rows = given.rows.get(settings.train) or load_rows(*data_files(settings.train))
+        rows = given.read(settings.train, TRAIN)
     with about("data"):
         return PromptData(
             rows,
@@ -197,8 +282,7 @@ def make_held_out(
     if source is None:
         return None
     with about("data.validation"):
-        rows = given.rows.get(source) or load_rows(*data_files(source, HELD_OUT))
-        rows = rows[: config.validation.max_prompts]
+        rows = given.read(source, HELD_OUT)[: config.validation.max_prompts]
     with about("data"):
         return PromptData(
             rows,
@@ -217,42 +301,21 @@ def _chat_settings(config: Config, environment: Environment) -> dict[str, Any]:
     return {"chat": config.data.chat, "tools": getattr(environment, "tools", None)}
 
 
-def load_demonstrations(config: Config, tokenizer: Tokenizer, limits: Limits) -> list[Rollout]:
-    """The rows of the warm start as rollouts, each short enough to train on."""
-    if config.warm_start is None:
-        return []
-    most = min(limits.max_length, limits.token_buckets[-1])
-    with about("warm_start.data"):
-        rows = load_rows(*data_files(config.warm_start.data))
-        found = [_read_demonstration(index, row, tokenizer) for index, row in enumerate(rows)]
-        for row, rollout in zip(rows, found, strict=True):
-            count = len(rollout.prompt.tokens) + len(rollout.tokens)
-            if count > most:
-                raise DataError(f"{count} tokens, but a sequence of this run has at most {most}", place=row.place)
-    return found
-
-
-def _read_demonstration(index: int, row: Row, tokenizer: Tokenizer) -> Rollout:
-    completion = row.columns.get("completion")
-    if not isinstance(row.prompt, str) or not isinstance(completion, str):
-        raise DataError("a warm start needs `prompt` and `completion`, both text", place=row.place)
-    try:
-        prompt = Prompt(index, tuple(tokenizer.encode(row.prompt)), row.prompt)
-        tokens = tokenizer.encode(completion, special=False)
-    except ValueError as error:
-        raise DataError(str(error), place=row.place) from error
-    if tokenizer.eos_id is not None:
-        tokens = [*tokens, tokenizer.eos_id]
-    return Rollout(prompt, tokens, [True] * len(tokens), [0.0] * len(tokens))
-
-
 # -- rewards, environment, sampling, algorithm ------------------------------------------------------
 
 
-def make_rewards(config: Config, environment: Environment, given: Given = NOTHING) -> RewardFunctions:
+def gives_rewards(config: Config, environment: Environment) -> bool:
+    return bool(config.reward.functions) or getattr(environment, "gives_rewards", False)
+
+
+def make_rewards(
+    config: Config, environment: Environment, algorithm: Algorithm, given: Given = NOTHING
+) -> RewardFunctions:
     chosen = config.rollout.environment
     adds = getattr(environment, "gives_rewards", False)
-    if not config.reward.functions and not adds:
+    if not gives_rewards(config, environment):
+        if not algorithm.needs_rewards:
+            return RewardFunctions((), adds=True)  # never called
         reason = "there is no rollout.environment that gives rewards"
         if chosen is not None:
             reason = f"rollout.environment {chosen.name} gives no rewards (it does not set `gives_rewards = True`)"
@@ -310,5 +373,7 @@ def scores_old(config: Config, algorithm: Algorithm, exact: bool) -> bool:
     If generation and training agree, they are those of the rollouts. Otherwise those of the rollouts will do for a
     single update, unless sampling was restricted to some of the tokens.
     """
+    if algorithm.source in COLUMNS:
+        return False  # nobody drew the tokens
     several = config.algorithm.minibatches * config.algorithm.epochs > 1
     return config.rollout.filtered or (not exact and (several or algorithm.needs_old_logprobs))

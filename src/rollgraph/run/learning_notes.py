@@ -18,6 +18,8 @@ ALL_MASKED = (
 
 def tell_if_nothing_to_learn(run: Run, step: int, batch: Batch) -> None:
     """Tell if all advantages of a step are 0; not again until a step has others."""
+    if not run.inputs.algorithm.needs_rewards:
+        return
     holds = not any(any(sample.advantages) for sample in batch.samples)
     reason = EQUAL_REWARDS
     if batch.metrics.get("advantage/abs_max"):  # before any sample is left out

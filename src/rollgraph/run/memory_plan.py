@@ -25,9 +25,11 @@ from rollgraph.model.logprobs import CHUNK_ELEMENTS
 from rollgraph.model.tiled_attention import TILE
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
+from rollgraph.rl.demonstrations import COLUMNS
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
-from rollgraph.run.shapes import make_limits
-from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS, Floor, step_floor
+from rollgraph.run.shapes import longest_written, make_limits, written_limits
+from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS, Floor, step_floor, written_floor
+from rollgraph.run.teacher import shape_teacher
 from rollgraph.sharding import BUCKET_BYTES, BucketPlan, plan_buckets, specs_of
 
 Phase = Literal["generate", "score", "train"]
@@ -103,9 +105,14 @@ def make_plan(
     model, notes = shape_model(config)
     algorithm = make_algorithm(config)
     cuda = device == "cuda"
-    limits = make_limits(config, model.architecture, device, ranks)
+    written = COLUMNS.get(algorithm.source)
+    if written is None:
+        limits = make_limits(config, model.architecture, device, ranks)
+    else:
+        longest = longest_written(config, model.architecture)
+        limits = written_limits(config, longest, len(written), device, ranks)
     lines = [*_weights(model, ranks)]
-    lines += _reference(config, algorithm, lines, device_bytes if cuda else None)
+    lines += _reference(config, model, algorithm, lines, device_bytes if cuda else None)
     if not cuda:
         free = 0
     elif device_bytes is None:
@@ -113,18 +120,25 @@ def make_plan(
     else:
         free = _free(device_bytes, lines)
     whole = limits.keeps_logits(model.architecture.vocabulary, free)
-    lines.append(_cache(model, limits, lines, device_bytes, cuda))
-    lines += _decode_state(config, limits)
-    lines += _working_memory(config, model, algorithm, limits, ranks, cuda, whole, lines)
-    if not cuda:
-        lines = [replace(line, where="device") for line in lines]  # the host is the device
-    if config.data.max_prompt_tokens is None:
-        notes.append("data.max_prompt_tokens is null, so prompts are assumed to be as long as the model allows")
+    if written is None:
+        lines.append(_cache(model, limits, lines, device_bytes, cuda))
+        lines += _decode_state(config, limits)
+        lines += _sampling_memory(config, model, limits, cuda)
+        if not cuda and config.graph.impl != "none":
+            lines.append(_restored_cache(lines))
+        if config.data.max_prompt_tokens is None:
+            notes.append("data.max_prompt_tokens is null, so prompts are assumed to be as long as the model allows")
+    elif config.data.max_tokens is None:
+        notes.append("data.max_tokens is null, so all rows are assumed to be as long as a microbatch allows")
+    lines += _working_memory(config, model, algorithm, limits, ranks, cuda, whole)
     if cuda:
         tflops, tb_per_second = tflops or TFLOPS, tb_per_second or TB_PER_SECOND
+    else:
+        lines = [replace(line, where="device") for line in lines]  # the host is the device
     floor = None
     if tflops is not None and tb_per_second is not None:
-        floor = step_floor(config, model, algorithm, limits, ranks, tflops, tb_per_second)
+        least = step_floor if written is None else written_floor
+        floor = least(config, model, algorithm, limits, ranks, tflops, tb_per_second)
     return Plan(tuple(lines), floor, device_bytes if cuda else None, tuple(notes), device)
 
 
@@ -158,11 +172,14 @@ def _weights(model: Decoder, ranks: int) -> list[PlanLine]:
 
 
 def _reference(
-    config: Config, algorithm: Algorithm, before: list[PlanLine], device_bytes: int | None
+    config: Config, model: Decoder, algorithm: Algorithm, before: list[PlanLine], device_bytes: int | None
 ) -> list[PlanLine]:
-    """The weights of the reference policy, on the device or on the host."""
+    """The weights of the reference policy, on the device or on the host, or of a teacher that is another model."""
     if not algorithm.needs_reference:
         return []
+    teacher = shape_teacher(config)
+    if teacher is not None and teacher.architecture != model.architecture:
+        return [PlanLine("teacher", sum(parameter.nbytes for parameter in teacher.parameters()), "device", PHASES)]
     parameters = before[0].nbytes
     where = config.memory.reference
     if where == "auto":
@@ -219,11 +236,9 @@ def _working_memory(
     ranks: int,
     cuda: bool,
     whole: bool,
-    before: list[PlanLine],
 ) -> list[PlanLine]:
     a, itemsize = model.architecture, model.embed.weight.dtype.itemsize
-    tokens, prefill = limits.token_buckets[-1], limits.prefill_tokens
-    assert prefill is not None
+    tokens = limits.token_buckets[-1]
     scopes = training_scopes(config, ranks)
     chunk = min(tokens, max(1, CHUNK_ELEMENTS // a.vocabulary))
     kept = activation_bytes(a, tokens, itemsize, checkpointing=model.checkpointing, cuda=cuda)
@@ -233,12 +248,9 @@ def _working_memory(
     at_once = tokens if whole else chunk
     backward = at_once * a.vocabulary * (FP32 + itemsize if cuda else 5 * FP32)
     head = FP32 * a.vocabulary * a.hidden if at_once < tokens else 0  # its gradient is accumulated over chunks in fp32
-    drawn = limits.rows * a.vocabulary * FP32 * (8 if config.rollout.filtered else copies)  # filtering sorts
     lines = [
         PlanLine("activations", kept, "device", ("train",)),
-        PlanLine("inside a layer, prefill", temporary_bytes(a, prefill, itemsize, cuda=cuda), "device", ("generate",)),
         PlanLine("inside a layer", temporary_bytes(a, tokens, itemsize, cuda=cuda), "device", ("score", "train")),
-        PlanLine("logits, decode", drawn, "device", ("generate",)),
         PlanLine("logits, score", chunk * a.vocabulary * FP32 * copies, "device", ("score",)),
         PlanLine("logits, train", backward + head, "device", ("train",)),
         PlanLine("gradients of a microbatch", _new_gradients(model, scopes), "device", ("train",)),
@@ -247,8 +259,6 @@ def _working_memory(
         lines.append(_gradient_norm(model, ranks, lines))
     if "step" not in scopes:
         lines.append(PlanLine("inputs of graphs", _graph_inputs(a, scopes, tokens, itemsize), "device", PHASES))
-    if not cuda and config.graph.impl != "none":
-        lines.append(_restored_cache(before))
     if algorithm.needs_reference:
         largest = max(bucket.numel * bucket.dtype.itemsize for bucket in _buckets(model, ranks))
         lines.append(PlanLine("bucket in exchange", largest, "device", ("score",)))
@@ -273,6 +283,18 @@ def _restored_cache(before: list[PlanLine]) -> PlanLine:
     """
     sizes = {line.name: line.nbytes for line in before}
     return PlanLine("copy of the cache", max(0, sizes[CACHE] - sizes[SNAPSHOT]), "device", ("generate",))
+
+
+def _sampling_memory(config: Config, model: Decoder, limits: Limits, cuda: bool) -> list[PlanLine]:
+    a, itemsize = model.architecture, model.embed.weight.dtype.itemsize
+    assert limits.prefill_tokens is not None
+    copies = 1 if cuda else 3  # plain PyTorch makes intermediate results, kernels do not
+    drawn = limits.rows * a.vocabulary * FP32 * (8 if config.rollout.filtered else copies)  # filtering sorts
+    prefill = temporary_bytes(a, limits.prefill_tokens, itemsize, cuda=cuda)
+    return [
+        PlanLine("inside a layer, prefill", prefill, "device", ("generate",)),
+        PlanLine("logits, decode", drawn, "device", ("generate",)),
+    ]
 
 
 def activation_bytes(a: Architecture, tokens: int, itemsize: int, *, checkpointing: bool, cuda: bool) -> int:

@@ -1,7 +1,8 @@
 """The reference policy of a run: which folder holds its weights, and whether they are still those the run began with.
 
-A run whose reference is random or comes from a warm start keeps it in its own folder; otherwise the folder of
-`model.path` is the reference. Each checkpoint records checksums of the files that a resumed run will read.
+A teacher takes its place if there is one. A run whose reference is random or comes from a warm start keeps it in its
+own folder; otherwise the folder of `model.path` is the reference. Each checkpoint records checksums of the files that a
+resumed run will read.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from rollgraph.sharding.manifest import FileRecord, check_files, read_states, re
 
 
 def keep_reference(run: Run) -> None:
-    """Make the current policy the reference of a run that begins."""
+    """Make the teacher or else the current policy the reference of a run that begins."""
     folder = _own_folder(run.config)
-    if run.inputs.algorithm.needs_reference:
+    if run.inputs.teacher is not None:
+        _load_teacher(run)
+    elif run.inputs.algorithm.needs_reference:
         run.policy.weights.save("reference")
     if folder is not None:
         with run.policy.phases.enter("save"):
@@ -44,12 +47,22 @@ def restore_reference(run: Run, saved: Saved) -> None:
             problem = str(error)
     if found := run.policy.sharded.collectives.all_gather_text(problem)[0]:
         raise CheckpointError(f"{found}. It holds the reference policy: restore it, or choose another output")
+    if run.inputs.teacher is not None:
+        _load_teacher(run)
+        return
     if not run.inputs.algorithm.needs_reference:
         return
     folder = _own_folder(run.config)
     if folder is not None:
         load_weights(run.policy.model, folder)
     run.policy.weights.save("reference")
+
+
+def _load_teacher(run: Run) -> None:
+    """Put the weights of the teacher into the slot; one that is a model of its own has been loaded already."""
+    if "reference" in run.policy.weights:
+        with run.policy.weights.use("reference"):
+            load_weights(run.policy.model, _folder(run.config), cast=True)
 
 
 def _check(run: Run, saved: Saved) -> None:
@@ -80,6 +93,8 @@ def _record(run: Run) -> list[FileRecord]:
 
 
 def _folder(config: Config) -> Path:
+    if config.algorithm.teacher is not None:
+        return model_folder(config.algorithm.teacher)
     own = _own_folder(config)
     if own is not None:
         return own
@@ -89,6 +104,8 @@ def _folder(config: Config) -> Path:
 
 def _own_folder(config: Config) -> Path | None:
     """Where the run keeps its reference; None if the model's own folder is the reference."""
+    if config.algorithm.teacher is not None:
+        return None
     if config.model.path is None or config.warm_start is not None:
         return Path(config.output) / "reference"
     return None

@@ -12,12 +12,15 @@ from typing import Literal
 
 from rollgraph.config import Config
 from rollgraph.rl.data import DataError, PromptData
+from rollgraph.rl.demonstrations import WrittenData
 from rollgraph.run.checkpoints import Saved, find_complete
 from rollgraph.sharding import CheckpointError
 from rollgraph.sharding.manifest import read_states
 
 REPORT = "graphs.json"  # the last file that a run writes
 MODEL = "model"  # the exported model, beside it
+DEMONSTRATIONS = "demonstrations"  # in the state of a checkpoint: how far a warm start has come in its data
+WARM_START = "warm_start"  # the checkpoints of a warm start, until the run has one of its own
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class RunFolder:
     broken: Mapping[Path, CheckpointError] = field(default_factory=dict)
     has_model: bool = False
     has_report: bool = False
+    warm_start: Sequence[Saved] = ()  # checkpoints of the warm start, if the run has none of its own
 
     @property
     def checkpoint_folder(self) -> Path:
@@ -49,13 +53,21 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class ResumeWarmStart:
+    """Go on inside the warm start, or right after it."""
+
+    newest: Saved
+    folder: RunFolder
+
+
+@dataclass(frozen=True)
 class Finished:
     """All steps were taken, and everything is on disk."""
 
     newest: Saved
 
 
-Start = Fresh | Resume | Finished
+Start = Fresh | Resume | ResumeWarmStart | Finished
 
 
 def scan_folder(output: str | Path) -> RunFolder:
@@ -64,14 +76,19 @@ def scan_folder(output: str | Path) -> RunFolder:
     found: Sequence[Saved] = ()
     if (path / "checkpoints").is_dir():
         found = find_complete(path / "checkpoints", on_broken=broken.__setitem__)
-    return RunFolder(path, found, broken, (path / MODEL).exists(), (path / REPORT).exists())
+    warm_start: Sequence[Saved] = ()
+    if not found and not broken and (path / WARM_START).is_dir():
+        warm_start = find_complete(path / WARM_START, on_broken=broken.__setitem__)
+    return RunFolder(path, found, broken, (path / MODEL).exists(), (path / REPORT).exists(), warm_start)
 
 
 def decide_start(folder: RunFolder, *, resume: Literal["auto", "never", "must"], steps: int, exports: bool) -> Start:
     """Raise CheckpointError if `resume` forbids what the folder holds, or if none of its checkpoints can be read."""
     place = folder.checkpoint_folder
-    if resume == "never" and (folder.checkpoints or folder.broken):
+    if resume == "never" and (folder.checkpoints or folder.broken or folder.warm_start):
         raise CheckpointError(f"resume: never, but {place} has checkpoints: choose another output")
+    if folder.warm_start:
+        return ResumeWarmStart(folder.warm_start[-1], folder)
     if folder.broken and not folder.checkpoints:
         raise none_whole(place, folder.broken.values())
     if not folder.checkpoints:
@@ -94,18 +111,20 @@ def find_start(config: Config) -> Start:
     )
 
 
-def check_data(saved: Saved, data: PromptData) -> None:
+def check_data(saved: Saved, data: PromptData, warm_start: WrittenData | None) -> None:
     """Raise DataError if a checkpoint was made with other data."""
     try:
         state = read_states(saved.path)[0]
     except CheckpointError:
         return  # an older checkpoint may be whole; that is known once they are verified
     try:
+        keys = "data.train, seed and data.shuffle"
         data.check_state(state["data"])
+        if warm_start is not None and DEMONSTRATIONS in state:
+            keys = "warm_start.data and seed"
+            warm_start.prompts.check_state(state[DEMONSTRATIONS])
     except DataError as error:
-        raise DataError(
-            f"data.train, seed and data.shuffle do not match {saved.path}: {error}; choose another output"
-        ) from None
+        raise DataError(f"{keys} do not match {saved.path}: {error}; choose another output") from None
 
 
 def none_whole(folder: Path, problems: Iterable[object]) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""The rollouts of a step and of a validation: sampled, rewarded, kept or dropped, and scored."""
+"""The rollouts of a step and of a validation: sampled, rewarded, kept or dropped, and scored; or written and scored."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from rollgraph.inference import Progress
+from rollgraph.policy.weights import POLICY
+from rollgraph.rl.algorithms import UnrewardedAlgorithm
 from rollgraph.rl.algorithms.batches import describe, is_constant
+from rollgraph.rl.demonstrations import WrittenData
+from rollgraph.run.demonstrations import share_of
 from rollgraph.run.failures import count_failures, share_failures, show_reward_failures
 from rollgraph.run.progress import Group
 from rollgraph.run.reward_state import share_logged, trainer_state
@@ -20,6 +25,29 @@ MAX_ROUNDS = 8  # of sampling for one step, if the algorithm drops groups
 
 
 def collect(run: Run, step: int) -> list[Rollout]:
+    """The rollouts of a step, from where the algorithm takes them; every rank has all of them."""
+    if run.inputs.written is not None:
+        return take_written(run, run.inputs.written)
+    return sample_groups(run, step)
+
+
+def take_written(run: Run, data: WrittenData) -> list[Rollout]:
+    """The next rows of the data. Pairs are scored, because their loss compares policy and reference."""
+    rollouts = data.next_rollouts()
+    run.log.pending["data/epoch"] = data.prompts.epoch
+    if run.inputs.algorithm.source == "pairs":
+        with run.log.timed("score"):
+            score_written(run, rollouts)
+    return run.policy.gather_rollouts(rollouts)
+
+
+def score_written(run: Run, rollouts: Sequence[Rollout]) -> None:
+    run.policy.score(rollouts, POLICY)
+    if run.inputs.algorithm.needs_reference:
+        run.policy.score(rollouts, "reference")
+
+
+def sample_groups(run: Run, step: int) -> list[Rollout]:
     """Sample until the algorithm has kept a group for each prompt of the step; groups beyond that wait for the next."""
     wanted = run.config.data.prompts_per_step
     groups = run.progress.surplus
@@ -38,7 +66,7 @@ def collect(run: Run, step: int) -> list[Rollout]:
         sampled += rollouts
         rounds += 1
     run.log.pending |= {"groups/rounds": float(rounds), "groups/dropped": float(dropped)}
-    if constant:
+    if constant and run.inputs.rewarded:
         run.log.pending["groups/frac_reward_zero_std"] = sum(constant) / len(constant)
     run.log.pending |= _describe(run, sampled)
     run.log.pending |= share_failures(run, failures_before, len(sampled))
@@ -60,8 +88,9 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
     with run.log.timed("generate"):
         generate = run.policy.generator(seed=seed, on_progress=on_progress)
         rollouts = run.inputs.environment.run(generate, prompts)
-    with run.log.timed("reward"):
-        run.inputs.rewards.score(rollouts, trainer_state(run))
+    if run.inputs.rewarded:
+        with run.log.timed("reward"):
+            run.inputs.rewards.score(rollouts, trainer_state(run))
     show_reward_failures(run)
     if run.inputs.algorithm.needs_reference:
         kept, _ = keep(run, rollouts)
@@ -99,13 +128,40 @@ def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
     if run.inputs.algorithm.needs_reference:
         scored = [rollout for rollout in sampled if rollout.reference_logprobs is not None]
         found["tokens/score"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
-    if sampled:
+    if sampled and run.inputs.rewarded:
         found["reward/sampled"] = describe(sampled)["reward"]
     return found
 
 
-def evaluate(run: Run, seed: str, prompts: Sequence[Prompt] | None = None) -> dict[str, float]:
-    """Metrics of the validation prompts, or of others, which ranks divide among themselves.
+def evaluate(run: Run, seed: str) -> dict[str, float]:
+    """Metrics of the validation data, which ranks divide among themselves."""
+    found: dict[str, float] = {}
+    if run.inputs.left_out:
+        found["validation/dropped_prompts"] = float(run.inputs.left_out)
+    if run.inputs.rewarded:
+        return found | _evaluate_samples(run, seed)
+    return found | _evaluate_unrewarded(run, seed)
+
+
+def _evaluate_unrewarded(run: Run, seed: str) -> dict[str, float]:
+    """What the algorithm says about completions of the data, or about samples as in a step."""
+    algorithm = cast(UnrewardedAlgorithm, run.inputs.algorithm)
+    with run.log.timed("validate"), run.log.phase("validate") as show:
+        if run.inputs.written is not None:
+            rollouts = share_of(run.inputs.examples, run.world)
+            score_written(run, rollouts)
+        else:
+            mine = run.inputs.validation[run.world.rank :: run.world.size]
+            generate = run.policy.generator(seed=seed, on_progress=_counting_requests(show))
+            rollouts = run.inputs.examiner.run(generate, mine)
+            run.policy.score(rollouts, "reference")
+        rollouts = run.policy.gather_rollouts(rollouts)
+    run.log.examined = rollouts
+    return {f"validation/{name}": value for name, value in algorithm.examine(rollouts).items()}
+
+
+def _evaluate_samples(run: Run, seed: str) -> dict[str, float]:
+    """Metrics of completions of prompts.
 
     `RewardFunctions.is_right` says which samples are right; pass@k is the share of prompts with at least one of them.
     """
@@ -113,18 +169,14 @@ def evaluate(run: Run, seed: str, prompts: Sequence[Prompt] | None = None) -> di
     settings = run.config.validation
     params = replace(run.policy.sampling, temperature=settings.temperature)
     with run.log.timed("validate"), run.log.phase("validate") as show:
-        everyones = inputs.validation if prompts is None else prompts
-        mine = everyones[world.rank :: world.size]
+        mine = inputs.validation[world.rank :: world.size]
         generate = run.policy.generator(seed=seed, params=params, on_progress=_counting_requests(show))
         rollouts = inputs.examiner.run(generate, mine)
         inputs.rewards.score(rollouts, trainer_state(run))
         rollouts = run.policy.gather_rollouts(rollouts)
     run.log.examined = rollouts
     right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
-    found: dict[str, float] = {}
-    if inputs.left_out:
-        found["validation/dropped_prompts"] = float(inputs.left_out)
-    found["validation/reward"] = math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)
+    found = {"validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)}
     found |= _rewards_by_function(rollouts)
     found["validation/accuracy"] = sum(map(sum, right)) / len(rollouts)
     found[f"validation/pass@{settings.samples}"] = sum(map(any, right)) / len(right)

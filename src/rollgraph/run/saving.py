@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
+from rollgraph.run.resume import WARM_START
 from rollgraph.run.setup import Run
 
 LOST = "progress since the last checkpoint is lost"
@@ -19,6 +22,13 @@ def save_after_step(run: Run, step: int, score: float | None, stopping: bool) ->
     show_checkpoint_problems(run)
 
 
+def score_of(validated: Mapping[str, float]) -> float | None:
+    """What the best checkpoints are kept by, the higher the better: a reward, or a loss where nothing is rewarded."""
+    if "validation/loss" in validated:
+        return -validated["validation/loss"]
+    return validated.get("validation/reward")
+
+
 def _is_best(run: Run, score: float) -> bool:
     """Rank 0 decides, because all ranks save together."""
     return run.on_any_rank(run.world.rank == 0 and run.checkpoints.is_best(score))
@@ -31,12 +41,20 @@ def save(run: Run, score: float | None = None, due: bool = True) -> None:
     state = run.progress.state()
     with run.log.timed("save"), run.policy.phases.enter("save"):
         run.checkpoints.settle()  # a slow disk may take its time, so Ctrl-C is allowed here
+        forget_warm_start(run)
         with run.stop.uninterrupted():
             try:
                 run.checkpoints.save(step, state, score, due=due)
             except Exception:
                 run.progress.save_failed = True
                 raise
+
+
+def forget_warm_start(run: Run) -> None:
+    """Delete the checkpoints of the warm start, if there is one of a step on disk."""
+    folder = Path(run.config.output) / WARM_START
+    if run.world.rank == 0 and folder.exists() and run.checkpoints.complete():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_before_stop(run: Run) -> None:

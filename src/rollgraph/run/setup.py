@@ -97,11 +97,14 @@ def make_run(
         if config.cpu_threads is not None and world.device == "cpu":
             torch.set_num_threads(config.cpu_threads)
         fetch_weights(config.model.path, world, log.note)
+        fetch_weights(config.algorithm.teacher, world, log.note)
         with log.phase("load model") as show:
             model = make_model(config, inputs.tokenizer, world.device, show)
             policy = make_policy(config, world, inputs, model)
         undo.callback(policy.close)
-        if inputs.algorithm.needs_reference:
+        if inputs.teacher not in (None, policy.model.architecture):
+            policy.add_frozen("reference", load_teacher(config, world.device))
+        elif inputs.algorithm.needs_reference:
             policy.weights.save("reference", _reference_place(config, policy))
         capture_graphs(config, inputs, policy, log)
         checkpoints = Checkpoints(
@@ -137,7 +140,7 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
         log.view.phase(phase, done, total, part)
 
     with returning_freed_memory(policy.world.device):
-        policy.capture_all(losses, show)
+        policy.capture_all(losses, show, generates=inputs.written is None)
     log.view.end_phase()
     if policy.products is not None and not config.rollout.filtered:  # a filter changes what is sampled from
         log.note(describe(policy.products))
@@ -177,6 +180,12 @@ def make_model(config: Config, tokenizer: Tokenizer, device: str, on_tensor: OnP
     model = Decoder(architecture, checkpointing=config.model.checkpointing)
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights
     return model.to(device, dtype or torch.float32)
+
+
+def load_teacher(config: Config, device: str) -> Decoder:
+    """A teacher that is a model of its own, in the dtype it is stored in."""
+    assert config.algorithm.teacher is not None
+    return load_model(model_folder(config.algorithm.teacher), device=device)
 
 
 def optimizer_settings(config: Config) -> dict[str, Any]:

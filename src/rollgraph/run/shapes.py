@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from rollgraph.config import Config, ConfigError
@@ -39,12 +41,36 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
         raise ConfigError([f"{key}: {before} and {after} tokens after it do not fit: {limit}"])
     if prompt is not None:
         longest = min(longest, prompt + after)
-    buckets = config.train.token_buckets or automatic_buckets(config, longest, after, ranks)
+    buckets = config.train.token_buckets or automatic_buckets(
+        config, longest, most_tokens(config, longest, after, ranks)
+    )
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    rows = max(1, min(config.rollout.rows, -(-samples // ranks)))
+    return _limits(config, device, longest, rows, buckets)
+
+
+def written_limits(config: Config, longest: int, per_prompt: int, device: str, ranks: int = 1) -> Limits:
+    """The limits of a run that samples nothing: rows with so many completions each, none longer than `longest`."""
+    samples = -(-config.data.prompts_per_step * per_prompt // config.algorithm.minibatches)
+    tokens = max(-(-samples // ranks), _warm_start_samples(config, ranks)) * longest
+    return _limits(config, device, longest, 1, config.train.token_buckets or automatic_buckets(config, longest, tokens))
+
+
+def longest_written(config: Config, architecture: Architecture) -> int:
+    """The most tokens that a prompt may have together with a completion that was written for it."""
+    allowed = min(architecture.max_length, config.train.largest_bucket)
+    given = config.data.max_tokens or allowed
+    if given > allowed:
+        wrong = f"{given} tokens do not fit: the model takes {architecture.max_length}"
+        raise ConfigError([f"data.max_tokens: {wrong}, and the largest microbatch {config.train.largest_bucket}"])
+    return given
+
+
+def _limits(config: Config, device: str, longest: int, rows: int, buckets: Sequence[int]) -> Limits:
     on_cpu = device == "cpu"
     return Limits(
         max_length=longest,
-        rows=max(1, min(config.rollout.rows, -(-samples // ranks))),
+        rows=rows,
         token_buckets=tuple(buckets),
         tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every slot that a sequence could have
         cache_bytes=int(config.memory.cache_gib * 2**30) if config.memory.cache_gib else None,
@@ -53,13 +79,13 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
     )
 
 
-def automatic_buckets(config: Config, longest: int, after: int, ranks: int) -> list[int]:
+def automatic_buckets(config: Config, longest: int, tokens: int) -> list[int]:
     """A largest bucket, its half and its quarter; none is too small for the longest sequence.
 
-    The largest has `train.microbatch_tokens`, or fewer if a minibatch cannot fill that many: a graph computes all the
+    The largest has `train.microbatch_tokens`, or fewer if a minibatch has at most `tokens`: a graph computes all the
     tokens of its bucket, padding included, and needs memory for them.
     """
-    filled = -(-most_tokens(config, longest, after, ranks) // ROUNDING) * ROUNDING
+    filled = -(-tokens // ROUNDING) * ROUNDING
     largest = max(longest, min(config.train.microbatch_tokens, filled))
     return sorted({max(longest, largest // 4), max(longest, largest // 2), largest})
 
@@ -80,9 +106,12 @@ def most_tokens(config: Config, longest: int, after: int, ranks: int) -> int:
     tokens = prompts * longest + (samples - prompts) * (1 + after)
     if samples > prompts:  # a bucket has as many keys again for prompts that are shared
         tokens = max(tokens, samples * (longest - after - 1))
-    if config.warm_start is not None:
-        tokens = max(tokens, -(-config.warm_start.batch_size // ranks) * longest)
-    return tokens
+    return max(tokens, _warm_start_samples(config, ranks) * longest)
+
+
+def _warm_start_samples(config: Config, ranks: int) -> int:
+    """The most samples of a rank in a step of the warm start."""
+    return 0 if config.warm_start is None else -(-config.warm_start.batch_size // ranks)
 
 
 def longest_prompt(config: Config, limits: Limits) -> int:

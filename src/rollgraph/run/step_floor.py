@@ -10,6 +10,7 @@ from rollgraph.config import Config
 from rollgraph.model import Decoder
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
+from rollgraph.rl.demonstrations import COLUMNS
 from rollgraph.run.inputs import scores_old
 
 TFLOPS = 785.0  # of a bf16 matrix product, measured on one H200
@@ -62,10 +63,7 @@ def step_floor(
     whichever is longer.
     """
     a = model.architecture
-    table = (
-        0 if a.tied else a.vocabulary * a.hidden
-    )  # an embedding is a look-up, unless its weights also make the logits
-    weights = sum(p.numel() for p in model.parameters()) - table
+    weights = _multiplied_weights(model)
     prompts = -(-config.data.prompts_per_step // ranks)
     samples = prompts * config.rollout.samples_per_prompt
     new = min(config.rollout.max_tokens, limits.max_length - 1)
@@ -104,3 +102,32 @@ def step_floor(
     full, rest = divmod(samples, rows)
     decoded = full * decode(rows) + (decode(rest) if rest else 0.0)
     return Floor(parts(samples), parts(prompts), tflops, tb_per_second)
+
+
+def written_floor(
+    config: Config,
+    model: Decoder,
+    algorithm: Algorithm,
+    limits: Limits,
+    ranks: int,
+    tflops: float,
+    tb_per_second: float,
+) -> Floor:
+    """The same for an algorithm that samples nothing, if all of its sequences are as long as allowed."""
+    samples = -(-config.data.prompts_per_step // ranks) * len(COLUMNS[algorithm.source])
+    forward = 2 * _multiplied_weights(model) * samples * limits.max_length / (tflops * 1e12)
+    parts = {}
+    if algorithm.source == "pairs":
+        parts["policy"] = forward
+    if algorithm.needs_reference:
+        parts["reference"] = forward
+    passes = 4 if model.checkpointing else 3
+    parts["train"] = passes * config.algorithm.epochs * forward
+    return Floor(parts, parts, tflops, tb_per_second)
+
+
+def _multiplied_weights(model: Decoder) -> int:
+    """All but the embedding, which is a look-up, unless its weights also make the logits."""
+    a = model.architecture
+    table = 0 if a.tied else a.vocabulary * a.hidden
+    return sum(p.numel() for p in model.parameters()) - table

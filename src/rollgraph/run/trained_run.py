@@ -18,7 +18,7 @@ from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.policy import PolicyWorker
 from rollgraph.run.given import Given, read_rows
-from rollgraph.run.inputs import make_held_out
+from rollgraph.run.inputs import with_validation
 from rollgraph.run.model_source import none_found
 from rollgraph.run.rollouts import evaluate
 from rollgraph.run.setup import Run, make_run
@@ -68,7 +68,9 @@ class TrainedRun:
         policy = self.policy
         tokens = [self._encode(prompt) for prompt in prompts]
         params = replace(policy.sampling, **sampling)
-        assert policy.engine is not None
+        if policy.engine is None:
+            name = self.config.algorithm.name
+            raise ValueError(f"{name} samples nothing, so this run cannot: `rollgraph generate` can, from its folder")
         with policy.phases.enter("generate"):
             outputs = policy.engine.generate(tokens, params)
         texts = []
@@ -79,20 +81,16 @@ class TrainedRun:
         return texts
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """The mean reward, the accuracy and pass@k on the validation data, or on other data of the same form."""
+        """What validation measures, on the validation data or on other data of the same form."""
         run = self._opened()
-        prompts = run.inputs.validation
         if data is not None:
             path, rows = read_rows(data, "data")
-            given = replace(self._given, rows={path: rows} if rows is not None else {})
             config = replace(run.config, data=replace(run.config.data, validation=path))
-            held_out = make_held_out(config, run.inputs.tokenizer, run.inputs.limits, run.inputs.environment, given)
-            assert held_out is not None
-            run.inputs.rewards.check_columns(held_out.columns)
-            prompts = [prompt for _ in range(len(held_out)) for prompt in held_out.next_prompts()]
-        if not prompts:
+            given = replace(self._given, rows={path: rows} if rows is not None else {})
+            run = replace(run, config=config, inputs=with_validation(config, run.inputs, given))
+        if not run.inputs.can_validate:
             raise ValueError("the run has no validation data: give evaluate() some")
-        return evaluate(run, "eval", prompts)
+        return evaluate(run, "eval")
 
     def export(self, folder: str | os.PathLike[str]) -> Path:
         """Write a model folder that transformers and other tools can load."""

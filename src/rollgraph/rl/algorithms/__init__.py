@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from rollgraph.config.algorithm_names import ALGORITHM_PATHS
 from rollgraph.errors import InvalidInput, suggest
-from rollgraph.rl.algorithms.algorithm import Algorithm
+from rollgraph.rl.algorithms.algorithm import Algorithm, Source, UnrewardedAlgorithm
 from rollgraph.rl.algorithms.policy_gradient import PolicyGradient
 from rollgraph.rl.paths import LoadError, load_object
 
-__all__ = ["ALGORITHMS", "Algorithm", "PolicyGradient", "load_algorithm", "settings_of"]
+__all__ = ["ALGORITHMS", "Algorithm", "PolicyGradient", "UnrewardedAlgorithm", "load_algorithm", "settings_of"]
 
 MakeAlgorithm = Callable[..., Algorithm]
 
 ALGORITHMS: dict[str, MakeAlgorithm] = {name: load_object(path) for name, path in ALGORITHM_PATHS.items()}
 
-FLAGS = ("needs_reference", "needs_entropy", "needs_old_logprobs")
+SOURCES: tuple[str, ...] = get_args(Source)
+FLAGS = ("needs_rewards", "needs_reference", "needs_entropy", "needs_old_logprobs")
 CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # positional and keyword arguments of each method
     "keeps": (("group",), ()),
     "make_batch": (("rollouts",), ("minibatches", "seed")),
     "loss": (("streams",), ()),
 }
+EXAMINE = {"examine": (("rollouts",), ())}  # of an algorithm that needs no rewards
 
 
 def load_algorithm(name: str, settings: Mapping[str, Any] | None = None) -> Algorithm:
@@ -78,10 +80,14 @@ def _find(name: str) -> MakeAlgorithm:
 
 def _check_protocol(name: str, algorithm: object) -> None:
     """Check that everything the trainer will call is there and accepts what it will be given."""
+    source = getattr(algorithm, "source", None)
+    if source not in SOURCES:
+        raise LoadError(f"an algorithm must have `source`, one of {', '.join(SOURCES)}", place=repr(name))
     for attribute in FLAGS:
         if not isinstance(getattr(algorithm, attribute, None), bool):
             raise LoadError(f"an algorithm must have `{attribute}`, True or False", place=repr(name))
-    for method, (positional, keywords) in CALLS.items():
+    calls = CALLS if algorithm.needs_rewards else {**CALLS, **EXAMINE}  # type: ignore[attr-defined]
+    for method, (positional, keywords) in calls.items():
         try:
             signature = inspect.signature(getattr(algorithm, method))
             signature.bind(*positional, **dict.fromkeys(keywords))

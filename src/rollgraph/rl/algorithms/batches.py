@@ -53,8 +53,12 @@ def build_batch(
     minibatches: int,
     seed: int,
     metrics: Mapping[str, float],
+    drawn: bool = True,
 ) -> Batch:
-    """Make minibatches of samples; `weigh` turns the lengths of a minibatch's sequences into token weights."""
+    """Make minibatches of samples; `weigh` turns the lengths of a minibatch's sequences into token weights.
+
+    Tokens that were not `drawn` by a policy have no log-probability to compare with that of training.
+    """
 
     def sample(i: int, weight: float) -> Sample:
         rollout = rollouts[i]
@@ -63,7 +67,7 @@ def build_batch(
             tokens=rollout.tokens,
             advantages=[advantages[i] if on else 0.0 for on in trained[i]],
             weights=[weight if on else 0.0 for on in trained[i]],
-            logprobs=rollout.logprobs,
+            logprobs=rollout.logprobs if drawn else None,
             reference_logprobs=rollout.reference_logprobs,
             rollout=i,
         )
@@ -97,6 +101,12 @@ def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
     metrics["length/truncated"] = _mean([rollout.finish_reason == "length" for rollout in rollouts])
     metrics["failures/rollouts"] = _mean([has_failed(rollout) for rollout in rollouts])
     return metrics
+
+
+def describe_written(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of completions that were not sampled."""
+    trained = float(sum(sum(rollout.sampled) for rollout in rollouts))
+    return {"tokens/trained": trained, "length/mean": _mean([len(rollout.tokens) for rollout in rollouts])}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -44,6 +44,8 @@ class PolicyGradient:
     dynamic_sampling: bool = False  # leave out groups in which all rewards are equal
     reward_to_go: bool = False  # a turn's advantage comes from the rewards from this turn on, not from all of them
 
+    source = "policy"
+
     def __post_init__(self) -> None:
         check_types(self)
         check("kl_estimator", self.kl_estimator in KL_ESTIMATORS, self.kl_estimator, " or ".join(KL_ESTIMATORS))
@@ -54,6 +56,10 @@ class PolicyGradient:
         check("dual_clip", self.dual_clip is None or self.dual_clip > 1, self.dual_clip, "a number above 1, or none")
         cap = self.importance_cap
         check("importance_cap", cap is None or cap > 0, cap, "a number above 0, or none")
+
+    @property
+    def needs_rewards(self) -> bool:
+        return True
 
     @property
     def needs_reference(self) -> bool:

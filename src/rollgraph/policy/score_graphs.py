@@ -1,0 +1,122 @@
+"""The graphs that score packed tokens: the log-probability of each of them, in a few static sizes.
+
+Owns these graphs, the division of samples into microbatches, and the arithmetic of log-probabilities. `StepGraphs` adds
+training to it; a model that is never trained needs no more than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollgraph.graph import GraphPool, capture
+from rollgraph.graph.capture import BackendName
+from rollgraph.graph.hooks import Guard
+from rollgraph.inference.decode_graphs import OnCapture
+from rollgraph.model import Decoder, Keys, token_logprobs
+from rollgraph.policy.limits import Limits
+from rollgraph.policy.packed_arrays import PackedArrays, fill
+from rollgraph.policy.packing import measure, pack
+from rollgraph.types import Sample
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """How to capture."""
+
+    pool: GraphPool
+    backend: BackendName
+    scopes: tuple[str, ...] = ("step",)
+    on_mismatch: Any = "raise"
+    warmup: int = 3
+
+
+class ScoreGraphs:
+    """The captured scoring of a model. `label` names the graphs; `guards` are checked before every replay."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        limits: Limits,
+        settings: GraphSettings,
+        temperature: float,
+        *,
+        label: str = "score",
+        guards: Sequence[Guard] = (),
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._settings = settings
+        self._temperature = temperature
+        self._label = label
+        self._guards = list(guards)
+        self._device = model.embed.weight.device
+        self._whole_step = "step" in settings.scopes
+        self.buckets = limits.token_buckets
+        if not self._whole_step:
+            self.buckets = limits.token_buckets[-1:]
+        self._score: dict[int, Callable[..., Any]] = {}
+
+    # -- inputs ------------------------------------------------------------------------------------
+
+    def plan(self, samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
+        """Divide samples into microbatches: the indices of the samples, and the smallest bucket they fit."""
+        largest = self.buckets[-1]
+        planned = []
+        for indices in pack(samples, largest, self._limits.sequences(largest)):
+            size = measure(samples[index] for index in indices)
+            fitting = [bucket for bucket in self.buckets if size.fits(bucket, self._limits.sequences(bucket))]
+            planned.append((indices, fitting[0]))
+        return planned
+
+    def fill(self, samples: Sequence[Sample], bucket: int) -> PackedArrays:
+        return fill(samples, bucket, self._limits.sequences(bucket), self._limits.longest(bucket))
+
+    def _upload(self, arrays: PackedArrays) -> tuple[Tensor, ...]:
+        return tuple(torch.from_numpy(array).to(self._device) for array in arrays.tensors)
+
+    # -- capture and replay ------------------------------------------------------------------------
+
+    def capture_score(self, progress: OnCapture) -> None:
+        for done, tokens in enumerate(reversed(self.buckets)):  # the largest first: the others reuse its memory
+            name = f"{self._label} {tokens}"
+            progress(name, done, len(self.buckets))
+            with torch.no_grad():
+                self._score[tokens] = self._capture(self._score_step, tokens, name, [])
+
+    def _capture(self, step: Callable[..., Any], tokens: int, name: str, guards: Sequence[Guard]) -> Callable[..., Any]:
+        settings = self._settings
+        return capture(
+            step, self._upload(self.fill([], tokens)), pool=settings.pool, backend=settings.backend, name=name,
+            guards=[*self._guards, *guards], on_mismatch=settings.on_mismatch, warmup=max(1, settings.warmup),
+        )  # fmt: skip
+
+    def score(self, arrays: PackedArrays) -> Tensor:
+        """The log-probability of each token, [tokens]. The result is valid until the next call."""
+        with torch.no_grad():
+            logprobs: Tensor = self._score[len(arrays.ids)](*self._upload(arrays))
+        return logprobs
+
+    # -- what runs inside the graphs ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def _score_step(self, *inputs: Tensor) -> Tensor:
+        logprobs, _ = self._logprobs(inputs, entropy=False, whole=False)
+        return logprobs
+
+    def _logprobs(self, inputs: Sequence[Tensor], entropy: bool, whole: bool) -> tuple[Tensor, Tensor | None]:
+        ids, positions, targets, _, cu_seqlens, *keys, _ = inputs
+        hidden = self._model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), Keys(*keys))
+        head = self._model.head_weight
+        self._gather(head)
+        chunk = len(ids) if whole else None
+        routes = self._model.head_routes
+        result = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk, routes=routes)
+        return result if isinstance(result, tuple) else (result, None)
+
+    def _gather(self, head: Tensor) -> None:
+        """Make sure that the head is whole, for a model whose parameters are sharded."""

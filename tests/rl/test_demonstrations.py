@@ -1,0 +1,158 @@
+"""Completions that somebody wrote: which tokens they have, and which of them are the assistant's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollgraph.rl.data import DataError, make_rows
+from rollgraph.rl.demonstrations import WrittenData, load_written
+from rollgraph.tokenizer import ByteTokenizer, Tokenizer
+from rollgraph.tokenizer.files import TokenizerFiles
+from rollgraph.types import Rollout
+
+BYTES = ByteTokenizer()
+EOS = "<|eos|>"
+
+
+def written(*rows: dict[str, Any], source: str = "demonstrations", **options: Any) -> WrittenData:
+    given = {"most": 200, "chat": False, "prompts_per_step": len(rows), "seed": 0, "shuffle": False} | options
+    tokenizer = given.pop("tokenizer", BYTES)
+    return load_written(make_rows(rows), tokenizer, source, **given)
+
+
+def marked(rollout: Rollout, tokenizer: Tokenizer = BYTES) -> str:
+    """The text of a rollout, with each run of tokens that are trained on in brackets."""
+    text = tokenizer.decode(rollout.prompt.tokens, skip_special=False) + "|"
+    inside = False
+    for token, trained in zip([*rollout.tokens, None], [*rollout.sampled, False], strict=True):
+        if trained != inside:
+            text += "[" if trained else "]"
+            inside = trained
+        if token is not None:
+            text += tokenizer.decode([token], skip_special=False)
+    return text
+
+
+def one(row: dict[str, Any], **options: Any) -> str:
+    (rollout,) = written(row, **options).next_rollouts()
+    assert len(rollout.tokens) == len(rollout.sampled) == len(rollout.logprobs)
+    return marked(rollout)
+
+
+def say(*contents: str, first: str = "user") -> list[dict[str, str]]:
+    """Messages of a user and an assistant in turn."""
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+
+
+def test_texts_end_with_the_stop_token() -> None:
+    assert one({"prompt": "2+2=", "completion": "4"}) == f"2+2=|[4{EOS}]"
+    assert one({"prompt": "2+2=", "completion": f"4{EOS}"}) == f"2+2=|[4{EOS}]"  # not twice
+    assert one({"prompt": "2+2=", "completion": f"4{EOS}5"}) == f"2+2=|[4{EOS}5{EOS}]"
+
+
+def test_the_chat_template_applies_to_a_demonstration_as_to_its_prompt() -> None:
+    """The template of bytes is `role: content<eos>` on a line of its own."""
+    asked = "<|bos|>user: 2+2?<|eos|>\nassistant: "
+    wanted = f"{asked}|[4{EOS}]"
+    assert one({"prompt": "2+2?", "completion": "4"}, chat=True) == wanted
+    assert one({"messages": say("2+2?", "4")}) == wanted
+    assert one({"messages": say("2+2?"), "completion": "4"}) == wanted
+    assert one({"prompt": say("2+2?"), "completion": say("4", first="assistant")}) == wanted
+    assert one({"prompt": "2+2?", "completion": say("4", first="assistant")}) == wanted
+    assert BYTES.render_chat(say("2+2?")) == asked
+
+
+def test_all_turns_of_the_assistant_are_trained_on_and_nothing_else() -> None:
+    system = {"role": "system", "content": "be brief"}
+    row = {"messages": [system, *say("hi", "hello", "bye", "ciao", "unanswered")]}
+    assert one(row) == (
+        "<|bos|>system: be brief<|eos|>\nuser: hi<|eos|>\nassistant: |"
+        f"[hello{EOS}]\nuser: bye{EOS}\nassistant: [ciao{EOS}]"
+    )
+
+
+def test_the_assistant_may_speak_twice_in_a_row() -> None:
+    row = {"messages": [*say("hi", "one"), {"role": "assistant", "content": "two"}]}
+    assert one(row).endswith(f"|[one{EOS}]\nassistant: [two{EOS}]")
+
+
+def test_pairs_are_groups_of_two_marked_by_their_reward() -> None:
+    rows = [
+        {"prompt": "2+2=", "chosen": "4", "rejected": "five"},
+        {"prompt": "x", "chosen": say("x", "y"), "rejected": say("x", "z")},  # they may repeat the prompt
+    ]
+    rollouts = written(*rows, source="pairs").next_rollouts()
+    assert [(rollout.group, rollout.reward) for rollout in rollouts] == [(0, 1.0), (0, 0.0), (1, 1.0), (1, 0.0)]
+    assert [marked(rollout) for rollout in rollouts] == [
+        f"2+2=|[4{EOS}]",
+        f"2+2=|[five{EOS}]",
+        f"<|bos|>user: x{EOS}\nassistant: |[y{EOS}]",
+        f"<|bos|>user: x{EOS}\nassistant: |[z{EOS}]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "source", "message"),
+    [
+        ({"prompt": "a", "answer": "b"}, "demonstrations",
+         r"row:1: a demonstration needs `completion` beside `prompt`, or .*got 'prompt', 'answer'"),
+        ({"prompt": "a", "completion": 4}, "demonstrations", r"'completion' must be text or a list of messages, got 4"),
+        ({"messages": say("a")}, "demonstrations", r"none of its messages is the assistant's"),
+        ({"messages": say("a", first="assistant")}, "demonstrations", r"its first message is the assistant's"),
+        ({"prompt": "a", "completion": say("b")}, "demonstrations", r"'completion' must begin with the assistant's"),
+        ({"prompt": "a", "chosen": "b"}, "pairs", r"row:1: the column 'rejected' is missing: .*got 'prompt', 'chosen'"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "pairs", r"the column 'rejected' is missing"),
+    ],
+)  # fmt: skip
+def test_what_a_row_lacks_is_named(row: dict[str, Any], source: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        written(row, source=source, too_long="drop")  # which is about lengths only
+
+
+def test_long_rows_are_an_error_or_left_out() -> None:
+    rows = [{"prompt": "abc", "completion": "d" * count} for count in (6, 7, 1)]
+    with pytest.raises(DataError, match=r"max_tokens: row:2: the prompt with its completion has 11 tokens.* is 10, or"):
+        written(*rows, most=10)
+    data = written(*rows, most=10, too_long="drop", prompts_per_step=2)
+    assert data.prompts.dropped == 1
+    assert data.completions.longest == 10
+    assert [rollout.prompt.id for rollout in data.next_rollouts()] == [0, 2]
+
+
+def merging_tokenizer() -> Tokenizer:
+    """Single letters, the pair `ab`, and an end of text; a text begins with an extra `_`, as in sentencepiece."""
+    vocab = {letter: index for index, letter in enumerate(["_", "a", "b", "c", "ab", "<e>"])}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]]}
+    files = {
+        "added_tokens": [{"id": 5, "content": "<e>", **flags}],
+        "normalizer": {"type": "Prepend", "prepend": "_"},
+        "model": model,
+    }
+    return Tokenizer(TokenizerFiles(json.dumps(files), {"eos_token": "<e>"}, name="merging"))
+
+
+def test_tokens_are_those_of_the_whole_text_unless_one_of_them_crosses_the_border() -> None:
+    tokenizer = merging_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("cab"), skip_special=False).replace(" ", "") == "_cab"
+    clean, crossing = written(
+        {"prompt": "c", "completion": "ab"}, {"prompt": "ca", "completion": "bc"}, tokenizer=tokenizer
+    ).next_rollouts()
+    assert [*clean.prompt.tokens, *clean.tokens] == [*tokenizer.encode("cab"), 5]  # no second `_`
+    assert list(crossing.prompt.tokens) == tokenizer.encode("ca")  # what the policy would be asked to continue
+    assert crossing.tokens == [*tokenizer.encode("bc"), 5]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    """Some templates leave out what a reply began with once another message follows."""
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if not loop.last %}*{% endif %}:{{ m.content }}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    files = TokenizerFiles(BYTES._files.tokenizer_json, {**BYTES._files.config, "chat_template": template}, name="x")
+    with pytest.raises(DataError, match=r"row:1: the chat template writes the beginning of this chat differently"):
+        written({"messages": say("a", "b", "c", "d")}, tokenizer=Tokenizer(files))

@@ -1,0 +1,114 @@
+"""Warm starts: they use chat templates, and can be stopped, killed and resumed like the steps that follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollgraph.config import Config, parse_config, to_yaml
+from rollgraph.rl.data import DataError
+from rollgraph.run.checkpoints import CheckpointError
+from rollgraph.run.inputs import check_inputs
+from rollgraph.train import train
+from tests.forked import ForkedCommand
+from tests.run.test_supervised import write_rows
+from tests.test_train import ONE, assert_same_run
+
+WARM = """
+steps: 2
+model:
+  tiny: {layers: 1, width: 16, heads: 2, kv_heads: 1, mlp: 24, max_length: 64}
+data: {prompts_per_step: 2, max_prompt_tokens: 40, chat: true}
+rollout: {samples_per_prompt: 2, max_tokens: 24, rows: 4}
+reward: {functions: [{name: "REWARD"}]}
+algorithm: {options: {kl_coef: 0.05}}
+optimizer: {lr: 1e-2, schedule: linear}
+train: {token_buckets: [192]}
+checkpoint: {every: 2, export_at_end: false, asynchronous: false}
+memory: {cache_gib: 0.001}
+log: {progress: plain, sinks: [jsonl]}
+graph: {impl: none}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Prompts, demonstrations, and a reward that can end its process; `calls` counts how often it was called."""
+    (tmp_path / "rewards.py").write_text(
+        "import os, pathlib, signal\n"
+        "def count(completions, **columns):\n"
+        "    calls = pathlib.Path(__file__).with_name('calls')\n"
+        "    with calls.open('a') as file:\n"
+        "        file.write('x')\n"
+        "    if os.environ.get('STOP_AT') == str(calls.stat().st_size):\n"
+        "        os.kill(os.getpid(), getattr(signal, os.environ['STOP_BY']))\n"
+        "    return [len(set(c)) / 8 for c in completions]\n"
+    )
+    write_rows(tmp_path / "other.jsonl", [{"prompt": "a", "completion": "b"}])
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{i}?"} for i in range(7)])
+    write_rows(tmp_path / "demonstrations.jsonl", [{"prompt": f"{i}?", "completion": "odd" * i} for i in range(6)])
+    return tmp_path
+
+
+def warm_config(folder: Path, name: str, *overrides: str) -> Config:
+    """Eight steps; the reward is looked at after every third one and is never high enough."""
+    rows = [f"data.train={folder / 'prompts.jsonl'}", f"output={folder / name}"]
+    warm = "{data: DATA, steps: 8, batch_size: 4, lr: 1e-2, stop_at: 9.0, check_every: 3}"
+    rows.append("warm_start=" + warm.replace("DATA", str(folder / "demonstrations.jsonl")))
+    return parse_config(WARM.replace("REWARD", f"{folder / 'rewards.py'}:count"), [*rows, *overrides])
+
+
+def assert_same(folder: Path, name: str) -> None:
+    """The warm start gave the same weights as one that was not disturbed, and so did the steps after it."""
+    train(warm_config(folder, "undisturbed"), ONE)
+    reference = Path("reference") / "model.safetensors"
+    assert (folder / name / reference).read_bytes() == (folder / "undisturbed" / reference).read_bytes()
+    assert_same_run(folder / name, folder / "undisturbed", step=1)
+
+
+def test_demonstrations_have_the_chat_template_of_the_prompts(folder: Path) -> None:
+    inputs = check_inputs(warm_config(folder, "run"), ONE)
+    assert inputs.warm_start is not None
+    asked = {prompt.text for prompt in inputs.data.next_prompts()}
+    assert all(text.startswith("<|bos|>user: ") for text in asked)
+    for rollout in inputs.warm_start.next_rollouts():
+        assert rollout.prompt.text == f"<|bos|>user: {rollout.prompt.id}?<|eos|>\nassistant: "
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
+def test_a_warm_start_that_was_stopped_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by: str
+) -> None:
+    monkeypatch.setenv("STOP_AT", "1")
+    monkeypatch.setenv("STOP_BY", by)
+    if by == "SIGINT":
+        with pytest.raises(KeyboardInterrupt):
+            train(warm_config(folder, "stopped"), ONE)
+    else:
+        train(warm_config(folder, "stopped"), ONE)
+    assert "asked to stop: saved after 3 of 8 steps of the warm start" in capsys.readouterr().out
+    monkeypatch.delenv("STOP_AT")
+    with pytest.raises(DataError, match=r"warm_start\.data and seed do not match"):
+        train(warm_config(folder, "stopped", f"warm_start.data={folder / 'other.jsonl'}"), ONE)
+    with pytest.raises(CheckpointError, match="resume: never"):
+        train(warm_config(folder, "stopped", "resume=never"), ONE)
+    train(warm_config(folder, "stopped", "resume=must"), ONE)
+    assert "resumed after 3 of 8 steps of the warm start" in capsys.readouterr().out
+    assert not (folder / "stopped" / "warm_start").exists()  # the run has a checkpoint of its own
+    assert_same(folder, "stopped")
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_a_warm_start_that_was_killed_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is killed inside step 6, after a checkpoint of step 4; and again in the first step after the warm start."""
+    config = folder / "config.yaml"
+    config.write_text(to_yaml(warm_config(folder, "killed")))
+    for call in ("2", "4"):
+        process = ForkedCommand(folder, folder, "train", str(config), STOP_AT=call, STOP_BY="SIGKILL")
+        process.communicate(timeout=600)
+        assert process.returncode == -9
+    train(warm_config(folder, "killed", "resume=must"), ONE)
+    assert "resumed after 8 of 8 steps of the warm start" in capsys.readouterr().out
+    assert_same(folder, "killed")
