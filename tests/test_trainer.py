@@ -241,7 +241,7 @@ def test_arguments_are_keys() -> None:
         ({"samples_per_prompt": 1}, "argument samples_per_prompt: rollout.samples_per_prompt: grpo compares"),
         ({"max_tokens": "many"}, "argument max_tokens: rollout.max_tokens: expected whole number ≥ 1, got the text"),
         ({"lr": math.nan}, "argument lr: optimizer.lr: expected a finite number, got nan"),
-        ({"lr": object()}, "argument lr: optimizer.lr: expected text, a number, a list or a mapping, got a object"),
+        ({"lr": b"1"}, "argument lr: optimizer.lr: expected text, a number, a list or a mapping, got a bytes"),
         ({"optimizer": {"lr": 1e-3}}, "argument (lr|optimizer): optimizer.lr: also given by argument (optimizer|lr)"),
         ({"optimizer": {"rate": 1e-3}}, "argument optimizer: optimizer.rate: unknown key"),
         ({"rewards": ["exakt"]}, "there is no reward 'exakt'"),

@@ -106,7 +106,7 @@ def cases() -> Iterator[Any]:
     yield pytest.param("head norms", "cpu", torch.bfloat16, id="head norms, cpu, bf16")
 
 
-@pytest.mark.parametrize(("name", "device", "dtype"), cases())
+@pytest.mark.parametrize(("name", "device", "dtype"), list(cases()))
 def test_sampled_logprobs_are_those_of_scoring_and_training(name: str, device: str, dtype: torch.dtype) -> None:
     """Before and after updates, with prompts that are shared and prompts that are prefilled in chunks."""
     architecture = ARCHITECTURES[name]
