@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from rollgraph.config.algorithm_names import SUPERVISED, TAUGHT
 from rollgraph.rl.algorithms import ALGORITHMS
 from rollgraph.train import train
 from tests.test_train import ONE, eager_config, folder
@@ -30,7 +31,8 @@ class Failing(SingleTurn):
         self.failures["KeyError"] += 1
         return rollouts
 
-def some(completions, **columns):
+def some(completions, log_metric, **columns):
+    log_metric("calls", 1.0)
     return [float(index % 2) if index else float("nan") for index in range(len(completions))]
 """
 
@@ -53,13 +55,25 @@ def metrics_of_a_run(folder: Path, output: str, *overrides: str) -> set[str]:
     return {name for row in rows for name in row} - {"step"}
 
 
+def inputs_of(folder: Path, name: str) -> list[str]:
+    """What an algorithm learns from, where that is not a reward: rows with completions, or a teacher."""
+    if name in SUPERVISED:
+        path = folder / "written.jsonl"
+        path.write_text('{"prompt": "0?", "completion": "4", "chosen": "4", "rejected": "5"}\n' * 8)
+        return ["reward.functions=[]", "algorithm.minibatches=1", f"data.train={path}", f"data.validation={path}"]
+    if name in TAUGHT:
+        train(eager_config(folder, "steps=1", "data.validation=null", "checkpoint.export_at_end=true"), ONE)
+        return ["reward.functions=[]", f"algorithm.teacher={folder / 'run' / 'model'}"]
+    return ["data.validation=null"]
+
+
 def test_the_page_has_every_metric_and_no_other(folder: Path) -> None:
     """Each algorithm as it is, and a run in which everything happens that is only reported when it happens."""
     written = {}
     for name in ALGORITHMS:
-        given = [f"algorithm.name={name}", f"algorithm.options={OPTIONS.get(name, '{}')}", "data.validation=null"]
+        given = [f"algorithm.name={name}", f"algorithm.options={OPTIONS.get(name, '{}')}", *inputs_of(folder, name)]
         written[name] = metrics_of_a_run(folder, name, *given)
-        if name != "sft":  # which learns from what it is given
+        if name not in SUPERVISED:  # which learn from what others wrote
             assert {"policy/entropy", "policy/clipped_low", "policy/clipped_high"} <= written[name]
     long = json.dumps({"prompt": "0" * 20, "answer": "4"}) + "\n"
     for file in ("train", "held_out"):

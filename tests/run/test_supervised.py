@@ -251,11 +251,15 @@ def test_rows_that_lack_something_are_named_by_file_and_line(folder: Path) -> No
 
 def test_a_plan_without_samples_has_no_cache(folder: Path) -> None:
     config = config_of(folder, "data.max_tokens=48")
-    plan = make_plan(config, device="cpu")
+    speed = {"tflops": 1.0, "tb_per_second": 0.1}
+    plan = make_plan(config, device="cpu", **speed)
     names = {line.name for line in plan.lines}
     assert not any("cache" in name or "decode" in name or "prefill" in name for name in names)
+    assert plan.floor is not None
     assert plan.floor.repeated.keys() == {"train"}
-    assert {"policy", "reference"} < make_plan(dpo_config(folder), device="cpu").floor.repeated.keys()
+    with_reference = make_plan(dpo_config(folder), device="cpu", **speed)
+    assert with_reference.floor is not None
+    assert {"policy", "reference"} < with_reference.floor.repeated.keys()
 
 
 @pytest.mark.slow

@@ -145,7 +145,10 @@ def _fixed_key(change: Change) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """A value in a message. Text is shown whole, because the end of a path is what tells it from another."""
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
