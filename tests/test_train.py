@@ -563,10 +563,14 @@ def sparse_config(folder: Path, *overrides: str) -> Config:
 
 
 def test_groups_of_an_earlier_policy_are_no_disagreement(folder: Path) -> None:
-    train(sparse_config(folder, "graph.exact=must", "graph.impl=none"), ONE)
+    train(sparse_config(folder, "graph.exact=must", "graph.impl=none", "log.samples_every=1"), ONE)
     errors = [entry["policy/token_mult_prob_error_max"] for entry in metrics_of(folder / "run")]
     assert errors[0] == 1.0
     assert max(errors) > 1.0  # a step has used groups that the step before had left over
+    rows = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
+    dropped = [row for row in rows if row["split"] == "dropped"]
+    assert dropped
+    assert {int(row["prompt"][:2]) % 3 for row in dropped} == {0}
 
 
 @pytest.fixture(scope="module")

@@ -111,3 +111,16 @@ def test_no_samples_where_every_is_0(tmp_path: Path) -> None:
     assert not writer.write(0, make_rollouts(1), [1.0, 0.0])
     assert not writer.write_validation(0, make_rollouts(1))
     assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_groups_that_were_dropped_are_drawn_like_those_that_were_kept(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, every=1, groups=6)
+    rollouts = make_rollouts(16)
+    kept, dropped = rollouts[:16], rollouts[16:]
+    for step in range(4):
+        writer.write(step, kept, [1.0] * len(kept), dropped)
+    rows = rows_of(tmp_path)
+    assert len(rows) == 4 * 6 * 2
+    assert {row["split"] for row in rows} == {"train", "dropped"}
+    for row in rows:
+        assert (row["split"] == "dropped") == (row["group"] >= 8) == (row["advantage"] is None)

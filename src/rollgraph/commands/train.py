@@ -40,8 +40,8 @@ def add_to(commands: Any) -> None:
         "model, such as the one that training begins with. Print the mean reward, accuracy and pass@k on "
         "data.validation as JSON. With torchrun, ranks divide the prompts among themselves. Accuracy is the share of "
         "samples that are right; pass@k is the share of prompts with at least one right sample out of "
-        "k = validation.samples, drawn at validation.temperature. A sample is right if its reward, the weighted sum of "
-        "all reward functions, is 1 or more.",
+        "k = validation.samples, drawn at validation.temperature. A sample is right if its reward is the best that the "
+        "weights of the reward functions allow; penalties do not count.",
     )
     export = commands.add_parser(
         "export",

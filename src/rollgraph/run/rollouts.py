@@ -54,7 +54,7 @@ def sample_groups(run: Run, step: int) -> list[Rollout]:
     failures_before = count_failures(run.inputs)
     sampled: list[Rollout] = []
     rounds = 0
-    dropped = 0
+    dropped: list[Group] = []
     constant: list[bool] = []  # for each group that was sampled
     while len(groups) < wanted and rounds < MAX_ROUNDS:
         prompts = run.inputs.data.next_prompts()
@@ -65,7 +65,7 @@ def sample_groups(run: Run, step: int) -> list[Rollout]:
         constant += [is_constant(group) for group in group_by_prompt(rollouts)]
         sampled += rollouts
         rounds += 1
-    run.log.pending |= {"groups/rounds": float(rounds), "groups/dropped": float(dropped)}
+    run.log.pending |= {"groups/rounds": float(rounds), "groups/dropped": float(len(dropped))}
     if constant and run.inputs.rewarded:
         run.log.pending["groups/frac_reward_zero_std"] = sum(constant) / len(constant)
     run.log.pending |= _describe(run, sampled)
@@ -76,7 +76,14 @@ def sample_groups(run: Run, step: int) -> list[Rollout]:
         why = "; ".join(run.inputs.rewards.messages.values()) or "the rewards within each group are all equal"
         raise RuntimeError(f"the algorithm kept no group of {MAX_ROUNDS} rounds of sampling: {why}")
     run.progress.surplus = groups[wanted:]
-    return [replace(rollout, group=index) for index, group in enumerate(groups[:wanted]) for rollout in group]
+    trained = groups[:wanted]
+    run.log.dropped = number_groups(dropped, first=len(trained))
+    return number_groups(trained)
+
+
+def number_groups(groups: Sequence[Group], first: int = 0) -> list[Rollout]:
+    """The rollouts of these groups, with the groups numbered in their order."""
+    return [replace(rollout, group=number) for number, group in enumerate(groups, first) for rollout in group]
 
 
 def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
@@ -108,11 +115,13 @@ def _counting_requests(show: OnProgress) -> Callable[[Progress], None]:
     return count
 
 
-def keep(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Group], int]:
-    """The groups that are worth training on, and the number of the others."""
-    groups = group_by_prompt(rollouts)
-    kept = [group for group in groups if run.inputs.algorithm.keeps(group)]
-    return kept, len(groups) - len(kept)
+def keep(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Group], list[Group]]:
+    """The groups that are worth training on, and the others."""
+    kept: list[Group] = []
+    others: list[Group] = []
+    for group in group_by_prompt(rollouts):
+        (kept if run.inputs.algorithm.keeps(group) else others).append(group)
+    return kept, others
 
 
 def group_by_prompt(rollouts: Sequence[Rollout]) -> list[Group]:

@@ -34,6 +34,7 @@ class StepLog:
         self.view = view or View()
         self.reward_weights: Mapping[str, float] = {}  # by the label of the function
         self.examined: Sequence[Rollout] = ()  # by the last validation
+        self.dropped: Sequence[Rollout] = ()  # sampled in the step in progress, and not trained on
         self.baseline: dict[str, float] = {}  # the validation before the first step, where there was one
         self.pending: dict[str, float] = {}  # metrics of the step in progress
         self.seconds: dict[str, float] = defaultdict(float)  # of the step in progress, by phase
@@ -111,7 +112,7 @@ class StepLog:
             self._metrics.log(step, values)
         self.view.step(step, values, self.seconds)
         if self._samples is not None:
-            self._samples.write(step, rollouts, advantages_of(rollouts, batch))
+            self._samples.write(step, rollouts, advantages_of(rollouts, batch), self.dropped)
             if validated:
                 self._samples.write_validation(step, self.examined)
         self.pending.clear()

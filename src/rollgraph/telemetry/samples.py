@@ -41,17 +41,26 @@ class SampleWriter:
         if resume_at is not None:
             truncate_jsonl(self._path, resume_at - 1, note)
 
-    def write(self, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> bool:
-        """Whether anything was written for this step. `advantages` has one number per rollout."""
+    def write(
+        self, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float], dropped: Sequence[Rollout] = ()
+    ) -> bool:
+        """Whether anything was written for this step.
+
+        `advantages` has one number per rollout. `dropped` were sampled in this step and are not trained on; their
+        groups have other numbers.
+        """
         if len(rollouts) != len(advantages):
             raise ValueError(f"{len(rollouts)} rollouts with {len(advantages)} advantages")
         if self._every == 0 or step % self._every:
             return False
-        chosen = self._choose(rollouts, f"{self._seed}/{step}")
+        chosen = self._choose([*rollouts, *dropped], f"{self._seed}/{step}")
         rows = []
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             if rollout.group in chosen:
                 rows.append({"step": step, "split": "train", **self._describe(rollout), "advantage": advantage})
+        for rollout in dropped:
+            if rollout.group in chosen:
+                rows.append({"step": step, "split": "dropped", **self._describe(rollout), "advantage": None})
         return self._append(rows)
 
     def write_validation(self, step: int, rollouts: Sequence[Rollout]) -> bool:
