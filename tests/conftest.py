@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Restore the default Ctrl-C handler: a shell makes background jobs, and so the tests in them, ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,7 @@ LOOP = sys.modules[train.__module__]
 QUICK = ["checkpoint.every=100", "data.validation=null", "graph.impl=none", "log.progress=plain"]
 
 
-@pytest.fixture(autouse=True)
-def _listening() -> Iterator[None]:
-    """Restore the default Ctrl-C handler: a shell makes background jobs, and so these tests, ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("ctrl_c")
 
 
 def press(times: int = 1) -> None:

@@ -76,6 +76,7 @@ def test_demonstrations_have_the_chat_template_of_the_prompts(folder: Path) -> N
         assert rollout.prompt.text == f"<|bos|>user: {rollout.prompt.id}?<|eos|>\nassistant: "
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("by", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_warm_start_that_was_stopped_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -32,12 +33,14 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
 
 def run_world(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(world, *arguments)` returns on each rank; the traceback as text if it fails."""
+    folder = Path(tempfile.mkdtemp(dir=folder))  # a world must not find the addresses of the one before
     mp.start_processes(_process, (size, folder, function, arguments), nprocs=size, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def run_world_with_a_loss(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
     """The same for the ranks that end by themselves; the remaining one is killed."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
     context = mp.get_context("forkserver")
     processes = [
         context.Process(target=_process, args=(rank, size, folder, function, arguments), daemon=True)
