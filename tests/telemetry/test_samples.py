@@ -111,3 +111,12 @@ def test_no_samples_where_every_is_0(tmp_path: Path) -> None:
     assert not writer.write(0, make_rollouts(1), [1.0, 0.0])
     assert not writer.write_validation(0, make_rollouts(1))
     assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_half_of_a_surrogate_pair_is_written_as_json_spells_it(tmp_path: Path) -> None:
+    """Data and what rewards log can hold it, for example half an emoji, and it must not end a run."""
+    (rollout,) = make_rollouts(1, size=1)
+    rollout.extra = {"judge": "cut \ud83d"}
+    make_writer(tmp_path).write(0, [rollout], [0.0])
+    (row,) = rows_of(tmp_path)
+    assert row["extra"] == {"judge": "cut \ud83d"}
