@@ -76,6 +76,20 @@ def test_a_prompt_that_comes_twice_in_a_step_has_other_noise_each_time_on_any_ra
     assert [key for rank in range(3) for key in keys(rank, 3)] == alone
 
 
+def test_a_reply_that_changes_its_prompt_changes_it_for_no_other_rollout() -> None:
+    """Otherwise what a rollout becomes would depend on which reply came first."""
+
+    def count(text: str, prompt: Prompt) -> str | None:
+        prompt.columns["visits"].append(text)
+        return str(len(prompt.columns["visits"])) if len(prompt.columns["visits"]) < 3 else None
+
+    environment = MultiTurn(TOKENIZER, count, samples_per_prompt=2, max_turns=9, max_tokens=99)
+    given = Prompt(0, (63,), "?", {"visits": []})
+    rollouts = environment.run(Script(lambda context, key: "a"), [given])
+    assert [rollout.text for rollout in rollouts] == ["a1a2a", "a1a2a"]
+    assert given.columns == {"visits": []}
+
+
 def test_single_turn_groups_and_keys() -> None:
     script = Script(lambda context, key: (f"{context}{key % 2}", "length" if key % 2 else "stop"))
     prompts = [prompt(5, "a"), prompt(3, "b"), prompt(5, "a")]  # one twice, as where an epoch ends
