@@ -142,7 +142,10 @@ def test_reading_calls(text: str, said: str, calls: list[ToolCall]) -> None:
             '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 200 + "]" * 200 + "}}</tool_call>",
             "the call cannot be read: lists and objects are nested more",  # all that walks messages is recursive
         ),
-        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "the call has half of a surrogate pair"),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+            "the call has half of a surrogate pair",
+        ),
         ("<tool_call>[]</tool_call>", 'a call is an object with a "name"'),
         ('<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', 'the "arguments" of a call must be an object'),
         ('<tool_call>{"name": "add", "arguments": {}}', "the call is not closed with </tool_call>"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rollgraph.rl.data import DataError, PromptData, Row, as_chat, is_chat, is_text
@@ -207,11 +207,13 @@ class Completions:
         The whole text is how other tools encode it, and some tokenizers begin each text with a space of their own.
         """
         whole = prompt.text + "".join(piece.text for piece in pieces)
-        ids, starts = self._tokenizer.encode_with_offsets(whole, special=special)
+        ids, offsets = self._tokenizer.encode_with_offsets(whole, special=special)
+        starts = [start for start, _ in offsets]
         borders = list(accumulate((len(piece.text) for piece in pieces), initial=len(prompt.text)))
         count = len(prompt.tokens)
         same_prompt = tuple(ids[:count]) == prompt.tokens and all(start >= borders[0] for start in starts[count:])
-        if not same_prompt or not {*borders[1:-1]} <= {*starts, borders[0]}:
+        between_tokens = {end for (begin, end), (start, _) in pairwise(offsets) if begin < end == start}
+        if not same_prompt or not {*borders[1:-1]} <= {*between_tokens, borders[0]}:
             return [self._tokenizer.encode(piece.text, special=False) for piece in pieces]
         found: list[list[int]] = [[] for _ in pieces]
         number = 0

@@ -95,7 +95,9 @@ class ChatReplies:
 
     def _clean(self, message: Message) -> Message:
         """Without special tokens that its texts spell out: with them, a tool's result could pose as another turn."""
-        return {key: self._without_special(value) if isinstance(value, str) else value for key, value in message.items()}
+        return {
+            key: self._without_special(value) if isinstance(value, str) else value for key, value in message.items()
+        }
 
     def _without_special(self, text: str) -> str:
         cleaned = self._special.sub("", text)
