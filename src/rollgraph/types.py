@@ -22,6 +22,7 @@ class Prompt:
     text: str
     columns: Mapping[str, Any] = field(default_factory=dict)  # all other fields of the row, for reward functions
     messages: list[Mapping[str, Any]] | None = None  # the chat, if the row has one or the environment needs one
+    repeat: int = 0  # how often its row came before it in the same step, on any rank
 
 
 class Span(NamedTuple):

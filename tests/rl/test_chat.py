@@ -111,7 +111,7 @@ def test_calls_that_no_tool_can_run_are_told_to_the_policy() -> None:
     turns = ["<tool_call>{</tool_call>", '<tool_call>{"name": "multiply", "arguments": {}}</tool_call>', "done"]
     rollout = run(make(tools=[calculate]), Policy(*turns))
     told = [message["content"] for message in rollout.messages if message["role"] == "tool"]
-    assert told[0].startswith("error: the call is not valid JSON")
+    assert told[0].startswith("error: the call is not JSON")
     assert told[1] == "error: there is no tool 'multiply' (there is: calculate)"
     assert rollout.messages[0] == {"role": "assistant", "content": turns[0]}
     assert rollout.finish_reason == "stop"

@@ -15,6 +15,7 @@ from rollgraph.types import Rollout
 
 BYTES = ByteTokenizer()
 EOS = "<|eos|>"
+UNCHANGED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}  # of a token in the file
 
 
 def written(*rows: dict[str, Any], source: str = "demonstrations", **options: Any) -> WrittenData:
@@ -126,10 +127,9 @@ def test_long_rows_are_an_error_or_left_out() -> None:
 def merging_tokenizer() -> Tokenizer:
     """Single letters, the pair `ab`, and an end of text; a text begins with an extra `_`, as in sentencepiece."""
     vocab = {letter: index for index, letter in enumerate(["_", "a", "b", "c", "ab", "<e>"])}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"]]}
     files = {
-        "added_tokens": [{"id": 5, "content": "<e>", **flags}],
+        "added_tokens": [{"id": 5, "content": "<e>", "special": True, **UNCHANGED}],
         "normalizer": {"type": "Prepend", "prepend": "_"},
         "model": model,
     }
@@ -145,6 +145,23 @@ def test_tokens_are_those_of_the_whole_text_unless_one_of_them_crosses_the_borde
     assert [*clean.prompt.tokens, *clean.tokens] == [*tokenizer.encode("cab"), 5]  # no second `_`
     assert list(crossing.prompt.tokens) == tokenizer.encode("ca")  # what the policy would be asked to continue
     assert crossing.tokens == [*tokenizer.encode("bc"), 5]
+
+
+def test_a_space_before_a_turn_is_not_the_assistants() -> None:
+    """In the whole text, it is part of the turn's first token, whose offset begins after it."""
+    vocab = {token: index for index, token in enumerate(["Ġ", ":", "a", "u", "Ġa", "<e>"])}
+    files = {
+        "added_tokens": [{"id": 5, "content": "<e>", "special": True, **UNCHANGED}],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": vocab, "merges": [["Ġ", "a"]]},
+    }
+    template = "{% for m in messages %}{{ m.role[0] + ': ' + m.content + '<e>' }}{% endfor %}"
+    template += "{{ 'a: ' if add_generation_prompt }}"
+    tokenizer = Tokenizer(TokenizerFiles(json.dumps(files), {"eos_token": "<e>", "chat_template": template}, name="t"))
+    (rollout,) = written({"messages": say("u", ":", "u", "a")}, tokenizer=tokenizer).next_rollouts()
+    assert marked(rollout, tokenizer) == "u: u<e>a: |[:<e>]u: u<e>a: [a<e>]"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollgraph.rl.calculator import CalculatorError, calculator, evaluate, reply
+from rollgraph.rl.data import PromptData, make_rows
 from rollgraph.rl.environment import MultiTurn, SingleTurn, load_environment
 from rollgraph.rl.paths import LoadError
 from rollgraph.rl.turns import Turn
@@ -57,6 +58,36 @@ def check(rollout: Rollout) -> None:
 
 def sampled_text(rollout: Rollout) -> str:
     return "".join(chr(t) if own else "_" for t, own in zip(rollout.tokens, rollout.sampled, strict=True))
+
+
+def test_a_prompt_that_comes_twice_in_a_step_has_other_noise_each_time_on_any_ranks() -> None:
+    """Eight prompts of three rows. Ranks that do not know of each other would sample the same completions."""
+
+    def keys(rank: int, ranks: int) -> list[int]:
+        rows = make_rows([{"prompt": text} for text in "abc"])
+        data = PromptData(rows, TOKENIZER, prompts_per_step=8, seed=0, rank=rank, ranks=ranks)
+        script = Script(lambda context, key: "x")
+        for _ in range(2):
+            SingleTurn(2).run(script, data.next_prompts())
+        return [key for _, key in script.calls[-1]]
+
+    alone = keys(0, 1)
+    assert len({*alone}) == 16
+    assert [key for rank in range(3) for key in keys(rank, 3)] == alone
+
+
+def test_a_reply_that_changes_its_prompt_changes_it_for_no_other_rollout() -> None:
+    """Otherwise what a rollout becomes would depend on which reply came first."""
+
+    def count(text: str, prompt: Prompt) -> str | None:
+        prompt.columns["visits"].append(text)
+        return str(len(prompt.columns["visits"])) if len(prompt.columns["visits"]) < 3 else None
+
+    environment = MultiTurn(TOKENIZER, count, samples_per_prompt=2, max_turns=9, max_tokens=99)
+    given = Prompt(0, (63,), "?", {"visits": []})
+    rollouts = environment.run(Script(lambda context, key: "a"), [given])
+    assert [rollout.text for rollout in rollouts] == ["a1a2a", "a1a2a"]
+    assert given.columns == {"visits": []}
 
 
 def test_single_turn_groups_and_keys() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -53,6 +54,26 @@ def test_values_and_errors_of_plain_and_async_functions() -> None:
     assert run(loop, {0: lambda: "still there"})[0].value == "still there"
     with pytest.raises(KeyboardInterrupt):
         run(loop, {0: lambda: (_ for _ in ()).throw(KeyboardInterrupt())})
+
+
+def test_an_async_function_that_refuses_to_end_is_given_up() -> None:
+    """Code that catches everything and tries again also catches its own cancellation."""
+    ended = threading.Event()
+
+    async def stubborn() -> None:
+        while not ended.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    loop = ReplyLoop(timeout=0.05, threads=2)
+    loop.start(0, lambda: loop.call(stubborn))
+    rescue = threading.Timer(20, ended.set)  # a failure must not be a hang
+    rescue.start()
+    (reply,) = loop.collect(wait=True)
+    assert isinstance(reply.error, ReplyTimeout)
+    assert not ended.is_set()
+    rescue.cancel()
+    ended.set()
 
 
 def test_one_loop_serves_all_steps() -> None:

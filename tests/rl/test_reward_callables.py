@@ -180,6 +180,9 @@ def test_functions_inside_functions_travel_with_cloudpickle() -> None:
         return [1.0 + bonus] * len(completions)
 
     assert score({"name": "inner", "function": inner}, workers=1) == {"inner": 1.5}
+    made: dict[str, Any] = {}
+    exec("def made(completions): return [2.0] * len(completions)", made)  # a function of no module
+    assert score({"name": "made", "function": made["made"]}, workers=1) == {"made": 2.0}
     lock = threading.Lock()
 
     def locked(completions: list[str], **columns: Any) -> list[float]:

@@ -74,6 +74,10 @@ class Raising:
         raise MemoryError
 
 one_byte, decimal_nan, raising = values_of(b"1.0"), values_of(Decimal("sNaN")), values_of(Raising())
+async def later(count):
+    return [1.0] * count
+
+as_coroutine = lambda completions, **columns: later(len(completions))
 as_dict = lambda completions, **columns: {text: 1.0 for text in completions}
 as_bytes = lambda completions, **columns: bytes(len(completions))
 as_text = lambda completions, **columns: "1" * len(completions)
@@ -232,6 +236,7 @@ def test_one_bad_rollout_does_not_affect_the_others(functions: str, workers: int
         ("as_bytes", "wrong_type", "as_bytes: returned a bytes instead"),
         ("as_text", "wrong_type", "as_text: returned a str instead"),
         ("as_set", "wrong_type", "as_set: returned a set instead"),
+        ("as_coroutine", "wrong_type", "as_coroutine: returned a coroutine, which only an `async def` function may"),
         ("one_byte", "not_finite", "one_byte: b'1.0' is not a finite number (a sample of prompt 7)"),
         ("decimal_nan", "not_finite", "decimal_nan: Decimal('sNaN') is not a finite number"),
         ("raising", "not_finite", "raising: <"),

@@ -136,12 +136,20 @@ def test_reading_calls(text: str, said: str, calls: list[ToolCall]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<tool_call>{'name': 1}</tool_call>", "the call is not valid JSON (Expecting property name"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call is not valid JSON"),
+        ("<tool_call>{'name': 1}</tool_call>", "the call is not JSON: Expecting property name"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call cannot be read: lists and objects are nested more"),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 200 + "]" * 200 + "}}</tool_call>",
+            "the call cannot be read: lists and objects are nested more",  # all that walks messages is recursive
+        ),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+            "the call has half of a surrogate pair",
+        ),
         ("<tool_call>[]</tool_call>", 'a call is an object with a "name"'),
         ('<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', 'the "arguments" of a call must be an object'),
         ('<tool_call>{"name": "add", "arguments": {}}', "the call is not closed with </tool_call>"),
-        ("<|python_tag|>print(1)", "the call is not valid JSON"),
+        ("<|python_tag|>print(1)", "the call is not JSON"),
         ('<tool_call>{"name": "sum", "arguments": {}}</tool_call>', "there is no tool 'sum' (there is: add, box)"),
         ('<tool_call>{"name": "ad", "arguments": {}}</tool_call>', "there is no tool 'ad'; did you mean 'add'?"),
         ('<tool_call>{"name": "add", "arguments": {"c": 1}}</tool_call>', "add: missing a required argument: 'a'"),
@@ -179,6 +187,7 @@ def test_any_text_is_read(text: str) -> None:
         (None, "null"),
         ({"a": [1, "é"]}, '{"a": [1, "é"]}'),
         ({1, 2}, "{1, 2}"),
+        ("a\ud800", "a?"),
         ("x" * 21, "x" * 20 + "... (1 more characters)"),
     ],
 )

@@ -77,3 +77,5 @@ def test_a_condition_is_told_again_after_it_ended(folder: Path) -> None:
         log.note_while(holds, "one", f"one {number}")
         log.note_while(number == 1, "other", f"other {number}")
     assert told == ["one 0", "other 1", "one 3"]
+    log.note("a reward failed: \ud800")  # what a reward raises can have half of a surrogate pair
+    assert told[-1] == "a reward failed: ?"

@@ -76,6 +76,20 @@ def test_demonstrations_have_the_chat_template_of_the_prompts(folder: Path) -> N
         assert rollout.prompt.text == f"<|bos|>user: {rollout.prompt.id}?<|eos|>\nassistant: "
 
 
+def test_demonstrations_show_the_tools_of_the_environment_as_the_prompts_do(folder: Path) -> None:
+    environment = '{name: "rollgraph.rl.chat:Chat", options: {tools: ["rollgraph.rl.calculator:calculate"]}}'
+    sizes = ["model.tiny.max_length=1024", "data.max_prompt_tokens=900", "train.token_buckets=[2048]"]
+    options = [f"rollout.environment={environment}", "rollout.environment.options.max_tokens=24", "data.chat=false"]
+    inputs = check_inputs(warm_config(folder, "run", *sizes, *options), ONE)
+    assert inputs.warm_start is not None
+    rollouts = [rollout for _ in range(2) for rollout in inputs.warm_start.next_rollouts()][:6]
+    asked = next(prompt for prompt in inputs.data.next_prompts() if prompt.id < 6)
+    (shown,) = (rollout for rollout in rollouts if rollout.prompt.id == asked.id)
+    assert '"name": "calculate"' in asked.text
+    assert (shown.prompt.text, shown.prompt.tokens) == (asked.text, asked.tokens)
+    assert shown.text == "odd" * asked.id + "<|eos|>\n"
+
+
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("by", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_warm_start_that_was_stopped_goes_on(

@@ -124,3 +124,12 @@ def test_groups_that_were_dropped_are_drawn_like_those_that_were_kept(tmp_path: 
     assert {row["split"] for row in rows} == {"train", "dropped"}
     for row in rows:
         assert (row["split"] == "dropped") == (row["group"] >= 8) == (row["advantage"] is None)
+
+
+def test_half_of_a_surrogate_pair_is_written_as_json_spells_it(tmp_path: Path) -> None:
+    """Data and what rewards log can hold it, for example half an emoji, and it must not end a run."""
+    (rollout,) = make_rollouts(1, size=1)
+    rollout.extra = {"judge": "cut \ud83d"}
+    make_writer(tmp_path).write(0, [rollout], [0.0])
+    (row,) = rows_of(tmp_path)
+    assert row["extra"] == {"judge": "cut \ud83d"}

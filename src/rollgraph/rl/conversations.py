@@ -11,9 +11,10 @@ Owns the limits of a conversation and what becomes of a reply that fails. What a
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollgraph.errors import InvalidInput
@@ -100,6 +101,10 @@ class Conversations:
     def run(self, generate: Generate, prompts: Sequence[Prompt]) -> list[Rollout]:
         episodes = make_episodes(prompts, self._samples_per_prompt)
         by_key = {episode.key: episode for episode in episodes}
+        for episode in episodes:  # a reply may change what it is given, and must not change it for other rollouts
+            prompt = episode.rollout.prompt
+            columns, messages = copy.deepcopy((prompt.columns, prompt.messages))
+            episode.rollout.prompt = replace(prompt, columns=columns, messages=messages)
         try:
             with open_session(generate) as session:
                 for episode in episodes:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -134,7 +135,13 @@ class PromptData:
         """This rank's share of the next step; the shares in the order of ranks are the prompts of the step in order."""
         first = self._rank * self.prompts_per_step // self._ranks
         last = (self._rank + 1) * self.prompts_per_step // self._ranks
-        prompts = [self._make_prompt(self._find(self._cursor + i)) for i in range(first, last)]
+        prompts = []
+        seen: Counter[int] = Counter()
+        for place in range(last):
+            row = self._find(self._cursor + place)
+            if place >= first:
+                prompts.append(self._make_prompt(row, seen[row]))
+            seen[row] += 1
         self._cursor += self.prompts_per_step
         return prompts
 
@@ -223,12 +230,12 @@ class PromptData:
                 self._order = self._kept[_permute(len(self), f"{self._seed}/{epoch}")]
         return int(self._order[place])
 
-    def _make_prompt(self, index: int) -> Prompt:
+    def _make_prompt(self, index: int, repeat: int = 0) -> Prompt:
         text, tokens = self._encode(index)
         row = copy.deepcopy(self._rows[index])  # a reward or an environment may change what it gets
         prompt = as_chat(row.prompt, self._tools is not None)
         messages = None if isinstance(prompt, str) else prompt
-        return Prompt(index, tuple(tokens), text, row.columns, messages)
+        return Prompt(index, tuple(tokens), text, row.columns, messages, repeat)
 
     def _encode(self, index: int) -> tuple[str, array[int]]:
         """The text and the tokens of a row, which is encoded once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from rollgraph.rl.data import DataError, PromptData, Row, as_chat, is_chat, is_text
@@ -101,19 +101,29 @@ class _ChatPiece:
 
 
 class Completions:
-    """Encodes the completions of rows, as prompts of `PromptData` with the same `chat` ask for them.
+    """Encodes the completions of rows, as prompts of `PromptData` with the same `chat` and `tools` ask for them.
 
     `admit` refuses a row in which a prompt with a completion has more than `most` tokens; the longest of the others has
     `longest`.
     """
 
-    def __init__(self, rows: Sequence[Row], tokenizer: Tokenizer, source: str, *, most: int, chat: bool) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokenizer: Tokenizer,
+        source: str,
+        *,
+        most: int,
+        chat: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         self.longest = 0
         self._rows = rows
         self._tokenizer = tokenizer
         self._rewards = COLUMNS[source]
         self._most = most
-        self._chat = chat
+        self._chat = chat or tools is not None
+        self._tools = tools or None
         self._encoded: dict[int, list[WrittenCompletion]] = {}  # by row
 
     def admit(self, prompt: Prompt) -> None:
@@ -181,12 +191,12 @@ class Completions:
         for message in completion:
             is_assistants = message["role"] == "assistant"
             if is_assistants and pieces:
-                longer = self._tokenizer.render_chat(messages)
+                longer = self._tokenizer.render_chat(messages, tools=self._tools)
                 pieces.append(_ChatPiece(_rest(longer, text, place), False))
                 text = longer
             messages.append(message)
             if is_assistants:
-                longer = self._tokenizer.render_chat(messages, add_generation_prompt=False)
+                longer = self._tokenizer.render_chat(messages, tools=self._tools, add_generation_prompt=False)
                 pieces.append(_ChatPiece(_rest(longer, text, place), True))
                 text = longer
         return pieces
@@ -197,11 +207,13 @@ class Completions:
         The whole text is how other tools encode it, and some tokenizers begin each text with a space of their own.
         """
         whole = prompt.text + "".join(piece.text for piece in pieces)
-        ids, starts = self._tokenizer.encode_with_offsets(whole, special=special)
+        ids, offsets = self._tokenizer.encode_with_offsets(whole, special=special)
+        starts = [start for start, _ in offsets]
         borders = list(accumulate((len(piece.text) for piece in pieces), initial=len(prompt.text)))
         count = len(prompt.tokens)
         same_prompt = tuple(ids[:count]) == prompt.tokens and all(start >= borders[0] for start in starts[count:])
-        if not same_prompt or not {*borders[1:-1]} <= {*starts, borders[0]}:
+        between_tokens = {end for (begin, end), (start, _) in pairwise(offsets) if begin < end == start}
+        if not same_prompt or not {*borders[1:-1]} <= {*between_tokens, borders[0]}:
             return [self._tokenizer.encode(piece.text, special=False) for piece in pieces]
         found: list[list[int]] = [[] for _ in pieces]
         number = 0
@@ -257,9 +269,17 @@ class WrittenData:
 
 
 def load_written(
-    rows: Sequence[Row], tokenizer: Tokenizer, source: str, *, most: int, chat: bool, **options: Any
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    source: str,
+    *,
+    most: int,
+    chat: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **options: Any,
 ) -> WrittenData:
     """Check and encode the rows of a source, "demonstrations" or "pairs". `options` are those of `PromptData`."""
     read = read_completions(rows, source)
-    completions = Completions(read, tokenizer, source, most=most, chat=chat)
-    return WrittenData(PromptData(read, tokenizer, chat=chat, admit=completions.admit, **options), completions)
+    completions = Completions(read, tokenizer, source, most=most, chat=chat, tools=tools)
+    prompts = PromptData(read, tokenizer, chat=chat, tools=tools, admit=completions.admit, **options)
+    return WrittenData(prompts, completions)

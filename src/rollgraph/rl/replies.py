@@ -84,15 +84,18 @@ class ReplyLoop:
         return value
 
     async def _limited(self, work: Awaitable[Any], function: Callable[..., Any]) -> Any:
-        limit = asyncio.timeout(self._timeout)
+        task = asyncio.ensure_future(_settle(work))
         try:
-            async with limit:
-                return await work
-        except TimeoutError:
-            if not limit.expired():
-                raise  # the function's own
+            await asyncio.wait({task}, timeout=self._timeout)
+        finally:
+            task.cancel()  # of no effect if it is done; and not waited for, because it may refuse
+        if not task.done():
             name = getattr(function, "__name__", repr(function))
-            raise ReplyTimeout(f"{name} took longer than {self._timeout:g} s") from None
+            raise ReplyTimeout(f"{name} took longer than {self._timeout:g} s")
+        value, error = task.result()
+        if error is not None:
+            raise error
+        return value
 
     def collect(self, *, wait: bool) -> list[Reply]:
         """The replies that have ended since the last call; with `wait`, at least one if any is pending."""
@@ -151,6 +154,7 @@ class _LoopThread:
         for task in list(self._tasks):
             task.cancel()
             self._loop.run_until_complete(asyncio.wait([task]))
+        self._loop.run_until_complete(asyncio.sleep(0))  # for functions to notice that they are cancelled
         self._loop.close()
 
     @property
@@ -179,6 +183,14 @@ class _LoopThread:
 def _is_async(function: Callable[..., Any]) -> bool:
     """Also an object whose `__call__` is async."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _settle(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """What an awaitable gives or raises. As a task of its own, it must not raise: an event loop ends on SystemExit."""
+    try:
+        return await work, None
+    except BaseException as error:
+        return None, error
 
 
 async def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -117,6 +118,10 @@ def _make_arguments(reward: Reward, batch: RewardBatch, log: RewardLog) -> dict[
 
 
 def _read_scores(returned: Any, count: int) -> list[Score]:
+    if inspect.iscoroutine(returned):
+        returned.close()  # nobody will await it
+        detail = "returned a coroutine, which only an `async def` function may; is it hidden by a decorator?"
+        return [Failure("wrong_type", detail)] * count
     if isinstance(returned, _UNORDERED):
         kind = type(returned).__name__
         return [Failure("wrong_type", f"returned a {kind} instead of a list of numbers")] * count

@@ -65,7 +65,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> None:
         if isinstance(value, FunctionType | type):
-            self._modules.add(value.__module__)
+            self._modules.add(value.__module__ or "__main__")  # None: made by `exec`
 
     def modules_not_importable(self) -> set[str]:
         return {module for module in self._modules if not _is_importable(module)}

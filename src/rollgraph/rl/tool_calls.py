@@ -12,6 +12,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from rollgraph.files import FileError, parse_json
+from rollgraph.rl.rows import is_text
+
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 
@@ -50,9 +53,11 @@ def _read_hermes(match: re.Match[str]) -> ToolCall:
 
 def _read_call(text: str) -> ToolCall:
     try:
-        entry = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", {}, f"the call is not valid JSON ({error})")
+        entry = parse_json(text, place="")
+    except FileError as error:
+        return ToolCall("", {}, f"the call {error.detail}")
+    if not is_text(json.dumps(entry, ensure_ascii=False)):
+        return ToolCall("", {}, "the call has half of a surrogate pair, which is not text")
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         return ToolCall("", {}, 'a call is an object with a "name" and "arguments"')
     arguments = entry.get("arguments", entry.get("parameters"))

@@ -95,6 +95,7 @@ def write_result(name: str, value: Any, most: int) -> dict[str, Any]:
             text = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
             text = str(value)
+    text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair has no tokens
     if len(text) > most:
         text = f"{text[:most]}... ({len(text) - most} more characters)"
     return {"role": "tool", "name": name, "content": text}

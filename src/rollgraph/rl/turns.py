@@ -98,13 +98,14 @@ class Episode:
 
 def make_episodes(prompts: Sequence[Prompt], samples: int) -> list[Episode]:
     """So many empty rollouts for each prompt, with `group` set to the index of the prompt."""
-    seen: Counter[int] = Counter()
+    seen: Counter[tuple[int, int]] = Counter()
     episodes = []
     for group, prompt in enumerate(prompts):
         # Keys come from the prompt rather than from its place, so that noise does not depend on the number of ranks. A
-        # prompt can be in a step twice, where an epoch ends or when there are few prompts.
-        first_key = (seen[prompt.id] << 48) + prompt.id * samples
-        seen[prompt.id] += 1
+        # prompt can be in a step twice, where an epoch ends or when there are few prompts, and on different ranks.
+        twin = (prompt.id, prompt.repeat)
+        first_key = (seen[twin] << 80) + (prompt.repeat << 48) + prompt.id * samples
+        seen[twin] += 1
         for i in range(samples):
             rollout = Rollout(prompt, tokens=[], sampled=[], logprobs=[], group=group)
             episodes.append(Episode(rollout, first_key + i))

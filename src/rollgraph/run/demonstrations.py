@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rollgraph.config import Config, ConfigError
 from rollgraph.distributed.world import World
 from rollgraph.rl.data import DataError
 from rollgraph.rl.demonstrations import WrittenData, load_written
+from rollgraph.rl.environment import Environment
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.hub_cache import HELD_OUT, TRAIN
 from rollgraph.run.key_errors import about
@@ -63,9 +65,12 @@ def load_validation_rows(
 
 
 def load_warm_start(
-    config: Config, tokenizer: Tokenizer, world: World, most: int, given: Given = NOTHING
+    config: Config, tokenizer: Tokenizer, world: World, most: int, given: Given = NOTHING, *, environment: Environment
 ) -> WrittenData | None:
-    """The demonstrations of the warm start. One that is too long is an error, whatever `data.too_long` says."""
+    """The demonstrations of the warm start, which become text as the prompts of the environment do.
+
+    One that is too long is an error, whatever `data.too_long` says.
+    """
     settings = config.warm_start
     if settings is None:
         return None
@@ -80,12 +85,17 @@ def load_warm_start(
                 most=most,
                 prompts_per_step=settings.batch_size,
                 seed=config.seed,
-                chat=config.data.chat,
+                **chat_settings(config, environment),
                 rank=world.rank,
                 ranks=world.size,
             )
         except DataError as error:  # its own arguments are not keys of `warm_start`
             raise DataError(error.detail, place=error.place) from error
+
+
+def chat_settings(config: Config, environment: Environment) -> dict[str, Any]:
+    """How prompts become text. In an environment of messages they are chats, and show the policy its tools."""
+    return {"chat": config.data.chat, "tools": getattr(environment, "tools", None)}
 
 
 def share_of(rollouts: Sequence[Rollout], world: World) -> list[Rollout]:

@@ -23,7 +23,7 @@ from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
 from rollgraph.run.config_changes import Change, allows_other_data, check_changes
-from rollgraph.run.demonstrations import load_training_rows, load_validation_rows, load_warm_start
+from rollgraph.run.demonstrations import chat_settings, load_training_rows, load_validation_rows, load_warm_start
 from rollgraph.run.fingerprints import fingerprint_inputs
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.hub_cache import HELD_OUT, TRAIN, model_folder
@@ -116,7 +116,8 @@ def _read_prompts(config: Config, world: World, basis: _Basis, given: Given) -> 
     limits = make_limits(config, architecture, world.device, world.size)
     check_cache(config, limits, architecture, basis.dtype)
     teacher = check_teacher(config, tokenizer, architecture, limits.max_length)
-    warm_start = load_warm_start(config, tokenizer, world, min(limits.max_length, limits.token_buckets[-1]), given)
+    most = min(limits.max_length, limits.token_buckets[-1])
+    warm_start = load_warm_start(config, tokenizer, world, most, given, environment=environment)
     with ExitStack() as undo:
         rewards = make_rewards(config, environment, basis.algorithm, given)
         undo.callback(rewards.close)
@@ -154,9 +155,9 @@ def _read_written(config: Config, world: World, basis: _Basis, given: Given) -> 
     most = longest_written(config, basis.architecture)
     written = load_training_rows(config, tokenizer, world, source, most, given)
     held_out = load_validation_rows(config, tokenizer, source, most, given)
-    warm_start = load_warm_start(config, tokenizer, world, most, given)
-    longest = max(data.completions.longest for data in (written, held_out, warm_start) if data is not None)
     nothing = SingleTurn(1)
+    warm_start = load_warm_start(config, tokenizer, world, most, given, environment=nothing)
+    longest = max(data.completions.longest for data in (written, held_out, warm_start) if data is not None)
     return Inputs(
         scopes=basis.scopes,
         tokenizer=tokenizer,
@@ -268,7 +269,7 @@ def make_data(
             shuffle=settings.shuffle,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=settings.too_long,
-            **_chat_settings(config, environment),
+            **chat_settings(config, environment),
             rank=world.rank,
             ranks=world.size,
         )
@@ -292,13 +293,8 @@ def make_held_out(
             shuffle=False,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=config.data.too_long,
-            **_chat_settings(config, environment),
+            **chat_settings(config, environment),
         )
-
-
-def _chat_settings(config: Config, environment: Environment) -> dict[str, Any]:
-    """How prompts become text. In an environment of messages they are chats, and show the policy its tools."""
-    return {"chat": config.data.chat, "tools": getattr(environment, "tools", None)}
 
 
 # -- rewards, environment, sampling, algorithm ------------------------------------------------------

@@ -91,8 +91,8 @@ class StepLog:
         self.view.end_phase()
 
     def note(self, text: str) -> None:
-        """Show one line that stays."""
-        self.view.note(text)
+        """Show one line that stays. What rewards and tools say of a failure need not be text that can be printed."""
+        self.view.note(text.encode("utf-8", "replace").decode())
 
     def note_while(self, holds: bool, condition: str, text: str) -> None:
         """Show a line when a condition begins to hold, and not again until it has ended."""

@@ -20,8 +20,11 @@ def tell(text: str) -> None:
 
 
 def open_to_append(path: Path) -> IO[str]:
-    """Open a file that grows line by line. A link is refused, because what it points to belongs to somebody else."""
-    return open(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
+    """Open a file that grows line by line. A link is refused, because what it points to belongs to somebody else.
+
+    Half of a surrogate pair, which is not text but can be in data, is written as JSON spells it.
+    """
+    return open(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8", errors="backslashreplace")
 
 
 def truncate_jsonl(path: Path, step: int, note: Note = tell) -> int:

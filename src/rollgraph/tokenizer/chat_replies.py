@@ -94,12 +94,16 @@ class ChatReplies:
             raise ValueError(f"a message of a reply has the role {message.get('role')!r}, expected {expected}")
 
     def _clean(self, message: Message) -> Message:
-        """Without special tokens that the content spells out: with them, a tool's result could pose as another turn."""
-        content = message["content"]
-        cleaned = self._special.sub("", content)
-        while cleaned != content:  # what is left may spell another one
-            content, cleaned = cleaned, self._special.sub("", cleaned)
-        return {**message, "content": content}
+        """Without special tokens that its texts spell out: with them, a tool's result could pose as another turn."""
+        return {
+            key: self._without_special(value) if isinstance(value, str) else value for key, value in message.items()
+        }
+
+    def _without_special(self, text: str) -> str:
+        cleaned = self._special.sub("", text)
+        while cleaned != text:  # what is left may spell another one
+            text, cleaned = cleaned, self._special.sub("", cleaned)
+        return text
 
     @functools.cached_property
     def _special(self) -> re.Pattern[str]:

@@ -68,9 +68,9 @@ class MegatronTokenizerView:
         """
         wanted = [int(i) for i in ids]
         for special in (True, False):
-            encoded, starts = self.tokenizer.encode_with_offsets(text, special)
+            encoded, offsets = self.tokenizer.encode_with_offsets(text, special)
             if encoded == wanted:
-                return starts
+                return [start for start, _ in offsets]
         for skip_special in (False, True):
             if self.tokenizer.decode(wanted, skip_special) == text:
                 return self._decoded_offsets(wanted, skip_special)

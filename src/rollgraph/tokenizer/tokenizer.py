@@ -78,18 +78,18 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
         return [encoding.ids for encoding in self._run(self._backend.encode_batch_fast, list(texts), special)]
 
-    def encode_with_offsets(self, text: str, special: bool = True) -> tuple[list[int], list[int]]:
-        """The ids, and the character at which each begins. An added token begins where the token before it ends."""
+    def encode_with_offsets(self, text: str, special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids, and where in the text each begins and ends. A token that was added is where the one before it ends.
+
+        Some tokenizers leave out the space that a token begins with.
+        """
         encoding = self._run(self._backend.encode, text, special)
-        starts = []
+        offsets = []
         end = 0
         for added, span in zip(encoding.special_tokens_mask, encoding.offsets, strict=True):
-            if added:
-                starts.append(end)
-            else:
-                start, end = span
-                starts.append(start)
-        return encoding.ids, starts
+            start, end = (end, end) if added else span
+            offsets.append((start, end))
+        return encoding.ids, offsets
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         for i in ids:
