@@ -62,7 +62,14 @@ def small_trainer(output: Path, **arguments: Any) -> Trainer:
 
 def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) -> None:
     seen: list[int] = []
-    options = {"validation": iter(ROWS[:2]), "callbacks": [lambda step, metrics: seen.append(step)]}
+    asked: list[str] = []
+
+    def note_answers(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        asked.extend(answer)
+        return letters(completions, answer)
+
+    shared = {"rewards": [{"function": note_answers, "label": "letters"}], "max_prompts": 2}
+    options = {"validation": iter(ROWS[:2]), **shared, "callbacks": [lambda step, metrics: seen.append(step)]}
     trainer = small_trainer(tmp_path / "twice", **options)
     trainer.train(steps=2)
     run = trainer.train(steps=4)
@@ -70,15 +77,17 @@ def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) 
     assert [row["step"] for row in run.metrics if row["step"] >= 0] == [0, 1, 2, 3]
     assert {row["prompt"] for row in run.samples} <= {row["prompt"] for row in ROWS}
 
-    whole = small_trainer(tmp_path / "once", validation=ROWS[:2]).train(steps=4)
+    whole = small_trainer(tmp_path / "once", validation=ROWS[:2], **shared).train(steps=4)
     ours, theirs = run.policy.model.state_dict(), whole.policy.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert run.generate("1+1=", seed=3) == whole.generate(["1+1="], seed=3)[0]
     assert run.evaluate(ROWS[2:]) == whole.evaluate(ROWS[2:])
+    asked.clear()
+    run.evaluate(iter(ROWS))  # all of them, whatever part of the validation data is used
+    assert asked == [row["answer"] for row in ROWS]
 
-    again = small_trainer(tmp_path / "twice", validation=ROWS[:2]).train(
-        steps=4
-    )  # finished: the last checkpoint is loaded
+    finished = small_trainer(tmp_path / "twice", validation=ROWS[:2], **shared)
+    again = finished.train(steps=4)  # its last checkpoint is loaded
     assert again.generate("1+1=", seed=3) == run.generate("1+1=", seed=3)
     assert again.evaluate() == run.evaluate()
     exported = again.export(tmp_path / "exported")
@@ -336,7 +345,7 @@ def test_arguments_are_keys() -> None:
         ({"optimizer": {"rate": 1e-3}}, "argument optimizer: optimizer.rate: unknown key"),
         ({"rewards": ["exakt"]}, "there is no reward 'exakt'"),
         ({"rewards": []}, "reward.functions: give a reward function or an environment"),
-        ({"rewards": [letters, letters]}, "two rewards are called 'letters'; give one of them another label"),
+        ({"rewards": ["length", "length"]}, "two rewards are called 'length'; give one of them another label"),
         ({"algorithm": "grop"}, "there is no algorithm 'grop'; did you mean 'grpo'"),
     ],
     ids=str,

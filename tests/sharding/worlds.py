@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
 
 def run_world(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(world, *arguments)` returns on each rank; the traceback as text if it fails."""
+    folder = Path(tempfile.mkdtemp(dir=folder))  # so that worlds one after the other do not meet
     mp.start_processes(_process, (size, folder, function, arguments), nprocs=size, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
 

@@ -64,7 +64,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         try:
-            self._sigterm_before = signal.signal(signal.SIGTERM, self._on_sigterm)
+            if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, signal.SIG_IGN):
+                self._sigterm_before = signal.signal(signal.SIGTERM, self._on_sigterm)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 signal.signal(signal.SIGINT, self._on_sigint)
                 self._owns_sigint = True

@@ -87,11 +87,12 @@ class TrainedRun:
         return texts
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """What validation measures, on the validation data or on other data of the same form."""
+        """What validation measures, on the validation data or on all rows of other data of the same form."""
         run = self._opened()
         if data is not None:
             path, rows = read_rows(data, "data")
-            config = replace(run.config, data=replace(run.config.data, validation=path))
+            every_row = replace(run.config.validation, max_prompts=None)
+            config = replace(run.config, data=replace(run.config.data, validation=path), validation=every_row)
             given = replace(self._given, rows={path: rows} if rows is not None else {})
             run = replace(run, config=config, inputs=with_validation(config, run.inputs, given))
         if not run.inputs.can_validate:
