@@ -258,6 +258,20 @@ def test_the_command_says_what_a_program_gave(tmp_path: Path, capsys: pytest.Cap
         load_object("__main__:defined_in_a_notebook")
 
 
+def test_a_run_that_is_asked_to_stop_before_its_first_step_does_not_forget(tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        if not asked:
+            asked.append(True)
+            trainer.stop()  # in the validation before the first step
+        return [float(len(text)) for text in completions]
+
+    trainer = small_trainer(tmp_path, rewards=reward, validation=ROWS[:2])
+    with trainer.train(steps=5) as run:
+        assert [row["step"] for row in run.metrics] == [-1, 0]
+
+
 def test_a_callback_that_fails_loses_no_step(tmp_path: Path) -> None:
     def callback(step: int, metrics: dict[str, float]) -> None:
         if step == 2:

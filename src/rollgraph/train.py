@@ -39,14 +39,20 @@ def train(config: Config, world: World | None = None) -> Run | None:
 
 @contextmanager
 def open_run(
-    config: Config, world: World, given: Given = NOTHING, *, on_step: OnStep | None = None, stays_open: bool = False
+    config: Config,
+    world: World,
+    given: Given = NOTHING,
+    *,
+    on_step: OnStep | None = None,
+    stop: StopSignals | None = None,
+    stays_open: bool = False,
 ) -> Iterator[tuple[Run | None, int | None]]:
     """A run in its locked folder, and its first step: None if all steps were taken, or it was asked to stop before.
 
     If all steps were taken, there is no run either. A run that `stays_open` can be used afterwards, until it is closed.
     """
     view = make_view(config.log.progress if world.rank == 0 else "none", config.steps)
-    with view, StopSignals(world) as stop, lock_folder(config.output, world):
+    with view, stop or StopSignals(world) as stop, lock_folder(config.output, world):
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
         start = find_start(config)

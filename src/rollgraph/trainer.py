@@ -22,6 +22,7 @@ from rollgraph.rl.reward_loading import is_async
 from rollgraph.run.built_in_names import wrong_names
 from rollgraph.run.given import MODEL_FOLDER, Given, read_reward, read_rows
 from rollgraph.run.setup import Run
+from rollgraph.run.stop import StopSignals
 from rollgraph.run.trained_run import TrainedRun
 from rollgraph.train import open_run, take_steps
 
@@ -85,7 +86,7 @@ class Trainer:
             self._sections["reward"] = {"functions": [spec for spec, _ in entries]}
         self._given = Given(rows, functions, given_model, tokenizer)
         self._run: TrainedRun | None = None
-        self._running: Run | None = None
+        self._stop: StopSignals | None = None  # of the run that is open
         self.config = self._configure(None)
 
     # -- training ----------------------------------------------------------------------------------
@@ -105,8 +106,8 @@ class Trainer:
 
     def stop(self) -> None:
         """End the run after the step under way, saved. May be called from any thread."""
-        if self._running is not None:
-            self._running.stop.request()
+        if self._stop is not None:
+            self._stop.request()
 
     @contextmanager
     def open(self, steps: int | None = None) -> Iterator[tuple[Run, range]]:
@@ -115,7 +116,8 @@ class Trainer:
         config = self._configure(steps)
         with (
             joined(World.current(), config.ranks.timeout) as world,
-            open_run(config, world, self._given) as (run, first_step),
+            self._stoppable(world) as stop,
+            open_run(config, world, self._given, stop=stop) as (run, first_step),
         ):
             if run is None or first_step is None:
                 raise RuntimeError(f"{config.output} has no steps left: raise `steps`, or choose another output")
@@ -155,18 +157,28 @@ class Trainer:
         with ExitStack() as connection:
             world = connection.enter_context(joined(World.current(), config.ranks.timeout))
             try:
-                with open_run(config, world, self._given, on_step=on_step, stays_open=True) as (run, first_step):
-                    self._running = run
-                    try:
-                        if run is not None and first_step is not None:
-                            with closing(take_steps(run, first_step)) as numbers:
-                                for number in numbers:
-                                    yield Step(number, dict(latest))
-                    finally:
-                        self._running = None
+                with (
+                    self._stoppable(world) as stop,
+                    open_run(config, world, self._given, on_step=on_step, stop=stop, stays_open=True) as opened,
+                ):
+                    run, first_step = opened
+                    if run is not None and first_step is not None:
+                        with closing(take_steps(run, first_step)) as numbers:
+                            for number in numbers:
+                                yield Step(number, dict(latest))
             except GeneratorExit:  # the loop was left, and the run is saved and closed
                 return
             self._run = TrainedRun(config, world, self._given, run, connection.pop_all())
+
+    @contextmanager
+    def _stoppable(self, world: World) -> Iterator[StopSignals]:
+        """What `stop()` asks to stop, from the set-up of a run to its end."""
+        before = self._stop
+        self._stop = StopSignals(world)
+        try:
+            yield self._stop
+        finally:
+            self._stop = before
 
     def _configure(self, steps: int | None) -> Config:
         arguments = {**self._settings, **self._sections}
