@@ -177,9 +177,10 @@ def test_a_callback_stops_the_run(tmp_path: Path, how: str) -> None:
     assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
 
 
-def test_a_run_is_used_until_it_is_closed(tmp_path: Path) -> None:
+def test_a_run_is_used_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     model = {"tiny": {**TINY["tiny"], "max_length": 48}}
-    trainer = small_trainer(tmp_path, model=model, max_prompt_tokens=40)
+    trainer = small_trainer(Path("run"), model=model, max_prompt_tokens=40)
     numbers = []
     for step in trainer:
         numbers.append(step.number)
@@ -198,6 +199,7 @@ def test_a_run_is_used_until_it_is_closed(tmp_path: Path) -> None:
     assert trained() is None
     with pytest.raises(RuntimeError, match="this run is closed"):  # later steps may have been taken meanwhile
         run.generate("1+1=")
+    monkeypatch.chdir("/")
     assert len(run.metrics) == 1
 
 

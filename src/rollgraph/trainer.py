@@ -41,8 +41,10 @@ class Trainer:
 
     - `model`: a model folder, a hub id, a pair of a model and a tokenizer of transformers, or the section `model` of a
       configuration as a mapping.
-    - `train`, `validation`: a path, a hub id, a `datasets.Dataset`, or any iterable of mappings with a `prompt`.
-    - `rewards`: functions, or names of built-in ones, each alone, as (reward, weight) or as (reward, weight, options).
+    - `train`, `validation`: a path, a hub id, a `datasets.Dataset`, a `pandas.DataFrame`, or any iterable of mappings
+      with a `prompt`.
+    - `rewards`: functions, or names of built-in ones, each alone, as (reward, weight), as (reward, weight, options) or
+      as a mapping with `function` or `name`, `weight`, `options` and `label`.
     - `algorithm`: the name or the import path of an algorithm, or the section `algorithm` as a mapping.
     - `callbacks` are called after each step, on rank 0, with its number and its metrics. One that returns True ends the
       run after this step, saved.

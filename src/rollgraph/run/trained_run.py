@@ -34,6 +34,7 @@ class TrainedRun:
 
     def __init__(self, config: Config, world: World, given: Given, run: Run | None, connection: ExitStack) -> None:
         self.config = config
+        self._folder = Path(config.output).absolute()  # a notebook may change its folder
         self._world = world
         self._given = given
         self._run = run
@@ -139,7 +140,7 @@ class TrainedRun:
         return tokens
 
     def _read(self, name: str) -> list[dict[str, Any]]:
-        file = Path(self.config.output) / name
+        file = self._folder / name
         if not file.exists():
             return []
         with file.open(encoding="utf-8") as lines:  # not `splitlines`: a completion may hold other line separators
