@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +25,8 @@ from rollgraph.config import ConfigError, config_from_keywords, to_yaml
 from rollgraph.config.keywords import key_of
 from rollgraph.config.loading import list_keys
 from rollgraph.errors import InvalidInput
+from rollgraph.rl.paths import LoadError, load_object
+from rollgraph.run.given import read_rows
 
 TINY = {"tiny": {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "mlp": 8, "max_length": 16}}
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(6)]
@@ -54,7 +62,14 @@ def small_trainer(output: Path, **arguments: Any) -> Trainer:
 
 def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) -> None:
     seen: list[int] = []
-    options = {"validation": iter(ROWS[:2]), "callbacks": [lambda step, metrics: seen.append(step)]}
+    asked: list[str] = []
+
+    def note_answers(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        asked.extend(answer)
+        return letters(completions, answer)
+
+    shared = {"rewards": [{"function": note_answers, "label": "letters"}], "max_prompts": 2}
+    options = {"validation": iter(ROWS[:2]), **shared, "callbacks": [lambda step, metrics: seen.append(step)]}
     trainer = small_trainer(tmp_path / "twice", **options)
     trainer.train(steps=2)
     run = trainer.train(steps=4)
@@ -62,15 +77,17 @@ def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) 
     assert [row["step"] for row in run.metrics if row["step"] >= 0] == [0, 1, 2, 3]
     assert {row["prompt"] for row in run.samples} <= {row["prompt"] for row in ROWS}
 
-    whole = small_trainer(tmp_path / "once", validation=ROWS[:2]).train(steps=4)
+    whole = small_trainer(tmp_path / "once", validation=ROWS[:2], **shared).train(steps=4)
     ours, theirs = run.policy.model.state_dict(), whole.policy.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert run.generate("1+1=", seed=3) == whole.generate(["1+1="], seed=3)[0]
     assert run.evaluate(ROWS[2:]) == whole.evaluate(ROWS[2:])
+    asked.clear()
+    run.evaluate(iter(ROWS))  # all of them, whatever part of the validation data is used
+    assert asked == [row["answer"] for row in ROWS]
 
-    again = small_trainer(tmp_path / "twice", validation=ROWS[:2]).train(
-        steps=4
-    )  # finished: the last checkpoint is loaded
+    finished = small_trainer(tmp_path / "twice", validation=ROWS[:2], **shared)
+    again = finished.train(steps=4)  # its last checkpoint is loaded
     assert again.generate("1+1=", seed=3) == run.generate("1+1=", seed=3)
     assert again.evaluate() == run.evaluate()
     exported = again.export(tmp_path / "exported")
@@ -106,6 +123,9 @@ from tests.test_trainer import ROWS, small_trainer
 
 output = Path(sys.argv[1])
 trainer = small_trainer(output / "run", validation=ROWS[:3], callbacks=[lambda step, metrics: step == 1])
+for step in trainer:
+    if World.current().rank == 1:
+        break  # stops the other rank as well
 run = trainer.train(steps=5)  # rank 0 stops it after the second step
 found = {"evaluation": run.evaluate(ROWS), "text": run.generate("1+1=", seed=1), "steps": len(run.metrics)}
 run.export(output / "exported")
@@ -141,20 +161,117 @@ def test_steps_are_taken_one_at_a_time_and_a_loop_left_early_is_saved(tmp_path: 
     trainer.close()
 
 
-@pytest.mark.parametrize("how", ["returns True", "calls stop"])
+@pytest.mark.parametrize("how", ["returns True", "returns a True of NumPy", "calls stop"])
 def test_a_callback_stops_the_run(tmp_path: Path, how: str) -> None:
     def callback(step: int, metrics: dict[str, float]) -> Any:
         if step != 1:
             return metrics["reward"]  # only True stops
         if how == "calls stop":
             return trainer.stop()
-        return True
+        return True if how == "returns True" else np.mean([metrics["reward"]]) >= 0
 
-    trainer = small_trainer(tmp_path, steps=10, callbacks=[callback])
+    trainer = small_trainer(tmp_path, steps=10, callbacks=callback)
     with trainer.train() as run:
         assert [row["step"] for row in run.metrics] == [0, 1]
         assert run.generate(["1+1=", "2+1="], temperature=0.0)
     assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
+
+
+def test_a_run_is_used_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = {"tiny": {**TINY["tiny"], "max_length": 48}}
+    trainer = small_trainer(Path("run"), model=model, max_prompt_tokens=40)
+    numbers = []
+    for step in trainer:
+        numbers.append(step.number)
+        trainer.stop()  # no step is under way
+    assert numbers == [0]
+    run = trainer.run
+    chat = [{"role": "user", "content": "1"}]
+    assert run.generate(chat, seed=1) == run.generate([chat], seed=1)[0]
+    with pytest.raises(InvalidInput, match="n: each prompt gets one completion"):
+        run.generate("1+1=", n=2)
+    with pytest.raises(InvalidInput, match=r"prompts: expected text, or a list of \{role, content\}, got None"):
+        run.generate(["1+1=", None])  # type: ignore[list-item]
+    trained = weakref.ref(run.policy.model)
+    run.close()
+    gc.collect()
+    assert trained() is None
+    with pytest.raises(RuntimeError, match="this run is closed"):  # later steps may have been taken meanwhile
+        run.generate("1+1=")
+    monkeypatch.chdir("/")
+    assert len(run.metrics) == 1
+
+
+def test_ctrl_c_closes_what_it_saved(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        press = [lambda step, metrics: signal.raise_signal(signal.SIGINT)]
+        with pytest.raises(KeyboardInterrupt):
+            small_trainer(tmp_path, callbacks=press).train(steps=9)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000000"]
+
+
+def test_text_that_is_not_unicode_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a surrogate pair in a column, and a byte of a command that is not UTF-8."""
+    monkeypatch.setattr(sys, "orig_argv", ["python", "\udcff.py"])
+    rows = [{**row, "answer": "\ud800"} for row in ROWS]
+    with small_trainer(tmp_path, train=rows).train(steps=1) as run:
+        assert run.samples[0]["columns"] == {"answer": "\ud800"}
+    assert json.loads((tmp_path / "starts.jsonl").read_text())["command"] == "python '\udcff.py'"
+
+
+class Table:
+    """Iterates like a DataFrame of pandas: over the names of columns."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ROWS[0])
+
+    def itertuples(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def to_dict(self, orient: str) -> list[dict[str, str]]:
+        assert orient == "records"
+        return ROWS
+
+
+def test_rows_of_tables_and_arrays() -> None:
+    assert read_rows(Table(), "train") == read_rows(ROWS, "train")
+    chat = [{"role": "user", "content": "1+1="}]
+    _, rows = read_rows([{"messages": np.array(chat)}, {"prompt": tuple(chat)}], "train")
+    assert rows is not None
+    assert [row.prompt for row in rows] == [chat, chat]
+
+
+def test_a_partial_has_the_name_of_its_function(tmp_path: Path) -> None:
+    """So a run that is resumed with a partial of another function is told from this one."""
+    (function,) = small_trainer(tmp_path, rewards=partial(letters)).config.reward.functions
+    assert (function.name, function.label) == ("tests.test_trainer:letters", "letters")
+
+
+def test_the_command_says_what_a_program_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_trainer(tmp_path / "run").config
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    assert main(["train", str(tmp_path / "run.yaml")]) == 1
+    assert "data.train: python:train: a Python program gave these rows: run it again" in capsys.readouterr().err
+    with pytest.raises(LoadError, match="it is defined in a Python program, so run that"):
+        load_object("__main__:defined_in_a_notebook")
+
+
+def test_a_run_that_is_asked_to_stop_before_its_first_step_does_not_forget(tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        if not asked:
+            asked.append(True)
+            trainer.stop()  # in the validation before the first step
+        return [float(len(text)) for text in completions]
+
+    trainer = small_trainer(tmp_path, rewards=reward, validation=ROWS[:2])
+    with trainer.train(steps=5) as run:
+        assert [row["step"] for row in run.metrics] == [-1, 0]
 
 
 def test_a_callback_that_fails_loses_no_step(tmp_path: Path) -> None:
@@ -169,8 +286,6 @@ def test_a_callback_that_fails_loses_no_step(tmp_path: Path) -> None:
 
 def test_a_loop_of_ones_own_is_logged_and_saved(tmp_path: Path) -> None:
     """The loop of docs/python_api.md."""
-    from functools import partial
-
     from rollgraph.run.saving import save_after_step, saved_on_error
 
     trainer = small_trainer(tmp_path, algorithm={"name": "grpo", "kl_coef": 0.1})
@@ -246,6 +361,7 @@ def test_arguments_are_keys() -> None:
         ({"optimizer": {"rate": 1e-3}}, "argument optimizer: optimizer.rate: unknown key"),
         ({"rewards": ["exakt"]}, "there is no reward 'exakt'"),
         ({"rewards": []}, "reward.functions: give a reward function or an environment"),
+        ({"rewards": ["length", "length"]}, "two rewards are called 'length'; give one of them another label"),
         ({"algorithm": "grop"}, "there is no algorithm 'grop'; did you mean 'grpo'"),
     ],
     ids=str,
@@ -263,6 +379,10 @@ def test_a_wrong_argument_is_named(tmp_path: Path, arguments: dict[str, Any], me
         ({"train": []}, "train: there are no rows"),
         ({"train": 5}, "train: expected a path, or rows such as a list of dicts, got a int"),
         ({"train": [{"question": "?"}]}, "train:1: expected either 'prompt' or 'messages', got 'question'"),
+        ({"train": {"prompt": ["?"]}}, "train: expected rows, got a mapping with 'prompt'; give a list with one dict"),
+        ({"train": [{"prompt": "?", 0: 1}]}, "train:1: the name of a column must be text, got 0"),
+        ({"callbacks": [print, 3]}, "callbacks: expected functions"),
+        ({"rewards": None}, "rewards: expected a list of rewards, got None"),
         ({"rewards": [3]}, "rewards: expected the name of a reward, or a function, got 3"),
         ({"model": 3}, "model: expected a folder, a hub id"),
     ],

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 DEEPEST = 100  # levels of nested lists and objects: code that walks them is recursive
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} levels deep"
+SURROGATES = "backslashreplace"  # UTF-8 has no halves of surrogate pairs; these errors write them as JSON escapes them
 HANDED_OVER = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")  # pipes that the shell opened, so that they have a writer
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -197,13 +198,13 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Add a line to a small file so that it holds either its old lines or these and the new one. A link is refused."""
+    """Add a line of JSON to a small file: it holds either its old lines or these and the new one. A link is refused."""
     target = Path(check_path(path))
     with open(open_own(target, os.O_RDWR), "rb") as file:
         before = file.read()
     if before and not before.endswith(b"\n"):
         before += b"\n"
-    write_atomically(target, before + f"{line}\n".encode())
+    write_atomically(target, before + f"{line}\n".encode(errors=SURROGATES))
 
 
 def write_new(path: Path, data: str | bytes = b"") -> None:

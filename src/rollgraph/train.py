@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,14 +39,20 @@ def train(config: Config, world: World | None = None) -> Run | None:
 
 @contextmanager
 def open_run(
-    config: Config, world: World, given: Given = NOTHING, *, on_step: OnStep | None = None, stays_open: bool = False
+    config: Config,
+    world: World,
+    given: Given = NOTHING,
+    *,
+    on_step: OnStep | None = None,
+    stop: StopSignals | None = None,
+    stays_open: bool = False,
 ) -> Iterator[tuple[Run | None, int | None]]:
     """A run in its locked folder, and its first step: None if all steps were taken, or it was asked to stop before.
 
     If all steps were taken, there is no run either. A run that `stays_open` can be used afterwards, until it is closed.
     """
     view = make_view(config.log.progress if world.rank == 0 else "none", config.steps)
-    with view, StopSignals(world) as stop, lock_folder(config.output, world):
+    with view, stop or StopSignals(world) as stop, lock_folder(config.output, world):
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
         start = find_start(config)
@@ -68,12 +74,15 @@ def open_run(
         except BaseException:
             run.close()
             raise
-        if not stays_open:
+        if not stays_open or stop.interrupted:
             run.close()
 
 
-def take_steps(run: Run, first_step: int) -> Iterator[int]:
-    """Take the steps of a run one by one, and yield the number of each once it is taken."""
+def take_steps(run: Run, first_step: int) -> Generator[int, None, None]:
+    """Take the steps of a run one by one, and yield the number of each once it is taken.
+
+    If it is closed on any rank, or if that is asked to stop meanwhile, all ranks save and end together.
+    """
     captures = run.policy.pool.report().captures
     if run.world.rank == 0:
         (Path(run.config.output) / REPORT).unlink(missing_ok=True)  # of the same run with fewer steps
@@ -81,8 +90,11 @@ def take_steps(run: Run, first_step: int) -> Iterator[int]:
         with run.log.writing(first_step), saved_on_error(run):
             for step in range(first_step, run.config.steps):
                 goes_on = take_step(run, step)
-                yield step
-                if not goes_on:
+                try:
+                    yield step
+                except GeneratorExit:  # the loop of whoever takes the steps was left
+                    run.stop.request()
+                if not goes_on or run.on_any_rank(run.stop.requested):
                     save_before_stop(run)
                     break
         finish(run, captures)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -18,9 +18,11 @@ from rollgraph.config import Config, config_from_keywords
 from rollgraph.distributed.launch import joined
 from rollgraph.distributed.world import World
 from rollgraph.errors import InvalidInput
+from rollgraph.rl.reward_loading import is_async
 from rollgraph.run.built_in_names import wrong_names
 from rollgraph.run.given import MODEL_FOLDER, Given, read_reward, read_rows
 from rollgraph.run.setup import Run
+from rollgraph.run.stop import StopSignals
 from rollgraph.run.trained_run import TrainedRun
 from rollgraph.train import open_run, take_steps
 
@@ -39,8 +41,10 @@ class Trainer:
 
     - `model`: a model folder, a hub id, a pair of a model and a tokenizer of transformers, or the section `model` of a
       configuration as a mapping.
-    - `train`, `validation`: a path, a hub id, a `datasets.Dataset`, or any iterable of mappings with a `prompt`.
-    - `rewards`: functions, or names of built-in ones, each alone, as (reward, weight) or as (reward, weight, options).
+    - `train`, `validation`: a path, a hub id, a `datasets.Dataset`, a `pandas.DataFrame`, or any iterable of mappings
+      with a `prompt`.
+    - `rewards`: functions, or names of built-in ones, each alone, as (reward, weight), as (reward, weight, options) or
+      as a mapping with `function` or `name`, `weight`, `options` and `label`.
     - `algorithm`: the name or the import path of an algorithm, or the section `algorithm` as a mapping.
     - `callbacks` are called after each step, on rank 0, with its number and its metrics. One that returns True ends the
       run after this step, saved.
@@ -58,15 +62,15 @@ class Trainer:
         validation: Any = None,
         rewards: Any = (),
         algorithm: str | Mapping[str, Any] = "grpo",
-        callbacks: Iterable[Callback] = (),
+        callbacks: Callback | Iterable[Callback] = (),
         **settings: Any,
     ) -> None:
-        self._callbacks = list(callbacks)
+        self._callbacks = _read_callbacks(callbacks)
         self._settings = settings
-        output = os.fspath(settings.setdefault("output", "runs/default"))
+        settings.setdefault("output", "runs/default")
         if isinstance(settings.get("tokenizer"), str | os.PathLike):
             settings["tokenizer_path"] = settings.pop("tokenizer")
-        given_model, tokenizer = _read_model(model, settings, output)
+        given_model, tokenizer = _read_model(model, settings)
         rows = {}
         data = {}
         for key, source in (("train", train), ("validation", validation)):
@@ -84,7 +88,7 @@ class Trainer:
             self._sections["reward"] = {"functions": [spec for spec, _ in entries]}
         self._given = Given(rows, functions, given_model, tokenizer)
         self._run: TrainedRun | None = None
-        self._running: Run | None = None
+        self._stop: StopSignals | None = None  # of the run that is open
         self.config = self._configure(None)
 
     # -- training ----------------------------------------------------------------------------------
@@ -104,8 +108,8 @@ class Trainer:
 
     def stop(self) -> None:
         """End the run after the step under way, saved. May be called from any thread."""
-        if self._running is not None:
-            self._running.stop.request()
+        if self._stop is not None:
+            self._stop.request()
 
     @contextmanager
     def open(self, steps: int | None = None) -> Iterator[tuple[Run, range]]:
@@ -114,7 +118,8 @@ class Trainer:
         config = self._configure(steps)
         with (
             joined(World.current(), config.ranks.timeout) as world,
-            open_run(config, world, self._given) as (run, first_step),
+            self._stoppable(world) as stop,
+            open_run(config, world, self._given, stop=stop) as (run, first_step),
         ):
             if run is None or first_step is None:
                 raise RuntimeError(f"{config.output} has no steps left: raise `steps`, or choose another output")
@@ -148,20 +153,34 @@ class Trainer:
             latest.clear()
             latest.update(metrics)
             for callback in self._callbacks:
-                if callback(number, dict(metrics)) is True:
+                if _is_true(callback(number, dict(metrics))):
                     self.stop()
 
         with ExitStack() as connection:
             world = connection.enter_context(joined(World.current(), config.ranks.timeout))
-            with open_run(config, world, self._given, on_step=on_step, stays_open=True) as (run, first_step):
-                self._running = run
-                try:
+            try:
+                with (
+                    self._stoppable(world) as stop,
+                    open_run(config, world, self._given, on_step=on_step, stop=stop, stays_open=True) as opened,
+                ):
+                    run, first_step = opened
                     if run is not None and first_step is not None:
-                        for number in take_steps(run, first_step):
-                            yield Step(number, dict(latest))
-                finally:
-                    self._running = None
+                        with closing(take_steps(run, first_step)) as numbers:
+                            for number in numbers:
+                                yield Step(number, dict(latest))
+            except GeneratorExit:  # the loop was left, and the run is saved and closed
+                return
             self._run = TrainedRun(config, world, self._given, run, connection.pop_all())
+
+    @contextmanager
+    def _stoppable(self, world: World) -> Iterator[StopSignals]:
+        """What `stop()` asks to stop, from the set-up of a run to its end."""
+        before = self._stop
+        self._stop = StopSignals(world)
+        try:
+            yield self._stop
+        finally:
+            self._stop = before
 
     def _configure(self, steps: int | None) -> Config:
         arguments = {**self._settings, **self._sections}
@@ -173,7 +192,7 @@ class Trainer:
         return config_from_keywords(arguments, wrong_names)
 
 
-def _read_model(model: Any, settings: dict[str, Any], output: str) -> tuple[Any, Any]:
+def _read_model(model: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
     """Add the key of a model to the settings; return the model and the tokenizer that were given as objects."""
     if isinstance(model, str | os.PathLike):
         settings["model_path"] = model
@@ -185,7 +204,7 @@ def _read_model(model: Any, settings: dict[str, Any], output: str) -> tuple[Any,
     if len(pair) != 2 or not all(hasattr(part, "save_pretrained") for part in pair):
         detail = f"expected a folder, a hub id, a (model, tokenizer) of transformers or a mapping, got {model!r:.80}"
         raise InvalidInput(detail, argument="model")
-    settings["model_path"] = str(Path(output) / MODEL_FOLDER)
+    settings["model_path"] = str(Path(str(settings["output"])) / MODEL_FOLDER)
     return pair[0], pair[1]
 
 
@@ -193,4 +212,21 @@ def _as_list(rewards: Any) -> list[Any]:
     """One reward may stand alone."""
     if isinstance(rewards, str | Mapping) or callable(rewards):
         return [rewards]
+    if not isinstance(rewards, Iterable):
+        raise InvalidInput(f"expected a list of rewards, got {rewards!r:.80}", argument="rewards")
     return list(rewards)
+
+
+def _read_callbacks(given: Any) -> list[Callback]:
+    """One callback may stand alone."""
+    callbacks = [given] if callable(given) or not isinstance(given, Iterable) else list(given)
+    for callback in callbacks:
+        if not callable(callback) or is_async(callback):
+            detail = f"expected functions of (step, metrics) that are not async, got {callback!r:.80}"
+            raise InvalidInput(detail, argument="callbacks")
+    return callbacks
+
+
+def _is_true(answer: Any) -> bool:
+    """Whether an answer is True, or a True of NumPy or PyTorch, which a comparison of theirs gives."""
+    return answer is True or (str(getattr(answer, "dtype", "")).endswith("bool") and bool(answer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import string
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 
 from rollgraph.config import Config, load_config
 from rollgraph.rl.paths import LoadError
+from rollgraph.run.given import NOTHING
 from rollgraph.run.inputs import check_inputs
+from rollgraph.run.setup import make_run
+from rollgraph.run.trained_run import TrainedRun
 from rollgraph.train import train
 from rollgraph.types import Rollout
 from tests.test_train import ONE, metrics_of
@@ -86,3 +90,16 @@ def test_mistakes_are_found_before_the_run(tmp_path: Path, monkeypatch: pytest.M
     ]:
         with pytest.raises(LoadError, match=message):
             check_inputs(example(tmp_path, monkeypatch, options), ONE)
+
+
+def test_a_program_asks_as_the_environment_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template shows the policy its tools, and every prompt is a chat."""
+    run = make_run(example(tmp_path, monkeypatch, {}), ONE)
+    with TrainedRun(run.config, ONE, NOTHING, run, ExitStack()) as trained:
+        prompt = run.inputs.data.next_prompts()[0]
+        assert prompt.messages is not None
+        assert "calculate" in prompt.text
+        asked: list[list[int]] = []
+        monkeypatch.setattr(trained.policy.engine, "generate", lambda tokens, params: asked.extend(tokens) or [])
+        assert trained.generate([prompt.messages]) == []
+        assert asked == [list(prompt.tokens)]

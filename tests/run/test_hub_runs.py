@@ -18,7 +18,6 @@ from rollgraph.cli import main
 from rollgraph.config import Config, to_yaml
 from rollgraph.distributed.world import World
 from rollgraph.model import Architecture, Decoder, save_model
-from rollgraph.run.hub_ids import HubError
 from rollgraph.run.hub_pins import PINS, fetch_weights, pin_sources, share_model_folder
 from rollgraph.run.model_source import read_config
 from rollgraph.run.shared_work import FailedElsewhere, work_on_some
@@ -182,17 +181,17 @@ def outlasts_the_timeout(world: World) -> list[str]:
         time.sleep(12)
         return "done"
 
-    patience = Collectives(world, timeout=10.0).liveness
-    return work_on_some(replace(world, liveness=patience), world.rank == 0, work)
+    owner = Collectives(world, timeout=10.0)  # ends its liveness check when it goes
+    return work_on_some(replace(world, liveness=owner.liveness), world.rank == 0, work)
 
 
-def failure(world: World) -> str:
+def failure(world: World, raised: BaseException) -> str:
     def fail() -> str:
-        raise HubError("no such model", place="org/none")
+        raise raised
 
     try:
         work_on_some(world, world.rank == 0, fail)
-    except (HubError, FailedElsewhere) as error:
+    except (type(raised), FailedElsewhere) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
@@ -208,10 +207,10 @@ def test_each_machine_downloads_once(folder: Path, server: HubServer, tmp_path: 
     assert one.startswith("hf://org/model@")
     assert sorted(server.downloads) == sorted([*read_files(folder / "model")] * 2)
     assert run_world(2, tmp_path, fills_its_cache, folder, server.url) == [True, False]
-    assert run_world(2, tmp_path, failure) == [
-        "HubError: org/none: no such model",
-        "FailedElsewhere: rank 0 failed: org/none: no such model",
-    ]
+    for raised in (OSError("no disk"), SystemExit("no disk")):
+        one, other = run_world(2, tmp_path, failure, raised)
+        assert one == f"{type(raised).__name__}: no disk"
+        assert other == "FailedElsewhere: rank 0 failed: no disk"
     assert run_world(2, tmp_path, outlasts_the_timeout) == [["done", ""], ["done", ""]]
 
 

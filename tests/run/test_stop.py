@@ -219,3 +219,19 @@ def test_a_foreign_ctrl_c_handler_is_kept() -> None:
         assert pressed == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_signals_that_somebody_else_handles_are_left_alone() -> None:
+    heard: list[int] = []
+    before = {
+        number: signal.signal(number, lambda got, _: heard.append(got)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        with StopSignals(ONE) as stop:
+            for number in before:
+                signal.raise_signal(number)
+        assert heard == list(before)
+        assert not stop.requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

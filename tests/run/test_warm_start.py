@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from rollgraph.config import Config, parse_config, to_yaml
 from rollgraph.rl.data import DataError
 from rollgraph.run.checkpoints import CheckpointError
+from rollgraph.run.config_changes import ChangedConfig
 from rollgraph.run.inputs import check_inputs
 from rollgraph.train import train
 from tests.forked import ForkedCommand
@@ -108,10 +110,30 @@ def test_a_warm_start_that_was_stopped_goes_on(
         train(warm_config(folder, "stopped", f"warm_start.data={folder / 'other.jsonl'}"), ONE)
     with pytest.raises(CheckpointError, match="resume: never"):
         train(warm_config(folder, "stopped", "resume=never"), ONE)
-    train(warm_config(folder, "stopped", "resume=must"), ONE)
-    assert "resumed after 3 of 8 steps of the warm start" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="is of a warm start, but warm_start is null: choose another output"):
+        train(warm_config(folder, "stopped", "warm_start=null", "allow_changes=warm_start"), ONE)
+    moved = (folder / "prompts.jsonl").rename(folder / "moved.jsonl")
+    resumed = warm_config(folder, "stopped", "resume=must", f"data.train={moved}", "log.every=2")
+    moved.with_name("prompts.jsonl").hardlink_to(moved)
+    train(resumed, ONE)
+    told = capsys.readouterr().out
+    assert "resumed after 3 of 8 steps of the warm start\nchanged since then: log.every: 1 → 2\n" in told
+    starts = (folder / "stopped" / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(start)["changes"] for start in starts] == [[], [{"key": "log.every", "old": 1, "new": 2}]]
     assert not (folder / "stopped" / "warm_start").exists()  # the run has a checkpoint of its own
     assert_same(folder, "stopped")
+
+
+def test_a_warm_start_goes_on_with_other_data_if_that_is_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOP_AT", "1")
+    monkeypatch.setenv("STOP_BY", "SIGTERM")
+    train(warm_config(folder, "run"), ONE)
+    monkeypatch.delenv("STOP_AT")
+    other = [f"data.train={folder / 'other.jsonl'}", f"warm_start.data={folder / 'other.jsonl'}", "seed=1"]
+    with pytest.raises(ChangedConfig, match=r"seed: 0 → 1; data\.train: .*prompts\.jsonl → .*other\.jsonl"):
+        train(warm_config(folder, "run", *other), ONE)
+    train(warm_config(folder, "run", *other, "allow_changes=seed,data.train", "steps=1"), ONE)
+    assert (folder / "run" / "checkpoints" / "step_00000000").is_dir()
 
 
 @pytest.mark.slow

@@ -243,18 +243,20 @@ class PromptData:
         if found is not None:
             return found
         row = self._rows[index]
-        prompt = as_chat(row.prompt, self._chat or self._tools is not None)
         try:
-            if isinstance(prompt, str):
-                text = prompt
-                tokens = self._tokenizer.encode(text, special=True)
-            else:
-                text = self._tokenizer.render_chat(prompt, tools=self._tools or None)
-                tokens = self._tokenizer.encode(text, special=False)  # the template writes special tokens itself
+            text, tokens = self.encode(row.prompt)
         except ValueError as error:
             raise DataError(str(error), place=row.place) from error
         self._encoded[index] = text, array("q", tokens)
         return self._encoded[index]
+
+    def encode(self, prompt: str | list[Message]) -> tuple[str, list[int]]:
+        """The text and the tokens of a prompt, which need not be one of the rows."""
+        prompt = as_chat(prompt, self._chat or self._tools is not None)
+        if isinstance(prompt, str):
+            return prompt, list(self._tokenizer.encode(prompt, special=True))
+        text = self._tokenizer.render_chat(prompt, tools=self._tools or None)
+        return text, list(self._tokenizer.encode(text, special=False))  # the template writes special tokens itself
 
 
 def _permute(count: int, key: str) -> Indices:

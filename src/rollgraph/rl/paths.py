@@ -37,7 +37,10 @@ def load_object(path: str) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise LoadError(f"{where} has no {part!r}{suggest(part, dir(found))}", place=repr(path)) from None
+            near = suggest(part, dir(found))
+            if where == "__main__":
+                near = ": it is defined in a Python program, so run that, or write the file as 'file.py:name'"
+            raise LoadError(f"{where} has no {part!r}{near}", place=repr(path)) from None
     return found
 
 

@@ -101,6 +101,8 @@ def _make_row(entry: Any, place: str) -> Row:
             raise DataError(detail, place=place)
     source = _find_prompt(entry, place)
     prompt = entry[source]
+    if isinstance(prompt, np.ndarray | tuple):  # as Parquet files give lists through pandas
+        prompt = _to_plain(prompt, source, place)
     if source == "prompt" and not isinstance(prompt, list) and not (is_text(prompt) and prompt):
         raise DataError(f"'prompt' must be text or a list of messages, got {prompt!r:.80}", place=place)
     if (source == "messages" or isinstance(prompt, list)) and not is_chat(prompt):
@@ -108,6 +110,8 @@ def _make_row(entry: Any, place: str) -> Row:
         raise DataError(detail, place=place)
     columns = {}
     for name, value in entry.items():
+        if not isinstance(name, str):
+            raise DataError(f"the name of a column must be text, got {name!r:.80}", place=place)
         if name not in ("prompt", "messages"):
             columns[name] = _to_plain(value, name, place)
     return Row(prompt, columns, place)

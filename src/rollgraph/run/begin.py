@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from rollgraph.run.record import record_start
+from rollgraph.run.record import record_start, tell_changes
 from rollgraph.run.reference import keep_reference, restore_reference
-from rollgraph.run.resume import Resume, ResumeWarmStart, Start, none_whole
+from rollgraph.run.resume import Resume, Start, none_whole
 from rollgraph.run.rollouts import evaluate
 from rollgraph.run.saving import show_checkpoint_problems
 from rollgraph.run.setup import Run
 from rollgraph.run.warm_start import warm_start
-from rollgraph.sharding import CheckpointError
 
 
 def begin(run: Run, start: Start) -> int | None:
@@ -17,10 +16,7 @@ def begin(run: Run, start: Start) -> int | None:
     if isinstance(start, Resume):
         return _load_checkpoint(run, start)
     record_start(run, 0)
-    if run.config.warm_start is None:
-        if isinstance(start, ResumeWarmStart):
-            raise CheckpointError(f"{start.newest.path} is of a warm start, but warm_start is null")
-    else:
+    if run.config.warm_start is not None:
         with run.stop.in_steps():
             if not warm_start(run, start):
                 return None
@@ -46,8 +42,7 @@ def _load_checkpoint(run: Run, start: Resume) -> int:
     run.checkpoints.clear_surplus(saved)
     show_checkpoint_problems(run)
     run.log.note(f"resumed after {saved.step + 1} of {run.config.steps} steps")
-    if run.inputs.changes:
-        run.log.note(f"changed since then: {'; '.join(map(str, run.inputs.changes))}")
+    tell_changes(run)
     if any(change.is_fixed for change in run.inputs.changes):
         run.progress.surplus = []  # these groups were sampled, rewarded or kept in another way
     record_start(run, saved.step + 1)

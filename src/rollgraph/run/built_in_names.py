@@ -39,7 +39,13 @@ def _of_the_algorithm(config: Config) -> Iterable[tuple[str, str, str]]:
 def _of_rewards(config: Config) -> Iterable[tuple[str, str, str]]:
     from rollgraph.rl.rewards import RewardSpec, load_reward
 
+    labels: set[str] = set()
     for index, given in enumerate(config.reward.functions):
+        label = given.label or given.name.rpartition(":")[2]
+        if label in labels:
+            detail = f"two rewards are called {label!r}; give one of them another label"
+            yield "reward_labels", f"reward.functions[{index}].label", detail
+        labels.add(label)
         if ":" in given.name:
             continue
         try:

@@ -33,6 +33,7 @@ FIXED = (  # with everything inside
     "algorithm.kl_coef",
 )
 ORDER = ("seed", "data.train", "data.shuffle")  # what a position in the data depends on
+DEMONSTRATION_ORDER = ("seed", "warm_start.data")  # and in the demonstrations of a warm start
 FIXED_ALONE = ("warm_start",)  # whether there is one: it decides what the reference policy is
 FIXED_CONTENT = ("data.train", "tokenizer.path")  # fixed even where the path is the same
 IGNORED = ("output", "resume", "allow_changes")
@@ -109,9 +110,9 @@ def covers(keys: Sequence[str], key: str) -> bool:
     return any(key == outer or key.startswith((f"{outer}.", f"{outer}[")) for outer in keys)
 
 
-def allows_other_data(config: Config) -> bool:
+def allows_other_data(config: Config, order: Sequence[str] = ORDER) -> bool:
     """Whether a position in the data may have become meaningless."""
-    return any(covers(config.allow_changes, key) for key in ORDER)
+    return any(covers(config.allow_changes, key) for key in order)
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[Change]:

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,12 @@ class Given:
 
     def read(self, name: str, splits: Sequence[str]) -> Sequence[Row]:
         """The rows of a data key. Of a dataset of the hub, the first of these splits that it has."""
-        return self.rows.get(name) or load_rows(*data_files(name, splits))
+        if name in self.rows:
+            return self.rows[name]
+        if name.startswith(IN_PYTHON):
+            detail = "a Python program gave these rows: run it again, or name a file that holds the same rows"
+            raise DataError(detail, place=name)
+        return load_rows(*data_files(name, splits))
 
     def write_model(self, folder: Path) -> None:
         """Write the given model and tokenizer, for runs of one rank or more to read."""
@@ -68,13 +74,17 @@ def write_given_model(config: Config, world: World, given: Given, *, fresh: bool
 def read_rows(source: Any, name: str) -> tuple[str, list[Row] | None]:
     """The value of a data key, and the rows that stand behind it; None: it is the path of a file.
 
-    `source` is a path, a `datasets.Dataset`, or any other iterable of mappings.
+    `source` is a path, a `datasets.Dataset`, a `pandas.DataFrame`, or any other iterable of mappings.
     """
     if isinstance(source, str | os.PathLike):
         return os.fspath(source), None
     if isinstance(source, Mapping):
-        splits = ", ".join(repr(key) for key in source)
-        raise DataError(f"expected rows, got a mapping with {splits or 'nothing'}; choose one of them", argument=name)
+        keys = ", ".join(repr(key) for key in source) or "nothing"
+        are_columns = "prompt" in source or "messages" in source
+        hint = "give a list with one dict for each row" if are_columns else "choose one of them"
+        raise DataError(f"expected rows, got a mapping with {keys}; {hint}", argument=name)
+    if hasattr(source, "itertuples"):  # pandas: a loop over a table goes through the names of its columns
+        source = source.to_dict("records")
     if not isinstance(source, Iterable):
         detail = f"expected a path, or rows such as a list of dicts, got a {type(source).__name__}"
         raise DataError(detail, argument=name)
@@ -111,11 +121,17 @@ def read_reward(entry: Any) -> tuple[dict[str, Any], Callable[..., Any] | None]:
 
 def path_of(function: Callable[..., Any]) -> str:
     """Where a function is defined, as an import path."""
-    named = function if inspect.isroutine(function) else type(function)
+    named = _definition(function)
     return f"{named.__module__}:{named.__qualname__}"
 
 
 def _label_of(function: Callable[..., Any]) -> str:
-    named = function if inspect.isroutine(function) else type(function)
-    name = named.__name__
+    name: str = _definition(function).__name__
     return "reward" if name == "<lambda>" else name
+
+
+def _definition(function: Any) -> Any:
+    """What a program wrote: the function that a partial calls, or the class of an object that can be called."""
+    while isinstance(function, partial):
+        function = function.func
+    return function if inspect.isroutine(function) else type(function)

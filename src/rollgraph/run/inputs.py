@@ -22,7 +22,7 @@ from rollgraph.rl.demonstrations import COLUMNS, WrittenData
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.run.checkpoints import Saved
-from rollgraph.run.config_changes import Change, allows_other_data, check_changes
+from rollgraph.run.config_changes import Change, check_changes
 from rollgraph.run.demonstrations import chat_settings, load_training_rows, load_validation_rows, load_warm_start
 from rollgraph.run.fingerprints import fingerprint_inputs
 from rollgraph.run.given import NOTHING, Given
@@ -101,8 +101,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
         changes: Sequence[Change] = ()
         if resume_from is not None:
             changes = check_changes(resume_from, config, fingerprints)
-            if not allows_other_data(config):
-                check_data(resume_from, inputs.data, inputs.warm_start)
+            check_data(resume_from, config, inputs.data, inputs.warm_start)
         undo.pop_all()
     return replace(inputs, fingerprints=fingerprints, changes=changes)
 

@@ -57,10 +57,15 @@ class RunProgress:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        try:
-            self._data.load_state(state["data"])
-        except DataError:
-            if not allows_other_data(self._config):
-                raise
-            self._data.load_state({**self._data.state(), "cursor": 0})  # other data begins with its first prompt
+        restore_position(self._data, state["data"], may_change=allows_other_data(self._config))
         self.surplus = [[Rollout.from_dict(entry) for entry in group] for group in state["surplus"]]
+
+
+def restore_position(data: PromptData, state: Mapping[str, Any], *, may_change: bool) -> None:
+    """Go on where the state of the data was taken. Other data, if it may change, begins with its first prompt."""
+    try:
+        data.load_state(state)
+    except DataError:
+        if not may_change:
+            raise
+        data.load_state({**data.state(), "cursor": 0})

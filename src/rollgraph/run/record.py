@@ -35,6 +35,12 @@ def record_start(run: Run, first_step: int) -> None:
     write_atomically(folder / CONFIG, to_yaml(run.config))
 
 
+def tell_changes(run: Run) -> None:
+    """Say what is not as it was when the checkpoint of a resumed run was saved."""
+    if run.inputs.changes:
+        run.log.note(f"changed since then: {'; '.join(map(str, run.inputs.changes))}")
+
+
 def describe_start(run: Run, first_step: int) -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

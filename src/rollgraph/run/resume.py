@@ -14,6 +14,7 @@ from rollgraph.config import Config
 from rollgraph.rl.data import DataError, PromptData
 from rollgraph.rl.demonstrations import WrittenData
 from rollgraph.run.checkpoints import Saved, find_complete
+from rollgraph.run.config_changes import DEMONSTRATION_ORDER, allows_other_data
 from rollgraph.sharding import CheckpointError
 from rollgraph.sharding.manifest import read_states
 
@@ -103,24 +104,30 @@ def decide_start(folder: RunFolder, *, resume: Literal["auto", "never", "must"],
 
 
 def find_start(config: Config) -> Start:
-    return decide_start(
+    start = decide_start(
         scan_folder(config.output),
         resume=config.resume,
         steps=config.steps,
         exports=config.checkpoint.export_at_end,
     )
+    if isinstance(start, ResumeWarmStart) and config.warm_start is None:
+        path = start.newest.path
+        raise CheckpointError(f"{path} is of a warm start, but warm_start is null: choose another output")
+    return start
 
 
-def check_data(saved: Saved, data: PromptData, warm_start: WrittenData | None) -> None:
-    """Raise DataError if a checkpoint was made with other data."""
+def check_data(saved: Saved, config: Config, data: PromptData, warm_start: WrittenData | None) -> None:
+    """Raise DataError if a checkpoint was made with other data, unless that may change."""
     try:
         state = read_states(saved.path)[0]
     except CheckpointError:
         return  # an older checkpoint may be whole; that is known once they are verified
     try:
         keys = "data.train, seed and data.shuffle"
-        data.check_state(state["data"])
-        if warm_start is not None and DEMONSTRATIONS in state:
+        if not allows_other_data(config):
+            data.check_state(state["data"])
+        demonstrations_may_change = allows_other_data(config, DEMONSTRATION_ORDER)
+        if warm_start is not None and DEMONSTRATIONS in state and not demonstrations_may_change:
             keys = "warm_start.data and seed"
             warm_start.prompts.check_state(state[DEMONSTRATIONS])
     except DataError as error:

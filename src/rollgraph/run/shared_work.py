@@ -51,7 +51,7 @@ class _Task:
 
     def __init__(self, work: Callable[[], str]) -> None:
         self.result = ""
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="shared work", daemon=True)
         self._thread.start()
 
@@ -63,5 +63,5 @@ class _Task:
     def _run(self, work: Callable[[], str]) -> None:
         try:
             self.result = work()
-        except Exception as error:
+        except BaseException as error:  # nobody else hears of it
             self.error = error

@@ -43,6 +43,11 @@ class StopSignals:
         self._uninterrupted_depth = 0
         self._postponed = False
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether leaving the context will raise KeyboardInterrupt."""
+        return self._presses > 0
+
     def request(self) -> None:
         """Ask the run to save and end after the current step."""
         self.requested = True
@@ -59,7 +64,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         try:
-            self._sigterm_before = signal.signal(signal.SIGTERM, self._on_sigterm)
+            if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, signal.SIG_IGN):
+                self._sigterm_before = signal.signal(signal.SIGTERM, self._on_sigterm)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 signal.signal(signal.SIGINT, self._on_sigint)
                 self._owns_sigint = True
@@ -72,7 +78,7 @@ class StopSignals:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._sigterm_before is not None:
             signal.signal(signal.SIGTERM, self._sigterm_before)
-        if self._presses and kind is None:
+        if self.interrupted and kind is None:
             raise KeyboardInterrupt
         if isinstance(error, RankLost) and not self._in_steps and (self.requested or self._another_stopped):
             raise StoppedInSetup from None

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self, cast, overload
 
 from rollgraph.config import Config
 from rollgraph.distributed.world import World
+from rollgraph.errors import InvalidInput
 from rollgraph.policy import PolicyWorker
+from rollgraph.rl.rows import is_chat
 from rollgraph.run.given import Given, read_rows
 from rollgraph.run.inputs import with_validation
 from rollgraph.run.model_source import none_found
@@ -32,10 +34,12 @@ class TrainedRun:
 
     def __init__(self, config: Config, world: World, given: Given, run: Run | None, connection: ExitStack) -> None:
         self.config = config
+        self._folder = Path(config.output).absolute()  # a notebook may change its folder
         self._world = world
         self._given = given
         self._run = run
         self._connection = connection  # to the other ranks
+        self._closed = False
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -53,24 +57,27 @@ class TrainedRun:
         return self._opened().policy
 
     @overload
-    def generate(self, prompts: str, **sampling: Any) -> str: ...
+    def generate(self, prompts: str | Chat, **sampling: Any) -> str: ...
 
     @overload
     def generate(self, prompts: Sequence[str | Chat], **sampling: Any) -> list[str]: ...
 
-    def generate(self, prompts: str | Sequence[str | Chat], **sampling: Any) -> str | list[str]:
+    def generate(self, prompts: str | Chat | Sequence[str | Chat], **sampling: Any) -> str | list[str]:
         """Continue a prompt or several, as in training: with its chat template, if it has one, and its settings.
 
-        `sampling` are fields of SamplingParams, such as temperature=0 or max_tokens=100.
+        A prompt is text or a list of messages. `sampling` are fields of SamplingParams, such as temperature=0 or
+        max_tokens=100.
         """
-        if isinstance(prompts, str):
-            return self.generate([prompts], **sampling)[0]
+        if isinstance(prompts, str) or is_chat(prompts):
+            return self.generate([cast("str | Chat", prompts)], **sampling)[0]
         policy = self.policy
-        tokens = [self._encode(prompt) for prompt in prompts]
-        params = replace(policy.sampling, **sampling)
         if policy.engine is None:
             name = self.config.algorithm.name
             raise ValueError(f"{name} samples nothing, so this run cannot: `rollgraph generate` can, from its folder")
+        tokens = [self._encode(prompt) for prompt in prompts]
+        params = replace(policy.sampling, **sampling)
+        if params.n != 1:
+            raise InvalidInput("each prompt gets one completion; give a prompt several times", argument="n")
         with policy.phases.enter("generate"):
             outputs = policy.engine.generate(tokens, params)
         texts = []
@@ -81,11 +88,12 @@ class TrainedRun:
         return texts
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """What validation measures, on the validation data or on other data of the same form."""
+        """What validation measures, on the validation data or on all rows of other data of the same form."""
         run = self._opened()
         if data is not None:
             path, rows = read_rows(data, "data")
-            config = replace(run.config, data=replace(run.config.data, validation=path))
+            every_row = replace(run.config.validation, max_prompts=None)
+            config = replace(run.config, data=replace(run.config.data, validation=path), validation=every_row)
             given = replace(self._given, rows={path: rows} if rows is not None else {})
             run = replace(run, config=config, inputs=with_validation(config, run.inputs, given))
         if not run.inputs.can_validate:
@@ -100,6 +108,7 @@ class TrainedRun:
 
     def close(self) -> None:
         """Free the model and the graphs, and leave the other ranks. Metrics and samples can still be read."""
+        self._closed = True
         if self._run is not None:
             self._run.close()
         self._run = None
@@ -112,6 +121,8 @@ class TrainedRun:
         self.close()
 
     def _opened(self) -> Run:
+        if self._closed:  # by now its folder may hold the weights of later steps
+            raise RuntimeError("this run is closed: train() opens it again, and takes no step if none is left")
         if self._run is None:
             run = make_run(self.config, self._world, given=self._given, writes=False)
             saved = run.checkpoints.latest()
@@ -122,16 +133,14 @@ class TrainedRun:
             self._run = run
         return self._run
 
-    def _encode(self, prompt: str | Chat) -> list[int]:
-        tokenizer = self._opened().inputs.tokenizer
-        if isinstance(prompt, str):
-            if not self.config.data.chat:
-                return list(tokenizer.encode(prompt, special=True))
-            prompt = [{"role": "user", "content": prompt}]
-        return list(tokenizer.encode(tokenizer.render_chat(prompt), special=False))
+    def _encode(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str) and not is_chat(prompt):
+            raise InvalidInput(f"expected text, or a list of {{role, content}}, got {prompt!r:.80}", argument="prompts")
+        _, tokens = self._opened().inputs.data.encode(prompt)
+        return tokens
 
     def _read(self, name: str) -> list[dict[str, Any]]:
-        file = Path(self.config.output) / name
+        file = self._folder / name
         if not file.exists():
             return []
         with file.open(encoding="utf-8") as lines:  # not `splitlines`: a completion may hold other line separators

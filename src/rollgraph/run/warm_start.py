@@ -16,6 +16,9 @@ from rollgraph.config import to_dict
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.demonstrations import WrittenData
 from rollgraph.run.checkpoints import Checkpoints
+from rollgraph.run.config_changes import DEMONSTRATION_ORDER, allows_other_data
+from rollgraph.run.progress import restore_position
+from rollgraph.run.record import tell_changes
 from rollgraph.run.resume import DEMONSTRATIONS, WARM_START, ResumeWarmStart, Start, none_whole
 from rollgraph.run.rollouts import sample
 from rollgraph.run.setup import SUPERVISED, Run
@@ -95,6 +98,7 @@ def _save(run: Run, checkpoints: Checkpoints, data: WrittenData, progress: WarmS
         DEMONSTRATIONS: data.prompts.state(),
         "warm_start": vars(progress),
         "config": to_dict(run.config),
+        "fingerprints": dict(run.inputs.fingerprints),
     }
     with run.policy.phases.enter("save"), run.stop.uninterrupted():
         checkpoints.save(progress.taken - 1, state)
@@ -107,13 +111,15 @@ def _resume(run: Run, start: Start, checkpoints: Checkpoints, data: WrittenData)
     if saved is None:
         raise none_whole(checkpoints.folder, checkpoints.broken.values())
     state = checkpoints.load(saved)
-    run.inputs.data.load_state(state["data"])
-    data.prompts.load_state(state[DEMONSTRATIONS])
+    restore_position(run.inputs.data, state["data"], may_change=allows_other_data(run.config))
+    others = allows_other_data(run.config, DEMONSTRATION_ORDER)
+    restore_position(data.prompts, state[DEMONSTRATIONS], may_change=others)
     progress = WarmStartProgress(**state["warm_start"])
     settings = run.config.warm_start
     assert settings is not None
     progress.done = progress.done or progress.taken >= settings.steps
     run.log.note(f"resumed after {progress.taken} of {settings.steps} steps of the warm start")
+    tell_changes(run)
     for problem in checkpoints.unread():
         run.log.note(problem)
     return progress

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from rollgraph.files import open_own, write_new
+from rollgraph.files import SURROGATES, open_own, write_new
 
 Note = Callable[[str], None]
 MAX_REPORTED = 5  # damaged lines of a file that are shown; of the others, only their number
@@ -20,11 +20,8 @@ def tell(text: str) -> None:
 
 
 def open_to_append(path: Path) -> IO[str]:
-    """Open a file that grows line by line. A link is refused, because what it points to belongs to somebody else.
-
-    Half of a surrogate pair, which is not text but can be in data, is written as JSON spells it.
-    """
-    return open(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8", errors="backslashreplace")
+    """Open a file that grows line by line. A link is refused, because what it points to belongs to somebody else."""
+    return open(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8", errors=SURROGATES)
 
 
 def truncate_jsonl(path: Path, step: int, note: Note = tell) -> int:
