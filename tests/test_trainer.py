@@ -88,6 +88,8 @@ def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) 
 
     finished = small_trainer(tmp_path / "twice", validation=ROWS[:2], **shared)
     again = finished.train(steps=4)  # its last checkpoint is loaded
+    assert run.finished
+    assert again.finished
     assert again.generate("1+1=", seed=3) == run.generate("1+1=", seed=3)
     assert again.evaluate() == run.evaluate()
     exported = again.export(tmp_path / "exported")
@@ -173,6 +175,7 @@ def test_a_callback_stops_the_run(tmp_path: Path, how: str) -> None:
     trainer = small_trainer(tmp_path, steps=10, callbacks=callback)
     with trainer.train() as run:
         assert [row["step"] for row in run.metrics] == [0, 1]
+        assert not run.finished
         assert run.generate(["1+1=", "2+1="], temperature=0.0)
     assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from rollgraph.distributed.liveness import Liveness
 from rollgraph.distributed.lost_ranks import RankLost
 from rollgraph.distributed.world import World
 
+_groups = itertools.count()  # that this process joined, which all ranks do in the same order
 LOST = 75  # exit code if another rank was lost: start the same command again to continue the run
 
 
@@ -58,6 +60,7 @@ def _find_store(world: World, timeout: float) -> Any:
 def _init_process_group(world: World, store: Any, liveness: Liveness) -> None:
     backend = "nccl" if world.device.startswith("cuda") else "gloo"
     limit = timedelta(seconds=liveness.timeout)
+    store = torch.distributed.PrefixStore(f"rollgraph/{next(_groups)}", store)  # an earlier group left its addresses
     liveness.report_progress("connecting to the other ranks")
     try:
         torch.distributed.init_process_group(

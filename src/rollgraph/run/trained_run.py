@@ -34,6 +34,7 @@ class TrainedRun:
 
     def __init__(self, config: Config, world: World, given: Given, run: Run | None, connection: ExitStack) -> None:
         self.config = config
+        self.finished = run is None or run.progress.taken >= config.steps  # if not, it was asked to stop
         self._folder = Path(config.output).absolute()  # a notebook may change its folder
         self._world = world
         self._given = given
