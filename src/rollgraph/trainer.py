@@ -8,6 +8,7 @@ Owns no rule of its own: arguments are the keys of the configuration, and the ru
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -58,10 +59,10 @@ class Trainer:
         validation: Any = None,
         rewards: Any = (),
         algorithm: str | Mapping[str, Any] = "grpo",
-        callbacks: Iterable[Callback] = (),
+        callbacks: Callback | Iterable[Callback] = (),
         **settings: Any,
     ) -> None:
-        self._callbacks = list(callbacks)
+        self._callbacks = [_check_callback(callback) for callback in _as_list(callbacks)]
         self._settings = settings
         output = os.fspath(settings.setdefault("output", "runs/default"))
         if isinstance(settings.get("tokenizer"), str | os.PathLike):
@@ -189,8 +190,21 @@ def _read_model(model: Any, settings: dict[str, Any], output: str) -> tuple[Any,
     return pair[0], pair[1]
 
 
-def _as_list(rewards: Any) -> list[Any]:
-    """One reward may stand alone."""
-    if isinstance(rewards, str | Mapping) or callable(rewards):
-        return [rewards]
-    return list(rewards)
+def _check_callback(callback: Any) -> Callback:
+    """A callback that can be called; one that cannot would end the run after its first step."""
+    try:
+        inspect.signature(callback).bind(0, {})
+    except TypeError as error:
+        detail = f"expected a function of (step, metrics), got {callback!r:.80} ({error})"
+        raise InvalidInput(detail, argument="callbacks") from None
+    except ValueError:  # some functions that are written in C have no signature
+        pass
+    found: Callback = callback
+    return found
+
+
+def _as_list(entries: Any) -> list[Any]:
+    """One reward or callback may stand alone."""
+    if isinstance(entries, str | Mapping) or callable(entries):
+        return [entries]
+    return list(entries)

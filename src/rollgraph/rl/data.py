@@ -23,7 +23,8 @@ from rollgraph.tokenizer import Message, Tokenizer
 from rollgraph.types import Prompt
 
 __all__ = [
-    "DataError", "PromptData", "Row", "as_chat", "is_chat", "is_text", "load_rows", "make_rows", "read_jsonl", "split",
+    "DataError", "PromptData", "Row", "as_chat", "encode_prompt", "is_chat", "is_text", "load_rows", "make_rows",
+    "read_jsonl", "split",
 ]  # fmt: skip
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -51,6 +52,17 @@ def as_chat(prompt: str | list[Message], chat: bool) -> str | list[Message]:
     if chat and isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt
+
+
+def encode_prompt(
+    prompt: str | list[Message], tokenizer: Tokenizer, *, chat: bool, tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[str, list[int]]:
+    """The text and the tokens of a prompt; `chat` and `tools` are those of PromptData."""
+    prompt = as_chat(prompt, chat or tools is not None)
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode(prompt, special=True)
+    text = tokenizer.render_chat(prompt, tools=tools or None)
+    return text, tokenizer.encode(text, special=False)  # the template writes special tokens itself
 
 
 class PromptData:
@@ -236,14 +248,8 @@ class PromptData:
         if found is not None:
             return found
         row = self._rows[index]
-        prompt = as_chat(row.prompt, self._chat or self._tools is not None)
         try:
-            if isinstance(prompt, str):
-                text = prompt
-                tokens = self._tokenizer.encode(text, special=True)
-            else:
-                text = self._tokenizer.render_chat(prompt, tools=self._tools or None)
-                tokens = self._tokenizer.encode(text, special=False)  # the template writes special tokens itself
+            text, tokens = encode_prompt(row.prompt, self._tokenizer, chat=self._chat, tools=self._tools)
         except ValueError as error:
             raise DataError(str(error), place=row.place) from error
         self._encoded[index] = text, array("q", tokens)

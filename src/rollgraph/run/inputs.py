@@ -268,7 +268,7 @@ def make_data(
             shuffle=settings.shuffle,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=settings.too_long,
-            **_chat_settings(config, environment),
+            **chat_settings(config, environment),
             rank=world.rank,
             ranks=world.size,
         )
@@ -292,11 +292,11 @@ def make_held_out(
             shuffle=False,
             max_prompt_tokens=longest_prompt(config, limits),
             too_long=config.data.too_long,
-            **_chat_settings(config, environment),
+            **chat_settings(config, environment),
         )
 
 
-def _chat_settings(config: Config, environment: Environment) -> dict[str, Any]:
+def chat_settings(config: Config, environment: Environment) -> dict[str, Any]:
     """How prompts become text. In an environment of messages they are chats, and show the policy its tools."""
     return {"chat": config.data.chat, "tools": getattr(environment, "tools", None)}
 

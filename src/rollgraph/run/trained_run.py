@@ -16,9 +16,11 @@ from typing import Any, Self, overload
 
 from rollgraph.config import Config
 from rollgraph.distributed.world import World
+from rollgraph.errors import InvalidInput
 from rollgraph.policy import PolicyWorker
+from rollgraph.rl.data import encode_prompt, is_chat, is_text
 from rollgraph.run.given import Given, read_rows
-from rollgraph.run.inputs import with_validation
+from rollgraph.run.inputs import chat_settings, with_validation
 from rollgraph.run.model_source import none_found
 from rollgraph.run.rollouts import evaluate
 from rollgraph.run.setup import Run, make_run
@@ -56,21 +58,32 @@ class TrainedRun:
     def generate(self, prompts: str, **sampling: Any) -> str: ...
 
     @overload
+    def generate(self, prompts: Chat, **sampling: Any) -> str: ...
+
+    @overload
     def generate(self, prompts: Sequence[str | Chat], **sampling: Any) -> list[str]: ...
 
-    def generate(self, prompts: str | Sequence[str | Chat], **sampling: Any) -> str | list[str]:
+    def generate(self, prompts: str | Chat | Sequence[str | Chat], **sampling: Any) -> str | list[str]:
         """Continue a prompt or several, as in training: with its chat template, if it has one, and its settings.
 
-        `sampling` are fields of SamplingParams, such as temperature=0 or max_tokens=100.
+        A prompt is text, or a list of messages. `sampling` are fields of SamplingParams, such as temperature=0 or
+        max_tokens=100.
         """
-        if isinstance(prompts, str):
-            return self.generate([prompts], **sampling)[0]
+        if isinstance(prompts, str) or is_chat(prompts):
+            alone: list[Any] = [prompts]
+            return str(self.generate(alone, **sampling)[0])
+        if sampling.get("n", 1) != 1:
+            raise InvalidInput("each prompt gets one completion; give a prompt several times", argument="n")
         policy = self.policy
-        tokens = [self._encode(prompt) for prompt in prompts]
-        params = replace(policy.sampling, **sampling)
         if policy.engine is None:
             name = self.config.algorithm.name
             raise ValueError(f"{name} samples nothing, so this run cannot: `rollgraph generate` can, from its folder")
+        tokens = [self._encode(prompt) for prompt in prompts]
+        longest, room = max(map(len, tokens), default=0), policy.engine.max_length
+        if longest >= room:
+            detail = f"one has {longest} tokens, and this run has room for {room}, completion included"
+            raise InvalidInput(f"{detail}; `rollgraph generate` makes room as needed", argument="prompts")
+        params = replace(policy.sampling, **sampling)
         with policy.phases.enter("generate"):
             outputs = policy.engine.generate(tokens, params)
         texts = []
@@ -122,13 +135,13 @@ class TrainedRun:
             self._run = run
         return self._run
 
-    def _encode(self, prompt: str | Chat) -> list[int]:
-        tokenizer = self._opened().inputs.tokenizer
-        if isinstance(prompt, str):
-            if not self.config.data.chat:
-                return list(tokenizer.encode(prompt, special=True))
-            prompt = [{"role": "user", "content": prompt}]
-        return list(tokenizer.encode(tokenizer.render_chat(prompt), special=False))
+    def _encode(self, prompt: Any) -> list[int]:
+        if not is_text(prompt) and not is_chat(prompt):
+            detail = f"expected text, or messages with a role and a content, got {prompt!r:.80}"
+            raise InvalidInput(detail, argument="prompts")
+        inputs = self._opened().inputs
+        _, tokens = encode_prompt(prompt, inputs.tokenizer, **chat_settings(self.config, inputs.environment))
+        return tokens
 
     def _read(self, name: str) -> list[dict[str, Any]]:
         file = Path(self.config.output) / name
