@@ -48,7 +48,7 @@ class Trainer:
     - Every other argument is a key of the configuration: `max_tokens` is `rollout.max_tokens`, `lr` is `optimizer.lr`,
       and `checkpoint_every` is `checkpoint.every`. A section can also be given whole, as in `graph={"impl": "none"}`.
 
-    What is wrong with an argument raises ConfigError here, before anything is loaded.
+    What is wrong with an argument raises ConfigError or InvalidInput here, both ValueErrors, before anything is loaded.
     """
 
     def __init__(

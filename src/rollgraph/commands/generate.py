@@ -171,7 +171,8 @@ def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Eng
     params = _make_params(options)
     stored = _open_model(options)
     _encode(requests, stored.tokenizer, options.chat)
-    if stored.config is not None and stored.config.data.chat and not options.chat and options.prompt is not None:
+    was_chat = stored.config is not None and stored.config.data.chat
+    if was_chat and not options.chat and not options.quiet and any("prompt" in request.row for request in requests):
         print("the run has data.chat: true, so its prompts were chats; --chat asks the same way", file=sys.stderr)
     device = choose_device(options.device)
     if options.cache_gib is not None and not options.cache_gib > 0:
