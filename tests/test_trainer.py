@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from rollgraph import Trainer
 from rollgraph.cli import main
 from rollgraph.config import ConfigError, config_from_keywords, to_yaml
-from rollgraph.config.keywords import key_of
+from rollgraph.config.keywords import ELSEWHERE, key_of
 from rollgraph.config.loading import list_keys
 from rollgraph.errors import InvalidInput
 from rollgraph.rl.paths import LoadError, load_object
@@ -98,6 +99,42 @@ def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) 
     for one in (run, whole, again):
         one.close()
     assert len(again.metrics) == len(run.metrics)
+
+
+def test_a_prompt_may_be_a_chat_and_nothing_that_is_asked_for_is_left_out(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "1+1="}]
+    model = {"tiny": {**TINY["tiny"], "max_length": 48}}
+    with small_trainer(tmp_path, model=model, max_prompt_tokens=32).train(steps=1) as run:
+        answer = run.generate(chat, seed=3)
+        assert isinstance(answer, str)
+        assert run.generate([chat], seed=3) == [answer]
+        with pytest.raises(InvalidInput, match="n: each prompt gets one completion"):
+            run.generate("1+1=", n=2)
+        with pytest.raises(
+            InvalidInput, match=r"prompts: expected text, or messages with a role and a content, got \{"
+        ):
+            run.generate([{"content": "1+1="}])
+        with pytest.raises(InvalidInput, match="prompts: one has 36 tokens, and this run has room for 35, completion"):
+            run.generate("1" * 36)
+
+
+def test_a_prompt_is_asked_as_the_environment_of_the_run_asks_it(tmp_path: Path) -> None:
+    options = {"tools": ["rollgraph.rl.calculator:calculate"], "max_turns": 1, "max_tokens": 3}
+    settings = {
+        "environment": {"name": "rollgraph.rl.chat:Chat", "options": options},
+        "model": {"tiny": {**TINY["tiny"], "max_length": 640}},
+        "max_prompt_tokens": 636,
+        "token_buckets": [704],
+        "rewards": [("length", 1.0, {"limit": 3})],
+    }
+    with small_trainer(tmp_path, **settings).train(steps=1) as run:
+        assert run.policy.engine is not None
+        sample = run.samples[0]
+        asked = ROWS[sample["prompt_id"]]["prompt"]
+        assert '"name": "calculate"' in sample["prompt"]
+        tokens = run.policy.tokenizer.encode(sample["prompt"], special=False)
+        (expected,) = run.policy.engine.generate([tokens], replace(run.policy.sampling, seed=3))
+        assert run.generate(asked, seed=3) == expected.completions[0].text
 
 
 def test_the_run_of_a_program_is_that_of_the_command(tmp_path: Path) -> None:
@@ -355,6 +392,8 @@ def test_arguments_are_keys() -> None:
     ("arguments", "message"),
     [
         ({"max_token": 3}, "argument max_token: there is no such key; did you mean max_tokens"),
+        ({"learning_rate": 3}, "argument learning_rate: there is no such key; here it is lr"),
+        ({"beta": 3}, "argument beta: there is no such key; here it is kl_coef"),
         ({"every": 3}, "argument every: several sections have this key; write validation_every or checkpoint_every"),
         ({"samples_per_prompt": 1}, "argument samples_per_prompt: rollout.samples_per_prompt: grpo compares"),
         ({"max_tokens": "many"}, "argument max_tokens: rollout.max_tokens: expected whole number ≥ 1, got the text"),
@@ -384,16 +423,24 @@ def test_a_wrong_argument_is_named(tmp_path: Path, arguments: dict[str, Any], me
         ({"train": [{"question": "?"}]}, "train:1: expected either 'prompt' or 'messages', got 'question'"),
         ({"train": {"prompt": ["?"]}}, "train: expected rows, got a mapping with 'prompt'; give a list with one dict"),
         ({"train": [{"prompt": "?", 0: 1}]}, "train:1: the name of a column must be text, got 0"),
-        ({"callbacks": [print, 3]}, "callbacks: expected functions"),
+        ({"callbacks": [print, 3]}, r"callbacks: expected a function of \(step, metrics\), got 3"),
         ({"rewards": None}, "rewards: expected a list of rewards, got None"),
         ({"rewards": [3]}, "rewards: expected the name of a reward, or a function, got 3"),
         ({"model": 3}, "model: expected a folder, a hub id"),
+        ({"callbacks": [lambda step: None]}, "callbacks: expected a function of .*too many positional arguments"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),  # a function has another address each time
 )
 def test_a_wrong_object_is_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         small_trainer(tmp_path, **arguments)
+
+
+def test_what_others_call_a_key_is_none_here_and_leads_to_one() -> None:
+    for name, ours in ELSEWHERE.items():
+        with pytest.raises(ConfigError):
+            key_of(name)
+        assert ours in ("rewards", "train", "validation") or key_of(ours)
 
 
 def test_every_problem_is_reported_at_once() -> None:

@@ -8,6 +8,7 @@ Owns no rule of its own: arguments are the keys of the configuration, and the ru
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -51,7 +52,7 @@ class Trainer:
     - Every other argument is a key of the configuration: `max_tokens` is `rollout.max_tokens`, `lr` is `optimizer.lr`,
       and `checkpoint_every` is `checkpoint.every`. A section can also be given whole, as in `graph={"impl": "none"}`.
 
-    What is wrong with an argument raises ConfigError here, before anything is loaded.
+    What is wrong with an argument raises ConfigError or InvalidInput here, both ValueErrors, before anything is loaded.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Trainer:
         callbacks: Callback | Iterable[Callback] = (),
         **settings: Any,
     ) -> None:
-        self._callbacks = _read_callbacks(callbacks)
+        self._callbacks = [_check_callback(callback) for callback in _as_list(callbacks, "callbacks")]
         self._settings = settings
         settings.setdefault("output", "runs/default")
         if isinstance(settings.get("tokenizer"), str | os.PathLike):
@@ -78,7 +79,7 @@ class Trainer:
                 data[key], read = read_rows(source, key)
                 if read is not None:
                     rows[data[key]] = read
-        entries = [read_reward(entry) for entry in _as_list(rewards)]
+        entries = [read_reward(entry) for entry in _as_list(rewards, "rewards")]
         functions = {place: function for place, (_, function) in enumerate(entries) if function is not None}
         self._sections: dict[str, Any] = {
             "data": data,
@@ -208,23 +209,29 @@ def _read_model(model: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
-def _as_list(rewards: Any) -> list[Any]:
-    """One reward may stand alone."""
-    if isinstance(rewards, str | Mapping) or callable(rewards):
-        return [rewards]
-    if not isinstance(rewards, Iterable):
-        raise InvalidInput(f"expected a list of rewards, got {rewards!r:.80}", argument="rewards")
-    return list(rewards)
+def _as_list(entries: Any, name: str) -> list[Any]:
+    """One reward or callback may stand alone."""
+    if isinstance(entries, str | Mapping) or callable(entries):
+        return [entries]
+    if not isinstance(entries, Iterable):
+        raise InvalidInput(f"expected a list of {name}, got {entries!r:.80}", argument=name)
+    return list(entries)
 
 
-def _read_callbacks(given: Any) -> list[Callback]:
-    """One callback may stand alone."""
-    callbacks = [given] if callable(given) or not isinstance(given, Iterable) else list(given)
-    for callback in callbacks:
-        if not callable(callback) or is_async(callback):
-            detail = f"expected functions of (step, metrics) that are not async, got {callback!r:.80}"
-            raise InvalidInput(detail, argument="callbacks")
-    return callbacks
+def _check_callback(callback: Any) -> Callback:
+    """A callback that can be called; one that cannot would end the run after its first step."""
+    problem = "it is async" if is_async(callback) else ""
+    try:
+        inspect.signature(callback).bind(0, {})
+    except TypeError as error:
+        problem = str(error)
+    except ValueError:  # some functions that are written in C have no signature
+        pass
+    if problem:
+        detail = f"expected a function of (step, metrics), got {callback!r:.80} ({problem})"
+        raise InvalidInput(detail, argument="callbacks")
+    found: Callback = callback
+    return found
 
 
 def _is_true(answer: Any) -> bool:

@@ -86,6 +86,12 @@ def test_a_key_given_as_an_option_is_answered_with_how_to_write_it(
     assert list(tmp_path.iterdir()) == [path]  # nothing was started
 
 
+def test_overrides_are_not_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert "the following arguments are required: config\n" in capsys.readouterr().err
+
+
 def test_a_value_with_blanks_is_quoted_as_a_shell_needs_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.yaml", "--reward.functions=[{name: exact_match}]"]) == 2
     assert capsys.readouterr().err.endswith("write 'reward.functions=[{name: exact_match}]'\n")

@@ -36,6 +36,8 @@ def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture
     path.write_text(to_yaml(config_of(folder, "steps=2")))
     assert main(["eval", str(path)]) == 1
     assert "has no checkpoint" in capsys.readouterr().err
+    assert main(["eval", str(path), "output=elsewhere"]) == 1
+    assert f"elsewhere has no checkpoint: there is no such folder in {Path.cwd()}" in capsys.readouterr().err
     assert not (folder / "run").exists()
     assert main(["train", str(path), "optimizer.lr=0.02", "data.validation=null"]) == 0
     assert main(["export", str(path), "--which", "best", "--to", str(folder / "best")]) == 1

@@ -86,6 +86,7 @@ def test_a_config_made_in_python_equals_one_from_yaml() -> None:
         ("optimizer: {betas: [0.9]}", "optimizer.betas: expected list of 2: number ≥ 0 and < 1, got a list of 1"),
         ("optimizer: {betas: [0.9, 1.0]}", "run.yaml:7: optimizer.betas[1]: expected number ≥ 0 and < 1, got 1.0"),
         ("optimizer: 3", "run.yaml:7: optimizer: expected section, got 3"),
+        ("algorithm: dapo", "algorithm: expected section, got the text 'dapo'; did you mean algorithm.name?"),
         ("algorithm: {options: [1]}", "run.yaml:7: algorithm.options: expected mapping, got a list of 1"),
         ("graph: {warmup: 0}", "run.yaml:7: graph.warmup: expected whole number ≥ 1, got 0"),
         ("memory: {cache_gib: 0}", "run.yaml:7: memory.cache_gib: expected number > 0 or null, got 0"),
@@ -169,6 +170,15 @@ def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> N
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
         load_config(tmp_path / "absent.yaml")
+
+
+def test_the_folder_of_a_run_leads_to_its_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is a folder, not a regular file$"):
+        load_config(tmp_path)
+    write(tmp_path, config="seed: 1")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path)
+    assert f"did you mean {tmp_path / 'config.yaml'}?" in str(caught.value)
 
 
 def test_overrides_win_over_files_in_order() -> None:

@@ -134,7 +134,8 @@ def test_a_tool_that_raises_is_told_and_counted_and_its_output_is_limited() -> N
     assert told == ["error: Ari... (16 more characters)", "<|eos|>999... (47 more characters)"]
     assert EOS not in rollout.tokens[rollout.spans[3].start : rollout.spans[3].end - len("\nassistant: ") - 1]
     assert environment.failures == {"calculate/ArithmeticError": 1}
-    assert environment.unread() == ["calculate/ArithmeticError: no"]
+    (message,) = environment.unread()
+    assert message.startswith(f"calculate/ArithmeticError: no ({__file__}:")
     assert rollout.finish_reason == "stop"
 
 

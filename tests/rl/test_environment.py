@@ -209,7 +209,7 @@ def test_a_reply_that_raises_ends_only_its_own_sample() -> None:
     rollouts = environment.run(Script(lambda context, key: texts[key] if context == "?" else "on"), [prompt(0)])
     assert [(r.text, r.finish_reason) for r in rollouts] == [("raise", "error"), ("number", "error"), ("go+on", "stop")]
     assert environment.failures == {"ZeroDivisionError": 1, "TokenizerError": 1}
-    assert environment.messages["ZeroDivisionError"] == "integer division or modulo by zero"
+    assert f"integer division or modulo by zero ({__file__}:" in environment.messages["ZeroDivisionError"]
 
 
 def test_a_reply_that_exits_or_panics_ends_only_its_own_sample() -> None:

@@ -78,7 +78,7 @@ def test_a_reply_that_always_fails_is_named(
     options = {"reply": f"{tmp_path / 'asks.py'}:broken", "stop": ENDS}
     with pytest.raises(RuntimeError, match="every rollout failed"):
         train(example(tmp_path, monkeypatch, options, "rollout.max_tokens=160"), ONE)
-    assert "the environment failed: OSError: no disk" in capsys.readouterr().out
+    assert f"the environment failed: OSError: no disk ({tmp_path / 'asks.py'}:10)" in capsys.readouterr().out
 
 
 def test_mistakes_are_found_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

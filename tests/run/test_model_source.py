@@ -16,7 +16,7 @@ from rollgraph.model import load_model
 from rollgraph.run.model_source import open_model, read_config
 from rollgraph.train import train
 from tests.sharding.worlds import run_world
-from tests.test_train import eager_config, flip, write_inputs
+from tests.test_train import ONE, eager_config, flip, write_inputs
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,19 @@ def test_generate_takes_a_model_a_checkpoint_or_a_run(trained: Path, capsys: pyt
     assert generated(capsys, first) != expected
     assert generated(capsys, run, "--which", "best") in (expected, generated(capsys, first))
     assert main(["generate", str(run), "--prompt", "a", "--max-tokens", "1"]) == 0
-    assert f"step 1 of {run}\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"step 1 of {run}\n" in said
+    assert "\n\n" not in said  # the bar of captures leaves nothing where there is no terminal
+
+
+def test_generate_says_that_the_prompts_of_a_run_were_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["model.tiny.max_length=64", "data.max_prompt_tokens=48", "train.token_buckets=[64]"]
+    train(eager_config(write_inputs(tmp_path), "steps=1", "data.chat=true", "data.validation=null", *lengths), ONE)
+    ask = ["generate", str(tmp_path / "run"), "--prompt", "12?", "--max-tokens", "1"]
+    for options, is_said in (([], True), (["--chat"], False), (["--quiet"], False)):
+        capsys.readouterr()
+        assert main([*ask, *options]) == 0
+        assert ("--chat asks the same way" in capsys.readouterr().err) == is_said
 
 
 def test_eval_takes_a_model_a_checkpoint_or_a_run(

@@ -247,6 +247,7 @@ def test_live_output_leaves_the_cursor_visible_also_after_an_exception() -> None
     assert written.count("\x1b[?25l") == 1
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
     assert "a [note] that stays" in written
+    assert "[dim]" not in written  # the picture is also drawn with the note, which has no markup
     before = len(written)
     console.print("the terminal is ours again")
     assert console.file.getvalue()[before:] == "the terminal is ours again\n"

@@ -15,7 +15,11 @@ from rollgraph.config.field_types import unwrap
 def add_words(parser: argparse.ArgumentParser, example: str, nargs: str | None = None) -> None:
     parser.add_argument("config", nargs=nargs, help="YAML file of a run; see docs/config.md")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help=f"override a key, anywhere on the line, e.g. {example}"
+        "overrides",
+        nargs="*",
+        default=[],  # without a default, argparse calls it required
+        metavar="key=value",
+        help=f"override a key, anywhere on the line, e.g. {example}",
     )
 
 

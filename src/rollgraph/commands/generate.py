@@ -171,6 +171,9 @@ def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Eng
     params = _make_params(options)
     stored = _open_model(options)
     _encode(requests, stored.tokenizer, options.chat)
+    was_chat = stored.config is not None and stored.config.data.chat
+    if was_chat and not options.chat and not options.quiet and any("prompt" in request.row for request in requests):
+        print("the run has data.chat: true, so its prompts were chats; --chat asks the same way", file=sys.stderr)
     device = choose_device(options.device)
     if options.cache_gib is not None and not options.cache_gib > 0:
         raise InputError(f"--cache-gib {options.cache_gib:g}: must be more than 0")
@@ -317,7 +320,8 @@ def _capture_bar(quiet: bool) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("capturing {task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=_console(), transient=True, disable=quiet) as bar:
+    console = _console()
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
 

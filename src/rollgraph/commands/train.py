@@ -179,7 +179,7 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
             run = make_run(with_model(config, source), world, writes=False)
         else:
             if not (Path(config.output) / CHECKPOINTS).is_dir():
-                raise ValueError(f"{config.output} has no checkpoint{_baseline_hint(options, config)}")
+                raise ValueError(f"{config.output} has no checkpoint{_checkpoint_hint(options, config)}")
             source = ModelSource("run", Path(config.output))
             run = make_run(config, world, writes=False)
         try:
@@ -193,10 +193,13 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
     return _told(options, run)
 
 
-def _baseline_hint(options: argparse.Namespace, config: Config) -> str:
+def _checkpoint_hint(options: argparse.Namespace, config: Config) -> str:
+    """What may help where there is no checkpoint: another folder to start in, or a baseline."""
+    output = Path(config.output)
+    absent = "" if output.is_absolute() or output.exists() else f": there is no such folder in {Path.cwd()}"
     if options.command != "eval" or config.model.path is None:
-        return ""
-    return f"; for the model that training begins with, add --model {config.model.path}"
+        return absent
+    return f"{absent}; for the model that training begins with, add --model {config.model.path}"
 
 
 def _load_weights(run: Any, source: ModelSource, which: str | None) -> str:

@@ -42,7 +42,9 @@ def read_text(path: Path) -> str:
     try:
         return files.read_text(path)
     except FileError as error:
-        raise ConfigError([ConfigProblem(error.detail, place=error.place)]) from None
+        inside = path / "config.yaml"  # of a run, or of a starter
+        hint = f"; did you mean {inside}?" if inside.is_file() else ""
+        raise ConfigError([ConfigProblem(error.detail + hint, place=error.place)]) from None
 
 
 def merge_bases(

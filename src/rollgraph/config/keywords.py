@@ -22,6 +22,26 @@ from rollgraph.errors import nearest
 # Where several sections have a key of the same name, the bare name means that of the first of these.
 PREFERRED = ("rollout", "optimizer", "algorithm", "data")
 
+# What others call it. A name that looks like one of these may be near to another key, which would mislead.
+ELSEWHERE = {
+    "beta": "kl_coef",
+    "eval_dataset": "validation",
+    "eval_steps": "validation_every",
+    "learning_rate": "lr",
+    "logging_steps": "log_every",
+    "lr_scheduler_type": "schedule",
+    "max_completion_length": "max_tokens",
+    "max_grad_norm": "clip_norm",
+    "max_new_tokens": "max_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "max_steps": "steps",
+    "num_generations": "samples_per_prompt",
+    "output_dir": "output",
+    "reward_funcs": "rewards",
+    "save_steps": "checkpoint_every",
+    "train_dataset": "train",
+}
+
 
 def config_from_keywords(arguments: Mapping[str, Any], *more_rules: Callable[[Config], list[BrokenRule]]) -> Config:
     """Read a configuration from arguments such as {"output": "runs/mine", "max_tokens": 64, "optimizer": {"lr": 1e-6}}.
@@ -71,6 +91,8 @@ def key_of(name: str) -> str:
 
 
 def _suggest(name: str, keys: Iterable[str]) -> str:
+    if name in ELSEWHERE:
+        return f"; here it is {ELSEWHERE[name]}"
     spellings: dict[str, None] = {}  # in the order of the keys
     for key in keys:
         spellings[key.replace(".", "_")] = None

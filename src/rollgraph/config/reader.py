@@ -86,7 +86,7 @@ class _Reader:
         before = len(self.problems)
         value = self._convert(kind, node, key)
         if value is _WRONG and len(self.problems) == before:
-            self._report(f"expected {spell(kind)}, got {describe(node)}", key, node)
+            self._report(f"expected {spell(kind)}, got {describe(node)}{_suggest_name(kind, node, key)}", key, node)
         return value
 
     def _report(self, detail: str, key: str, node: Node) -> None:
@@ -157,3 +157,10 @@ class _Reader:
         if near is not None:
             return f"did you mean {by_last_name[near]}?"
         return f"expected one of {', '.join(names)}"
+
+
+def _suggest_name(kind: Any, node: Node, key: str) -> str:
+    """What to write in place of `algorithm: dapo`, where a section has a name."""
+    kind, _ = unwrap(kind)
+    has_name = is_dataclass(kind) and any(item.name == "name" for item in fields(kind))
+    return f"; did you mean {key}.name?" if has_name and isinstance(node.value, str) else ""

@@ -23,7 +23,7 @@ from rollgraph.rl.reward_calls import check_score, copy_value
 from rollgraph.rl.tool_calls import ToolCall, parse_turn
 from rollgraph.rl.tools import Tool, write_result
 from rollgraph.rl.turns import Episode
-from rollgraph.rl.worker_messages import Failure
+from rollgraph.rl.worker_messages import Failure, line_of
 from rollgraph.tokenizer import Message, Tokenizer
 from rollgraph.tokenizer.chat_replies import ChatReplies
 from rollgraph.types import Rollout
@@ -143,7 +143,7 @@ class Chat(Conversations):
                 raise
             except Exception as error:
                 kind = type(error).__name__
-                failures.append((f"{call.name}/{kind}", str(error)))
+                failures.append((f"{call.name}/{kind}", f"{error}{line_of(error)}"))
                 result = f"error: {kind}: {error}"
             results.append(write_result(call.name, result, self._most_characters))
         return results

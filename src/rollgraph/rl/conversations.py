@@ -29,6 +29,7 @@ from rollgraph.rl.turns import (
     make_episodes,
     open_session,
 )
+from rollgraph.rl.worker_messages import line_of
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Prompt, Rollout, Span
 
@@ -153,7 +154,7 @@ class Conversations:
         """Append the reply to a turn and ask for the next turn, if there is room for one."""
         rollout = episode.rollout
         if reply.error is not None:
-            self._count_failure(type(reply.error).__name__, str(reply.error))
+            self._count_failure(type(reply.error).__name__, f"{reply.error}{line_of(reply.error)}")
             rollout.finish_reason = "error"
             return
         answer: Answer = reply.value

@@ -24,7 +24,8 @@ from rollgraph.tokenizer import Message, Tokenizer
 from rollgraph.types import Prompt
 
 __all__ = [
-    "DataError", "PromptData", "Row", "as_chat", "is_chat", "is_text", "load_rows", "make_rows", "read_jsonl", "split",
+    "DataError", "PromptData", "Row", "as_chat", "is_chat", "is_text", "load_rows", "make_rows",
+    "read_jsonl", "split",
 ]  # fmt: skip
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]

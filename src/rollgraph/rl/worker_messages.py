@@ -10,6 +10,7 @@ import signal
 import struct
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 # Workers start with these blocked, until they have handlers of their own.
@@ -18,6 +19,7 @@ READY, BROKEN, BEGUN, RESULT = "ready", "broken", "begun", "result"  # what a wo
 _HEADER = struct.Struct(">4sQ")
 _MARK = b"call"
 _MOST_BYTES = 2**32  # in one message
+_PACKAGE = Path(__file__).parents[1]
 
 
 class Failure(NamedTuple):
@@ -33,13 +35,19 @@ class GarbageError(Exception):
 
 def describe(error: BaseException) -> Failure:
     """The failure of a call that raised, with the line the exception came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     try:
         text = str(error)
     except Exception:  # the exception class may be anybody's
         text = "(it cannot be shown)"
-    return Failure("raised", f"{type(error).__name__}: {text}{place}")
+    return Failure("raised", f"{type(error).__name__}: {text}{line_of(error)}")
+
+
+def line_of(error: BaseException) -> str:
+    """The line an exception came from, in brackets, for the end of a message; empty if it is one of rollgraph's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or Path(frames[-1].filename).is_relative_to(_PACKAGE):
+        return ""
+    return f" ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 def show(value: Any) -> str:

@@ -18,7 +18,7 @@ from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.errors import InvalidInput
 from rollgraph.policy import PolicyWorker
-from rollgraph.rl.rows import is_chat
+from rollgraph.rl.rows import is_chat, is_text
 from rollgraph.run.given import Given, read_rows
 from rollgraph.run.inputs import with_validation
 from rollgraph.run.model_source import none_found
@@ -79,6 +79,11 @@ class TrainedRun:
         params = replace(policy.sampling, **sampling)
         if params.n != 1:
             raise InvalidInput("each prompt gets one completion; give a prompt several times", argument="n")
+        longest = max(map(len, tokens), default=0)
+        room = policy.engine.max_length
+        if longest >= room:
+            detail = f"one has {longest} tokens, and this run has room for {room}, completion included"
+            raise InvalidInput(f"{detail}; `rollgraph generate` makes room as needed", argument="prompts")
         with policy.phases.enter("generate"):
             outputs = policy.engine.generate(tokens, params)
         texts = []
@@ -135,8 +140,9 @@ class TrainedRun:
         return self._run
 
     def _encode(self, prompt: Any) -> list[int]:
-        if not isinstance(prompt, str) and not is_chat(prompt):
-            raise InvalidInput(f"expected text, or a list of {{role, content}}, got {prompt!r:.80}", argument="prompts")
+        if not is_text(prompt) and not is_chat(prompt):
+            detail = f"expected text, or messages with a role and a content, got {prompt!r:.80}"
+            raise InvalidInput(detail, argument="prompts")
         _, tokens = self._opened().inputs.data.encode(prompt)
         return tokens
 

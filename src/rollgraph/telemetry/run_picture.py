@@ -81,13 +81,15 @@ class RunPicture(View):
     def _bars(self) -> RenderableType:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
+        from rich.text import Text
 
         table = Table.grid(padding=(0, 1), expand=True)
         for justify, ratio in (("left", None), ("left", 1), ("right", None), ("right", None)):
             table.add_column(justify=justify, ratio=ratio, no_wrap=True)  # type: ignore[arg-type]
         for name, done, total, cell in self._rows():
             bar = ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="dim green")
-            table.add_row(name, bar if total else "", f"{done:,}/{total:,}" if total else "", f"[dim]{cell}[/]")
+            # A style, not markup: a note is printed without markup, and the picture is drawn anew with it.
+            table.add_row(name, bar if total else "", f"{done:,}/{total:,}" if total else "", Text(cell, style="dim"))
         return table
 
     def _rows(self) -> list[tuple[str, int, int, str]]:
