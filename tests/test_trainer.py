@@ -231,7 +231,7 @@ def test_a_run_is_used_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.Mo
     assert run.generate(chat, seed=1) == run.generate([chat], seed=1)[0]
     with pytest.raises(InvalidInput, match="n: each prompt gets one completion"):
         run.generate("1+1=", n=2)
-    with pytest.raises(InvalidInput, match=r"prompts: expected text, or a list of \{role, content\}, got None"):
+    with pytest.raises(InvalidInput, match=r"prompts: expected text, or messages with a role and a content, got None"):
         run.generate(["1+1=", None])  # type: ignore[list-item]
     trained = weakref.ref(run.policy.model)
     run.close()

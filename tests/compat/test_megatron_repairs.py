@@ -371,7 +371,9 @@ def test_every_repair_can_be_looked_up() -> None:
 def test_what_the_readme_quotes_can_be_looked_up() -> None:
     root = Path(__file__).parents[2]
     readme, docs = (root / name for name in ("README.md", "docs/megatron.md"))
-    (section,) = re.findall(r"^## On Megatron.*?(?=^## )", readme.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (section,) = re.findall(
+        r"^## On .*?Megatron.*?(?=^## )", readme.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     quotes = re.findall(r'`assert [^`]+`|"[^"]+"', section)
     assert quotes
     assert [quote for quote in quotes if quote[1:-1] not in docs.read_text(encoding="utf-8")] == []

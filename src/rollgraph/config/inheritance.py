@@ -6,6 +6,7 @@ because other YAML dialects follow the same chain of files with rules of their o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ def read_text(path: Path) -> str:
         return files.read_text(path)
     except FileError as error:
         inside = path / "config.yaml"  # of a run, or of a starter
-        hint = f"; did you mean {inside}?" if inside.is_file() else ""
+        hint = f"; did you mean {inside}?" if os.path.isfile(inside) else ""
         raise ConfigError([ConfigProblem(error.detail + hint, place=error.place)]) from None
 
 
