@@ -131,6 +131,7 @@ def test_a_process_that_cannot_be_repaired_says_so_once_and_goes_on(tmp_path: Pa
     assert done.stderr.endswith("ModuleNotFoundError: no torch in this environment\n")
 
 
+@pytest.mark.slow
 def test_looking_for_megatron_does_not_repair_but_importing_does(tmp_path: Path) -> None:
     """In a process that could not import rollgraph on its own."""
     pytest.importorskip("megatron.core", reason=REASON)
@@ -149,6 +150,7 @@ print({str(finding.state) for finding in repair()} == {str(finding.state) for fi
     assert done.stderr.count("rollgraph: ") == 1
 
 
+@pytest.mark.slow
 def test_repair_by_hand_reports_correctly_beside_the_hook(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason=REASON)
     code = "from rollgraph.compat.megatron import repair; print([str(found.state) for found in repair()])"

@@ -101,7 +101,8 @@ def check_agreement(worker: PolicyWorker, asked: list[tuple[list[int], int]], se
 
 def cases() -> Iterator[Any]:
     for name in ARCHITECTURES:
-        yield pytest.param(name, "cpu", torch.float32, id=f"{name}, cpu")
+        marks = [pytest.mark.slow] if name in ("many layers", "odd sizes") else []
+        yield pytest.param(name, "cpu", torch.float32, id=f"{name}, cpu", marks=marks)
         yield pytest.param(name, "cuda", torch.bfloat16, id=f"{name}, cuda", marks=pytest.mark.gpu)
     yield pytest.param("head norms", "cpu", torch.bfloat16, id="head norms, cpu, bf16")
 

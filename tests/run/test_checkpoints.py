@@ -205,6 +205,7 @@ def two_ranks(world: World, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_one_rank_then_two_then_one(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start()

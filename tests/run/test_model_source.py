@@ -168,6 +168,7 @@ def train_and_export(world: World, config: Config) -> None:
     train(config, world)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_shards_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     folder = write_inputs(tmp_path)

@@ -126,7 +126,7 @@ def run_cases(world: World, cases: list[Case]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_every_setting_gives_the_bits_of_one_process(size: int, tmp_path: Path) -> None:
     found = run_world(size, tmp_path, run_cases, CASES)
     assert not any(isinstance(result, str) for result in found), next(r for r in found if isinstance(r, str))
