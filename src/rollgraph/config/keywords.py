@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rollgraph.config.keys import Config
-from rollgraph.config.loading import list_keys
+from rollgraph.config.loading import Rules, list_keys, with_more_rules
 from rollgraph.config.problems import ConfigError, ConfigProblem
-from rollgraph.config.reader import BrokenRule, read_tree
-from rollgraph.config.rules import broken_rules
+from rollgraph.config.reader import read_tree
 from rollgraph.config.yaml_tree import Node
 from rollgraph.errors import nearest
 
@@ -43,7 +42,7 @@ ELSEWHERE = {
 }
 
 
-def config_from_keywords(arguments: Mapping[str, Any], *more_rules: Callable[[Config], list[BrokenRule]]) -> Config:
+def config_from_keywords(arguments: Mapping[str, Any], *more_rules: Rules) -> Config:
     """Read a configuration from arguments such as {"output": "runs/mine", "max_tokens": 64, "optimizer": {"lr": 1e-6}}.
 
     Everything that is wrong is reported at once. `more_rules` are checked after `broken_rules`.
@@ -59,14 +58,7 @@ def config_from_keywords(arguments: Mapping[str, Any], *more_rules: Callable[[Co
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-
-    def check(config: Config) -> list[BrokenRule]:
-        broken = broken_rules(config)
-        for rules in more_rules:
-            broken += rules(config)
-        return broken
-
-    return read_tree(Config, Node(tree, "arguments"), (), check)
+    return read_tree(Config, Node(tree, "arguments"), (), with_more_rules(*more_rules))
 
 
 def key_of(name: str) -> str:

@@ -22,6 +22,11 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *mo
     `overrides` are like `rollout.temperature=0.7`. `more_rules` are checked after `broken_rules` and are reported in
     the same way, with their places.
     """
+    return read_tree(Config, load_tree(Path(path)), overrides, with_more_rules(*more_rules))
+
+
+def with_more_rules(*more_rules: Rules) -> Rules:
+    """`broken_rules`, and these after it."""
 
     def check(config: Config) -> list[BrokenRule]:
         broken = broken_rules(config)
@@ -29,7 +34,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = (), *mo
             broken += rules(config)
         return broken
 
-    return read_tree(Config, load_tree(Path(path)), overrides, check)
+    return check
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), name: str = "<text>") -> Config:

@@ -10,8 +10,8 @@ from rollgraph.distributed.world import World
 from rollgraph.rl.data import DataError
 from rollgraph.rl.demonstrations import WrittenData, load_written
 from rollgraph.rl.environment import Environment
-from rollgraph.run.given import NOTHING, Given
-from rollgraph.run.hub_cache import HELD_OUT, TRAIN
+from rollgraph.run.given import NOTHING, Given, read_held_out_rows, read_training_rows
+from rollgraph.run.hub_cache import TRAIN
 from rollgraph.run.key_errors import about
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Rollout
@@ -21,8 +21,7 @@ def load_training_rows(
     config: Config, tokenizer: Tokenizer, world: World, source: str, most: int, given: Given = NOTHING
 ) -> WrittenData:
     settings = config.data
-    with about("data.train"):
-        rows = given.read(settings.train, TRAIN)
+    rows = read_training_rows(config, given)
     with about("data"):
         return load_written(
             rows,
@@ -45,10 +44,9 @@ def load_validation_rows(
 ) -> WrittenData | None:
     """The first rows of the validation file; every rank has all of them."""
     settings = config.data
-    if settings.validation is None:
+    rows = read_held_out_rows(config, given)
+    if rows is None:
         return None
-    with about("data.validation"):
-        rows = given.read(settings.validation, HELD_OUT)[: config.validation.max_prompts]
     with about("data"):
         return load_written(
             rows,

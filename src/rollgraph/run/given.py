@@ -18,7 +18,8 @@ from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.errors import InvalidInput
 from rollgraph.rl.rows import DataError, Row, load_rows, make_rows
-from rollgraph.run.hub_cache import data_files
+from rollgraph.run.hub_cache import HELD_OUT, TRAIN, data_files
+from rollgraph.run.key_errors import about
 from rollgraph.run.shared_work import work_on_some
 
 MODEL_FOLDER = "initial_model"  # in the run's folder: a model that was given as an object
@@ -69,6 +70,19 @@ def write_given_model(config: Config, world: World, given: Given, *, fresh: bool
         return ""
 
     work_on_some(world, world.rank == 0, write)
+
+
+def read_training_rows(config: Config, given: Given) -> Sequence[Row]:
+    with about("data.train"):
+        return given.read(config.data.train, TRAIN)
+
+
+def read_held_out_rows(config: Config, given: Given) -> Sequence[Row] | None:
+    """The first rows of the validation data; None if there is none."""
+    if config.data.validation is None:
+        return None
+    with about("data.validation"):
+        return given.read(config.data.validation, HELD_OUT)[: config.validation.max_prompts]
 
 
 def read_rows(source: Any, name: str) -> tuple[str, list[Row] | None]:

@@ -25,8 +25,8 @@ from rollgraph.run.checkpoints import Saved
 from rollgraph.run.config_changes import Change, check_changes
 from rollgraph.run.demonstrations import chat_settings, load_training_rows, load_validation_rows, load_warm_start
 from rollgraph.run.fingerprints import fingerprint_inputs
-from rollgraph.run.given import NOTHING, Given
-from rollgraph.run.hub_cache import HELD_OUT, TRAIN, model_folder
+from rollgraph.run.given import NOTHING, Given, read_held_out_rows, read_training_rows
+from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.key_errors import about
 from rollgraph.run.resume import check_data
 from rollgraph.run.shapes import (
@@ -257,8 +257,7 @@ def make_data(
     given: Given = NOTHING,
 ) -> PromptData:
     settings = config.data
-    with about("data.train"):
-        rows = given.read(settings.train, TRAIN)
+    rows = read_training_rows(config, given)
     with about("data"):
         return PromptData(
             rows,
@@ -278,11 +277,9 @@ def make_held_out(
     config: Config, tokenizer: Tokenizer, limits: Limits, environment: Environment, given: Given = NOTHING
 ) -> PromptData | None:
     """The first prompts of the validation file; every rank has all of them."""
-    source = config.data.validation
-    if source is None:
+    rows = read_held_out_rows(config, given)
+    if rows is None:
         return None
-    with about("data.validation"):
-        rows = given.read(source, HELD_OUT)[: config.validation.max_prompts]
     with about("data"):
         return PromptData(
             rows,

@@ -96,8 +96,7 @@ def step_floor(
             found["reference"] = forward
         if scores_old(config, algorithm, exact=config.graph.exact != "off"):
             found["old log-probabilities"] = forward
-        passes = 4 if model.checkpointing else 3  # backward is two forwards; checkpointing adds one
-        return found | {"train": passes * config.algorithm.epochs * forward}
+        return found | {"train": _training_passes(config, model) * forward}
 
     full, rest = divmod(samples, rows)
     decoded = full * decode(rows) + (decode(rest) if rest else 0.0)
@@ -121,9 +120,13 @@ def written_floor(
         parts["policy"] = forward
     if algorithm.needs_reference:
         parts["reference"] = forward
-    passes = 4 if model.checkpointing else 3
-    parts["train"] = passes * config.algorithm.epochs * forward
+    parts["train"] = _training_passes(config, model) * forward
     return Floor(parts, parts, tflops, tb_per_second)
+
+
+def _training_passes(config: Config, model: Decoder) -> int:
+    """Training in forward passes: backward is two of them, and checkpointing adds one."""
+    return (4 if model.checkpointing else 3) * config.algorithm.epochs
 
 
 def _multiplied_weights(model: Decoder) -> int:
