@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rollgraph.compat.megatron import undo
+from rollgraph.compat.megatron import repair, undo
 from rollgraph.compat.megatron.probe_objects import CudaStandIn, TorchStandIn
 
 LAYERS, WIDTH, TOKENS, VOCABULARY = 4, 32, 8, 64
@@ -164,3 +164,48 @@ def list_managers(model: nn.Module) -> list[nn.Module]:
     from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
     return [module for module in model.modules() if isinstance(module, CudaGraphManager)]
+
+
+def toggle(model: torch.nn.Module, to: str) -> None:
+    from megatron.core.transformer.utils import toggle_cuda_graphs
+
+    toggle_cuda_graphs(model, to)
+
+
+def make_reference(seed: int = 1) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=random) if isinstance(tensor, Tensor) else tensor
+        for name, tensor in make_gpt("none").state_dict().items()
+    }
+
+
+@torch.no_grad()
+def score(model: Any) -> Tensor:
+    return model(**make_batch())
+
+
+def train_healthily() -> dict[str, torch.Tensor]:
+    """Losses, gradients and weights of a run that switches hooks and graphs in the order that the package expects."""
+    ddp = wrap_ddp(make_gpt())
+    seen = {}
+    ddp.disable_forward_pre_hook(param_sync=False)
+    for step in range(4):
+        seen[f"loss {step}"] = torch.tensor(compute_gradients(ddp, seed=step + 10 * ddp.dp_group.rank()))
+        seen.update({f"{name} {step}": tensor.main_grad.clone() for name, tensor in ddp.named_parameters()})
+        update_shard(ddp)
+        if step == 0:
+            ddp.enable_forward_pre_hook()
+        if step == 2:
+            ddp.disable_forward_pre_hook()
+            toggle(ddp.module, "none")
+            toggle(ddp.module, "local")
+    return {**seen, **copy_weights(ddp.module)}
+
+
+def repair_changes_no_bit() -> bool:
+    expected = train_healthily()
+    repair()
+    repaired = train_healthily()
+    assert not torch.equal(expected["decoder.final_layernorm.weight"], torch.ones(32))
+    return all(torch.equal(expected[name], repaired[name]) for name in expected)

@@ -5,29 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from rollgraph.compat.megatron import reference_weights, repair, repeatable_train, undo
 from tests.compat.megatron_world import (
     REASON,
-    compute_gradients,
-    copy_weights,
     list_managers,
     make_gpt,
     one_rank,  # noqa: F401
+    repair_changes_no_bit,
+    toggle,
     unrepaired,  # noqa: F401
-    update_shard,
     wrap_ddp,
 )
 
 pytest.importorskip("megatron.core", reason=REASON)
 pytestmark = pytest.mark.usefixtures("unrepaired", "one_rank")
-
-
-def toggle(model: torch.nn.Module, to: str) -> None:
-    from megatron.core.transformer.utils import toggle_cuda_graphs
-
-    toggle_cuda_graphs(model, to)
 
 
 def test_the_reported_failure() -> None:
@@ -122,32 +114,6 @@ def test_without_overlap_there_are_still_no_hooks_to_switch() -> None:
         ddp.disable_forward_pre_hook()
     with pytest.raises(AssertionError):
         ddp.enable_forward_pre_hook()
-
-
-def train_healthily() -> dict[str, torch.Tensor]:
-    """Losses, gradients and weights of a run that switches hooks and graphs in the order that the package expects."""
-    ddp = wrap_ddp(make_gpt())
-    seen = {}
-    ddp.disable_forward_pre_hook(param_sync=False)
-    for step in range(4):
-        seen[f"loss {step}"] = torch.tensor(compute_gradients(ddp, seed=step + 10 * ddp.dp_group.rank()))
-        seen.update({f"{name} {step}": tensor.main_grad.clone() for name, tensor in ddp.named_parameters()})
-        update_shard(ddp)
-        if step == 0:
-            ddp.enable_forward_pre_hook()
-        if step == 2:
-            ddp.disable_forward_pre_hook()
-            toggle(ddp.module, "none")
-            toggle(ddp.module, "local")
-    return {**seen, **copy_weights(ddp.module)}
-
-
-def repair_changes_no_bit() -> bool:
-    expected = train_healthily()
-    repair()
-    repaired = train_healthily()
-    assert not torch.equal(expected["decoder.final_layernorm.weight"], torch.ones(32))
-    return all(torch.equal(expected[name], repaired[name]) for name in expected)
 
 
 def test_with_healthy_use_results_are_the_same_bit_for_bit() -> None:

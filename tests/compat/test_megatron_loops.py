@@ -16,7 +16,9 @@ from tests.compat.megatron_world import (
     copy_weights,
     make_batch,
     make_gpt,
+    make_reference,
     one_rank,  # noqa: F401
+    score,
     unrepaired,  # noqa: F401
     update_shard,
     wrap_ddp,
@@ -170,19 +172,6 @@ def test_methods_that_a_subclass_overrides_are_still_called() -> None:
 
 
 # Reference weights
-
-
-def make_reference(seed: int = 1) -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(tensor.shape, generator=random) if isinstance(tensor, Tensor) else tensor
-        for name, tensor in make_gpt("none").state_dict().items()
-    }
-
-
-@torch.no_grad()
-def score(model: Any) -> Tensor:
-    return model(**make_batch())
 
 
 def test_the_model_scores_with_the_reference_and_is_itself_again() -> None:

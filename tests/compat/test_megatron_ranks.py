@@ -14,12 +14,14 @@ from tests.compat.megatron_world import (
     compute_gradients,
     make_batch,
     make_gpt,
+    make_reference,
     megatron_world,
+    repair_changes_no_bit,
+    score,
+    toggle,
     update_shard,
     wrap_ddp,
 )
-from tests.compat.test_megatron_hooks import repair_changes_no_bit, toggle
-from tests.compat.test_megatron_loops import make_reference, score
 from tests.sharding.worlds import run_world
 
 pytest.importorskip("megatron.core", reason=REASON)

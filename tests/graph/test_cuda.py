@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.graph_overhead import chain_memory
-from rollgraph.graph import CaptureError, GraphPool, capture, make_graphed_callables
+from rollgraph.graph import CaptureError, GraphPool, capture, cuda_backend, make_graphed_callables
+from rollgraph.graph.cuda_backend import CaptureMonitor
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
@@ -109,3 +110,22 @@ def test_compute_sanitizer_is_clean() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
+
+
+def test_a_monitor_that_autograd_keeps_does_not_count_as_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's thread frees what a captured backward ran under, its monitor included, at a time of its own."""
+    kept: list[CaptureMonitor] = []
+
+    class KeptMonitor(CaptureMonitor):
+        def __init__(self) -> None:
+            super().__init__()
+            kept.append(self)
+
+    monkeypatch.setattr(cuda_backend, "CaptureMonitor", KeptMonitor)
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).cuda()  # its output is saved for the backward
+    twin = copy.deepcopy(module)
+    x = torch.randn(3, 4, device="cuda")
+    make_graphed_callables(module, (x.clone(),))
+    assert len(kept) == 2
+    kept.clear()
+    assert torch.equal(module(x), twin(x))

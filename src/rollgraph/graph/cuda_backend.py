@@ -71,6 +71,11 @@ class CaptureMonitor(TorchDispatchMode):
                 self.made.setdefault(storage._cdata, StorageWeakRef(storage))
         return result
 
+    def forget(self) -> None:
+        """Drop every reference. Autograd's own thread may keep the monitor of a backward a little longer than we do."""
+        self.external.clear()
+        self.made.clear()
+
 
 class CudaRecording:
     """A CUDA graph with its static inputs and outputs."""
@@ -160,6 +165,7 @@ class CudaBackend:
             recording = CudaRecording(graph, inputs, outputs, monitor, arena)
             recording.nbytes = torch.cuda.memory_allocated(self.device) - before
         recording.external = _outside_pool(recording.external, arena)
+        monitor.forget()
         return recording
 
     def _capture(
