@@ -7,14 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollgraph.config import Config
-from rollgraph.model import Decoder
 from rollgraph.policy import Limits
-from rollgraph.rl.algorithms import Algorithm
-from rollgraph.rl.demonstrations import COLUMNS
 from rollgraph.run.inputs import scores_old
+from rollgraph.run.run_shape import RunShape
 
 TFLOPS = 785.0  # of a bf16 matrix product, measured on one H200
 TB_PER_SECOND = 4.28  # of a copy on the device, measured on one H200
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a device computes and copies."""
+
+    tflops: float = TFLOPS
+    tb_per_second: float = TB_PER_SECOND
+
+    @property
+    def flops(self) -> float:
+        return self.tflops * 1e12
+
+    @property
+    def bandwidth(self) -> float:
+        return self.tb_per_second * 1e12
 
 
 @dataclass(frozen=True)
@@ -23,8 +37,7 @@ class Floor:
 
     repeated: dict[str, float]  # each sample has its own copy of the prompt
     shared: dict[str, float]  # the prompt of a group is computed once
-    tflops: float
-    tb_per_second: float
+    speed: Speed
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -32,8 +45,8 @@ class Floor:
                 "repeated": {**self.repeated, "total": sum(self.repeated.values())},
                 "shared": {**self.shared, "total": sum(self.shared.values())},
             },
-            "tflops": self.tflops,
-            "tb_per_second": self.tb_per_second,
+            "tflops": self.speed.tflops,
+            "tb_per_second": self.speed.tb_per_second,
         }
 
 
@@ -47,30 +60,23 @@ def sum_up_to(first: int, last: int, most: int) -> int:
     return (rising * (rising + 1) - first * (first - 1)) // 2 + most * (last - rising)
 
 
-def step_floor(
-    config: Config,
-    model: Decoder,
-    algorithm: Algorithm,
-    limits: Limits,
-    ranks: int,
-    tflops: float,
-    tb_per_second: float,
-) -> Floor:
+def step_floor(config: Config, shape: RunShape, limits: Limits, speed: Speed) -> Floor:
     """The matrix products and memory traffic that no implementation can avoid, at the speed of the device.
 
     A token costs 2 FLOPs per weight in the forward pass and 6 with the backward; attention itself is not counted. A
     decode step reads all weights and the keys and values of its rows; it takes as long as its FLOPs or its bytes,
     whichever is longer.
     """
-    a = model.architecture
-    weights = _multiplied_weights(model)
-    prompts = -(-config.data.prompts_per_step // ranks)
-    samples = prompts * config.rollout.samples_per_prompt
+    a = shape.architecture
+    algorithm = shape.algorithm
+    weights = shape.multiplied
+    prompts = -(-config.data.prompts_per_step // shape.ranks)
+    samples = shape.samples(config)
     new = min(config.rollout.max_tokens, limits.max_length - 1)
     prompt = limits.max_length - new
-    flops = tflops * 1e12
-    bandwidth = tb_per_second * 1e12
-    itemsize = model.embed.weight.dtype.itemsize
+    flops = speed.flops
+    bandwidth = speed.bandwidth
+    itemsize = shape.itemsize
     rows = limits.rows
 
     def decode(running: int) -> float:
@@ -96,41 +102,25 @@ def step_floor(
             found["reference"] = forward
         if scores_old(config, algorithm, exact=config.graph.exact != "off"):
             found["old log-probabilities"] = forward
-        return found | {"train": _training_passes(config, model) * forward}
+        return found | {"train": _training_passes(config, shape) * forward}
 
     full, rest = divmod(samples, rows)
     decoded = full * decode(rows) + (decode(rest) if rest else 0.0)
-    return Floor(parts(samples), parts(prompts), tflops, tb_per_second)
+    return Floor(parts(samples), parts(prompts), speed)
 
 
-def written_floor(
-    config: Config,
-    model: Decoder,
-    algorithm: Algorithm,
-    limits: Limits,
-    ranks: int,
-    tflops: float,
-    tb_per_second: float,
-) -> Floor:
+def written_floor(config: Config, shape: RunShape, limits: Limits, speed: Speed) -> Floor:
     """The same for an algorithm that samples nothing, if all of its sequences are as long as allowed."""
-    samples = -(-config.data.prompts_per_step // ranks) * len(COLUMNS[algorithm.source])
-    forward = 2 * _multiplied_weights(model) * samples * limits.max_length / (tflops * 1e12)
+    forward = 2 * shape.multiplied * shape.samples(config) * limits.max_length / speed.flops
     parts = {}
-    if algorithm.source == "pairs":
+    if shape.algorithm.source == "pairs":
         parts["policy"] = forward
-    if algorithm.needs_reference:
+    if shape.algorithm.needs_reference:
         parts["reference"] = forward
-    parts["train"] = _training_passes(config, model) * forward
-    return Floor(parts, parts, tflops, tb_per_second)
+    parts["train"] = _training_passes(config, shape) * forward
+    return Floor(parts, parts, speed)
 
 
-def _training_passes(config: Config, model: Decoder) -> int:
-    """Training in forward passes: backward is two of them, and checkpointing adds one."""
-    return (4 if model.checkpointing else 3) * config.algorithm.epochs
-
-
-def _multiplied_weights(model: Decoder) -> int:
-    """All but the embedding, which is a look-up, unless its weights also make the logits."""
-    a = model.architecture
-    table = 0 if a.tied else a.vocabulary * a.hidden
-    return sum(p.numel() for p in model.parameters()) - table
+def _training_passes(config: Config, shape: RunShape) -> int:
+    """Training in forward passes: the backward is two of them, or one if the weights themselves get no gradients."""
+    return (3 if shape.adapters is None else 2) * config.algorithm.epochs

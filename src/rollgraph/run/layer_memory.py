@@ -1,0 +1,137 @@
+"""The memory of forward and backward: what a pass keeps, and what exists for a moment inside it.
+
+Owns the arithmetic of activations, logits and temporary results, from the shape of a model and a number of tokens. On
+CUDA, kernels save little, and memory that one part of a backward frees is used by the next part. Plain PyTorch on a
+CPU makes more intermediate results, and its tape keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollgraph.model import Architecture
+from rollgraph.model.logprobs import chunk_rows
+from rollgraph.model.tiled_attention import TILE
+
+FP32 = 4
+_FLASH_PADDING = 128  # rows that flash attention's backward adds for each sequence
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over a microbatch: Pass(architecture, tokens=16384, itemsize=2, cuda=True)."""
+
+    architecture: Architecture
+    tokens: int
+    itemsize: int  # bytes of a weight or an activation
+    cuda: bool
+    recomputed: int = 0  # layers, from the first one, that keep nothing but their inputs
+    sequences: int = 8  # that the microbatch has room for
+    # For an adapted model: the columns that adapters add to each fused product, by its name. None: all weights learn.
+    adapters: Mapping[str, int] | None = field(default=None)
+
+    # -- what a forward keeps for its backward ------------------------------------------------------
+
+    def kept(self) -> int:
+        """What the forward keeps, log-probabilities included and logits excluded."""
+        a = self.architecture
+        layers = (a.layers - self.recomputed) * self.kept_by_layer() + self.recomputed * self._inputs_of_layer()
+        angles = 2 * FP32 * (a.head_dim // 2)  # cos and sin
+        numbers = 8 + 8 + FP32  # id, target and normalizer
+        return layers + self.tokens * (self._kept_by_norm(a.hidden) + angles + numbers)
+
+    def kept_by_layer(self) -> int:
+        """What one layer keeps, if it is not recomputed."""
+        a = self.architecture
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        attention = (q + 2 * kv + q) * self.itemsize  # rotated queries and keys, values, and the output
+        if self.cuda:
+            attention += FP32 * a.heads  # the log-sum-exp of each head
+            attention += (q + 2 * kv) * self.itemsize if a.qk_norm else 0  # the projection
+        else:
+            attention += (q + kv) * self.itemsize  # the rest of the projection, of which the values are a part
+            attention += (q + kv) * self.itemsize + FP32 * (a.heads + a.kv_heads) if a.qk_norm else 0
+        mlp = (3 if self.cuda else 4) * a.mlp * self.itemsize  # gate, up, product; plain PyTorch also silu(gate)
+        return self.tokens * (2 * self._kept_by_norm(a.hidden) + attention + mlp + self._kept_by_adapters())
+
+    def _inputs_of_layer(self) -> int:
+        return self.tokens * 2 * self.architecture.hidden * self.itemsize  # the residual stream and its update
+
+    def _kept_by_norm(self, width: int) -> int:
+        """Per token: the input, its scale and the output. Plain PyTorch also keeps what the weight multiplies."""
+        return width * (2 * self.itemsize if self.cuda else FP32 + 2 * self.itemsize) + FP32
+
+    def _kept_by_adapters(self) -> int:
+        """Per token: the narrow product of each adapter."""
+        return sum((self.adapters or {}).values()) * self.itemsize
+
+    # -- what exists for a moment --------------------------------------------------------------------
+
+    def inside_layer(self) -> int:
+        """What is alive at once inside the widest part of a forward, and is not kept."""
+        a = self.architecture
+        mlp = self.tokens * (2 * a.hidden + 3 * a.mlp) * self.itemsize
+        if self.cuda:
+            return mlp + self._widened(mlp_only=False)
+        # Plain PyTorch gathers the keys and values of a tile for each query, and lays them out anew in fp32.
+        attention = self.tokens * TILE * a.kv_heads * a.head_dim * 4 * FP32
+        return max(mlp, attention)
+
+    def _widened(self, mlp_only: bool) -> int:
+        """The widest product with its adapters' columns, before the adapters' part is added to it."""
+        if not self.adapters:
+            return 0
+        return self.tokens * (2 * self.architecture.mlp + self.adapters.get("gate_up", 0)) * self.itemsize
+
+    def backward_of_layer(self) -> int:
+        """What is alive at once in the backward of a layer, beside what the forward kept."""
+        if not self.cuda:
+            return self.inside_layer()
+        a = self.architecture
+        stream = 2 * a.hidden * self.itemsize
+        mlp = self.tokens * (stream + 3 * a.mlp * self.itemsize) + self._widened(mlp_only=True)
+        attention = self.tokens * stream + self._attention_backward()
+        recomputed = self.kept_by_layer() if self.recomputed == a.layers else 0
+        return max(mlp, attention) + recomputed + self._gradients_of_layer()
+
+    def _attention_backward(self) -> int:
+        """Flash attention: keys and values are repeated for shared prompts, and for the heads that share them."""
+        a = self.architecture
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        keys = 2 * self.tokens
+        repeated = 2 * keys * kv * self.itemsize  # keys and values
+        found = 2 * keys * (q + kv) * self.itemsize  # gradients of both, for each head and then for each group
+        rows = self.tokens + _FLASH_PADDING * self.sequences
+        sums = rows * (q + a.heads) * FP32  # of the queries' gradients
+        return repeated + found + sums + 3 * self.tokens * q * self.itemsize
+
+    def _gradients_of_layer(self) -> int:
+        """New gradients, before they are added to those in fp32: of the largest weight, or of a recomputed layer."""
+        a = self.architecture
+        if self.adapters is not None:
+            return 0
+        largest = 2 * a.mlp * a.hidden * self.itemsize
+        if not self.recomputed:
+            return largest
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        return (3 * a.mlp * a.hidden + a.hidden * (2 * q + 2 * kv)) * self.itemsize
+
+    # -- logits --------------------------------------------------------------------------------------
+
+    def logits_of_score(self) -> int:
+        """A chunk of logits in fp32; plain PyTorch makes two intermediate results of that size."""
+        vocabulary = self.architecture.vocabulary
+        return chunk_rows(self.tokens, vocabulary) * vocabulary * FP32 * (1 if self.cuda else 3)
+
+    def logits_of_train(self, whole: bool) -> int:
+        """Logits and their gradient, of all tokens or of a chunk, and the gradient of the head."""
+        a = self.architecture
+        rows = self.tokens if whole else chunk_rows(self.tokens, a.vocabulary)
+        logits = rows * a.vocabulary * (FP32 + self.itemsize if self.cuda else 5 * FP32)
+        if self.adapters is not None:
+            return logits + self.tokens * a.hidden * self.itemsize
+        head = a.vocabulary * a.hidden
+        if rows < self.tokens:  # accumulated over chunks in fp32
+            return logits + head * FP32
+        return logits + (head * self.itemsize if self.cuda else 0)

@@ -1,0 +1,103 @@
+"""The shape of a run, as the memory plan needs it: the model on the meta device, its buckets, and what is in a step.
+
+Nothing here depends on the settings of memory, so a shape is made once, and any number of settings is planned with it.
+Reads config.json at most: no weights, and nothing on a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from rollgraph.config import Config
+from rollgraph.model import Architecture, Decoder
+from rollgraph.policy import Limits
+from rollgraph.rl.algorithms import Algorithm
+from rollgraph.rl.demonstrations import COLUMNS
+from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
+from rollgraph.run.shapes import longest_written, make_limits, written_limits
+from rollgraph.run.teacher import shape_teacher
+from rollgraph.sharding import BUCKET_BYTES, BucketPlan, plan_buckets, specs_of
+
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """One rank of a run, out of `ranks`."""
+
+    model: Decoder  # without memory
+    algorithm: Algorithm
+    ranks: int
+    device: Device
+    teacher: Decoder | None = None  # one that is another model than the policy
+    notes: tuple[str, ...] = ()  # assumptions
+    _limits: dict[tuple[int | None, tuple[int, ...] | None], Limits] = field(default_factory=dict)
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.model.architecture
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def itemsize(self) -> int:
+        return self.model.embed.weight.dtype.itemsize
+
+    @cached_property
+    def buckets(self) -> tuple[BucketPlan, ...]:
+        """Those of the parameters that are trained."""
+        return plan_buckets(specs_of(self.model), ranks=self.ranks, bucket_bytes=BUCKET_BYTES)
+
+    @cached_property
+    def trained(self) -> int:
+        """How many weights are trained."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def samples_nothing(self) -> bool:
+        """Whether the algorithm learns from what the data holds."""
+        return self.algorithm.source in COLUMNS
+
+    def limits(self, config: Config) -> Limits:
+        """The limits of the run with these settings."""
+        key = (config.train.microbatch_tokens, config.train.token_buckets)
+        if key not in self._limits:
+            self._limits[key] = self._make_limits(config)
+        return self._limits[key]
+
+    def _make_limits(self, config: Config) -> Limits:
+        written = COLUMNS.get(self.algorithm.source)
+        if written is None:
+            return make_limits(config, self.architecture, self.device, self.ranks)
+        longest = longest_written(config, self.architecture)
+        return written_limits(config, longest, len(written), self.device, self.ranks)
+
+
+def shape_run(config: Config, *, ranks: int = 1, device: Device = "cuda") -> RunShape:
+    model, notes = shape_model(config)
+    algorithm = make_algorithm(config)
+    if algorithm.source in COLUMNS:
+        if config.data.max_tokens is None:
+            notes.append("data.max_tokens is null, so all rows are assumed to be as long as a microbatch allows")
+    elif config.data.max_prompt_tokens is None:
+        notes.append("data.max_prompt_tokens is null, so prompts are assumed to be as long as the model allows")
+    teacher = shape_teacher(config) if algorithm.needs_reference else None
+    if teacher is not None and teacher.architecture == model.architecture:
+        teacher = None  # a set of weights in the slot of the reference policy
+    return RunShape(model, algorithm, ranks, device, teacher, tuple(notes))
+
+
+def shape_model(config: Config) -> tuple[Decoder, list[str]]:
+    """The model of a run, on the meta device, and the assumptions that were made."""
+    path = config.model.path
+    architecture, dtype = read_architecture(config, make_tokenizer(config) if path is None else None)
+    with torch.device("meta"):
+        model = Decoder(architecture)
+    notes = [] if dtype else [f"{path}/config.json names no dtype, so bfloat16 is assumed"]
+    return model.to(dtype=getattr(torch, dtype or "bfloat16")), notes
