@@ -30,7 +30,7 @@ from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architectu
 from rollgraph.run.shapes import longest_written, make_limits, written_limits
 from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS, Floor, step_floor, written_floor
 from rollgraph.run.teacher import shape_teacher
-from rollgraph.sharding import BUCKET_BYTES, BucketPlan, plan_buckets, specs_of
+from rollgraph.sharding import BUCKET_BYTES, BucketPlan, plan_buckets, plan_memory, specs_of
 
 Phase = Literal["generate", "score", "train"]
 Place = Literal["device", "host"]
@@ -161,13 +161,12 @@ def _buckets(model: Decoder, ranks: int) -> tuple[BucketPlan, ...]:
 
 def _weights(model: Decoder, ranks: int) -> list[PlanLine]:
     buckets = _buckets(model, ranks)
-    moments = [sum(end - start for _, start, end in b.owned(0)) for b in buckets]
-    optimizer = sum(FP32 * b.shard_numel + 2 * FP32 * own for b, own in zip(buckets, moments, strict=True))
+    memory = plan_memory(buckets, torch.float32)
     return [
-        PlanLine("parameters", sum(b.numel * b.dtype.itemsize for b in buckets), "device", PHASES),
-        PlanLine("gradients, fp32", sum(b.numel * FP32 for b in buckets), "device", PHASES),
-        PlanLine("optimizer", optimizer, "device", PHASES),
-        PlanLine(SNAPSHOT, 3 * FP32 * sum(moments), "host", PHASES),  # allocated by the first save
+        PlanLine("parameters", memory.parameters, "device", PHASES),
+        PlanLine("gradients, fp32", memory.gradients, "device", PHASES),
+        PlanLine("optimizer", memory.optimizer.device, "device", PHASES),
+        PlanLine(SNAPSHOT, memory.optimizer.snapshot, "host", PHASES),  # allocated by the first save
     ]
 
 
