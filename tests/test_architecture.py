@@ -61,7 +61,8 @@ LAYERS = (
         "graph/sanitizer/diagnosis.py", "graph/sanitizer/interceptors.py", "graph/sanitizer/sanitizer.py",
     ), packages=BASE),
     Layer("parts", (
-        "sharding/bucket_plan.py", "sharding/flat_buffer.py", "sharding/collectives.py", "sharding/same_model.py",
+        "sharding/bucket_plan.py", "sharding/state_memory.py", "sharding/flat_buffer.py", "sharding/collectives.py",
+        "sharding/same_model.py",
         "sharding/bucket_sync.py", "sharding/step_abort.py", "sharding/parameter_gathers.py",
         "sharding/gradient_reductions.py", "sharding/hook_set.py", "sharding/model_hooks.py",
         "sharding/sharded_model.py", "sharding/schedules.py", "sharding/optimizer.py", "sharding/manifest.py",

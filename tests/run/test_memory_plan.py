@@ -291,7 +291,7 @@ def test_a_run_uses_the_planned_memory(tmp_path: Path) -> None:
         graphs = engine._graphs
         assert line(plan, "parameters") == found.parameters
         assert line(plan, "gradients, fp32") == found.gradients
-        assert line(plan, "optimizer") == found.optimizer
+        assert line(plan, "optimizer") == found.optimizer.device
         assert line(plan, "reference") == run.policy.weights.nbytes("device")
         assert line(plan, "key/value cache") == graphs.pages.nbytes == engine.plan.nbytes
         state = (graphs.state, graphs.history, graphs.orders, graphs.results, *graphs._batches.values())

@@ -183,6 +183,16 @@ class OptimizerConfig:
     warmup_steps: Annotated[
         Natural, "Number of optimizer updates in which the learning rate rises from 0. A step can have several updates."
     ] = 0
+    state: Annotated[
+        Literal["fp32", "bf16", "int8"],
+        "Format of the two moments. fp32: 8 bytes for each parameter; bf16: 4 bytes; int8: 2 bytes, with an exponent "
+        "for each block of 64. bf16 and int8 are rounded at random, without bias. The master weights are always fp32.",
+    ] = "fp32"
+    offload: Annotated[
+        Literal["auto", "none", "host"],
+        "Where moments and master weights wait between updates. none: on the device; host: in pinned host memory, "
+        "streamed through the device during an update, which gives the same results; auto: on the device.",
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

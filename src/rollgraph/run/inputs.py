@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollgraph.config import Config, ConfigError, training_scopes
+from rollgraph.config import Config, ConfigError, ConfigProblem, training_scopes
 from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, hf_weights
@@ -201,6 +201,9 @@ def check_device(config: Config, world: World) -> None:
         raise ConfigError(
             [f"graph.impl: cuda needs a CUDA device, but this run is on {world.device}: use auto or tape"]
         )
+    if config.optimizer.offload == "host" and not world.device.startswith("cuda"):
+        wrong = f"host needs a CUDA device; this run is on {world.device}, whose memory is the host's: use auto or none"
+        raise ConfigError([ConfigProblem(wrong, "optimizer.offload", rule="offload_from_a_device")])
 
 
 def make_tokenizer(config: Config) -> Tokenizer:

@@ -3,7 +3,7 @@
 `sharded_model.py` is where to start reading; `checkpoint_writer.py` and `checkpoint_loader.py` save and load it.
 """
 
-from rollgraph.sharding.bucket_plan import BUCKET_BYTES, BucketPlan, MemoryPlan, execution_order, plan_buckets, specs_of
+from rollgraph.sharding.bucket_plan import BUCKET_BYTES, BucketPlan, execution_order, plan_buckets, specs_of
 from rollgraph.sharding.bucket_sync import StaleWeights
 from rollgraph.sharding.checkpoint_loader import load
 from rollgraph.sharding.checkpoint_writer import save
@@ -14,6 +14,14 @@ from rollgraph.sharding.manifest import CheckpointError
 from rollgraph.sharding.optimizer import ShardedAdamW
 from rollgraph.sharding.schedules import constant, cosine, linear, warm_up
 from rollgraph.sharding.sharded_model import ShardedModel
+from rollgraph.sharding.state_memory import (
+    MemoryPlan,
+    Offload,
+    OptimizerMemory,
+    StateFormat,
+    plan_memory,
+    plan_optimizer,
+)
 from rollgraph.sharding.step_abort import StepAborted
 
 __all__ = [
@@ -26,9 +34,12 @@ __all__ = [
     "HookSet",
     "HookState",
     "MemoryPlan",
+    "Offload",
+    "OptimizerMemory",
     "ShardedAdamW",
     "ShardedModel",
     "StaleWeights",
+    "StateFormat",
     "StepAborted",
     "constant",
     "cosine",
@@ -36,6 +47,8 @@ __all__ = [
     "linear",
     "load",
     "plan_buckets",
+    "plan_memory",
+    "plan_optimizer",
     "save",
     "specs_of",
     "warm_up",

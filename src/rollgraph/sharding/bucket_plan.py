@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 256  # bytes: every parameter and every shard starts at a multiple of this
+ALIGNED_ELEMENTS = 64  # and of this many elements, whatever their dtype
 
 BUCKET_BYTES = 64 * 2**20  # the default size of a bucket
 
@@ -72,31 +73,6 @@ class BucketPlan:
         if self.trainable:
             itemsize += grad_dtype.itemsize
         return self.numel * itemsize
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes on one rank."""
-
-    parameters: int
-    gradients: int
-    optimizer: int  # fp32: the master weights of the shards, and two moments, which need no padding
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
-
-
-def plan_memory(buckets: Iterable[BucketPlan], grad_dtype: torch.dtype, rank: int) -> MemoryPlan:
-    """The memory of a model with AdamW whose parameters lie in these buckets."""
-    parameters = gradients = optimizer = 0
-    for bucket in buckets:
-        parameters += bucket.numel * bucket.dtype.itemsize
-        if bucket.trainable:
-            gradients += bucket.numel * grad_dtype.itemsize
-            owned = sum(end - start for _, start, end in bucket.owned(rank))
-            optimizer += 4 * bucket.shard_numel + 2 * 4 * owned
-    return MemoryPlan(parameters, gradients, optimizer)
 
 
 def specs_of(model: nn.Module, order: Sequence[str] = ()) -> list[ParameterSpec]:
@@ -168,7 +144,7 @@ def _close_bucket(slots: list[ParameterSlice], ranks: int) -> BucketPlan:
 
 
 def _aligned_elements(dtype: torch.dtype) -> int:
-    return max(1, ALIGNMENT // dtype.itemsize)
+    return max(ALIGNED_ELEMENTS, ALIGNMENT // dtype.itemsize)
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rollgraph.distributed.world import World
 from rollgraph.graph.hooks import GraphHooks
-from rollgraph.sharding.bucket_plan import BUCKET_BYTES, MemoryPlan, plan_buckets, plan_memory, specs_of
+from rollgraph.sharding.bucket_plan import BUCKET_BYTES, plan_buckets, specs_of
 from rollgraph.sharding.bucket_sync import BucketSync, StaleWeights
 from rollgraph.sharding.collectives import Collectives, Reduction
 from rollgraph.sharding.flat_buffer import FlatBuckets
@@ -29,6 +29,7 @@ from rollgraph.sharding.hook_set import HookSet
 from rollgraph.sharding.model_hooks import ModelHooks, is_sharded
 from rollgraph.sharding.parameter_gathers import ParameterGathers
 from rollgraph.sharding.same_model import check_same_on_all_ranks
+from rollgraph.sharding.state_memory import MemoryPlan, Offload, StateFormat, plan_memory
 from rollgraph.sharding.step_abort import StepAborts
 
 
@@ -99,9 +100,9 @@ class ShardedModel:
         """The hooks that gather and reduce."""
         return self._model_hooks.hooks
 
-    def plan(self) -> MemoryPlan:
-        """The memory on this rank."""
-        return plan_memory((bucket.plan for bucket in self.flat.buckets), self._grad_dtype, self.world.rank)
+    def plan(self, state: StateFormat = "fp32", offload: Offload = "none") -> MemoryPlan:
+        """The memory on this rank, with optimizer state of this format in this place."""
+        return plan_memory((bucket.plan for bucket in self.flat.buckets), self._grad_dtype, state, offload)
 
     def close(self) -> None:
         """Wait for what is in flight and remove all hooks. The parameters stay where they are.
