@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from rollgraph.config import Config, training_scopes
 from rollgraph.inference.decode_graphs import TABLE as STATE_COLUMNS
 from rollgraph.inference.defaults import BLOCK_SIZE, CPU_CACHE_BYTES, PREFILL_SEQUENCES, prefill_buckets, row_buckets
@@ -22,6 +24,7 @@ from rollgraph.policy import Limits
 from rollgraph.run.layer_memory import FP32, Pass
 from rollgraph.run.plan_lines import PHASES, PlanLine, total
 from rollgraph.run.run_shape import RunShape
+from rollgraph.sharding import MemoryPlan, Offload, plan_memory
 
 SNAPSHOT = "copy for checkpoints"
 CACHE = "key/value cache"
@@ -51,16 +54,22 @@ def plan_lines(config: Config, shape: RunShape) -> tuple[PlanLine, ...]:
 
 
 def _weights(config: Config, shape: RunShape) -> list[PlanLine]:
-    buckets = shape.buckets
-    moments = [sum(end - start for _, start, end in bucket.owned(0)) for bucket in buckets]
-    optimizer = sum(FP32 * b.shard_numel + 2 * FP32 * own for b, own in zip(buckets, moments, strict=True))
+    memory = planned_weights(config, shape)
+    optimizer = memory.optimizer
     return [
-        PlanLine("parameters", sum(b.numel * b.dtype.itemsize for b in buckets), "device", PHASES),
         PlanLine("base, frozen", frozen_bytes(shape.model), "device", PHASES),
-        PlanLine(GRADIENTS, sum(b.numel * FP32 for b in buckets), "device", ("train",)),
-        PlanLine("optimizer", optimizer, "device", PHASES),
-        PlanLine(SNAPSHOT, 3 * FP32 * sum(moments), "host", PHASES),  # allocated by the first save
+        PlanLine("parameters", memory.parameters, "device", PHASES),
+        PlanLine(GRADIENTS, memory.gradients, "device", ("train",)),
+        PlanLine("optimizer", optimizer.device, "device", PHASES),
+        PlanLine("optimizer, offloaded", optimizer.host, "host", PHASES),
+        PlanLine("optimizer, in transit", optimizer.streaming, "device", PHASES),
+        PlanLine(SNAPSHOT, optimizer.snapshot, "host", PHASES),  # allocated by the first save
     ]
+
+
+def planned_weights(config: Config, shape: RunShape) -> MemoryPlan:
+    offload: Offload = "host" if config.optimizer.offload == "host" else "none"
+    return plan_memory(shape.buckets, torch.float32, config.optimizer.state, offload)
 
 
 def frozen_bytes(model: Decoder) -> int:
@@ -226,8 +235,8 @@ def _graph_inputs(training: Pass, scopes: tuple[str, ...]) -> int:
 def _outside_graphs(config: Config, shape: RunShape) -> list[PlanLine]:
     """What the library's allocator keeps for work outside of the graphs, whose pool it does not share."""
     exchange = _largest_bucket(shape) if shape.algorithm.needs_reference else 0
-    finite = 2 * max(bucket.shard_numel for bucket in shape.buckets)  # one byte for each gradient, and its negation
-    return [PlanLine("outside of graphs", max(exchange, finite), "device", PHASES)]
+    update = planned_weights(config, shape).optimizer.rounding
+    return [PlanLine("outside of graphs", max(exchange, update), "device", PHASES)]
 
 
 def _largest_bucket(shape: RunShape) -> int:

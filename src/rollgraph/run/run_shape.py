@@ -14,11 +14,12 @@ import torch
 
 from rollgraph.config import Config
 from rollgraph.model import Architecture, Decoder
+from rollgraph.model.linear import Linear
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.rl.demonstrations import COLUMNS
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
-from rollgraph.run.shapes import longest_written, make_limits, written_limits
+from rollgraph.run.shapes import longest_written, make_limits, recomputed_layers, written_limits
 from rollgraph.run.teacher import shape_teacher
 from rollgraph.sharding import BUCKET_BYTES, BucketPlan, plan_buckets, specs_of
 
@@ -30,6 +31,7 @@ class RunShape:
     """One rank of a run, out of `ranks`."""
 
     model: Decoder  # without memory
+    multiplied: int  # weights that each token is multiplied with: all but the embedding, unless it is the head, too
     algorithm: Algorithm
     ranks: int
     device: Device
@@ -59,6 +61,27 @@ class RunShape:
         """How many weights are trained."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @cached_property
+    def adapters(self) -> dict[str, int] | None:
+        """The columns that adapters add to each fused product of a layer, by its name; None without adapters."""
+        if self.model.adapters is None:
+            return None
+        found = {}
+        for name, module in next(iter(self.model.layers)).named_modules():
+            if isinstance(module, Linear) and module.adapter is not None:
+                found[name.rpartition(".")[2]] = len(module.adapter.extended) - module.adapter.outputs
+        return found
+
+    def samples(self, config: Config) -> int:
+        """The sequences of a step on one rank."""
+        written = COLUMNS.get(self.algorithm.source)
+        each = config.rollout.samples_per_prompt if written is None else len(written)
+        return -(-config.data.prompts_per_step // self.ranks) * each
+
+    def recomputed(self, config: Config) -> int:
+        """How many layers are recomputed."""
+        return recomputed_layers(config, self.architecture)
+
     @property
     def samples_nothing(self) -> bool:
         """Whether the algorithm learns from what the data holds."""
@@ -81,6 +104,9 @@ class RunShape:
 
 def shape_run(config: Config, *, ranks: int = 1, device: Device = "cuda") -> RunShape:
     model, notes = shape_model(config)
+    a = model.architecture
+    table = 0 if a.tied else a.vocabulary * a.hidden
+    multiplied = sum(parameter.numel() for parameter in model.parameters()) - table
     algorithm = make_algorithm(config)
     if algorithm.source in COLUMNS:
         if config.data.max_tokens is None:
@@ -90,7 +116,7 @@ def shape_run(config: Config, *, ranks: int = 1, device: Device = "cuda") -> Run
     teacher = shape_teacher(config) if algorithm.needs_reference else None
     if teacher is not None and teacher.architecture == model.architecture:
         teacher = None  # a set of weights in the slot of the reference policy
-    return RunShape(model, algorithm, ranks, device, teacher, tuple(notes))
+    return RunShape(model, multiplied, algorithm, ranks, device, teacher, tuple(notes))
 
 
 def shape_model(config: Config) -> tuple[Decoder, list[str]]:

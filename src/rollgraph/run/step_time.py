@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from rollgraph.config import Config
 from rollgraph.model.logprobs import chunk_rows
-from rollgraph.run.memory_plan import cache_plan, optimizer_bytes
+from rollgraph.run.memory_plan import cache_plan, planned_weights
 from rollgraph.run.run_shape import RunShape
 from rollgraph.run.step_floor import Speed, step_floor, written_floor
 
@@ -54,9 +54,9 @@ def estimate_step(config: Config, shape: RunShape, speed: Speed) -> StepTime:
     bucket = limits.token_buckets[-1]
     if config.memory.logits == "chunks" and chunk_rows(bucket, a.vocabulary) < bucket:
         added["logits, computed twice"] = passes * 2 * a.vocabulary * a.hidden * tokens / speed.flops
-    state = optimizer_bytes(config, shape)
-    on_host = config.optimizer.offload == "host"
-    added["optimizer"] = updates * (state / HOST_BYTES_PER_SECOND if on_host else 2 * state / speed.bandwidth)
+    state = planned_weights(config, shape).optimizer
+    moving = state.host / HOST_BYTES_PER_SECOND + 2 * state.device / speed.bandwidth
+    added["optimizer"] = updates * moving
     if shape.algorithm.needs_reference and shape.teacher is None and shape.adapters is None:
         weights = 2 * shape.trained * shape.itemsize  # there and back
         over_bus = config.memory.reference == "host"

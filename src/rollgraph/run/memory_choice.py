@@ -1,0 +1,317 @@
+"""Chooses the settings of memory that the user left open: the fastest of those that fit, by plan and by estimate.
+
+A pure function of the configuration, the shapes and the sizes of both memories, so all ranks choose alike. What the
+user wrote is kept. For each microbatch, form of logits and place of optimizer state and reference weights, as few
+layers as possible are recomputed and the cache is as large as possible; the least estimated time wins. If nothing fits,
+the result says what would. `chosen_memory.py` applies a choice to a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from rollgraph.config import Config
+from rollgraph.inference.defaults import BLOCK_SIZE
+from rollgraph.inference.kv_cache import CachePlan
+from rollgraph.run.memory_plan import cache_plan, plan_lines, whole_cache
+from rollgraph.run.plan_lines import GIB, PlanLine, gib, peak, peak_phase, total
+from rollgraph.run.run_shape import RunShape
+from rollgraph.run.step_floor import Speed
+from rollgraph.run.step_time import StepTime, estimate_step
+
+MICROBATCH = 16_384  # tokens of the largest microbatch where memory does not limit it
+CHOSEN = (  # the keys, in the order in which they are told
+    "train.microbatch_tokens",
+    "memory.logits",
+    "model.checkpointing",
+    "optimizer.offload",
+    "memory.reference",
+    "memory.cache_gib",
+)
+_LEAST_CACHE = 1 / 16  # of what all rows can use; decoding fewer rows at a time would take too long
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be used. None: unknown, and no limit."""
+
+    device: int | None = None
+    host: int | None = None
+
+    @property
+    def reserve(self) -> int:
+        """Kept free on the device for what no plan knows: memory in pieces that are too small, and workspaces."""
+        return 0 if self.device is None else GIB // 2 + self.device // 50
+
+    def holds(self, lines: Sequence[PlanLine]) -> bool:
+        fits_device = self.device is None or peak(lines) + self.reserve <= self.device
+        return fits_device and (self.host is None or peak(lines, "host") <= self.host)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One way to use memory: a configuration in which nothing is left open, with its plan and its estimate."""
+
+    config: Config
+    shape: RunShape
+    speed: Speed
+
+    @cached_property
+    def lines(self) -> tuple[PlanLine, ...]:
+        return plan_lines(self.config, self.shape)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return estimate_step(self.config, self.shape, self.speed)
+
+    def changed(self, **values: Any) -> Settings:
+        """With other values, e.g. memory__logits="whole"."""
+        keys = {name.replace("__", "."): value for name, value in values.items()}
+        return Settings(with_values(self.config, keys), self.shape, self.speed)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why."""
+
+    settings: Settings
+    budget: Budget
+    fits: bool
+    reasons: dict[str, str]  # by key, of those that the user left open
+
+    @property
+    def config(self) -> Config:
+        return self.settings.config
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values of the keys that the user left open."""
+        return {key: value_of(self.config, key) for key in self.reasons}
+
+    def describe(self) -> list[str]:
+        """A few lines for people."""
+        return [f"{key}: {_shown(key, value)} ({self.reasons[key]})" for key, value in self.values.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        time = self.settings.time
+        return {
+            "chosen": self.values,
+            "reasons": self.reasons,
+            "reserve_bytes": self.budget.reserve,
+            "estimated_seconds": {**time.floor, **time.added, "total": time.total},
+        }
+
+
+def choose(config: Config, shape: RunShape, budget: Budget, speed: Speed | None = None) -> Choice:
+    """The fastest settings that fit. If none do, those that need least, with `fits` False."""
+    speed = speed or Speed()
+    open_keys = [key for key in CHOSEN if is_open(config, shape, key)]
+    if not shape.cuda:
+        return _choose_on_cpu(config, shape, budget, speed, open_keys)
+    found = [fitted for base in _combinations(config, shape, speed) if (fitted := _fit(base, config, budget))]
+    if found:
+        best = min(found, key=_rank)
+        return Choice(best, budget, True, {key: _reason(best, key, budget) for key in open_keys})
+    least = min(map(_smallest, _combinations(config, shape, speed)), key=lambda settings: peak(settings.lines))
+    return Choice(least, budget, False, dict.fromkeys(open_keys, "needs least"))
+
+
+def _choose_on_cpu(config: Config, shape: RunShape, budget: Budget, speed: Speed, open_keys: list[str]) -> Choice:
+    """Nothing is chosen as long as the defaults fit: results depend on these settings in their last bits."""
+    defaults = Settings(config, shape, speed)
+    if budget.holds(defaults.lines):
+        return Choice(defaults, budget, True, {})
+    candidates = [*_combinations(config, shape, speed)]
+    found = [fitted for base in candidates if (fitted := _fit(base, config, budget))]
+    keys = [key for key in open_keys if key not in ("optimizer.offload", "memory.reference")]
+    if found:
+        best = min(found, key=_rank)
+        return Choice(best, budget, True, {key: _reason(best, key, budget) for key in keys})
+    least = min(map(_smallest, candidates), key=lambda settings: peak(settings.lines))
+    return Choice(least, budget, False, dict.fromkeys(keys, "needs least"))
+
+
+def _rank(settings: Settings) -> tuple[float, int]:
+    return settings.time.total, -settings.shape.limits(settings.config).token_buckets[-1]
+
+
+# -- what there is to choose from -------------------------------------------------------------------
+
+
+def is_open(config: Config, shape: RunShape, key: str) -> bool:
+    """Whether the user left a key to us, and it matters for this run."""
+    if key == "train.microbatch_tokens":
+        return config.train.microbatch_tokens is None and config.train.token_buckets is None
+    if key == "memory.reference" and (
+        not shape.algorithm.needs_reference or shape.teacher is not None or shape.adapters is not None
+    ):
+        return False
+    if key == "memory.cache_gib" and shape.samples_nothing:
+        return False
+    return value_of(config, key) in (None, "auto")
+
+
+def _combinations(config: Config, shape: RunShape, speed: Speed) -> Iterator[Settings]:
+    """Every microbatch, form of logits and place of what may be on the host; no recomputation, and the whole cache."""
+
+    def options(key: str, *values: Any) -> Sequence[Any]:
+        return values if is_open(config, shape, key) else (value_of(config, key),)
+
+    places = ("none", "host") if shape.cuda else ("none",)
+    for tokens in _microbatches(config, shape):
+        for logits in options("memory.logits", "whole", "chunks"):
+            for offload in options("optimizer.offload", *places):
+                for reference in options("memory.reference", "device", *(["host"] if shape.cuda else [])):
+                    values = {
+                        "train.microbatch_tokens": tokens,
+                        "memory.logits": logits,
+                        "optimizer.offload": offload,
+                        "memory.reference": reference,
+                    }
+                    if is_open(config, shape, "model.checkpointing"):
+                        values["model.checkpointing"] = 0
+                    yield Settings(with_values(config, values), shape, speed)
+
+
+def _microbatches(config: Config, shape: RunShape) -> list[int | None]:
+    """From the default down to what the longest sequence needs; those that make the same buckets count once."""
+    if not is_open(config, shape, "train.microbatch_tokens"):
+        return [config.train.microbatch_tokens]
+    largest = with_values(config, {"train.microbatch_tokens": MICROBATCH})
+    longest = shape.limits(largest).max_length
+    sizes = sorted({max(longest, MICROBATCH * part // 4 >> half) for half in range(14) for part in (3, 4)})
+    found: dict[tuple[int, ...], int] = {}
+    for size in reversed(sizes):
+        buckets = shape.limits(with_values(config, {"train.microbatch_tokens": size})).token_buckets
+        found.setdefault(buckets, size)
+    return list(found.values())
+
+
+def _fit(base: Settings, config: Config, budget: Budget) -> Settings | None:
+    """The settings with the fewest recomputed layers and the largest cache that fit; None if none do."""
+    sized = _fit_cache(base, config, budget)
+    if not is_open(config, base.shape, "model.checkpointing"):
+        return sized if budget.holds(sized.lines) else None
+    low, high = 0, base.shape.architecture.layers
+    if not budget.holds(sized.changed(model__checkpointing=high).lines):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if budget.holds(sized.changed(model__checkpointing=middle).lines):
+            high = middle
+        else:
+            low = middle + 1
+    return sized.changed(model__checkpointing=low)
+
+
+def _fit_cache(base: Settings, config: Config, budget: Budget) -> Settings:
+    """With the largest cache that fits beside what generation needs."""
+    if not is_open(config, base.shape, "memory.cache_gib"):
+        return base
+    whole = whole_cache(base.shape, base.shape.limits(base.config))
+    most = whole.nbytes
+    if budget.device is not None:
+        before = total(base.changed(memory__cache_gib=_least_cache(base, whole) / GIB).lines, "generate")
+        most = max(0, budget.device - budget.reserve - before) + _least_cache(base, whole)
+    fitting = CachePlan.within(whole.architecture, whole.dtype, BLOCK_SIZE, min(whole.nbytes, most))
+    return base.changed(memory__cache_gib=max(fitting.nbytes, _least_cache(base, whole)) / GIB)
+
+
+def _least_cache(base: Settings, whole: CachePlan) -> int:
+    """What a few rows need, and at least one."""
+    limits = base.shape.limits(base.config)
+    rows = max(1, int(limits.rows * _LEAST_CACHE))
+    blocks = min(whole.blocks, rows * -(-limits.max_length // BLOCK_SIZE) + 1)
+    return replace(whole, blocks=blocks).nbytes
+
+
+def _smallest(base: Settings) -> Settings:
+    """The settings that need least."""
+    values: dict[str, Any] = {}
+    if base.config.model.checkpointing == 0:
+        values["model__checkpointing"] = base.shape.architecture.layers
+    if base.config.memory.cache_gib is None and not base.shape.samples_nothing:
+        whole = whole_cache(base.shape, base.shape.limits(base.config))
+        values["memory__cache_gib"] = _least_cache(base, whole) / GIB
+    return base.changed(**values)
+
+
+# -- why --------------------------------------------------------------------------------------------
+
+
+def _reason(chosen: Settings, key: str, budget: Budget) -> str:
+    """Why a value was chosen: the best one, or what the next better one would need."""
+    better = _better(chosen, key)
+    if better is None:
+        return _GOOD[key]
+    value = _shown(key, value_of(better.config, key))
+    for where, available in (("device", budget.device), ("host", budget.host)):
+        kept = budget.reserve if where == "device" else 0
+        needed = peak(better.lines, where) + kept  # type: ignore[arg-type]
+        if available is not None and needed > available:
+            reserve = f", with {gib(kept)} in reserve" if kept else ""
+            return f"{value} would need {gib(needed)} on the {where}{reserve}"
+    saved = better.time.total - chosen.time.total
+    return f"about {saved:.2g} s a step faster than {value}"
+
+
+_GOOD = {
+    "train.microbatch_tokens": "the largest that a minibatch can fill",
+    "memory.logits": "nothing is computed twice",
+    "model.checkpointing": "all activations fit",
+    "optimizer.offload": "the state fits on the device",
+    "memory.reference": "the weights fit on the device",
+    "memory.cache_gib": "as much as all rows can use",
+}
+
+
+def _better(chosen: Settings, key: str) -> Settings | None:
+    """The same settings with the next better value of a key; None if there is none."""
+    config, shape = chosen.config, chosen.shape
+    if key == "train.microbatch_tokens":
+        sizes = [size for size in _microbatches(with_values(config, {key: None}), shape) if size is not None]
+        larger = [size for size in sizes if size > (config.train.microbatch_tokens or 0)]
+        return chosen.changed(train__microbatch_tokens=min(larger)) if larger else None
+    if key == "model.checkpointing":
+        layers = shape.recomputed(config)
+        return chosen.changed(model__checkpointing=layers - 1) if layers else None
+    if key == "memory.cache_gib":
+        whole = whole_cache(shape, shape.limits(config))
+        if cache_plan(config, shape).blocks == whole.blocks:
+            return None
+        return chosen.changed(memory__cache_gib=whole.nbytes / GIB)
+    best = {"memory.logits": "whole", "optimizer.offload": "none", "memory.reference": "device"}[key]
+    if value_of(config, key) == best:
+        return None
+    return Settings(with_values(config, {key: best}), shape, chosen.speed)
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == "memory.cache_gib":
+        return gib(value * GIB)
+    if key == "model.checkpointing":
+        return f"{value} layers"
+    return str(value)
+
+
+# -- values of a configuration ----------------------------------------------------------------------
+
+
+def value_of(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def with_values(config: Config, values: dict[str, Any]) -> Config:
+    """The configuration with other values, by key."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def needed_phase(choice: Choice) -> str:
+    return peak_phase(choice.settings.lines)
