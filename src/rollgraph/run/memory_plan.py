@@ -27,7 +27,7 @@ from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.rl.demonstrations import COLUMNS
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
-from rollgraph.run.shapes import longest_written, make_limits, written_limits
+from rollgraph.run.shapes import longest_written, make_limits, recomputed_layers, written_limits
 from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS, Floor, step_floor, written_floor
 from rollgraph.run.teacher import shape_teacher
 from rollgraph.sharding import BUCKET_BYTES, BucketPlan, plan_buckets, specs_of
@@ -147,7 +147,7 @@ def shape_model(config: Config) -> tuple[Decoder, list[str]]:
     path = config.model.path
     architecture, dtype = read_architecture(config, make_tokenizer(config) if path is None else None)
     with torch.device("meta"):
-        model = Decoder(architecture, checkpointing=config.model.checkpointing)
+        model = Decoder(architecture, checkpointing=recomputed_layers(config, architecture))
     notes = [] if dtype else [f"{path}/config.json names no dtype, so bfloat16 is assumed"]
     return model.to(dtype=getattr(torch, dtype or "bfloat16")), notes
 
@@ -241,9 +241,10 @@ def _working_memory(
     tokens = limits.token_buckets[-1]
     scopes = training_scopes(config, ranks)
     chunk = min(tokens, max(1, CHUNK_ELEMENTS // a.vocabulary))
-    kept = activation_bytes(a, tokens, itemsize, checkpointing=model.checkpointing, cuda=cuda)
-    if model.checkpointing:
-        kept += layer_bytes(a, tokens, itemsize, cuda=cuda)  # layers are recomputed one at a time
+    parts = not {"step", "layer"} & set(scopes)
+    kept = activation_bytes(a, tokens, itemsize, checkpointing=model.checkpointing, cuda=cuda, parts=parts)
+    if model.checkpointing == a.layers:
+        kept += layer_bytes(a, tokens, itemsize, cuda=cuda)  # they are recomputed one by one, the last one first
     copies = 1 if cuda else 3  # plain PyTorch makes intermediate results, kernels do not
     at_once = tokens if whole else chunk
     backward = at_once * a.vocabulary * (FP32 + itemsize if cuda else 5 * FP32)
@@ -297,11 +298,21 @@ def _sampling_memory(config: Config, model: Decoder, limits: Limits, cuda: bool)
     ]
 
 
-def activation_bytes(a: Architecture, tokens: int, itemsize: int, *, checkpointing: bool, cuda: bool) -> int:
-    """What the forward of so many tokens, log-probabilities included, saves for its backward."""
-    each = tokens * 2 * a.hidden * itemsize if checkpointing else layer_bytes(a, tokens, itemsize, cuda=cuda)
+def activation_bytes(
+    a: Architecture, tokens: int, itemsize: int, *, checkpointing: int, cuda: bool, parts: bool = False
+) -> int:
+    """What the forward of so many tokens, log-probabilities included, saves for its backward.
+
+    Of the `checkpointing` layers that are recomputed, only the residual stream and its update are saved. If their
+    `parts` are recomputed by themselves, the norms between these are saved, too.
+    """
+    each = 2 * a.hidden * itemsize
+    if parts:
+        each = 2 * _norm_bytes(a.hidden, itemsize, cuda)
+    recomputed = checkpointing * tokens * each
+    kept = (a.layers - checkpointing) * layer_bytes(a, tokens, itemsize, cuda=cuda)
     angles, numbers = 2 * FP32 * (a.head_dim // 2), 8 + 8 + FP32  # cos and sin; id, target and normalizer
-    return a.layers * each + tokens * (_norm_bytes(a.hidden, itemsize, cuda) + angles + numbers)
+    return recomputed + kept + tokens * (_norm_bytes(a.hidden, itemsize, cuda) + angles + numbers)
 
 
 def layer_bytes(a: Architecture, tokens: int, itemsize: int, *, cuda: bool) -> int:

@@ -124,9 +124,9 @@ def written_floor(
     return Floor(parts, parts, tflops, tb_per_second)
 
 
-def _training_passes(config: Config, model: Decoder) -> int:
-    """Training in forward passes: backward is two of them, and checkpointing adds one."""
-    return (4 if model.checkpointing else 3) * config.algorithm.epochs
+def _training_passes(config: Config, model: Decoder) -> float:
+    """Training in forward passes: backward is two of them, and a layer that is recomputed runs forward once more."""
+    return (3 + model.checkpointing / model.architecture.layers) * config.algorithm.epochs
 
 
 def _multiplied_weights(model: Decoder) -> int:
