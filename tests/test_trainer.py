@@ -101,6 +101,19 @@ def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) 
     assert len(again.metrics) == len(run.metrics)
 
 
+@pytest.mark.slow
+def test_recomputing_changes_nothing_of_a_run(tmp_path: Path) -> None:
+    model = {"tiny": {**TINY["tiny"], "layers": 2}}
+    weights = []
+    for given, count in (("auto", 0), (1, 1), (True, 2)):
+        settings = {"model": {**model, "checkpointing": given}, "kl_coef": 0.1, "graph": {"warmup": 1}}
+        with small_trainer(tmp_path / str(given), **settings).train(steps=2) as run:
+            assert run.policy.model.checkpointing == count
+            weights.append([parameter.detach().clone() for parameter in run.policy.model.parameters()])
+    for recomputed in weights[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(recomputed, weights[0], strict=True))
+
+
 def test_a_prompt_may_be_a_chat_and_nothing_that_is_asked_for_is_left_out(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "1+1="}]
     model = {"tiny": {**TINY["tiny"], "max_length": 48}}

@@ -131,8 +131,9 @@ def test_loading_draws_no_random_numbers(folder: Path) -> None:
 
 
 def test_checkpointing_is_passed_on(folder: Path) -> None:
-    assert load_model(folder, checkpointing=True).checkpointing
-    assert not load_model(folder).checkpointing
+    for given, expected in ((True, ARCHITECTURE.layers), (1, 1), (0, 0)):
+        model = load_model(folder, checkpointing=given)
+        assert model.checkpointing == expected == sum(layer.recomputes for layer in model.layers)
 
 
 def test_leftovers_of_old_files_are_ignored(folder: Path) -> None:

@@ -285,15 +285,3 @@ def test_a_captured_microbatch_equals_eager(architecture: Architecture, checkpoi
         for replayed, eager in zip(*results, strict=True):
             torch.testing.assert_close(replayed, eager, rtol=0, atol=0 if backend == "tape" else 1e-5)
             assert bool(eager.isfinite().all())
-
-
-@every_model
-def test_checkpointing_does_not_change_results(architecture: Architecture) -> None:
-    batch, results = sequences(9, 14), []
-    for checkpointing in (False, True):
-        model = build(architecture, checkpointing=checkpointing)
-        hidden = packed(model, batch)
-        hidden.square().mean().backward()
-        results.append([hidden, *(p.grad for p in model.parameters() if p.grad is not None)])
-    for one, other in zip(*results, strict=True):
-        close(one, other, 1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ SMALL = Architecture("qwen2", vocabulary=200, hidden=64, mlp=128, layers=3, head
 LIMITS = Limits(max_length=64, rows=16, token_buckets=(128, 512), cache_bytes=1 << 21, prefill_tokens=64)
 
 
-def make_worker(algorithm: Algorithm, *, place: str = "device", **options: Any) -> PolicyWorker:
+def make_worker(algorithm: Algorithm, *, place: str = "device", checkpointing: int = 0, **options: Any) -> PolicyWorker:
     torch.manual_seed(0)
-    model = Decoder(SMALL)
+    model = Decoder(SMALL, checkpointing=checkpointing)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
@@ -203,6 +204,43 @@ def test_graphs_of_parts_train_like_one_graph_of_the_step(
     for round_ in range(3):
         step(parts, GRPO, str(round_))
     assert parts.pool.report().eager_runs == 0
+
+
+@pytest.mark.parametrize("scopes", [("step",), ("layer",), ("attn", "mlp"), ("attn",), ("mlp",)])
+def test_recomputing_changes_no_bit_of_training(make: Callable[..., PolicyWorker], scopes: tuple[str, ...]) -> None:
+    batch = None
+    found = []
+    for count in (0, 1, SMALL.layers):
+        worker = make(scopes=scopes, checkpointing=count)
+        if batch is None:
+            rollouts = roll_out(worker, "a")
+            worker.score(rollouts)
+            batch = GRPO.make_batch(rollouts, minibatches=2)
+        metrics = worker.train(Batch(batch.minibatches))
+        assert worker.pool.report().eager_runs == 0
+        found.append((metrics, parameters(worker)))
+    for metrics, weights in found[1:]:
+        assert metrics == found[0][0]
+        assert torch.equal(weights, found[0][1])
+
+
+@pytest.mark.parametrize("scopes", [("step",), ("layer",)])
+def test_graphs_that_recompute_need_less_memory(scopes: tuple[str, ...]) -> None:
+    """Of the pool: what training captures, in a size where activations matter."""
+    wide = replace(SMALL, layers=8, hidden=256, mlp=1024)
+    limits = Limits(max_length=64, rows=16, token_buckets=(4096,), cache_bytes=1 << 21, prefill_tokens=64)
+    sizes = []
+    for count in (0, 4, 8):
+        model = Decoder(wide, checkpointing=count).to("cuda:0", torch.bfloat16)
+        worker = PolicyWorker(
+            model, None, World(0, 1, "cuda:0"), limits, sampling=SamplingParams(), optimizer={"lr": 1e-2}, scopes=scopes
+        )
+        worker.capture_all({"policy": (GRPO.loss, False)}, generates=False)
+        sizes.append(worker.pool.report().pool_bytes)
+        worker.close()
+    layer = 4096 * 4 * wide.mlp * 2  # less than what a layer keeps: gate, up and their product, and the rest
+    assert sizes[0] - sizes[1] > 3 * layer
+    assert sizes[1] - sizes[2] > 2 * layer
 
 
 def test_a_checkpoint_restores_everything(make: Callable[..., PolicyWorker], tmp_path: Path) -> None:

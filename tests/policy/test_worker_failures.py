@@ -14,7 +14,6 @@ from torch import Tensor
 from rollgraph.distributed.world import World
 from rollgraph.graph import CaptureError, GraphError
 from rollgraph.inference import SamplingParams
-from rollgraph.model import Decoder
 from rollgraph.policy import PolicyWorker
 from rollgraph.rl.losses import TokenStreams
 from rollgraph.types import Batch, Prompt, Rollout, Sample
@@ -23,7 +22,6 @@ from tests.policy.small_worker import (
     ALONE,
     LIMITS,
     RATE,
-    TINY,
     make_batch,
     make_model,
     make_samples,
@@ -179,5 +177,3 @@ def test_scopes_that_cannot_work_are_refused() -> None:
     settings: dict[str, Any] = {"sampling": SamplingParams(), "optimizer": {"lr": RATE}}
     with pytest.raises(ValueError, match="communication of several ranks: use scope layer"):
         PolicyWorker(make_model(), None, World(0, 2, "cpu"), LIMITS, **settings)
-    with pytest.raises(ValueError, match="checkpointing calls a layer twice"):
-        PolicyWorker(Decoder(TINY, checkpointing=True), None, ALONE, LIMITS, scopes=("layer",), **settings)

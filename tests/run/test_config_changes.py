@@ -57,7 +57,7 @@ def test_a_configuration_has_not_changed_if_nothing_was_overridden() -> None:
         ("data.validation=held.jsonl", "data.validation: null → held.jsonl", False),
         ("log.sinks=[jsonl]", 'log.sinks: null → ["jsonl"]', False),
         ("algorithm.minibatches=2", "algorithm.minibatches: 1 → 2", False),
-        ("model.checkpointing=true", "model.checkpointing: false → true", False),
+        ("model.checkpointing=true", "model.checkpointing: auto → true", False),
     ],
 )  # fmt: skip
 def test_each_change_is_told_and_what_decides_what_is_learned_is_fixed(override: str, told: str, fixed: bool) -> None:

@@ -62,7 +62,7 @@ WRONG: list[tuple[list[str], type[Exception], str]] = [
      r"train\.token_buckets: the largest holds 6 .* rollout\.max_tokens \(4\) takes 7"),
     (["rollout.environment.name=nowhere:Env"], LoadError, r"rollout\.environment: .*there is no module 'nowhere'"),
     (["reward.functions=[]", CALCULATOR % 8], ConfigError, r"reward\.functions: is empty.*calculator gives no rewards"),
-    (["model.checkpointing=true", "graph.scope=layer"], ConfigError, r"model\.checkpointing: .*graph\.scope: step"),
+    (["model.checkpointing=3"], ConfigError, r"model\.checkpointing: 3 layers, but the model has 1"),
 ]  # fmt: skip
 
 

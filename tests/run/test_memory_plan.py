@@ -212,7 +212,7 @@ def test_graphs_of_layers_own_their_inputs(folder: Path) -> None:
     assert line(of_two, "gradients of a microbatch") < alone / 2
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("checkpointing", "parts"), [(0, False), (1, False), (2, False), (1, True), (2, True)])
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -222,9 +222,11 @@ def test_graphs_of_layers_own_their_inputs(folder: Path) -> None:
     ],
     ids=lambda architecture: architecture.family,
 )
-def test_activations_are_what_a_forward_saves(architecture: Architecture, checkpointing: bool) -> None:
-    saved = saved_bytes(Decoder(architecture, checkpointing=checkpointing), tokens=96)
-    planned = activation_bytes(architecture, 96, 4, checkpointing=checkpointing, cuda=False)
+def test_activations_are_what_a_forward_saves(architecture: Architecture, checkpointing: int, parts: bool) -> None:
+    model = Decoder(architecture)
+    model.checkpoint_layers(checkpointing, parts=parts)
+    saved = saved_bytes(model, tokens=96)
+    planned = activation_bytes(architecture, 96, 4, checkpointing=checkpointing, cuda=False, parts=parts)
     assert planned == pytest.approx(saved, rel=0.05)
 
 
@@ -242,7 +244,7 @@ def test_a_layer_adds_what_a_layer_saves() -> None:
 def test_activations_are_what_a_forward_saves_on_a_gpu(family: str) -> None:
     a = Architecture(family, vocabulary=512, hidden=256, mlp=768, layers=3, heads=4, kv_heads=2, head_dim=64)
     saved = saved_bytes(Decoder(a).to("cuda", torch.bfloat16), tokens=2048)
-    assert activation_bytes(a, 2048, 2, checkpointing=False, cuda=True) == pytest.approx(saved, rel=0.25)
+    assert activation_bytes(a, 2048, 2, checkpointing=0, cuda=True) == pytest.approx(saved, rel=0.25)
 
 
 def saved_bytes(model: Decoder, tokens: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,22 @@ def test_a_plan_without_samples_has_no_cache(folder: Path) -> None:
     with_reference = make_plan(dpo_config(folder), device="cpu", **speed)
     assert with_reference.floor is not None
     assert {"policy", "reference"} < with_reference.floor.repeated.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("make", [config_of, dpo_config])
+@pytest.mark.parametrize("impl", ["tape", "none"])
+def test_recomputing_changes_nothing_of_a_run(folder: Path, make: Any, impl: str) -> None:
+    given = ["steps=2", "model.tiny.layers=2", f"graph.impl={impl}"]
+    for name, checkpointing in (("kept", "auto"), ("one", "1"), ("all", "true")):
+        config = make(folder, *given, f"model.checkpointing={checkpointing}", f"output={folder / name}")
+        train(config, ONE)
+        both = replace(config, output=str(folder / f"{name} on two"))
+        assert run_world(2, folder, train_on_a_rank, both, folder / "output") == [None, None]
+    for name in ("one", "all"):
+        assert_same_run(folder / name, folder / "kept", 1)
+        assert_same_run(folder / f"{name} on two", folder / "kept on two", 1)
 
 
 @pytest.mark.slow

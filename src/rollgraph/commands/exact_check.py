@@ -89,8 +89,8 @@ def _check(options: argparse.Namespace) -> tuple[AgreementReport, str]:
     device = choose_device(options.device)
     limits = _limits(options, device.startswith("cuda"))
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    # Checkpointing: the training forward keeps no activations, because nothing here has a backward.
     folder = model_folder(options.target, weights=True, note=print_to_stderr)
+    # Checkpointing: the training forward keeps no activations, because nothing here has a backward.
     model = load_model(folder, dtype=dtype, device=device, checkpointing=True)
     weight = model.embed.weight
     name = torch.cuda.get_device_name(weight.device) if weight.is_cuda else "CPU"

@@ -10,7 +10,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 SYMBOLS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {  # by their names in a JSON schema
@@ -19,8 +19,8 @@ SYMBOLS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {  # by their names
     "maximum": ("≤", operator.le),
     "exclusiveMaximum": ("<", operator.lt),
 }
-WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Mapping: "mapping"}
-JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
+WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Mapping: "mapping", NoneType: "null"}
+JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", NoneType: "null"}
 
 
 class Limit(NamedTuple):
@@ -85,7 +85,7 @@ def spell(kind: Any) -> str:
     origin = get_origin(kind)
     args = get_args(kind)
     if origin in (Union, UnionType):
-        return f"{spell(args[0])} or null"
+        return " or ".join(map(spell, args))
     if origin is tuple and args[-1] is Ellipsis:
         words = f"list of {spell(args[0])}"
     elif origin is tuple:
@@ -104,7 +104,7 @@ def schema_of(kind: Any) -> dict[str, Any]:
     origin = get_origin(kind)
     args = get_args(kind)
     if origin in (Union, UnionType):
-        return {"anyOf": [schema_of(args[0]), {"type": "null"}]}
+        return {"anyOf": list(map(schema_of, args))}
     if isinstance(kind, type) and is_dataclass(kind):
         return _schema_of_section(kind)
     if origin is tuple:

@@ -53,9 +53,11 @@ class ModelConfig:
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"], "Data type of the weights. auto: the type they are stored in."
     ] = "auto"
-    checkpointing: Annotated[bool, "Recompute activations in the backward pass, which saves memory and costs time."] = (
-        False
-    )
+    checkpointing: Annotated[
+        Literal["auto"] | bool | Natural,
+        "Recompute the activations of so many layers in the backward pass, which saves memory and costs time. true: of "
+        "all layers; auto: of none.",
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

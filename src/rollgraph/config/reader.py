@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from rollgraph.config.field_types import COMMAS, PATH, Limit, hints_of, keys_of, spell, unwrap
@@ -98,7 +98,7 @@ class _Reader:
         origin = get_origin(kind)
         args = get_args(kind)
         if origin in (Union, UnionType):
-            return None if node.value is None else self._convert(args[0], node, key)
+            return self._convert_any(args, node, key)
         if is_dataclass(kind):
             return self.section(kind, node, key) if isinstance(node.value, dict) else _WRONG
         if origin is tuple:
@@ -108,6 +108,13 @@ class _Reader:
         if origin is Literal:
             return node.value if node.value in args else _WRONG
         return self._convert_scalar(kind, notes, node, key)
+
+    def _convert_any(self, kinds: tuple[Any, ...], node: Node, key: str) -> Any:
+        """The value as the first of these types that it is a value of."""
+        if node.value is None:
+            return None if NoneType in kinds else _WRONG
+        converted = (self._convert(kind, node, key) for kind in kinds if kind is not NoneType)
+        return next((value for value in converted if value is not _WRONG), _WRONG)
 
     def _convert_list(self, kinds: tuple[Any, ...], notes: tuple[Any, ...], node: Node, key: str) -> Any:
         values = node.value

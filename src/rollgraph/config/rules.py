@@ -21,9 +21,6 @@ def check_scopes(config: Config, ranks: int) -> tuple[Scope, ...]:
     """The scopes to capture with this many ranks; none with `graph.impl: none`. Raises if a scope is not possible."""
     legal = LEGAL_SCOPES["one rank" if ranks == 1 else "several ranks"]
     scopes = config.graph.scope or legal[:1]
-    if config.model.checkpointing and "step" not in scopes:
-        detail = f"needs a graph of the whole step (one rank, graph.scope: step), not of {', '.join(scopes)}"
-        raise ConfigError([ConfigProblem(detail, "model.checkpointing")])
     if config.graph.impl == "none":
         return ()
     illegal = [scope for scope in scopes if scope not in legal]

@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rollgraph.model.adapters import Adaptable
 from rollgraph.model.architecture import Architecture
@@ -26,6 +25,7 @@ from rollgraph.model.attention import Keys, packed_attention, paged_decode, page
 from rollgraph.model.linear import Linear
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
 from rollgraph.model.products import Routes, multiply, padded_rows
+from rollgraph.model.recompute import recompute
 
 # Called with a layer's attention module, its projected qkv, cos and sin; gives the mixed values.
 Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
@@ -35,6 +35,7 @@ class Attention(nn.Module):
     def __init__(self, architecture: Architecture, layer: int) -> None:
         super().__init__()
         a = architecture
+        self.recomputes = False  # its activations, in the backward pass, by itself
         self.heads = a.heads
         self.kv_heads = a.kv_heads
         self.head_dim = a.head_dim
@@ -49,6 +50,13 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int, keys: Keys | None = None
     ) -> Tensor:
         """Attention over packed sequences."""
+        if self.recomputes and torch.is_grad_enabled():
+            return recompute(self, self._run_packed, x, cos, sin, cu_seqlens, max_length, keys)
+        return self._run_packed(x, cos, sin, cu_seqlens, max_length, keys)
+
+    def _run_packed(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int, keys: Keys | None
+    ) -> Tensor:
         return self.run(x, cos, sin, partial(_attend_packed, cu_seqlens, max_length, keys))
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -91,10 +99,16 @@ class MLP(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         a = architecture
+        self.recomputes = False  # its activations, in the backward pass, by itself
         self.gate_up = Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias)
         self.down = Linear(a.mlp, a.hidden, bias=a.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.recomputes and torch.is_grad_enabled():
+            return recompute(self, self._run, x)
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
         activated = swiglu(self.gate_up(x), padded_rows(self.down.routes, len(x)))
         projected: Tensor = self.down(activated, len(x))
         return projected
@@ -106,6 +120,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, architecture: Architecture, layer: int) -> None:
         super().__init__()
         a = architecture
+        self.recomputes = False  # its activations, in the backward pass, all at once
         self.eps = a.norm_eps
         self.attention_norm = nn.Parameter(torch.ones(a.hidden))
         self.attention = Attention(a, layer)
@@ -117,6 +132,14 @@ class DecoderLayer(nn.Module):
         keys: Keys | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Over packed sequences. Gives the residual stream without this layer's last update, and that update."""
+        if self.recomputes and torch.is_grad_enabled():
+            return recompute(self, self._run_packed, residual, update, cos, sin, cu_seqlens, max_length, keys)
+        return self._run_packed(residual, update, cos, sin, cu_seqlens, max_length, keys)
+
+    def _run_packed(
+        self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int,
+        keys: Keys | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x, residual = add_norm(residual, update, self.attention_norm, self.eps)
         x = self.attention(x, cos, sin, cu_seqlens, max_length, keys)
         x, residual = add_norm(residual, x, self.mlp_norm, self.eps)
@@ -133,25 +156,40 @@ class DecoderLayer(nn.Module):
 class Decoder(Adaptable):
     """A causal language model up to its last hidden states; `head_weight` turns them into logits.
 
-    With `checkpointing`, each layer's activations are computed again in the backward pass instead of being kept.
+    The activations of the first `checkpointing` layers are computed again in the backward pass instead of being kept.
     """
 
     frequencies: Tensor
 
-    def __init__(self, architecture: Architecture, *, checkpointing: bool = False) -> None:
+    def __init__(self, architecture: Architecture, *, checkpointing: int = 0) -> None:
         super().__init__()
         a = architecture
         self.architecture = a
-        self.checkpointing = checkpointing
         self.embed = nn.Embedding(a.vocabulary, a.hidden)
         layers = nn.ModuleList(DecoderLayer(a, layer) for layer in range(a.layers))
         self.layers: Iterable[DecoderLayer] = layers  # type: ignore[assignment]
+        self.checkpoint_layers(checkpointing)
         self.norm = nn.Parameter(torch.ones(a.hidden))
         self.head = None if a.tied else nn.Linear(a.hidden, a.vocabulary, bias=False)
         self.head_routes: Routes = {}
         frequencies, self.rope_factor = a.frequencies()
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.reset_parameters()
+
+    def checkpoint_layers(self, count: int, *, parts: bool = False) -> None:
+        """Recompute the activations of the first `count` layers, or of all if it is True.
+
+        The backward of the first layers comes last, when the activations of the others are gone. With `parts`,
+        attention and MLP are recomputed by themselves, as graphs of these parts need it.
+        """
+        if count is True:
+            count = self.architecture.layers
+        if not 0 <= count <= self.architecture.layers:
+            raise ValueError(f"checkpointing={count}: the model has {self.architecture.layers} layers")
+        self.checkpointing = int(count)
+        for index, layer in enumerate(self.layers):
+            layer.recomputes = index < count and not parts
+            layer.attention.recomputes = layer.mlp.recomputes = index < count and parts
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Draw random weights, as a model of this family has before its training."""
@@ -183,13 +221,7 @@ class Decoder(Adaptable):
         """
         residual, update, cos, sin = self._begin(input_ids, positions)
         for layer in self.layers:
-            if self.checkpointing and torch.is_grad_enabled():
-                residual, update = checkpoint(
-                    layer, residual, update, cos, sin, cu_seqlens, max_length, keys,
-                    use_reentrant=False, preserve_rng_state=False,
-                )  # fmt: skip
-            else:
-                residual, update = layer(residual, update, cos, sin, cu_seqlens, max_length, keys)
+            residual, update = layer(residual, update, cos, sin, cu_seqlens, max_length, keys)
         return self._end(residual, update)
 
     def prefill(

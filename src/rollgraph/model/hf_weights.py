@@ -50,7 +50,7 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-    checkpointing: bool = False,
+    checkpointing: int = 0,
     on_tensor: Callable[[int, int], None] | None = None,
 ) -> Decoder:
     """Load the model of a folder, in the dtype it is stored in or in `dtype`. Allocates nothing but the weights.

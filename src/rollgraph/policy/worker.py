@@ -67,8 +67,7 @@ class PolicyWorker:
             raise ValueError(
                 "a graph of a whole step cannot contain the communication of several ranks: use scope layer"
             )
-        if model.checkpointing and "step" not in scopes:
-            raise ValueError("checkpointing calls a layer twice, which a graph of the layer cannot: use scope step")
+        model.checkpoint_layers(model.checkpointing, parts=not {"step", "layer"} & set(scopes))
         self.model = model
         self.tokenizer = tokenizer
         self.world = world

@@ -35,6 +35,7 @@ from rollgraph.run.shapes import (
     longest_prompt,
     longest_written,
     make_limits,
+    recomputed_layers,
     written_limits,
 )
 from rollgraph.run.teacher import check_teacher
@@ -92,6 +93,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
         tokenizer = make_tokenizer(config)
     architecture, dtype = read_architecture(config, tokenizer)
     check_vocabulary(config, tokenizer, architecture)
+    recomputed_layers(config, architecture)  # refuses more than there are
     basis = _Basis(scopes, tokenizer, architecture, dtype, make_algorithm(config))
     read = _read_written if basis.algorithm.source in COLUMNS else _read_prompts
     inputs = read(config, world, basis, given)

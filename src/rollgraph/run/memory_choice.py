@@ -8,16 +8,17 @@ the result says what would. `chosen_memory.py` applies a choice to a run.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from rollgraph.config import Config
-from rollgraph.inference.defaults import BLOCK_SIZE
+from rollgraph.inference.defaults import BLOCK_SIZE, CPU_CACHE_BYTES
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.run.memory_plan import cache_plan, plan_lines, whole_cache
-from rollgraph.run.plan_lines import GIB, PlanLine, gib, peak, peak_phase, total
+from rollgraph.run.plan_lines import GIB, PlanLine, gib, peak
 from rollgraph.run.run_shape import RunShape
 from rollgraph.run.step_floor import Speed
 from rollgraph.run.step_time import StepTime, estimate_step
@@ -31,11 +32,12 @@ CHOSEN = (  # the keys, in the order in which they are told
     "memory.reference",
     "memory.cache_gib",
 )
+_PLACES = ("optimizer.offload", "memory.reference")
 _LEAST_CACHE = 1 / 16  # of what all rows can use; decoding fewer rows at a time would take too long
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """What may be used. None: unknown, and no limit."""
 
     device: int | None = None
@@ -52,7 +54,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     """One way to use memory: a configuration in which nothing is left open, with its plan and its estimate."""
 
     config: Config
@@ -67,18 +69,18 @@ class Settings:
     def time(self) -> StepTime:
         return estimate_step(self.config, self.shape, self.speed)
 
-    def changed(self, **values: Any) -> Settings:
+    def changed(self, **values: Any) -> MemorySettings:
         """With other values, e.g. memory__logits="whole"."""
         keys = {name.replace("__", "."): value for name, value in values.items()}
-        return Settings(with_values(self.config, keys), self.shape, self.speed)
+        return MemorySettings(with_values(self.config, keys), self.shape, self.speed)
 
 
 @dataclass(frozen=True)
 class Choice:
     """What was chosen, and why."""
 
-    settings: Settings
-    budget: Budget
+    settings: MemorySettings
+    budget: MemoryBudget
     fits: bool
     reasons: dict[str, str]  # by key, of those that the user left open
 
@@ -105,36 +107,27 @@ class Choice:
         }
 
 
-def choose(config: Config, shape: RunShape, budget: Budget, speed: Speed | None = None) -> Choice:
-    """The fastest settings that fit. If none do, those that need least, with `fits` False."""
+def choose(config: Config, shape: RunShape, budget: MemoryBudget, speed: Speed | None = None) -> Choice:
+    """The fastest settings that fit. If none do, those that need least, with `fits` False.
+
+    On a CPU nothing is chosen as long as the defaults fit: results depend on these settings in their last bits.
+    """
     speed = speed or Speed()
-    open_keys = [key for key in CHOSEN if is_open(config, shape, key)]
     if not shape.cuda:
-        return _choose_on_cpu(config, shape, budget, speed, open_keys)
-    found = [fitted for base in _combinations(config, shape, speed) if (fitted := _fit(base, config, budget))]
+        defaults = MemorySettings(config, shape, speed)
+        if budget.holds(defaults.lines):
+            return Choice(defaults, budget, True, {})
+    open_keys = [key for key in CHOSEN if is_open(config, shape, key)]
+    candidates = list(_combinations(config, shape, speed))
+    found = [fitted for base in candidates if (fitted := _fit(base, config, budget))]
     if found:
         best = min(found, key=_rank)
         return Choice(best, budget, True, {key: _reason(best, key, budget) for key in open_keys})
-    least = min(map(_smallest, _combinations(config, shape, speed)), key=lambda settings: peak(settings.lines))
+    least = min((_smallest(base, config) for base in candidates), key=lambda settings: peak(settings.lines))
     return Choice(least, budget, False, dict.fromkeys(open_keys, "needs least"))
 
 
-def _choose_on_cpu(config: Config, shape: RunShape, budget: Budget, speed: Speed, open_keys: list[str]) -> Choice:
-    """Nothing is chosen as long as the defaults fit: results depend on these settings in their last bits."""
-    defaults = Settings(config, shape, speed)
-    if budget.holds(defaults.lines):
-        return Choice(defaults, budget, True, {})
-    candidates = [*_combinations(config, shape, speed)]
-    found = [fitted for base in candidates if (fitted := _fit(base, config, budget))]
-    keys = [key for key in open_keys if key not in ("optimizer.offload", "memory.reference")]
-    if found:
-        best = min(found, key=_rank)
-        return Choice(best, budget, True, {key: _reason(best, key, budget) for key in keys})
-    least = min(map(_smallest, candidates), key=lambda settings: peak(settings.lines))
-    return Choice(least, budget, False, dict.fromkeys(keys, "needs least"))
-
-
-def _rank(settings: Settings) -> tuple[float, int]:
+def _rank(settings: MemorySettings) -> tuple[float, int]:
     return settings.time.total, -settings.shape.limits(settings.config).token_buckets[-1]
 
 
@@ -151,20 +144,21 @@ def is_open(config: Config, shape: RunShape, key: str) -> bool:
         return False
     if key == "memory.cache_gib" and shape.samples_nothing:
         return False
+    if key in _PLACES and not shape.cuda:
+        return False  # the host is the device
     return value_of(config, key) in (None, "auto")
 
 
-def _combinations(config: Config, shape: RunShape, speed: Speed) -> Iterator[Settings]:
+def _combinations(config: Config, shape: RunShape, speed: Speed) -> Iterator[MemorySettings]:
     """Every microbatch, form of logits and place of what may be on the host; no recomputation, and the whole cache."""
 
     def options(key: str, *values: Any) -> Sequence[Any]:
         return values if is_open(config, shape, key) else (value_of(config, key),)
 
-    places = ("none", "host") if shape.cuda else ("none",)
     for tokens in _microbatches(config, shape):
         for logits in options("memory.logits", "whole", "chunks"):
-            for offload in options("optimizer.offload", *places):
-                for reference in options("memory.reference", "device", *(["host"] if shape.cuda else [])):
+            for offload in options("optimizer.offload", "none", "host"):
+                for reference in options("memory.reference", "device", "host"):
                     values = {
                         "train.microbatch_tokens": tokens,
                         "memory.logits": logits,
@@ -173,7 +167,7 @@ def _combinations(config: Config, shape: RunShape, speed: Speed) -> Iterator[Set
                     }
                     if is_open(config, shape, "model.checkpointing"):
                         values["model.checkpointing"] = 0
-                    yield Settings(with_values(config, values), shape, speed)
+                    yield MemorySettings(with_values(config, values), shape, speed)
 
 
 def _microbatches(config: Config, shape: RunShape) -> list[int | None]:
@@ -190,7 +184,7 @@ def _microbatches(config: Config, shape: RunShape) -> list[int | None]:
     return list(found.values())
 
 
-def _fit(base: Settings, config: Config, budget: Budget) -> Settings | None:
+def _fit(base: MemorySettings, config: Config, budget: MemoryBudget) -> MemorySettings | None:
     """The settings with the fewest recomputed layers and the largest cache that fit; None if none do."""
     sized = _fit_cache(base, config, budget)
     if not is_open(config, base.shape, "model.checkpointing"):
@@ -207,42 +201,55 @@ def _fit(base: Settings, config: Config, budget: Budget) -> Settings | None:
     return sized.changed(model__checkpointing=low)
 
 
-def _fit_cache(base: Settings, config: Config, budget: Budget) -> Settings:
-    """With the largest cache that fits beside what generation needs."""
+def _fit_cache(base: MemorySettings, config: Config, budget: MemoryBudget) -> MemorySettings:
+    """With the largest cache that fits, or the least one.
+
+    Generation and training share memory, so the cache takes nothing from activations that would be recomputed for it.
+    """
     if not is_open(config, base.shape, "memory.cache_gib"):
         return base
     whole = whole_cache(base.shape, base.shape.limits(base.config))
-    most = whole.nbytes
-    if budget.device is not None:
-        before = total(base.changed(memory__cache_gib=_least_cache(base, whole) / GIB).lines, "generate")
-        most = max(0, budget.device - budget.reserve - before) + _least_cache(base, whole)
-    fitting = CachePlan.within(whole.architecture, whole.dtype, BLOCK_SIZE, min(whole.nbytes, most))
-    return base.changed(memory__cache_gib=max(fitting.nbytes, _least_cache(base, whole)) / GIB)
+    if not base.shape.cuda:
+        within = CachePlan.within(whole.architecture, whole.dtype, BLOCK_SIZE, CPU_CACHE_BYTES)
+        whole = min(whole, within, key=lambda plan: plan.blocks)
+    training = base
+    if is_open(config, base.shape, "model.checkpointing"):
+        training = base.changed(model__checkpointing=base.shape.architecture.layers)
+
+    def fits(blocks: int) -> bool:
+        nbytes = replace(whole, blocks=blocks).nbytes
+        return budget.holds(training.changed(memory__cache_gib=nbytes / GIB).lines)
+
+    blocks = _least_blocks(base, whole)
+    if fits(whole.blocks):
+        blocks = whole.blocks
+    elif fits(blocks):
+        blocks = bisect_left(range(blocks, whole.blocks), True, key=lambda more: not fits(more)) + blocks - 1
+    return base.changed(memory__cache_gib=replace(whole, blocks=blocks).nbytes / GIB)
 
 
-def _least_cache(base: Settings, whole: CachePlan) -> int:
+def _least_blocks(base: MemorySettings, whole: CachePlan) -> int:
     """What a few rows need, and at least one."""
     limits = base.shape.limits(base.config)
     rows = max(1, int(limits.rows * _LEAST_CACHE))
-    blocks = min(whole.blocks, rows * -(-limits.max_length // BLOCK_SIZE) + 1)
-    return replace(whole, blocks=blocks).nbytes
+    return min(whole.blocks, rows * -(-limits.max_length // BLOCK_SIZE) + 1)
 
 
-def _smallest(base: Settings) -> Settings:
+def _smallest(base: MemorySettings, config: Config) -> MemorySettings:
     """The settings that need least."""
     values: dict[str, Any] = {}
-    if base.config.model.checkpointing == 0:
+    if is_open(config, base.shape, "model.checkpointing"):
         values["model__checkpointing"] = base.shape.architecture.layers
-    if base.config.memory.cache_gib is None and not base.shape.samples_nothing:
+    if is_open(config, base.shape, "memory.cache_gib"):
         whole = whole_cache(base.shape, base.shape.limits(base.config))
-        values["memory__cache_gib"] = _least_cache(base, whole) / GIB
+        values["memory__cache_gib"] = replace(whole, blocks=_least_blocks(base, whole)).nbytes / GIB
     return base.changed(**values)
 
 
 # -- why --------------------------------------------------------------------------------------------
 
 
-def _reason(chosen: Settings, key: str, budget: Budget) -> str:
+def _reason(chosen: MemorySettings, key: str, budget: MemoryBudget) -> str:
     """Why a value was chosen: the best one, or what the next better one would need."""
     better = _better(chosen, key)
     if better is None:
@@ -268,7 +275,7 @@ _GOOD = {
 }
 
 
-def _better(chosen: Settings, key: str) -> Settings | None:
+def _better(chosen: MemorySettings, key: str) -> MemorySettings | None:
     """The same settings with the next better value of a key; None if there is none."""
     config, shape = chosen.config, chosen.shape
     if key == "train.microbatch_tokens":
@@ -286,7 +293,7 @@ def _better(chosen: Settings, key: str) -> Settings | None:
     best = {"memory.logits": "whole", "optimizer.offload": "none", "memory.reference": "device"}[key]
     if value_of(config, key) == best:
         return None
-    return Settings(with_values(config, {key: best}), shape, chosen.speed)
+    return MemorySettings(with_values(config, {key: best}), shape, chosen.speed)
 
 
 def _shown(key: str, value: Any) -> str:
@@ -312,6 +319,3 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     return config
 
-
-def needed_phase(choice: Choice) -> str:
-    return peak_phase(choice.settings.lines)

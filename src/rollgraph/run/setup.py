@@ -26,6 +26,7 @@ from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.hub_pins import fetch_weights, pin_sources
 from rollgraph.run.inputs import Inputs, check_inputs, read_architecture
 from rollgraph.run.progress import RunProgress
+from rollgraph.run.shapes import recomputed_layers
 from rollgraph.run.step_log import OnProgress, StepLog
 from rollgraph.run.stop import StopSignals
 from rollgraph.sharding import constant, cosine, linear, warm_up
@@ -167,17 +168,18 @@ def make_policy(config: Config, world: World, inputs: Inputs, model: Decoder) ->
 
 def make_model(config: Config, tokenizer: Tokenizer, device: str, on_tensor: OnProgress | None = None) -> Decoder:
     """Load the model, or make one with random weights."""
+    architecture, _ = read_architecture(config, tokenizer)
+    checkpointing = recomputed_layers(config, architecture)
     dtype = None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     if config.model.path is not None:
         return load_model(
             model_folder(config.model.path),
             dtype=dtype,
             device=device,
-            checkpointing=config.model.checkpointing,
+            checkpointing=checkpointing,
             on_tensor=on_tensor,
         )
-    architecture, _ = read_architecture(config, tokenizer)
-    model = Decoder(architecture, checkpointing=config.model.checkpointing)
+    model = Decoder(architecture, checkpointing=checkpointing)
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights
     return model.to(device, dtype or torch.float32)
 

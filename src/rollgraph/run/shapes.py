@@ -66,6 +66,19 @@ def longest_written(config: Config, architecture: Architecture) -> int:
     return given
 
 
+def recomputed_layers(config: Config, architecture: Architecture) -> int:
+    """How many layers compute their activations again in the backward pass."""
+    given = config.model.checkpointing
+    if isinstance(given, bool):
+        return architecture.layers if given else 0
+    if given == "auto":
+        return 0
+    if given > architecture.layers:
+        wrong = f"{given} layers, but the model has {architecture.layers}: true means all of them"
+        raise ConfigError([f"model.checkpointing: {wrong}"])
+    return given
+
+
 def _limits(config: Config, device: str, longest: int, rows: int, buckets: Sequence[int]) -> Limits:
     on_cpu = device == "cpu"
     return Limits(

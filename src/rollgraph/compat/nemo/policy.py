@@ -19,9 +19,8 @@ def translate_backend(book: Ledger) -> None:
     book.ignore(f"policy.{used}.enabled", "rollgraph has one backend")
     for key in book.below(f"policy.{other}."):
         book.ignore(key, f"policy.{used} is the backend in use")
-    key = f"policy.{used}.activation_checkpointing"  # taken back where several ranks or the scope forbid it
-    on = bool(book.get(key))
-    book.translate(key, "model.checkpointing", on, "on one rank only" if on else "")
+    key = f"policy.{used}.activation_checkpointing"
+    book.translate(key, "model.checkpointing", bool(book.get(key)))
 
 
 def translate_model(book: Ledger) -> None:

@@ -1,0 +1,122 @@
+"""Workers that recompute activations learn, bit for bit, what workers learn that keep them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.distributed.world import World
+from rollgraph.graph.errors import StaleGraph
+from rollgraph.inference import SamplingParams
+from rollgraph.policy import PolicyWorker
+from rollgraph.types import Batch, Sample
+from tests.policy.small_worker import (
+    ALGORITHM,
+    ALONE,
+    DECAY,
+    LIMITS,
+    RATE,
+    TINY,
+    make_model,
+    make_samples,
+    parameters,
+)
+from tests.sharding.worlds import run_world
+
+ONE_SIZE = replace(LIMITS, token_buckets=(64,))
+SCOPES = [("step",), ("layer",), ("attn", "mlp"), ("attn",), ("mlp",)]
+COUNTS = (0, 1, TINY.layers)
+UPDATES = 2
+
+
+def make(count: int, world: World = ALONE, **options: Any) -> PolicyWorker:
+    """A worker that trains and scores, but does not generate."""
+    model = make_model()
+    model.checkpoint_layers(count)
+    settings: dict[str, Any] = {"warmup": 1, "reduction": "ordered", "sampling": SamplingParams(max_tokens=12)}
+    rates = {"lr": RATE, "weight_decay": DECAY}
+    worker = PolicyWorker(model, None, world, ONE_SIZE, optimizer=rates, **settings | options)
+    worker.capture_all({"policy": (ALGORITHM.loss, False)}, generates=False)
+    return worker
+
+
+def batch(seed: int) -> Batch:
+    """Two groups of samples, each of which shares a prompt, in several microbatches."""
+    samples: list[Sample] = []
+    for group in range(2):
+        members = make_samples(5, seed=10 * seed + group, lengths=[9] * 5)
+        samples += [replace(sample, prompt=members[0].prompt, reference_logprobs=None) for sample in members]
+    return Batch([samples])
+
+
+def trained(count: int, world: World = ALONE, **options: Any) -> tuple[list[dict[str, float]], Tensor, list[Tensor]]:
+    """The metrics, the weights and the optimizer's moments of a few updates."""
+    worker = make(count, world, **options)
+    metrics = [worker.train(batch(number)) for number in range(UPDATES)]
+    report = worker.pool.report()
+    assert report.eager_runs == 0 or options.get("backend") == "eager"
+    moments = [piece.state[name].clone() for piece in worker.optimizer.pieces for name in ("exp_avg", "exp_avg_sq")]
+    found = (metrics, parameters(worker), moments)
+    worker.close()
+    return found
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0]
+    assert torch.equal(one[1], other[1])
+    assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
+
+
+WAYS = [(scopes, backend) for scopes in SCOPES for backend in ("tape", "eager")]
+SLOW = [pytest.param(*way, marks=pytest.mark.slow) for way in WAYS if way != (("layer",), "tape")]
+
+
+@pytest.mark.parametrize(("scopes", "backend"), [(("layer",), "tape"), *SLOW])
+def test_recomputing_changes_no_bit_of_training(scopes: tuple[str, ...], backend: str) -> None:
+    kept, *recomputed = (trained(count, scopes=scopes, backend=backend) for count in COUNTS)
+    assert not torch.equal(kept[1], torch.cat([p.detach().flatten() for p in make_model().parameters()]))
+    for found in recomputed:
+        assert_same(found, kept)
+
+
+def all_scopes(world: World) -> str:
+    """Train in every way with every count, because starting ranks is slow."""
+    for backend in ("tape", "eager"):
+        for scopes in SCOPES[1:]:
+            kept, *recomputed = (trained(count, world, scopes=scopes, backend=backend) for count in COUNTS)
+            for found in recomputed:
+                assert_same(found, kept)
+    return "equal"
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_recomputing_changes_no_bit_with_several_ranks(ranks: int, tmp_path: Path) -> None:
+    assert run_world(ranks, tmp_path, all_scopes) == ["equal"] * ranks
+
+
+def test_graphs_of_layers_that_recompute_need_less_memory() -> None:
+    """A recorded forward then keeps nothing beside its results; what the backward recomputes is free after it."""
+    sizes = {}
+    for count in (0, TINY.layers):
+        worker = make(count, scopes=("layer",))
+        sizes[count] = sum(record.bytes_owned for record in worker.pool.report().graphs)
+        worker.close()
+    assert sizes[TINY.layers] < sizes[0] / 2
+
+
+def test_a_weight_that_changed_since_a_recorded_forward_is_refused() -> None:
+    worker = make(TINY.layers, scopes=("layer",))
+    (layer, *_), (arguments, *_) = worker._steps._units(64)
+    residual, update = layer(*arguments)
+    with torch.no_grad():
+        layer.get_parameter("mlp.down.weight").mul_(2)
+    with pytest.raises(StaleGraph, match=r"mlp\.down\.weight"):
+        (residual.sum() + update.sum()).backward()
+    worker.close()
