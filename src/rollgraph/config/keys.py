@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from rollgraph.config.field_types import COMMAS, PATH, Limit
 from rollgraph.config.limits import LARGEST
 
+MICROBATCH_TOKENS = 16_384  # the largest microbatch where neither the user nor memory says otherwise
 COLDEST = 0.01  # the lowest temperature: logits are divided by it
 Count = Annotated[int, Limit("minimum", 1)]
 Natural = Annotated[int, Limit("minimum", 0)]
@@ -56,7 +57,7 @@ class ModelConfig:
     checkpointing: Annotated[
         Literal["auto"] | bool | Natural,
         "Recompute the activations of so many layers in the backward pass, which saves memory and costs time. true: of "
-        "all layers; auto: of none.",
+        "all layers; auto: of as many as memory requires.",
     ] = "auto"
 
 
@@ -193,7 +194,8 @@ class OptimizerConfig:
     offload: Annotated[
         Literal["auto", "none", "host"],
         "Where moments and master weights wait between updates. none: on the device; host: in pinned host memory, "
-        "streamed through the device during an update, which gives the same results; auto: on the device.",
+        "streamed through the device during an update, which gives the same results; auto: on the host if memory "
+        "requires it.",
     ] = "auto"
 
 
@@ -204,10 +206,14 @@ class TrainConfig:
         "Microbatch sizes, in tokens, that get a graph of their own (only the largest if a graph is less than a step). "
         "null: `microbatch_tokens`, or what a minibatch can fill if that is less, its half and its quarter.",
     ] = None
-    microbatch_tokens: Annotated[Count, "Largest microbatch, in tokens, if `token_buckets` is null."] = 16384
+    microbatch_tokens: Annotated[
+        Count | None,
+        "Largest microbatch, in tokens, if `token_buckets` is null. null: 16,384, or what fits into memory.",
+    ] = None
 
     @property
-    def largest_bucket(self) -> int:
+    def largest_bucket(self) -> int | None:
+        """None if it is not configured."""
         return max(self.token_buckets) if self.token_buckets else self.microbatch_tokens
 
 
@@ -282,11 +288,11 @@ class RanksConfig:
 class MemoryConfig:
     cache_gib: Annotated[
         Positive | None,
-        "Size of the key/value cache in GiB. null: as much as all rows can use, at most half of the free memory.",
+        "Size of the key/value cache in GiB. null: as much as all rows can use, or what fits into memory.",
     ] = None
     reference: Annotated[
         Literal["auto", "device", "host"],
-        "Where the reference weights are kept. auto: on the device if they fit, otherwise on the host.",
+        "Where the reference weights are kept. auto: on the device, or on the host if memory requires it.",
     ] = "auto"
     verify_weights: Annotated[
         bool, "Compare checksums of the policy's weights before and after other weights are used."
@@ -294,7 +300,7 @@ class MemoryConfig:
     logits: Annotated[
         Literal["auto", "whole", "chunks"],
         "How the logits of a microbatch are held. whole: kept from forward to backward; chunks: in pieces of 1 GiB, "
-        "computed twice; auto: whole if they take at most an eighth of a GPU's free memory.",
+        "computed twice; auto: whole on a GPU if they fit into memory.",
     ] = "auto"
 
 
@@ -356,7 +362,7 @@ class Config:
         default_factory=CheckpointConfig
     )
     ranks: Annotated[RanksConfig, "Runs with several processes."] = field(default_factory=RanksConfig)
-    memory: Annotated[MemoryConfig, "How device memory is used."] = field(default_factory=MemoryConfig)
+    memory: Annotated[MemoryConfig, "How device memory is used. What is left open is chosen: see docs/memory.md."] = field(default_factory=MemoryConfig)
     log: Annotated[LogConfig, "Metrics, samples and progress."] = field(default_factory=LogConfig)
 
     @property

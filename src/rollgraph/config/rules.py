@@ -71,9 +71,9 @@ def _length_rules(config: Config) -> Iterator[BrokenRule]:
     limit = "data.max_tokens" if supervised else "rollout.max_tokens"
     if tiny is not None and longest > tiny.max_length:
         yield "length_fits", limit, f"{takes}, but model.tiny.max_length is {tiny.max_length}"
-    if longest > config.train.largest_bucket:
+    largest = config.train.largest_bucket
+    if largest is not None and longest > largest:
         key = "train.token_buckets" if buckets else "train.microbatch_tokens"
-        largest = config.train.largest_bucket
         wrong = f"{takes} (data.max_prompt_tokens + rollout.max_tokens), but the largest microbatch has {largest}"
         if supervised:
             wrong = f"{takes} (data.max_tokens), but the largest microbatch has {largest}"

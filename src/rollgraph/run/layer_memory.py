@@ -27,6 +27,7 @@ class Pass:
     itemsize: int  # bytes of a weight or an activation
     cuda: bool
     recomputed: int = 0  # layers, from the first one, that keep nothing but their inputs
+    parts: bool = False  # attention and MLP are recomputed by themselves, so the norms before them are kept
     sequences: int = 8  # that the microbatch has room for
     # For an adapted model: the columns that adapters add to each fused product, by its name. None: all weights learn.
     adapters: Mapping[str, int] | None = field(default=None)
@@ -56,6 +57,8 @@ class Pass:
         return self.tokens * (2 * self._kept_by_norm(a.hidden) + attention + mlp + self._kept_by_adapters())
 
     def _inputs_of_layer(self) -> int:
+        if self.parts:
+            return self.tokens * 2 * self._kept_by_norm(self.architecture.hidden)
         return self.tokens * 2 * self.architecture.hidden * self.itemsize  # the residual stream and its update
 
     def _kept_by_norm(self, width: int) -> int:
@@ -73,12 +76,12 @@ class Pass:
         a = self.architecture
         mlp = self.tokens * (2 * a.hidden + 3 * a.mlp) * self.itemsize
         if self.cuda:
-            return mlp + self._widened(mlp_only=False)
+            return mlp + self._widened()
         # Plain PyTorch gathers the keys and values of a tile for each query, and lays them out anew in fp32.
         attention = self.tokens * TILE * a.kv_heads * a.head_dim * 4 * FP32
         return max(mlp, attention)
 
-    def _widened(self, mlp_only: bool) -> int:
+    def _widened(self) -> int:
         """The widest product with its adapters' columns, before the adapters' part is added to it."""
         if not self.adapters:
             return 0
@@ -90,7 +93,7 @@ class Pass:
             return self.inside_layer()
         a = self.architecture
         stream = 2 * a.hidden * self.itemsize
-        mlp = self.tokens * (stream + 3 * a.mlp * self.itemsize) + self._widened(mlp_only=True)
+        mlp = self.tokens * (stream + 3 * a.mlp * self.itemsize) + self._widened()
         attention = self.tokens * stream + self._attention_backward()
         recomputed = self.kept_by_layer() if self.recomputed == a.layers else 0
         return max(mlp, attention) + recomputed + self._gradients_of_layer()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rollgraph.config import Config
+from rollgraph.config import MICROBATCH_TOKENS, Config
 from rollgraph.inference.defaults import BLOCK_SIZE, CPU_CACHE_BYTES
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.run.memory_plan import cache_plan, plan_lines, whole_cache
@@ -23,7 +23,6 @@ from rollgraph.run.run_shape import RunShape
 from rollgraph.run.step_floor import Speed
 from rollgraph.run.step_time import StepTime, estimate_step
 
-MICROBATCH = 16_384  # tokens of the largest microbatch where memory does not limit it
 CHOSEN = (  # the keys, in the order in which they are told
     "train.microbatch_tokens",
     "memory.logits",
@@ -174,9 +173,9 @@ def _microbatches(config: Config, shape: RunShape) -> list[int | None]:
     """From the default down to what the longest sequence needs; those that make the same buckets count once."""
     if not is_open(config, shape, "train.microbatch_tokens"):
         return [config.train.microbatch_tokens]
-    largest = with_values(config, {"train.microbatch_tokens": MICROBATCH})
+    largest = with_values(config, {"train.microbatch_tokens": MICROBATCH_TOKENS})
     longest = shape.limits(largest).max_length
-    sizes = sorted({max(longest, MICROBATCH * part // 4 >> half) for half in range(14) for part in (3, 4)})
+    sizes = sorted({max(longest, MICROBATCH_TOKENS * part // 4 >> half) for half in range(14) for part in (3, 4)})
     found: dict[tuple[int, ...], int] = {}
     for size in reversed(sizes):
         buckets = shape.limits(with_values(config, {"train.microbatch_tokens": size})).token_buckets
@@ -318,4 +317,3 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
         section, _, name = key.partition(".")
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     return config
-

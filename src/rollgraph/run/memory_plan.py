@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from rollgraph.config import Config, training_scopes
 from rollgraph.inference.decode_graphs import TABLE as STATE_COLUMNS
 from rollgraph.inference.defaults import BLOCK_SIZE, CPU_CACHE_BYTES, PREFILL_SEQUENCES, prefill_buckets, row_buckets
@@ -24,7 +22,7 @@ from rollgraph.policy import Limits
 from rollgraph.run.layer_memory import FP32, Pass
 from rollgraph.run.plan_lines import PHASES, PlanLine, total
 from rollgraph.run.run_shape import RunShape
-from rollgraph.sharding import MemoryPlan, Offload, plan_memory
+from rollgraph.sharding import MemoryPlan
 
 SNAPSHOT = "copy for checkpoints"
 CACHE = "key/value cache"
@@ -57,7 +55,7 @@ def _weights(config: Config, shape: RunShape) -> list[PlanLine]:
     memory = planned_weights(config, shape)
     optimizer = memory.optimizer
     return [
-        PlanLine("base, frozen", frozen_bytes(shape.model), "device", PHASES),
+        PlanLine("base, frozen", shape.frozen, "device", PHASES),
         PlanLine("parameters", memory.parameters, "device", PHASES),
         PlanLine(GRADIENTS, memory.gradients, "device", ("train",)),
         PlanLine("optimizer", optimizer.device, "device", PHASES),
@@ -68,14 +66,7 @@ def _weights(config: Config, shape: RunShape) -> list[PlanLine]:
 
 
 def planned_weights(config: Config, shape: RunShape) -> MemoryPlan:
-    offload: Offload = "host" if config.optimizer.offload == "host" else "none"
-    return plan_memory(shape.buckets, torch.float32, config.optimizer.state, offload)
-
-
-def frozen_bytes(model: Decoder) -> int:
-    """The bytes of all buffers; several may be views of one storage."""
-    storages = (buffer.untyped_storage() for buffer in model.buffers())
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return shape.weights(config.optimizer.state, "host" if config.optimizer.offload == "host" else "none")
 
 
 def _reference(config: Config, shape: RunShape) -> list[PlanLine]:
@@ -114,7 +105,9 @@ def _generation(config: Config, shape: RunShape, limits: Limits) -> list[PlanLin
     a, rollout, rows, table = shape.architecture, config.rollout, limits.rows, _blocks_of_row(limits)
     state, history = rows * (STATE_COLUMNS + table), rows * (limits.max_length if rollout.filtered else 1)
     assert limits.prefill_tokens is not None
-    batches = [3 * size + 1 + min(PREFILL_SEQUENCES, rows) * (2 + table) for size in prefill_buckets(limits.prefill_tokens)]
+    batches = [
+        3 * size + 1 + min(PREFILL_SEQUENCES, rows) * (2 + table) for size in prefill_buckets(limits.prefill_tokens)
+    ]
     orders, results = rows, 3 * rows
     pinned = 2 * (batches[-1] + state + history + 8 * rows) + 2 * results
     copies = 1 if shape.cuda else 3  # plain PyTorch makes intermediate results, kernels do not
@@ -146,6 +139,7 @@ def _training_pass(config: Config, shape: RunShape, limits: Limits) -> Pass:
         shape.itemsize,
         shape.cuda,
         recomputed=shape.recomputed(config),
+        parts=not {"step", "layer"} & set(training_scopes(config, shape.ranks)),
         sequences=limits.sequences(tokens),
         adapters=shape.adapters,
     )

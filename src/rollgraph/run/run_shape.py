@@ -21,7 +21,16 @@ from rollgraph.rl.demonstrations import COLUMNS
 from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
 from rollgraph.run.shapes import longest_written, make_limits, recomputed_layers, written_limits
 from rollgraph.run.teacher import shape_teacher
-from rollgraph.sharding import BUCKET_BYTES, BucketPlan, plan_buckets, specs_of
+from rollgraph.sharding import (
+    BUCKET_BYTES,
+    BucketPlan,
+    MemoryPlan,
+    Offload,
+    StateFormat,
+    plan_buckets,
+    plan_memory,
+    specs_of,
+)
 
 Device = Literal["cuda", "cpu"]
 
@@ -38,6 +47,7 @@ class RunShape:
     teacher: Decoder | None = None  # one that is another model than the policy
     notes: tuple[str, ...] = ()  # assumptions
     _limits: dict[tuple[int | None, tuple[int, ...] | None], Limits] = field(default_factory=dict)
+    _weights: dict[tuple[StateFormat, Offload], MemoryPlan] = field(default_factory=dict)
 
     @property
     def architecture(self) -> Architecture:
@@ -55,6 +65,18 @@ class RunShape:
     def buckets(self) -> tuple[BucketPlan, ...]:
         """Those of the parameters that are trained."""
         return plan_buckets(specs_of(self.model), ranks=self.ranks, bucket_bytes=BUCKET_BYTES)
+
+    @cached_property
+    def frozen(self) -> int:
+        """The bytes of what is not trained; several buffers may be views of one storage."""
+        storages = (buffer.untyped_storage() for buffer in self.model.buffers())
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def weights(self, state: StateFormat, offload: Offload) -> MemoryPlan:
+        """Parameters, gradients and optimizer state."""
+        if (state, offload) not in self._weights:
+            self._weights[state, offload] = plan_memory(self.buckets, torch.float32, state, offload)
+        return self._weights[state, offload]
 
     @cached_property
     def trained(self) -> int:

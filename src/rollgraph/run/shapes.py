@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollgraph.config import Config, ConfigError
+from rollgraph.config import MICROBATCH_TOKENS, Config, ConfigError
 from rollgraph.inference.defaults import BLOCK_SIZE, sizes_on
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture
@@ -58,11 +58,11 @@ def written_limits(config: Config, longest: int, per_prompt: int, device: str, r
 
 def longest_written(config: Config, architecture: Architecture) -> int:
     """The most tokens that a prompt may have together with a completion that was written for it."""
-    allowed = min(architecture.max_length, config.train.largest_bucket)
-    given = config.data.max_tokens or allowed
-    if given > allowed:
+    largest = config.train.largest_bucket
+    given = config.data.max_tokens or min(architecture.max_length, largest or MICROBATCH_TOKENS)
+    if given > min(architecture.max_length, largest or given):
         wrong = f"{given} tokens do not fit: the model takes {architecture.max_length}"
-        raise ConfigError([f"data.max_tokens: {wrong}, and the largest microbatch {config.train.largest_bucket}"])
+        raise ConfigError([f"data.max_tokens: {wrong}, and the largest microbatch {largest or 'as many'}"])
     return given
 
 
@@ -99,7 +99,7 @@ def automatic_buckets(config: Config, longest: int, tokens: int) -> list[int]:
     tokens of its bucket, padding included, and needs memory for them.
     """
     filled = -(-tokens // ROUNDING) * ROUNDING
-    largest = max(longest, min(config.train.microbatch_tokens, filled))
+    largest = max(longest, min(config.train.microbatch_tokens or MICROBATCH_TOKENS, filled))
     return sorted({max(longest, largest // 4), max(longest, largest // 2), largest})
 
 
