@@ -24,7 +24,7 @@ from rollgraph.policy.limits import Limits
 from rollgraph.policy.packed_arrays import STREAMS, PackedArrays
 from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
 from rollgraph.rl.losses import TokenStreams
-from rollgraph.sharding import ShardedModel
+from rollgraph.sharding import ShardedModel, add_gradients
 
 Loss = Callable[[TokenStreams], tuple[Tensor, dict[str, Tensor]]]
 _MORE_THAN_ONE = 1 + torch.finfo(torch.float32).eps
@@ -68,6 +68,7 @@ class StepGraphs(ScoreGraphs):
         """
         inputs = self._upload(arrays)
         if self._whole_step:
+            self._sharded.expect_gradients()
             values = self._train[name, len(arrays.ids)](*inputs)
         else:
             with ExitStack() as stack:
@@ -168,9 +169,7 @@ class StepGraphs(ScoreGraphs):
     def _train_step(self, name: str, *inputs: Tensor) -> Tensor:
         """Forward and backward of a whole microbatch; the gradients are added to the flat buffer."""
         loss, values = self._loss(name, inputs)
-        buffers = self._sharded.flat.grad_buffers
-        for buffer, gradient in zip(buffers.values(), torch.autograd.grad(loss, list(buffers)), strict=True):
-            buffer.add_(gradient)
+        add_gradients(loss, self._sharded.flat.grad_buffers)
         return values
 
 
