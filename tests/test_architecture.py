@@ -46,6 +46,7 @@ LAYERS = (
     ), packages=frozenset()),
     Layer("graph", (
         "graph/errors.py", "graph/hooks.py", "graph/surface.py", "graph/static_outputs.py", "graph/report.py",
+        "graph/pool_memory.py",
         "graph/pool.py", "graph/live_objects.py", "graph/undo_log.py", "graph/transaction.py", "graph/bytecode.py",
         "graph/names.py", "graph/slots.py", "graph/binding.py", "graph/bound_gradients.py", "graph/backend.py",
         "graph/cuda_backend.py", "graph/tape_program.py", "graph/tape.py", "graph/observer.py",
@@ -64,7 +65,7 @@ LAYERS = (
         "sharding/bucket_plan.py", "sharding/state_memory.py", "sharding/flat_buffer.py", "sharding/collectives.py",
         "sharding/same_model.py",
         "sharding/bucket_sync.py", "sharding/step_abort.py", "sharding/parameter_gathers.py",
-        "sharding/gradient_reductions.py", "sharding/hook_set.py", "sharding/model_hooks.py",
+        "sharding/gradient_reductions.py", "sharding/gradient_sums.py", "sharding/hook_set.py", "sharding/model_hooks.py",
         "sharding/sharded_model.py", "sharding/schedules.py", "sharding/optimizer.py", "sharding/manifest.py",
         "sharding/shard_snapshot.py", "sharding/checkpoint_writer.py", "sharding/checkpoint_loader.py",
         "model/config_fields.py", "model/rope.py", "model/architecture.py",
@@ -92,7 +93,7 @@ LAYERS = (
     ), packages=BASE, independent=True),
     Layer("policy", (
         "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/adapted_weights.py",
-        "policy/phases.py", "policy/packing.py",
+        "policy/phases.py", "policy/phase_memory.py", "policy/cache_layout.py", "policy/packing.py",
         "policy/packed_arrays.py", "policy/score_graphs.py", "policy/step_graphs.py", "policy/exactness.py",
         "policy/agreement_layout.py", "policy/agreement_check.py",
         "policy/train_metrics.py", "policy/turn_session.py", "policy/worker.py",

@@ -70,7 +70,8 @@ def get(workers: dict[str, PolicyWorker]) -> Iterator[Callable[[str], PolicyWork
         assert report.eager_runs == 0 or name == "eager"
         assert worker.phases.current == "idle"
         assert worker.weights.current == "policy"
-        assert all(not shard.any() for shard in worker.sharded.gradient_shards())
+        with worker.phases.enter("train"):
+            assert all(not shard.any() for shard in worker.sharded.gradient_shards())
         assert all(parameter.grad is None for parameter in worker.model.parameters())
 
 

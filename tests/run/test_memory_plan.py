@@ -295,7 +295,7 @@ def test_a_run_uses_the_planned_memory(tmp_path: Path) -> None:
         assert line(plan, "gradients, fp32") == found.gradients
         assert line(plan, "optimizer") == found.optimizer.device
         assert line(plan, "reference") == run.policy.weights.nbytes("device")
-        assert line(plan, "key/value cache") == graphs.pages.nbytes == engine.plan.nbytes
+        assert line(plan, "key/value cache") == sum(layer.nbytes for layer in graphs.pages) == engine.plan.nbytes
         state = (graphs.state, graphs.history, graphs.orders, graphs.results, *graphs._batches.values())
         assert line(plan, "decode state") == sum(tensor.nbytes for tensor in state)
         pinned = (*graphs.upload._areas, *engine._host_results)

@@ -49,8 +49,8 @@ class Backend(Protocol):
     records: bool  # False if Python runs at each replay, so that there is nothing to warm up or to bind
     executes: bool  # whether recording runs the function for real
 
-    def stage(self, arena: Arena) -> AbstractContextManager[None]:
-        """The context that warm-up runs in."""
+    def stage(self, arena: Arena, in_pool: bool = False) -> AbstractContextManager[None]:
+        """The context that warm-up runs in. With `in_pool`, it allocates from the arena's memory on a GPU."""
 
     def record(
         self,
@@ -92,7 +92,7 @@ class EagerBackend:
     records = False
     executes = False
 
-    def stage(self, arena: Arena) -> AbstractContextManager[None]:
+    def stage(self, arena: Arena, in_pool: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
     def record(

@@ -69,6 +69,7 @@ def capture(
     backend: BackendName = "auto",
     on_mismatch: OnMismatch = "raise",
     warmup: int = 3,
+    warmup_in_pool: bool = False,
     name: str | None = None,
 ) -> GraphedFunction[P, R]:
     """Capture `fn(*example_inputs, **example_kwargs)`, including any backward and optimizer step inside it.
@@ -76,6 +77,9 @@ def capture(
     Afterwards parameters, gradients, optimizer state and RNG are as before. The result replays when it is called
     with arguments of the same surface; `on_mismatch` says what happens to other calls. Replays accumulate into the
     gradients that exist at capture.
+
+    With `warmup_in_pool`, warm-up takes its memory on a GPU from the pool, which it leaves to the recording. Otherwise the
+    two need their memory side by side. The function may then keep nothing that it makes: CaptureError says so.
     """
     if not callable(fn):
         raise CaptureError(f"capture takes a function, got {type(fn).__name__}")
@@ -92,7 +96,8 @@ def capture(
     name = name or callable_name(fn)
     refuse_nesting(name)
     record = GraphRecord(pool.unique_name(name), chosen.name)
-    graphed: GraphedFunction[P, R] = GraphedFunction(GraphSpec(fn, chosen, record, hooks, guards, on_mismatch, warmup))
+    spec = GraphSpec(fn, chosen, record, hooks, guards, on_mismatch, warmup, warmup_in_pool)
+    graphed: GraphedFunction[P, R] = GraphedFunction(spec)
     graphed.capture(tuple(example_inputs), kwargs, pool.arena)
     pool.add(graphed)
     return graphed

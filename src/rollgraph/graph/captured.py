@@ -44,6 +44,7 @@ class GraphSpec:
     guards: Sequence[Guard]
     on_mismatch: OnMismatch
     warmup: int  # runs before the recording
+    warmup_in_pool: bool = False  # these runs allocate from the pool, too
 
     def __post_init__(self) -> None:
         if self.on_mismatch not in ("raise", "eager", "recapture"):

@@ -7,7 +7,7 @@ up. Knows nothing of functions, modules or autograd.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -132,15 +132,9 @@ class CudaBackend:
         self.device = torch.device("cuda", index)
 
     @contextmanager
-    def stage(self, arena: Arena) -> Iterator[None]:
-        stream = arena.stream(self.device)
-        caller = torch.cuda.current_stream(self.device)
-        stream.wait_stream(caller)
-        try:
-            with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                yield
-        finally:
-            caller.wait_stream(stream)  # after a failure too: the rollback has to wait for what still runs there
+    def stage(self, arena: Arena, in_pool: bool = False) -> Iterator[None]:
+        with arena.on_stream(self.device), arena.allocating(self.device) if in_pool else nullcontext():
+            yield
 
     def record(
         self,

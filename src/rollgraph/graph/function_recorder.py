@@ -6,6 +6,7 @@ it needs, and the recording. A recorder is used once; `function_variant.py` has 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ class FunctionRecorder:
         )
 
     def _warm_up_and_record(self) -> tuple[Recording, int, OutputTree, Binding]:
-        with Transaction(self._spec.target) as transaction:
+        with Transaction(self._spec.target, unsaved=self._arena.unsaved) as transaction:
             self._warm_up(transaction)
             return self._record(transaction)
 
@@ -76,7 +77,8 @@ class FunctionRecorder:
         """Run the function for real: find the gradients it writes, and create the optimizer state it needs."""
         spec = self._spec
         runs = max(spec.warmup, 2)  # the second run shows what happens to existing gradients
-        with spec.backend.stage(self._arena), capture_errors(f"warm-up of {spec.name!r}", WarmupError):
+        stage = spec.backend.stage(self._arena, spec.warmup_in_pool)
+        with stage, capture_errors(f"warm-up of {spec.name!r}", WarmupError):
             for run in range(runs):
                 self._gradients.bind()
                 self._run_once(transaction, again=run > 0)
@@ -90,8 +92,22 @@ class FunctionRecorder:
                     with creating_optimizer_state():
                         transaction.create_optimizer_state()
             self._gradients.prepare_recording()
+            if spec.warmup_in_pool:
+                self._refuse_survivors(transaction)
         transaction.undo_log.expect(self._gradients.buffers)
         refuse_written_arguments(transaction.undo_log, self._surface, self._statics)
+
+    def _refuse_survivors(self, transaction: Transaction) -> None:
+        """Raise CaptureError if something that warm-up made is still in use: replays of other graphs overwrite it."""
+        gradients = self._gradients.nbytes()
+        if transaction.undo_log.survivors() + gradients:
+            gc.collect()  # an autograd graph may be part of a reference cycle
+        survivors = transaction.undo_log.survivors() + gradients
+        if survivors:
+            raise CaptureError(
+                f"{survivors} bytes that {self._spec.name!r} made in warm-up are still in use, and other graphs of the "
+                "pool would overwrite them: make that state before capturing, or capture with warmup_in_pool=False"
+            )
 
     def _run_once(self, transaction: Transaction, again: bool) -> None:
         spec = self._spec

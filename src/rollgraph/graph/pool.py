@@ -13,17 +13,17 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 
 from rollgraph.graph.errors import CaptureError, MemoryInUse
+from rollgraph.graph.pool_memory import PoolHandle, allocating_from, keep_pool, let_pool_go
 from rollgraph.graph.report import GraphRecord, Report
 from rollgraph.graph.static_outputs import StaticOutputs
 
-PoolHandle = tuple[int, int]  # what torch.cuda.graph_pool_handle() returns
 FOREVER = sys.maxsize  # later than any capture
 _thread = threading.get_ident
 _graph_task = torch._C._current_graph_task_id
@@ -56,6 +56,9 @@ class Arena:
         self.lock = threading.RLock()  # held during a replay: the memory is shared, so replays take turns
         self.static_outputs: list[StaticOutputs] = []  # of its recordings
         self.owning_thread = 0  # the thread that may use them
+        self.allocations: list[torch.Tensor] = []  # see GraphPool.allocate
+        self.unsaved: dict[int, torch.UntypedStorage] = {}  # by key; see GraphPool.leave_unsaved
+        self._kept: dict[torch.device, finalize[Any, Any]] = {}  # where the CUDA pool lives without a recording
 
     def cuda_handle(self) -> PoolHandle:
         if self.handle is None:
@@ -77,6 +80,37 @@ class Arena:
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
         return self.streams[device]
+
+    @contextmanager
+    def on_stream(self, device: torch.device) -> Iterator[None]:
+        """Work inside runs on the capture stream, after what was launched before and before what is launched after."""
+        stream = self.stream(device)
+        caller = torch.cuda.current_stream(device)
+        stream.wait_stream(caller)
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                yield
+        finally:
+            caller.wait_stream(stream)  # after a failure too: a rollback has to wait for what still runs there
+
+    def allocating(self, device: torch.device) -> AbstractContextManager[None]:
+        """Allocations come from the arena's memory inside. Call this on its stream."""
+        if device not in self._kept:
+            handle = self.cuda_handle()
+            keep_pool(device.index, handle)
+            self.retain()
+            self._kept[device] = finalize(self, let_pool_go, device.index, handle)
+            self._kept[device].atexit = False
+        return allocating_from(device.index, self.cuda_handle())
+
+    def free(self) -> None:
+        """Give back the memory that belongs to no recording."""
+        self.allocations.clear()
+        self.unsaved.clear()
+        for let_go in self._kept.values():
+            let_go()
+            self.release()
+        self._kept.clear()
 
     def next_capture(self) -> int:
         """The number of a new recording in the order of captures."""
@@ -201,6 +235,42 @@ class GraphPool:
     def add(self, graph: CapturedGraph) -> None:
         self.graphs.append(graph)
 
+    # -- memory ----------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        """Take memory on a GPU in one piece before anything is captured: captures use it, and so does `allocate` later.
+
+        Without it, the pool grows in the pieces that captures ask for, into which no larger tensor fits.
+        """
+        if device.type == "cuda" and nbytes:
+            with self.arena.on_stream(device), self.arena.allocating(device):
+                torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros in memory that graphs captured so far use during their replays, for graphs that are captured later.
+
+        Each replay of an earlier graph may overwrite the tensor, so its contents hold only while nothing but later
+        graphs replays. It lives as long as the pool, and captures neither save nor restore it. On a GPU this is what
+        earlier captures have left free, or new memory of the pool; on a CPU it is ordinary memory.
+        """
+        if device.type == "cuda":
+            with self.arena.on_stream(device), self.arena.allocating(device):
+                tensor = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.arena.allocations.append(tensor)
+        self.leave_unsaved(tensor)
+        return tensor
+
+    def leave_unsaved(self, tensor: torch.Tensor) -> None:
+        """Let captures change the memory of a tensor, all of its storage.
+
+        Warm-up writes for real. What it overwrites is saved and restored, which takes as much memory again. Say this of
+        a large tensor whose contents mean nothing while graphs are captured.
+        """
+        storage = tensor.untyped_storage()
+        self.arena.unsaved[storage._cdata] = storage
+
     # -- on and off ------------------------------------------------------------------------------
 
     def disable(self, model: torch.nn.Module | None = None) -> None:
@@ -236,6 +306,7 @@ class GraphPool:
         for graph in list(self.graphs):
             graph.reset()
         self.graphs.clear()
+        self.arena.free()
         self.arena = Arena()  # without the open intervals of the old graphs
 
     def report(self) -> Report:

@@ -299,7 +299,7 @@ def _record_all(
     backend = recorders[0].spec.backend
     runs = warmup if backend.records else 1
     targets = [recorder.spec.target for recorder in recorders]
-    with Transaction(*targets) as transaction:
+    with Transaction(*targets, unsaved=recorders[0].arena.unsaved) as transaction:
         for first, *others in _microbatches(recorders, schedule):
             run_warmup_hook(pre_warmup_hook, "pre_warmup_hook", first.spec.target)
             with backend.stage(first.arena), capture_errors(f"warm-up of {first.spec.name!r}", WarmupError):

@@ -292,7 +292,7 @@ class TapeBackend:
     records = True
     executes = True
 
-    def stage(self, arena: Arena) -> AbstractContextManager[None]:
+    def stage(self, arena: Arena, in_pool: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
     def record(

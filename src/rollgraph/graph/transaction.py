@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -48,11 +48,12 @@ class RngState:
 class Transaction:
     """A capture attempt: whatever happens inside, afterwards the process is as it was before.
 
-    The function may rebind gradients (`leaf.grad = ...`); each leaf gets its own gradient back.
+    The function may rebind gradients (`leaf.grad = ...`); each leaf gets its own gradient back. `unsaved` are the keys of
+    storages that may change (see `GraphPool.leave_unsaved`).
     """
 
-    def __init__(self, *roots: Any) -> None:
-        self.undo_log = UndoLog()
+    def __init__(self, *roots: Any, unsaved: Container[int] = ()) -> None:
+        self.undo_log = UndoLog(unsaved)
         self._roots = roots
 
     def __enter__(self) -> Transaction:

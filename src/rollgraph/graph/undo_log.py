@@ -7,7 +7,7 @@ kernels launched outside PyTorch's dispatcher write. `transaction.py` restores e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -75,14 +75,18 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 class UndoLog(TorchDispatchMode):
-    """While entered, saves memory before operations overwrite it; `rollback()` restores it."""
+    """While entered, saves memory before operations overwrite it; `rollback()` restores it.
+
+    Storages whose keys are in `unsaved` are left as the operations leave them.
+    """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True  # compiled regions run compiled in warm-up, as they do in capture
 
-    def __init__(self) -> None:
+    def __init__(self, unsaved: Container[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._unsaved = unsaved
         self._saved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self._written_at: dict[int, Location] = {}
         self._expected: set[int] = set()  # storages that a recording may write first
@@ -241,7 +245,7 @@ class UndoLog(TorchDispatchMode):
 
     def _save(self, tensor: Tensor, func: Any) -> None:
         storage = storage_of(tensor)
-        if storage is None or storage._cdata in self._saved:
+        if storage is None or storage._cdata in self._saved or storage._cdata in self._unsaved:
             return
         key = storage._cdata
         if key not in self._fresh:
@@ -268,6 +272,12 @@ class UndoLog(TorchDispatchMode):
             del self._fresh[key], self._made_by[key]
             self._made_again.discard(key)
             self._fresh_saved.pop(key, None)
+
+    def survivors(self) -> int:
+        """How many bytes that the function made are still in use."""
+        self._forget_dead()
+        storages = (torch.UntypedStorage._new_with_weak_ptr(key) for key in self._fresh)
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def expect(self, tensors: Iterable[Tensor]) -> None:
         """Allow a recording to be the first to write these tensors."""

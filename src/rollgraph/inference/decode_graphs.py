@@ -80,6 +80,7 @@ class DecodeGraphs:
         self,
         model: Decoder,
         plan: CachePlan,
+        pages: Sequence[Tensor],
         *,
         buckets: Sequence[int],
         prefill_buckets: Sequence[int],
@@ -98,7 +99,9 @@ class DecodeGraphs:
         self._block_size = plan.block_size
         self._prefill_sequences = prefill_sequences
         self._prefill_buckets = tuple(prefill_buckets)
-        self.pages = plan.allocate(device)
+        self.pages = list(pages)  # of each layer
+        for layer in self.pages:
+            pool.leave_unsaved(layer)
         self.state = torch.zeros((rows, TABLE + self.blocks_of_row), dtype=torch.int32, device=device)
         self.history = torch.zeros((rows, max_length if filters else 1), dtype=torch.int32, device=device)
         self.orders = torch.full((rows,), IDLE, dtype=torch.int32, device=device)
@@ -115,7 +118,9 @@ class DecodeGraphs:
         for done, (key, (name, step)) in enumerate(steps.items()):
             if on_capture is not None:
                 on_capture(name, done, len(steps))
-            self._graphs[key] = capture(step, pool=pool, backend=backend, guards=guards, name=name, warmup=2)
+            self._graphs[key] = capture(
+                step, pool=pool, backend=backend, guards=guards, name=name, warmup=2, warmup_in_pool=True
+            )
 
     def _list_steps(self, buckets: Sequence[int], filters: bool) -> dict[_StepKey, tuple[str, Callable[[], None]]]:
         """The name and the function of every step to capture, in capture order."""

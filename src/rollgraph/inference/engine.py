@@ -31,7 +31,7 @@ from rollgraph.graph.hooks import Guard
 from rollgraph.inference import decode_graphs as columns
 from rollgraph.inference import defaults, scheduler
 from rollgraph.inference.decode_graphs import DecodeGraphs, OnCapture
-from rollgraph.inference.kv_cache import plan_cache
+from rollgraph.inference.kv_cache import CachePlan, plan_cache
 from rollgraph.inference.requests import Completion, OnToken, Output, Progress, RequestError, SamplingParams
 from rollgraph.inference.sampler import sample_seed
 from rollgraph.inference.scheduler import EngineStep, RequestState, Scheduler, SequenceError
@@ -71,7 +71,8 @@ class Engine:
 
     The constructor allocates and captures everything, before the first request. `rows` is how many sequences decode at
     the same time, `max_length` limits a prompt with its completion, and `cache_bytes` limits the key/value cache;
-    `defaults.py` has the values used if they are not given. `filters=False` leaves out the graphs for top-k, top-p,
+    `defaults.py` has the values used if they are not given. `cache` replaces it: a plan, and memory for the pages of each
+    layer, which others may use while nothing is generated (see `forget_cache`). `filters=False` leaves out the graphs for top-k, top-p,
     min-p and the repetition penalty; requests that need them are then refused. With `exact`, the matrix products of the
     model get routes (see `model/products.py`), so that the tokens of a request do not depend on what else is in the
     batch; a caller that has set routes itself says False.
@@ -85,6 +86,7 @@ class Engine:
         rows: int | None = None,
         max_length: int | None = None,
         cache_bytes: int | None = None,
+        cache: tuple[CachePlan, Sequence[torch.Tensor]] | None = None,
         block_size: int = defaults.BLOCK_SIZE,
         prefill_tokens: int | None = None,
         filters: bool = True,
@@ -115,22 +117,25 @@ class Engine:
             logits = (*buckets, defaults.REFERENCE_ROWS)
             self.pool.notes += set_routes(model, defaults.product_rows(rows, prefill_tokens), logits).lines()
         self.max_length = max_length
-        self.plan = plan_cache(
-            architecture,
-            weight.dtype,
-            weight.device,
-            rows=rows,
-            max_length=max_length,
-            block_size=block_size,
-            nbytes=cache_bytes,
-        )
+        if cache is None:
+            plan = plan_cache(
+                architecture,
+                weight.dtype,
+                weight.device,
+                rows=rows,
+                max_length=max_length,
+                block_size=block_size,
+                nbytes=cache_bytes,
+            )
+            cache = plan, plan.allocate(weight.device)
+        self.plan, pages = cache
         self._filters = filters
         self._vocabulary = architecture.vocabulary
         # A model may have more ids than its tokenizer. Those have no text.
         self._known = frozenset(tokenizer.vocab.values()) if tokenizer is not None else frozenset()
         self._scheduler = Scheduler(
             blocks=self.plan.blocks,
-            block_size=block_size,
+            block_size=self.plan.block_size,
             max_rows=rows,
             buckets=buckets,
             prefill_tokens=prefill_tokens,
@@ -140,6 +145,7 @@ class Engine:
         self._graphs = DecodeGraphs(
             model,
             self.plan,
+            pages,
             buckets=buckets,
             prefill_buckets=defaults.prefill_buckets(prefill_tokens),
             prefill_sequences=prefill_sequences,
@@ -242,6 +248,12 @@ class Engine:
             self._finish(sequence, sample, "abort")
         in_flight, self._in_flight = self._in_flight, None
         self._postprocess(in_flight)
+
+    def forget_cache(self) -> None:
+        """The memory of the cache was used for something else: running requests keep their tokens and wait again."""
+        in_flight, self._in_flight = self._in_flight, None
+        self._postprocess(in_flight)
+        self._scheduler.preempt_all()
 
     def progress(self) -> Progress:
         return Progress(self._tokens, self._scheduler.running, self._scheduler.waiting, self._finished)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,23 +32,40 @@ class CachePlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the pages of one layer: keys first, then values."""
         a = self.architecture
-        return (a.layers, self.blocks, self.block_size, 2, a.kv_heads, a.head_dim)
+        return (self.blocks, self.block_size, 2, a.kv_heads, a.head_dim)
+
+    @property
+    def layer_nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.architecture.layers * self.layer_nbytes
 
     @property
     def tokens(self) -> int:
         """How many tokens the cache holds. Block 0 is not counted: idle rows write there."""
         return (self.blocks - 1) * self.block_size
 
-    def allocate(self, device: torch.device) -> Tensor:
-        """Allocate the pages, [layers, blocks, block_size, 2, kv_heads, head_dim]: keys first, then values."""
+    def allocate(self, device: torch.device) -> list[Tensor]:
+        """Allocate the pages of each layer."""
         if self.blocks < 2:
             raise ValueError(f"a cache needs at least 2 blocks, not {self.blocks}")
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+        return [torch.zeros(self.shape, dtype=self.dtype, device=device) for _ in range(self.architecture.layers)]
+
+    def layers_within(self, nbytes: int) -> int:
+        """For how many layers so much memory is enough."""
+        return min(self.architecture.layers, nbytes // self.layer_nbytes)
+
+    def lay_over(self, memory: Tensor) -> list[Tensor]:
+        """The pages of as many layers, from the first one on, as fit into the memory of another tensor, [elements]."""
+        flat = memory.view(self.dtype)
+        size = torch.Size(self.shape).numel()
+        return [
+            flat.narrow(0, layer * size, size).view(self.shape) for layer in range(self.layers_within(memory.nbytes))
+        ]
 
 
 def plan_cache(
@@ -79,6 +97,8 @@ def plan_cache(
     return CachePlan(architecture, dtype, block_size, min(plan.blocks, usable))
 
 
-def copy_blocks(pages: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy blocks in all layers at once. No source may be a target."""
-    pages.index_copy_(1, targets.long(), pages.index_select(1, sources))
+def copy_blocks(pages: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copy blocks in all layers. No source may be a target."""
+    targets = targets.long()
+    for layer in pages:
+        layer.index_copy_(0, targets, layer.index_select(0, sources))

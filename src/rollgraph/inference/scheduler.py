@@ -227,6 +227,12 @@ class Scheduler:
         sequence.state = RequestState.FINISHED
         sequence.finish_reason = reason
 
+    def preempt_all(self) -> None:
+        """Forget what is in the cache: every sequence that has a row returns to the queue, in its place."""
+        while self._admitted:
+            self._preempt(next(reversed(self._admitted)))
+        self._release_retained()
+
     def _continue_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that decode in this step, and those of them that get another block for it.
 

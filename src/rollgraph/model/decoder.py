@@ -225,8 +225,8 @@ class Decoder(Adaptable):
         return self._end(residual, update)
 
     def prefill(
-        self, input_ids: Tensor, positions: Tensor, slots: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor,
-        lengths: Tensor,
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, pages: Iterable[Tensor], table: Tensor,
+        cu_seqlens: Tensor, lengths: Tensor,
     ) -> None:  # fmt: skip
         """Write the keys and values of packed tokens to the cache. `pages` are those of all layers."""
         residual, update, cos, sin = self._begin(input_ids, positions)
@@ -235,8 +235,9 @@ class Decoder(Adaptable):
             residual, update = layer.run(residual, update, cos, sin, attend)
 
     def decode(
-        self, input_ids: Tensor, positions: Tensor, slots: Tensor, pages: Tensor, table: Tensor, lengths: Tensor
-    ) -> Tensor:
+        self, input_ids: Tensor, positions: Tensor, slots: Tensor, pages: Iterable[Tensor], table: Tensor,
+        lengths: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Hidden states of one new token in each row, [rows, hidden]. Its keys and values go to the cache."""
         residual, update, cos, sin = self._begin(input_ids, positions)
         for layer, layer_pages in zip(self.layers, pages, strict=True):

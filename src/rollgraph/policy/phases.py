@@ -1,7 +1,8 @@
 """The phase machine: what a worker is doing, and what each transition requires.
 
 Touches no tensor: it decides which work a transition takes and has `PhaseActions` do it. A phase is a context; leaving
-it restores what was there on entry, exception or not. No transition captures a graph.
+it restores what was there on entry, exception or not. No transition captures a graph. `phase_memory.py` decides which
+memory a phase takes from another.
 
 | phase | before it | while it lasts | after it failed |
 |---|---|---|---|
@@ -12,7 +13,7 @@ it restores what was there on entry, exception or not. No transition captures a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
@@ -33,10 +34,14 @@ class PhaseActions(Protocol):
 
 
 class Phases:
-    """One phase at a time. Entering the current phase again costs nothing."""
+    """One phase at a time. Entering the current phase again costs nothing.
 
-    def __init__(self, actions: PhaseActions) -> None:
+    `take_memory` is called with the name of a phase that is being entered; what it raises refuses the phase.
+    """
+
+    def __init__(self, actions: PhaseActions, take_memory: Callable[[str], None] = lambda phase: None) -> None:
         self._actions = actions
+        self._take_memory = take_memory
         self.current = IDLE
         self.entered: Counter[str] = Counter()
 
@@ -62,6 +67,7 @@ class Phases:
         with ExitStack() as stack:
             if phase in READING:
                 stack.enter_context(self._actions.paused(gather=True))
+            self._take_memory(phase)  # after the gathers: ranks have ended an aborted step by then
             self.current = phase
             self.entered[phase] += 1
             try:

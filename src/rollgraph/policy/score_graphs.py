@@ -93,6 +93,7 @@ class ScoreGraphs:
         return capture(
             step, self._upload(self.fill([], tokens)), pool=settings.pool, backend=settings.backend, name=name,
             guards=[*self._guards, *guards], on_mismatch=settings.on_mismatch, warmup=max(1, settings.warmup),
+            warmup_in_pool=True,
         )  # fmt: skip
 
     def score(self, arrays: PackedArrays) -> Tensor:

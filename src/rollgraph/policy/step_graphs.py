@@ -25,7 +25,7 @@ from rollgraph.policy.limits import Limits
 from rollgraph.policy.packed_arrays import STREAMS, PackedArrays
 from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
 from rollgraph.rl.losses import TokenStreams
-from rollgraph.sharding import ShardedModel
+from rollgraph.sharding import ShardedModel, add_gradients
 
 Loss = Callable[[TokenStreams], tuple[Tensor, dict[str, Tensor]]]
 _MORE_THAN_ONE = 1 + torch.finfo(torch.float32).eps
@@ -41,7 +41,10 @@ class _TrainedLoss:
 
 
 class StepGraphs(ScoreGraphs):
-    """The captured steps of a model. `weights` has the guards that are checked before every replay."""
+    """The captured steps of a model. `weights` has the guards that are checked before every replay.
+
+    `training_guards` are checked before those that train, too.
+    """
 
     def __init__(
         self,
@@ -51,11 +54,12 @@ class StepGraphs(ScoreGraphs):
         settings: GraphSettings,
         temperature: float,
         weights: AdaptedWeights,
+        training_guards: Sequence[Guard] = (),
     ) -> None:
         super().__init__(model, limits, settings, temperature, guards=[weights.stale])
         self._sharded = sharded
         self._weights = weights
-        self._training_guards: list[Guard] = [weights.not_the_policy]
+        self._training_guards: list[Guard] = [weights.not_the_policy, *training_guards]
         self.has_reference = False  # whether there was a reference policy when the losses were captured
         self._whole_logits = False
         self._train: dict[tuple[str, int], Callable[..., Any]] = {}
@@ -70,6 +74,7 @@ class StepGraphs(ScoreGraphs):
         """
         inputs = self._upload(arrays)
         if self._whole_step:
+            self._sharded.expect_gradients()
             values = self._train[name, len(arrays.ids)](*inputs)
         else:
             with ExitStack() as stack:
@@ -174,9 +179,7 @@ class StepGraphs(ScoreGraphs):
     def _train_step(self, name: str, *inputs: Tensor) -> Tensor:
         """Forward and backward of a whole microbatch; the gradients are added to the flat buffer."""
         loss, values = self._loss(name, inputs)
-        buffers = self._sharded.flat.grad_buffers
-        for buffer, gradient in zip(buffers.values(), torch.autograd.grad(loss, list(buffers)), strict=True):
-            buffer.add_(gradient)
+        add_gradients(loss, self._sharded.flat.grad_buffers)
         return values
 
 

@@ -17,17 +17,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.inference.decode_graphs import OnCapture
+from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Decoder, save_model
 from rollgraph.model.product_probe import ProductReport, clear_routes
 from rollgraph.policy.adapted_weights import AdaptedWeights
+from rollgraph.policy.cache_layout import CacheLayout
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
+from rollgraph.policy.phase_memory import PhaseMemory
 from rollgraph.policy.phases import Phases
 from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
 from rollgraph.policy.step_graphs import Loss, StepGraphs
@@ -78,8 +82,10 @@ class PolicyWorker:
         self.optimizer = ShardedAdamW(self.sharded, **optimizer)
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
         self.adapted = AdaptedWeights(model.adapters, self.sharded, self.weights)
-        self.phases = Phases(self.adapted)
+        self.memory = PhaseMemory(self.sharded)
+        self.phases = Phases(self.adapted, self.memory.enter)
         self.pool = GraphPool()
+        self.pool.leave_unsaved(self.sharded.flat.gradient_memory)  # captures start and end with gradients of zero
         self.engine: Engine | None = None
         self.products: ProductReport | None = None  # how products were made exact; None: they were not
         self._exact = exact
@@ -90,7 +96,9 @@ class PolicyWorker:
             self.backend_name = "cuda" if self._on_gpu else "tape"
         self._graphs = GraphSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
         self._temperature = sampling.temperature or 1.0
-        self._steps = StepGraphs(model, self.sharded, limits, self._graphs, self._temperature, self.adapted)
+        self._steps = StepGraphs(
+            model, self.sharded, limits, self._graphs, self._temperature, self.adapted, [self.memory.gradients_are_lent]
+        )
         self._frozen: dict[str, ScoreGraphs] = {}  # other models that score, by name
 
     def add_frozen(self, name: str, model: Decoder) -> None:
@@ -106,49 +114,66 @@ class PolicyWorker:
     ) -> None:
         """Allocate the KV cache and capture every graph. `losses` are by name, with whether they need the entropy.
 
-        If a loss uses the reference policy, its slot must exist by now. A worker that never `generates` has no cache,
+        Generation is captured last, because its cache lies in memory of the other phases (see `phase_memory.py`). If a
+        loss uses the reference policy, its slot must exist by now. A worker that never `generates` has no cache,
         and leaves products to the library: there is no generation for training to agree with.
         """
         progress = on_progress or _ignore_progress
+        self.sharded.raise_if_unfinished()
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
-        if self._exact == "off" or not generates:
-            clear_routes(self.model)
-        else:
-            self.products = make_exact(
-                self.model,
-                self.limits,
-                self._steps.buckets,
-                whole_logits,
-                self._exact == "must",
-                on_probe=partial(progress, "probe products"),
-            )
-            self.pool.notes += self.products.lines()
-            self._exact_on_all_ranks = self._holds_on_all_ranks(self.products.exact)
+        self._set_routes(whole_logits, generates, partial(progress, "probe products"))
+        cache = None
         if generates:
-            with self.phases.enter("generate"):
-                self.engine = self._make_engine(partial(progress, "capture for generation"))
+            free = self._free_bytes() if self._on_gpu else None
+            cache = CacheLayout.within(self.model, self.limits, self.sharded.flat.gradient_memory, free)
+            self.pool.reserve(cache.in_pool_nbytes, self._device)
         on_capture = partial(progress, "capture for scoring")
         with self.phases.enter("score"):
             self._steps.capture_score(on_capture)
         for graphs in self._frozen.values():
             graphs.capture_score(on_capture)
         has_reference = "reference" in self.adapted or "reference" in self._frozen
-        self._steps.capture_train(losses, has_reference, whole_logits, partial(progress, "capture for training"))
+        try:
+            self._steps.capture_train(losses, has_reference, whole_logits, partial(progress, "capture for training"))
+        finally:
+            self.sharded.flat.zero_gradients()
+        if cache is not None:
+            self._capture_generation(cache, partial(progress, "capture for generation"))
 
-    def _make_engine(self, on_capture: OnCapture) -> Engine:
+    def _set_routes(self, whole_logits: bool, generates: bool, on_probe: OnCapture) -> None:
+        """Make the products of all phases equal, or leave them to the library."""
+        if self._exact == "off" or not generates:
+            clear_routes(self.model)
+            return
+        must = self._exact == "must"
+        self.products = make_exact(self.model, self.limits, self._steps.buckets, whole_logits, must, on_probe=on_probe)
+        self.pool.notes += self.products.lines()
+        self._exact_on_all_ranks = self._holds_on_all_ranks(self.products.exact)
+
+    def _capture_generation(self, cache: CacheLayout, on_capture: OnCapture) -> None:
+        pages = cache.make_pages(self.pool)
+        self.memory.share(self._forget_cache, over_gradients=cache.over_gradients > 0)
+        with self.phases.enter("generate"):
+            self.engine = self._make_engine(cache.plan, pages, on_capture)
+
+    def _forget_cache(self) -> None:
+        if self.engine is not None:
+            self.engine.forget_cache()
+
+    def _make_engine(self, plan: CachePlan, pages: Sequence[Tensor], on_capture: OnCapture) -> Engine:
         return Engine(
             self.model,
             self.tokenizer,
             rows=self.limits.rows,
             max_length=self.limits.max_length,
-            cache_bytes=self._cache_bytes(),
+            cache=(plan, pages),
             prefill_tokens=self.limits.prefill_tokens,
             filters=self.sampling.filtered,
             exact=False,  # the routes are set already
             pool=self.pool,
             backend=self.backend_name,
-            guards=[self.adapted.stale],
+            guards=[self.adapted.stale, self.memory.cache_is_gone],
             on_capture=on_capture,
         )
 
@@ -164,11 +189,9 @@ class PolicyWorker:
             return mine
         return all(json.loads(text) for text in self.sharded.collectives.all_gather_text(json.dumps(mine)))
 
-    def _cache_bytes(self) -> int | None:
-        """On its own, an engine takes most of the free memory. Here training needs its part."""
-        if self.limits.cache_bytes is not None or not self._on_gpu:
-            return self.limits.cache_bytes
-        return self._free_bytes() // 2
+    @property
+    def _device(self) -> torch.device:
+        return self.model.embed.weight.device
 
     @property
     def _on_gpu(self) -> bool:

@@ -9,6 +9,7 @@ from rollgraph.sharding.checkpoint_loader import load
 from rollgraph.sharding.checkpoint_writer import save
 from rollgraph.sharding.collectives import Collectives, CommunicationError
 from rollgraph.sharding.flat_buffer import FlatBuckets
+from rollgraph.sharding.gradient_sums import add_gradients
 from rollgraph.sharding.hook_set import HookSet, HookState
 from rollgraph.sharding.manifest import CheckpointError
 from rollgraph.sharding.optimizer import ShardedAdamW
@@ -41,6 +42,7 @@ __all__ = [
     "StaleWeights",
     "StateFormat",
     "StepAborted",
+    "add_gradients",
     "constant",
     "cosine",
     "execution_order",

@@ -1,4 +1,4 @@
-"""Flat buffers: all parameters of a bucket in one allocation, their gradients in another, at addresses that never move.
+"""Flat buffers: the parameters of a bucket in one allocation, all gradients in another, at addresses that never move.
 
 Owns the memory. Loading, taking a snapshot and restoring it copy into the same place. Knows nothing about communication
 or hooks; code that changes the contents in the background sets the `before_...` callbacks.
@@ -49,7 +49,11 @@ class FlatBuckets:
         if len(devices) != 1:
             raise ValueError(f"the parameters are on {len(devices)} devices; move the model to one device first")
         (device,) = devices
-        self.buckets = [_allocate(bucket_plan, grad_dtype, device) for bucket_plan in plan]
+        trained = sum(bucket_plan.numel for bucket_plan in plan if bucket_plan.trainable)
+        self.gradient_memory = torch.zeros(
+            trained, dtype=grad_dtype, device=device
+        )  # of all buckets, one after another
+        self.buckets = _make_buckets(plan, self.gradient_memory)
         # Called before the contents are read, written or zeroed. Code that changes them in the background sets these.
         self.before_reading: Callable[[], None] = _do_nothing
         self.before_writing: Callable[[], None] = _do_nothing
@@ -95,9 +99,7 @@ class FlatBuckets:
 
     def zero_gradients(self) -> None:
         self.before_zeroing()
-        for bucket in self.buckets:
-            if bucket.gradients is not None:
-                bucket.gradients.zero_()
+        self.gradient_memory.zero_()
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -155,12 +157,17 @@ def _do_nothing() -> None:
     pass
 
 
-def _allocate(plan: BucketPlan, grad_dtype: torch.dtype, device: torch.device) -> Bucket:
-    parameters = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
-    gradients = None
-    if plan.trainable:
-        gradients = torch.zeros(plan.numel, dtype=grad_dtype, device=device)
-    return Bucket(plan, parameters, gradients)
+def _make_buckets(plan: Iterable[BucketPlan], gradient_memory: Tensor) -> list[Bucket]:
+    buckets = []
+    start = 0
+    for bucket_plan in plan:
+        parameters = torch.zeros(bucket_plan.numel, dtype=bucket_plan.dtype, device=gradient_memory.device)
+        gradients = None
+        if bucket_plan.trainable:
+            gradients = gradient_memory.narrow(0, start, bucket_plan.numel)
+            start += bucket_plan.numel
+        buckets.append(Bucket(bucket_plan, parameters, gradients))
+    return buckets
 
 
 def _same_layout(left: Tensor, right: Tensor) -> bool:

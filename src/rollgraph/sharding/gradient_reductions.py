@@ -48,6 +48,7 @@ class GradientReductions:
         self._joining_abort = False
         self._unfinished = False  # there are gradients that finish() has not reduced
         self._finished = False  # the gradients are reduced and wait for the optimizer
+        self._lent = False  # their memory holds something else
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -70,6 +71,7 @@ class GradientReductions:
         if parameter.grad is None or buffer is None:  # finish() refuses a parameter that has no buffer
             return False
         self.join_abort()
+        self.raise_if_lent()
         self._check_not_late(parameter)
         buffer.add_(parameter.grad)
         parameter.grad = None
@@ -77,6 +79,7 @@ class GradientReductions:
 
     def arrive(self, parameter: Tensor) -> None:
         """A gradient is in the flat buffer: reduce its bucket if it was the last one."""
+        self.raise_if_lent()
         self._check_not_late(parameter)
         self._unfinished = True
         if not self._synchronize:
@@ -84,6 +87,12 @@ class GradientReductions:
         self._arrived.add(parameter)
         if self._overlap:
             self._reduce_complete_buckets()
+
+    def expect_all(self) -> None:
+        """A graph is about to add gradients of all parameters to the flat buffer, without a call of `arrive`."""
+        self.join_abort()
+        self.raise_if_lent()
+        self._unfinished = True
 
     def _reduce_complete_buckets(self) -> None:
         """In bucket order, whichever gradient arrives first: all ranks must start their collectives in one order."""
@@ -111,6 +120,7 @@ class GradientReductions:
 
     def finish(self, model: nn.Module, tokens: Tensor | None, average: bool) -> None:
         self.join_abort()
+        self.raise_if_lent()
         if self._finished:
             raise RuntimeError("the gradients are finished already: call the optimizer's step or drop_gradients() next")
         self._flat.check_memory()
@@ -136,6 +146,7 @@ class GradientReductions:
     def raise_if_unfinished(self) -> None:
         """Raise if there are gradients that were not reduced: a step on them would make the ranks diverge."""
         self.join_abort()
+        self.raise_if_lent()
         if self._unfinished or any(parameter.grad is not None for parameter in self._flat.grad_buffers):
             raise RuntimeError(
                 "there are gradients that were not reduced over the ranks: call finish_gradients() first"
@@ -219,13 +230,43 @@ class GradientReductions:
         for bucket in self.buckets:
             bucket.discard_reduction()
         self._reset()
+        if not self._lent:  # otherwise `take_back` does it
+            self._flat.zero_gradients()
+
+    # -- lending their memory ----------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether the flat buffer has gradients that the optimizer has not used, or that a reduction still changes."""
+        started = any(bucket.reduction_started for bucket in self.buckets)
+        return self._unfinished or self._finished or started or self.aborted
+
+    def lend(self) -> None:
+        """Let the memory of the gradients hold something else, until `take_back`."""
+        if self.pending:
+            raise RuntimeError("there are gradients that the optimizer has not used: they would be overwritten")
+        self._lent = True
+
+    def take_back(self) -> None:
+        """Use the memory for gradients again; they are zero."""
+        if not self._lent:
+            return
         self._flat.zero_gradients()
+        self._lent = False
+
+    def raise_if_lent(self) -> None:
+        if self._lent:
+            raise RuntimeError(
+                "the memory of the gradients holds the key/value cache now: compute and use gradients inside "
+                '`with policy.phases.enter("train"):`'
+            )
 
     # -- the result --------------------------------------------------------------------------------
 
     def shards(self) -> list[Tensor]:
         """This rank's part of the gradients, by bucket."""
         self.join_abort()
+        self.raise_if_lent()
         return [bucket.bucket.gradient_shard(self._world.rank) for bucket in self.buckets]
 
     def norm(self) -> Tensor:

@@ -202,6 +202,10 @@ class ShardedModel:
         """A graph has added a gradient to the flat buffer."""
         self._gradients.arrive(parameter)
 
+    def expect_gradients(self) -> None:
+        """A graph of a whole step is about to add gradients of all parameters to the flat buffer."""
+        self._gradients.expect_all()
+
     def finish_gradients(self, *, tokens: Tensor | None = None, average: bool = True) -> None:
         """Reduce what has not been reduced yet, wait, and average over the ranks, or over the `tokens` of all ranks.
 
@@ -221,6 +225,19 @@ class ShardedModel:
         else refers to the same step.
         """
         self._gradients.drop()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the flat buffer has gradients that the optimizer has not used."""
+        return self._gradients.pending
+
+    def lend_gradients(self) -> None:
+        """Let `flat.gradient_memory` hold something else. Until it is taken back, whatever uses gradients raises."""
+        self._gradients.lend()
+
+    def take_back_gradients(self) -> None:
+        """Zero the gradients and use their memory for them again, if it was lent."""
+        self._gradients.take_back()
 
     def gradient_shards(self) -> list[Tensor]:
         """This rank's part of the gradients, one tensor per bucket."""

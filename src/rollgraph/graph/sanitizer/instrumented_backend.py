@@ -40,8 +40,8 @@ class InstrumentedBackend:
         self._on_error = on_error
 
     @contextmanager
-    def stage(self, arena: Arena) -> Iterator[None]:
-        with self._session.in_capture(), self._inner.stage(arena):
+    def stage(self, arena: Arena, in_pool: bool = False) -> Iterator[None]:
+        with self._session.in_capture(), self._inner.stage(arena, in_pool):
             yield
 
     def record(

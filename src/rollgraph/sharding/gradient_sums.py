@@ -1,0 +1,31 @@
+"""The backward of a whole step: each gradient is added to its buffer as it arrives, so that few are alive at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+
+def add_gradients(loss: Tensor, buffers: Mapping[Tensor, Tensor]) -> None:
+    """Add the gradient of a loss with respect to each parameter to its buffer. `.grad` is neither used nor changed.
+
+    A parameter that is used in several places gets one gradient, which autograd has summed.
+    """
+    stand_ins: dict[torch.dtype, Tensor] = {}  # what autograd keeps in place of the gradients: one element each
+
+    def adding_to(buffer: Tensor) -> Callable[[Tensor], Tensor]:
+        def add(gradient: Tensor) -> Tensor:
+            buffer.add_(gradient)
+            if gradient.dtype not in stand_ins:
+                stand_ins[gradient.dtype] = gradient.new_zeros(())
+            return stand_ins[gradient.dtype].expand(gradient.shape)
+
+        return add
+
+    with ExitStack() as handles:
+        for parameter, buffer in buffers.items():
+            handles.callback(parameter.register_hook(adding_to(buffer)).remove)
+        torch.autograd.grad(loss, list(buffers))
