@@ -31,7 +31,7 @@ def fingerprint_inputs(config: Config, data: PromptData) -> dict[str, str]:
     elif config.tokenizer_path == "bytes":
         found["tokenizer.path"] = "bytes"
     if config.model.path is not None and Path(config.model.path).is_dir():
-        found["model.path"] = _of_weights(Path(config.model.path))
+        found["model.path"] = fingerprint_weights(Path(config.model.path))
     for key, path in _code(config):
         file, _, name = path.rpartition(":")
         if file.endswith(".py") and Path(file).is_file():
@@ -53,7 +53,7 @@ def _of_tokenizer(folder: Path) -> str:
     return _digest(json.dumps([files.tokenizer_json, files.config, files.model_ids], sort_keys=True).encode())
 
 
-def _of_weights(folder: Path) -> str:
+def fingerprint_weights(folder: Path) -> str:
     """Of the names and sizes of all weight files, and of some blocks from the beginning of each to its end."""
     parts = []
     for path in weight_files(folder):
