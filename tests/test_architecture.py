@@ -71,6 +71,7 @@ LAYERS = (
         "model/head_kernels.py", "model/attention_kernels.py", "model/shared_keys_kernels.py",
         "model/tiled_attention.py", "model/packed_attention.py", "model/attention.py",
         "model/matmul_kernels.py", "model/products.py", "model/logprob_kernels.py", "model/logprobs.py",
+        "model/linear.py", "model/hf_names.py", "model/adapters.py",
         "model/decoder.py", "model/attention_probe.py", "model/product_probe.py", "model/hf_weights.py",
         "model/hf_saving.py",
         "tokenizer/files.py", "tokenizer/chat_template.py", "tokenizer/tokenizer.py", "tokenizer/byte_tokenizer.py",

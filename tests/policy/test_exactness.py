@@ -17,6 +17,7 @@ from rollgraph.inference import Engine, SamplingParams, defaults
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture, Decoder, Rope, attention_probe, product_probe, products
 from rollgraph.model.attention_probe import attention_agrees
+from rollgraph.model.linear import Linear
 from rollgraph.model.logprobs import reduce_logits
 from rollgraph.model.pointwise import swiglu
 from rollgraph.model.product_probe import clear_routes, set_routes
@@ -236,7 +237,7 @@ def test_must_takes_the_fixed_way_or_stops(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_gradients_of_routed_products(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
-    layer = products.Linear(12, 7, bias=True).double()
+    layer = Linear(12, 7, bias=True).double()
     expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     for route in (products.Route("library", 8), products.Route("fixed"), products.Route("biased", 16)):
         layer.routes = {5: route}

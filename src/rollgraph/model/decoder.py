@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rollgraph.model.adapters import Adaptable
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
+from rollgraph.model.linear import Linear
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
-from rollgraph.model.products import Linear, Routes, multiply, padded_rows
+from rollgraph.model.products import Routes, multiply, padded_rows
 
 # Called with a layer's attention module, its projected qkv, cos and sin; gives the mixed values.
 Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
@@ -128,7 +130,7 @@ class DecoderLayer(nn.Module):
         return residual, self.mlp(x)
 
 
-class Decoder(nn.Module):
+class Decoder(Adaptable):
     """A causal language model up to its last hidden states; `head_weight` turns them into logits.
 
     With `checkpointing`, each layer's activations are computed again in the backward pass instead of being kept.

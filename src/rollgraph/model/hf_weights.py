@@ -1,8 +1,7 @@
 """Reading weights in Hugging Face's layout: a folder with config.json and safetensors, in one file or in several.
 
-Owns the map from Hugging Face's tensors to the decoder's parameters, which are fused. Loading writes into the memory
-that the parameters already have, one tensor at a time, and only after every file was found to fit. Pickles are never
-read.
+Loading writes into the memory that the parameters already have, one tensor at a time, and only after every file was
+found to fit. Pickles are never read.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from rollgraph.files import FileError, MissingFile, read_object, regular_file
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.config_fields import ArchitectureError
 from rollgraph.model.decoder import Decoder
+from rollgraph.model.hf_names import tensor_places
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -84,38 +85,6 @@ def load_weights(model: Decoder, folder: str | os.PathLike[str], *, cast: bool =
     _fill(model, stored)
 
 
-def tensor_places(architecture: Architecture) -> dict[str, tuple[str, slice]]:
-    """Where each of Hugging Face's tensors is: the name of the decoder's parameter, and the rows of it."""
-    a = architecture
-    q = a.heads * a.head_dim
-    kv = a.kv_heads * a.head_dim
-    all_rows = slice(None)
-    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-    if a.qk_norm:
-        norms |= {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-    projections = (
-        ("self_attn.q_proj", "attention.qkv", slice(q), a.qkv_bias),
-        ("self_attn.k_proj", "attention.qkv", slice(q, q + kv), a.qkv_bias),
-        ("self_attn.v_proj", "attention.qkv", slice(q + kv, q + 2 * kv), a.qkv_bias),
-        ("self_attn.o_proj", "attention.out", all_rows, a.output_bias),
-        ("mlp.gate_proj", "mlp.gate_up", slice(a.mlp), a.mlp_bias),
-        ("mlp.up_proj", "mlp.gate_up", slice(a.mlp, 2 * a.mlp), a.mlp_bias),
-        ("mlp.down_proj", "mlp.down", all_rows, a.mlp_bias),
-    )
-    places = {"model.embed_tokens.weight": ("embed.weight", all_rows)}
-    for i in range(a.layers):
-        for theirs, ours in norms.items():
-            places[f"model.layers.{i}.{theirs}.weight"] = (f"layers.{i}.{ours}", all_rows)
-        for theirs, ours, rows, has_bias in projections:
-            places[f"model.layers.{i}.{theirs}.weight"] = (f"layers.{i}.{ours}.weight", rows)
-            if has_bias:
-                places[f"model.layers.{i}.{theirs}.bias"] = (f"layers.{i}.{ours}.bias", rows)
-    places["model.norm.weight"] = ("norm", all_rows)
-    if not a.tied:
-        places["lm_head.weight"] = ("head.weight", all_rows)
-    return places
-
-
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     """The files that hold the weights of a folder, and the index that names them if there is one."""
     source = Path(folder)
@@ -134,10 +103,10 @@ def has_weights(folder: Path) -> bool:
 
 
 def parameter_views(model: Decoder) -> dict[str, Tensor]:
-    """The parameters as Hugging Face's tensors, in the same memory."""
+    """The weights as Hugging Face's tensors, in the same memory. Adapters are not among them."""
     views = {}
     for name, (parameter, rows) in tensor_places(model.architecture).items():
-        views[name] = model.get_parameter(parameter).detach()[rows]
+        views[name] = attrgetter(parameter)(model).detach()[rows]
     return views
 
 

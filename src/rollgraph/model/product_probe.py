@@ -126,7 +126,7 @@ def _shapes(model: Decoder) -> Iterator[tuple[ProductShape, Tensor, Tensor | Non
 
     for layer in model.layers:
         for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
-            add(linear.weight, linear.bias, False, partial(setattr, linear, "routes"))
+            add(*linear.multiplied, False, partial(setattr, linear, "routes"))
     add(model.head_weight, None, True, partial(setattr, model, "head_routes"))
     for shape, (weight, bias, setters) in by_shape.items():
         yield shape, weight, bias, setters
