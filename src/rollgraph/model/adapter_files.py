@@ -18,17 +18,16 @@ from rollgraph.files import FileError, MissingFile, read_object, sync, write_new
 from rollgraph.model.adapters import Adapters
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.decoder import Decoder
-from rollgraph.model.hf_saving import INCOMPLETE, write_tensors
+from rollgraph.model.hf_saving import ADAPTER_CONFIG, INCOMPLETE, write_tensors
 from rollgraph.model.hf_weights import CONFIG, PICKLES, ModelFileError, has_weights, listed, read_header
 from rollgraph.model.peft_config import (
-    StoredAdapter,
     AdapterFileError,
+    StoredAdapter,
     format_adapter_config,
     parse_adapter_config,
     projection_shapes,
 )
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."  # of PEFT's wrappers around the model
@@ -41,7 +40,9 @@ def read_base(folder: str | os.PathLike[str]) -> tuple[str, str | None]:
     content = _read_content(Path(folder))
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
     if not isinstance(base, str) or not base:
-        raise AdapterFileError(f"base_model_name_or_path={base!r:.80}: does not say which model to load", place=str(place))
+        raise AdapterFileError(
+            f"base_model_name_or_path={base!r:.80}: does not say which model to load", place=str(place)
+        )
     return base, revision if isinstance(revision, str) and revision else None
 
 
@@ -80,7 +81,9 @@ def save_adapter(
     adapters = _adapters_of(model)
     target = Path(folder)
     if has_weights(target):
-        raise AdapterFileError("holds the weights of a model, beside which tools would not find an adapter", place=str(target))
+        raise AdapterFileError(
+            "holds the weights of a model, beside which tools would not find an adapter", place=str(target)
+        )
     target.mkdir(parents=True, exist_ok=True)
     content = format_adapter_config(StoredAdapter(adapters.spec, base, revision))
     unfinished = {name: target / (name + INCOMPLETE) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,23 @@ from rollgraph.model.decoder import Decoder
 from rollgraph.model.hf_weights import CONFIG, INDEX, WEIGHTS, ModelFileError, parameter_views, spell
 
 _SHARDS = "model-?????-of-?????.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 INCOMPLETE = ".incomplete"  # suffix of every file until all of them are written
 
 
-def save_model(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: int = 5 * 1024**3) -> None:
+def save_model(
+    model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: int = 5 * 1024**3, merge: bool = False
+) -> None:
     """Write a folder that Hugging Face's libraries can load, replacing the weights that it has.
+
+    Of a model with adapters these are the weights of its base or, with `merge`, those with the adapters added.
 
     Files get their final names only when all of them are written, and the file without which nothing loads gets its
     name last. So a folder whose save was interrupted holds the old weights, none, or the new ones, never a mixture.
     """
     target = Path(folder)
+    if (target / ADAPTER_CONFIG).exists():
+        raise ModelFileError(f"{target} holds an adapter, which tools would load in place of a model beside it")
     target.mkdir(parents=True, exist_ok=True)
     for leftover in target.glob(f"model*{INCOMPLETE}"):  # of a save that was interrupted
         leftover.unlink()
@@ -37,8 +46,9 @@ def save_model(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: i
     config["dtype"] = spell(model.embed.weight.dtype)
     config_path = target / (CONFIG + INCOMPLETE)
     _write_json(config_path, config)
-    for name, tensors in zip(names, shards, strict=True):
-        write_tensors(target / (name + INCOMPLETE), tensors, like=config_path)
+    tensors = _merged(model) if merge else iter(parameter_views(model).items())
+    for name, shard in zip(names, shards, strict=True):
+        write_tensors(target / (name + INCOMPLETE), dict(islice(tensors, len(shard))), like=config_path)
     if len(shards) > 1:
         _write_json(target / (INDEX + INCOMPLETE), _make_index(names, shards))
         names.append(INDEX)
@@ -49,6 +59,14 @@ def save_model(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: i
     for name in (CONFIG, *names):
         os.replace(target / (name + INCOMPLETE), target / name)
     sync(target)
+
+
+def _merged(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The weights with the adapters added, in host memory: a GPU may have no room for those of a file."""
+    if model.adapters is None:
+        raise ModelFileError("the model has no adapters to merge")
+    for name, tensor in model.adapters.merged_weights():
+        yield name, tensor.cpu()
 
 
 def _split_into_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
