@@ -90,7 +90,8 @@ LAYERS = (
         "rl/algorithms/",
     ), packages=BASE, independent=True),
     Layer("policy", (
-        "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/phases.py", "policy/packing.py",
+        "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/adapted_weights.py",
+        "policy/phases.py", "policy/packing.py",
         "policy/packed_arrays.py", "policy/score_graphs.py", "policy/step_graphs.py", "policy/exactness.py",
         "policy/agreement_layout.py", "policy/agreement_check.py",
         "policy/train_metrics.py", "policy/turn_session.py", "policy/worker.py",

@@ -8,7 +8,7 @@ gradient. `adapters.py` owns the adapters of a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,6 +92,12 @@ class Linear(nn.Linear):
         low = functional.linear(functional.dropout(x, adapter.dropout), self.lora_a)
         padding = len(adapter.extended) - adapter.low.stop
         return torch.cat((base, functional.pad(low, (0, padding))), 1)
+
+    def expanding_weights(self) -> Iterator[Tensor]:
+        """B of each part, [outputs, rank], in the dtype that it is multiplied in on a CPU."""
+        assert self.adapter is not None
+        for part in self.adapter.parts:
+            yield _expanding_weight(self.lora_b, part)
 
     def adapt(self, columns: Sequence[slice], a: Tensor, scale: Tensor, dropout: float) -> None:
         """Give the parts with these outputs adapters: `a` is A of all of them, and every B is zero.
@@ -184,13 +190,17 @@ def expand_backward(d_product: Tensor, low: Tensor, b: Tensor, scale: Tensor, ad
     return d_b
 
 
+def _expanding_weight(b: Tensor, part: Part) -> Tensor:
+    return b[:, part.up].t().to(torch.promote_types(b.dtype, torch.float32)).contiguous()
+
+
 def _expand_by_products(product: Tensor, b: Tensor, adapter: LinearAdapter) -> Tensor:
     wide = torch.promote_types(product.dtype, torch.float32)
     out = product[:, : adapter.outputs].clone()
     for part in adapter.parts:
         base = product[:, part.columns]
         low = product[:, part.low].to(wide).contiguous()
-        up = b[:, part.up].t().to(wide)
+        up = _expanding_weight(b, part)
         added = multiply(low, up, None, adapter.routes.get(len(up), {}))
         total = (base.to(wide) + adapter.scale * added).to(base.dtype)
         out[:, part.columns] = torch.where(adapter.scale == 0, base, total)

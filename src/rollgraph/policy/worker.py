@@ -26,6 +26,7 @@ from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, save_model
 from rollgraph.model.adapter_files import save_adapter
 from rollgraph.model.product_probe import ProductReport, clear_routes
+from rollgraph.policy.adapted_weights import AdaptedWeights
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import Phases
@@ -78,7 +79,8 @@ class PolicyWorker:
         self.sharded = ShardedModel(model, world, reduction=reduction)
         self.optimizer = ShardedAdamW(self.sharded, **optimizer)
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
-        self.phases = Phases(self.sharded)
+        self.adapted = AdaptedWeights(model.adapters, self.sharded, self.weights)
+        self.phases = Phases(self.adapted)
         self.pool = GraphPool()
         self.engine: Engine | None = None
         self.products: ProductReport | None = None  # how products were made exact; None: they were not
@@ -90,8 +92,7 @@ class PolicyWorker:
             self.backend_name = "cuda" if self._on_gpu else "tape"
         self._graphs = GraphSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
         self._temperature = sampling.temperature or 1.0
-        guards = [self._policy_is_swapped_out]
-        self._steps = StepGraphs(model, self.sharded, limits, self._graphs, self._temperature, guards)
+        self._steps = StepGraphs(model, self.sharded, limits, self._graphs, self._temperature, self.adapted)
         self._frozen: dict[str, ScoreGraphs] = {}  # other models that score, by name
 
     def add_frozen(self, name: str, model: Decoder) -> None:
@@ -134,7 +135,7 @@ class PolicyWorker:
             self._steps.capture_score(on_capture)
         for graphs in self._frozen.values():
             graphs.capture_score(on_capture)
-        has_reference = "reference" in self.weights or "reference" in self._frozen
+        has_reference = "reference" in self.adapted or "reference" in self._frozen
         self._steps.capture_train(losses, has_reference, whole_logits, partial(progress, "capture for training"))
 
     def _make_engine(self, on_capture: OnCapture) -> Engine:
@@ -149,7 +150,7 @@ class PolicyWorker:
             exact=False,  # the routes are set already
             pool=self.pool,
             backend=self.backend_name,
-            guards=[self.sharded.stale],
+            guards=[self.adapted.stale],
             on_capture=on_capture,
         )
 
@@ -178,12 +179,6 @@ class PolicyWorker:
     def _free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.world.device)
         return free
-
-    def _policy_is_swapped_out(self) -> str | None:
-        """A guard of training: other weights are in the model."""
-        if self.weights.current == POLICY:
-            return None
-        return f"the weights in the model are {self.weights.current!r}"
 
     # -- generate ----------------------------------------------------------------------------------
 
@@ -226,14 +221,14 @@ class PolicyWorker:
     def logprobs(self, samples: Sequence[Sample], weights: str = POLICY) -> list[list[float]]:
         """The log-probabilities of the tokens of each sample, at the sampling temperature.
 
-        `weights` names a slot, or a model that was added.
+        `weights` names a slot, a model that was added, or the model without its adapters.
         """
         graphs: ScoreGraphs = self._steps
         swapped: AbstractContextManager[object] = nullcontext()
         if weights in self._frozen:
             graphs = self._frozen[weights]
         else:
-            swapped = self.weights.use(weights)
+            swapped = self.adapted.use(weights)
         scored = []
         with self.phases.enter("score"), swapped:
             for indices, bucket in graphs.plan(samples):  # packed while the device works on the one before
@@ -296,6 +291,7 @@ class PolicyWorker:
     def _train_minibatch(
         self, samples: Sequence[Sample], loss: str, totals: TrainTotals, report: Callable[[int], None]
     ) -> None:
+        self.adapted.refresh()
         microbatches = self._steps.plan(samples)
         if self.world.size > 1:  # every rank runs as many, because each one takes part in the same collectives
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
