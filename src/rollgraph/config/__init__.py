@@ -9,6 +9,7 @@ from rollgraph.config.field_types import Key, spell
 from rollgraph.config.keys import (
     COLDEST,
     MICROBATCH_TOKENS,
+    AdapterConfig,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -27,6 +28,7 @@ from rollgraph.config.rules import broken_rules, check_scopes, training_scopes
 __all__ = [
     "COLDEST",
     "MICROBATCH_TOKENS",
+    "AdapterConfig",
     "AlgorithmConfig",
     "Config",
     "ConfigError",

@@ -19,6 +19,7 @@ from rollgraph.model import Decoder, load_model
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.exactness import describe
 from rollgraph.rl.algorithms import load_algorithm
+from rollgraph.run.base_model import describe_base, resolve_adapter, restore_base
 from rollgraph.run.checkpoints import Checkpoints, Saved
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.host_memory import returning_freed_memory
@@ -56,11 +57,20 @@ class Run:
             return flag
         return bool(self.policy.sharded.any_rank(torch.tensor(float(flag), device=self.world.device)))
 
+    def restore_base(self, saved: Saved) -> None:
+        """With adapters, put the base model of a checkpoint in place, or make sure that it is there."""
+        self.progress.base_files = restore_base(self.config, self.policy.model, saved)
+
     def load_weights(self, saved: Saved) -> dict[str, Any]:
         """Put the weights and the optimizer of a checkpoint in place, and return the rest of what it holds."""
+        self.restore_base(saved)
         state = self.checkpoints.load(saved)
         self.progress.taken = saved.step + 1
         return state
+
+    def export(self, folder: Path, *, merge: bool = False) -> None:
+        """Write the policy for other tools: the model, or its adapter, or with `merge` the model with the adapter."""
+        self.policy.export(folder, merge=merge, base=describe_base(self.config))
 
     def close(self) -> None:
         with contextlib.ExitStack() as parts:  # each is closed even if another one fails
@@ -86,7 +96,7 @@ def make_run(
     Without `writes` nothing can be saved, and nothing in the output folder changes.
     """
     if inputs is None:
-        config = pin_sources(config, world)
+        config = resolve_adapter(pin_sources(config, world))
         inputs = check_inputs(config, world, given=given)
     log = log or StepLog(config, world)
     log.reward_weights = inputs.rewards.weights
