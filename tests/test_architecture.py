@@ -104,7 +104,7 @@ LAYERS = (
         "run/shapes.py", "run/fingerprints.py", "run/config_changes.py", "run/resume.py", "run/given.py",
         "run/demonstrations.py", "run/teacher.py", "run/inputs.py",
         "run/run_shape.py", "run/step_floor.py", "run/plan_lines.py", "run/layer_memory.py", "run/memory_plan.py",
-        "run/step_time.py", "run/memory_choice.py", "run/memory_remedies.py", "run/chosen_memory.py",
+        "run/step_time.py", "run/memory_choice.py", "run/memory_remedies.py", "run/plan.py", "run/chosen_memory.py",
         "run/model_source.py", "distributed/launch.py",
         "run/progress.py", "run/step_log.py", "run/host_memory.py", "run/setup.py", "run/failures.py",
         "run/learning_notes.py", "run/record.py", "run/reward_state.py", "run/reference.py",

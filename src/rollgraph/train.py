@@ -13,6 +13,7 @@ from rollgraph.distributed.world import World
 from rollgraph.files import write_atomically
 from rollgraph.run.base_model import resolve_adapter
 from rollgraph.run.begin import begin
+from rollgraph.run.chosen_memory import keep_choices
 from rollgraph.run.failures import REWARD_FAILURES, UNREWARDED, show_reward_failures, summarize_reward_failures
 from rollgraph.run.folder_lock import lock_folder
 from rollgraph.run.given import NOTHING, Given, write_given_model
@@ -60,7 +61,10 @@ def open_run(
         write_given_model(config, world, given, fresh=isinstance(start, Fresh))
         view.phase("read data", 0, 0)
         config = resolve_adapter(pin_sources(config, world, note=view.note, writes=True))
-        resume_from = None if isinstance(start, Fresh) else start.newest
+        resume_from = None
+        if not isinstance(start, Fresh):
+            resume_from = start.newest
+            config = keep_choices(config)
         inputs = check_inputs(config, world, resume_from=resume_from, given=given)
         if isinstance(start, Finished):
             inputs.rewards.close()

@@ -375,7 +375,9 @@ class Config:
         default_factory=CheckpointConfig
     )
     ranks: Annotated[RanksConfig, "Runs with several processes."] = field(default_factory=RanksConfig)
-    memory: Annotated[MemoryConfig, "How device memory is used. What is left open is chosen: see docs/memory.md."] = field(default_factory=MemoryConfig)
+    memory: Annotated[MemoryConfig, "How device memory is used. What is left open is chosen: see docs/memory.md."] = (
+        field(default_factory=MemoryConfig)
+    )
     log: Annotated[LogConfig, "Metrics, samples and progress."] = field(default_factory=LogConfig)
 
     @property

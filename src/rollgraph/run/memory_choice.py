@@ -135,16 +135,19 @@ def _rank(settings: MemorySettings) -> tuple[float, int]:
 
 def is_open(config: Config, shape: RunShape, key: str) -> bool:
     """Whether the user left a key to us, and it matters for this run."""
-    if key == "train.microbatch_tokens":
-        return config.train.microbatch_tokens is None and config.train.token_buckets is None
-    if key == "memory.reference" and (
-        not shape.algorithm.needs_reference or shape.teacher is not None or shape.adapters is not None
-    ):
+    if key == "memory.reference" and not shape.keeps_reference:
         return False
     if key == "memory.cache_gib" and shape.samples_nothing:
         return False
     if key in _PLACES and not shape.cuda:
         return False  # the host is the device
+    return is_unset(config, key)
+
+
+def is_unset(config: Config, key: str) -> bool:
+    """Whether the user left a key to us."""
+    if key == "train.microbatch_tokens" and config.train.token_buckets is not None:
+        return False
     return value_of(config, key) in (None, "auto")
 
 

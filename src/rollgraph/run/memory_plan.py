@@ -20,7 +20,7 @@ from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Decoder
 from rollgraph.policy import Limits
 from rollgraph.run.layer_memory import FP32, Pass
-from rollgraph.run.plan_lines import PHASES, PlanLine, total
+from rollgraph.run.plan_lines import PHASES, Place, PlanLine, total
 from rollgraph.run.run_shape import RunShape
 from rollgraph.sharding import MemoryPlan
 
@@ -71,13 +71,13 @@ def planned_weights(config: Config, shape: RunShape) -> MemoryPlan:
 
 def _reference(config: Config, shape: RunShape) -> list[PlanLine]:
     """The weights of the reference policy, or of a teacher that is another model."""
-    if not shape.algorithm.needs_reference:
-        return []
     if shape.teacher is not None:
         nbytes = sum(parameter.nbytes for parameter in shape.teacher.parameters())
         return [PlanLine("teacher", nbytes, "device", PHASES)]
-    parameters = sum(bucket.numel * bucket.dtype.itemsize for bucket in shape.buckets)
-    return [PlanLine("reference", parameters, "host" if config.memory.reference == "host" else "device", PHASES)]
+    if not shape.keeps_reference:
+        return []
+    where: Place = "host" if config.memory.reference == "host" else "device"
+    return [PlanLine("reference", planned_weights(config, shape).parameters, where, PHASES)]
 
 
 # -- generation -------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def _passes_on_cpu(config: Config, shape: RunShape, training: Pass, before: Sequ
         lines.append(_gradient_norm(shape, lines))
     if "step" not in scopes:
         lines.append(PlanLine("inputs of graphs", _graph_inputs(training, scopes), "device", PHASES))
-    if shape.algorithm.needs_reference:
+    if shape.keeps_reference:
         lines.append(PlanLine("bucket in exchange", _largest_bucket(shape), "device", ("score",)))
     if not shape.samples_nothing and config.graph.impl != "none":
         lines.append(_restored_cache(before))
@@ -228,7 +228,7 @@ def _graph_inputs(training: Pass, scopes: tuple[str, ...]) -> int:
 
 def _outside_graphs(config: Config, shape: RunShape) -> list[PlanLine]:
     """What the library's allocator keeps for work outside of the graphs, whose pool it does not share."""
-    exchange = _largest_bucket(shape) if shape.algorithm.needs_reference else 0
+    exchange = _largest_bucket(shape) if shape.keeps_reference else 0
     update = planned_weights(config, shape).optimizer.rounding
     return [PlanLine("outside of graphs", max(exchange, update), "device", PHASES)]
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollgraph.config import AdapterConfig, Config, ConfigError, ConfigProblem
-from rollgraph.run.memory_choice import CHOSEN, Choice, MemoryBudget, choose, with_values
+from rollgraph.run.memory_choice import CHOSEN, Choice, MemoryBudget, choose, value_of, with_values
 from rollgraph.run.plan_lines import gib, peak, peak_phase
 from rollgraph.run.run_shape import RunShape, shape_run
 
 MOST = 3  # remedies that are named
-_OPEN: dict[str, Any] = {
+OPEN: dict[str, Any] = {  # the values that leave a key to us
     "train.microbatch_tokens": None,
     "memory.logits": "auto",
     "model.checkpointing": "auto",
@@ -80,7 +80,7 @@ def find_remedies(config: Config, shape: RunShape, budget: MemoryBudget) -> list
 
 def _nearby(config: Config, shape: RunShape) -> Iterator[tuple[str, Config]]:
     """Changes, the least ones first: what does not change the results, then shorter ones, then what is trained."""
-    opened = {key: _OPEN[key] for key in CHOSEN if _value(config, key) != _OPEN[key]}
+    opened = {key: OPEN[key] for key in CHOSEN if value_of(config, key) != OPEN[key]}
     for key, value in opened.items():
         yield f"{key}: {_written(value)}", with_values(config, {key: value})
     if len(opened) > 1:
@@ -112,11 +112,6 @@ def _shorter(config: Config, shape: RunShape, prefix: str) -> Iterator[tuple[str
     while now >= 128:
         now //= 2
         yield f"{prefix}{key}: {now}", with_values(config, {key: now})
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def _written(value: Any) -> str:

@@ -6,7 +6,7 @@ Reads config.json at most: no weights, and nothing on a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -14,12 +14,14 @@ import torch
 
 from rollgraph.config import Config
 from rollgraph.model import Architecture, Decoder
+from rollgraph.model.adapters import attach
 from rollgraph.model.linear import Linear
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.rl.demonstrations import COLUMNS
-from rollgraph.run.inputs import make_algorithm, make_tokenizer, read_architecture
-from rollgraph.run.shapes import longest_written, make_limits, recomputed_layers, written_limits
+from rollgraph.run.base_model import adapter_spec
+from rollgraph.run.inputs import Inputs, make_algorithm, make_tokenizer, read_architecture
+from rollgraph.run.shapes import longest_written, make_limits, memory_limits, recomputed_layers, written_limits
 from rollgraph.run.teacher import shape_teacher
 from rollgraph.sharding import (
     BUCKET_BYTES,
@@ -44,7 +46,9 @@ class RunShape:
     algorithm: Algorithm
     ranks: int
     device: Device
+    keeps_reference: bool = False  # whether a second set of the trained weights is kept
     teacher: Decoder | None = None  # one that is another model than the policy
+    longest: int | None = None  # tokens of a row that was written, if the data was read
     notes: tuple[str, ...] = ()  # assumptions
     _limits: dict[tuple[int | None, tuple[int, ...] | None], Limits] = field(default_factory=dict)
     _weights: dict[tuple[StateFormat, Offload], MemoryPlan] = field(default_factory=dict)
@@ -114,21 +118,25 @@ class RunShape:
         key = (config.train.microbatch_tokens, config.train.token_buckets)
         if key not in self._limits:
             self._limits[key] = self._make_limits(config)
-        return self._limits[key]
+        return replace(self._limits[key], **memory_limits(config))
 
     def _make_limits(self, config: Config) -> Limits:
         written = COLUMNS.get(self.algorithm.source)
         if written is None:
             return make_limits(config, self.architecture, self.device, self.ranks)
-        longest = longest_written(config, self.architecture)
+        longest = self.longest or longest_written(config, self.architecture)
         return written_limits(config, longest, len(written), self.device, self.ranks)
 
 
-def shape_run(config: Config, *, ranks: int = 1, device: Device = "cuda") -> RunShape:
+def shape_run(config: Config, *, ranks: int = 1, device: Device = "cuda", inputs: Inputs | None = None) -> RunShape:
+    """The shape of one rank out of `ranks`. With `inputs`, rows that were written are as long as those in the data."""
     model, notes = shape_model(config)
     a = model.architecture
     table = 0 if a.tied else a.vocabulary * a.hidden
     multiplied = sum(parameter.numel() for parameter in model.parameters()) - table
+    if config.adapter is not None:
+        with torch.device("meta"):
+            attach(model, adapter_spec(config.adapter), seed=0)
     algorithm = make_algorithm(config)
     if algorithm.source in COLUMNS:
         if config.data.max_tokens is None:
@@ -136,9 +144,13 @@ def shape_run(config: Config, *, ranks: int = 1, device: Device = "cuda") -> Run
     elif config.data.max_prompt_tokens is None:
         notes.append("data.max_prompt_tokens is null, so prompts are assumed to be as long as the model allows")
     teacher = shape_teacher(config) if algorithm.needs_reference else None
-    if teacher is not None and teacher.architecture == model.architecture:
+    if teacher is not None and teacher.architecture == a and config.adapter is None:
         teacher = None  # a set of weights in the slot of the reference policy
-    return RunShape(model, multiplied, algorithm, ranks, device, teacher, tuple(notes))
+    slot = algorithm.needs_reference and teacher is None
+    if config.adapter is not None and config.adapter.path is None and config.warm_start is None:
+        slot = False  # the reference is the base
+    longest = None if inputs is None or inputs.written is None else inputs.limits.max_length
+    return RunShape(model, multiplied, algorithm, ranks, device, slot, teacher, longest, tuple(notes))
 
 
 def shape_model(config: Config) -> tuple[Decoder, list[str]]:

@@ -21,6 +21,7 @@ from rollgraph.policy.exactness import describe
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.run.base_model import describe_base, resolve_adapter, restore_base
 from rollgraph.run.checkpoints import Checkpoints, Saved
+from rollgraph.run.chosen_memory import choose_memory
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.host_memory import returning_freed_memory
 from rollgraph.run.hub_cache import model_folder
@@ -105,6 +106,8 @@ def make_run(
     with contextlib.ExitStack() as undo:
         undo.callback(torch.set_num_threads, threads)
         undo.callback(inputs.rewards.close)
+        config, inputs = choose_memory(config, world, inputs, note=log.note, writes=writes)
+        log.config = config
         if config.cpu_threads is not None and world.device == "cpu":
             torch.set_num_threads(config.cpu_threads)
         fetch_weights(config.model.path, world, log.note)
@@ -116,7 +119,7 @@ def make_run(
         if inputs.teacher not in (None, policy.model.architecture):
             policy.add_frozen("reference", load_teacher(config, world.device))
         elif inputs.algorithm.needs_reference:
-            policy.weights.save("reference", _reference_place(config, policy))
+            policy.weights.save("reference", "host" if config.memory.reference == "host" else "device")
         capture_graphs(config, inputs, policy, log)
         checkpoints = Checkpoints(
             Path(config.output) / "checkpoints",
@@ -215,14 +218,3 @@ def optimizer_settings(config: Config) -> dict[str, Any]:
         "weight_decay": settings.weight_decay,
         "schedule": schedule,
     }
-
-
-def _reference_place(config: Config, policy: PolicyWorker) -> Any:
-    """Keep the reference on the device if it fits there beside everything else, or else in host memory."""
-    if config.memory.reference != "auto":
-        return config.memory.reference
-    if not policy.world.device.startswith("cuda"):
-        return "device"
-    free, _ = torch.cuda.mem_get_info(policy.world.device)
-    fits = policy.sharded.plan().parameters < free // 8
-    return "device" if fits else "host"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -86,10 +87,17 @@ def _limits(config: Config, device: str, longest: int, rows: int, buckets: Seque
         rows=rows,
         token_buckets=tuple(buckets),
         tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every slot that a sequence could have
-        cache_bytes=int(config.memory.cache_gib * 2**30) if config.memory.cache_gib else None,
         prefill_tokens=sizes_on("cpu" if on_cpu else "cuda").prefill_tokens,
-        whole_logits={"auto": None, "whole": True, "chunks": False}[config.memory.logits],
+        **memory_limits(config),
     )
+
+
+def memory_limits(config: Config) -> dict[str, Any]:
+    """The fields of Limits that say nothing about lengths."""
+    return {
+        "cache_bytes": int(config.memory.cache_gib * 2**30) if config.memory.cache_gib else None,
+        "whole_logits": {"auto": None, "whole": True, "chunks": False}[config.memory.logits],
+    }
 
 
 def automatic_buckets(config: Config, longest: int, tokens: int) -> list[int]:

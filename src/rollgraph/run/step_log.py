@@ -39,7 +39,7 @@ class StepLog:
         self.pending: dict[str, float] = {}  # metrics of the step in progress
         self.seconds: dict[str, float] = defaultdict(float)  # of the step in progress, by phase
         self._on_step = on_step
-        self._config = config
+        self.config = config  # of the run; replaced once everything in it is chosen
         self._world = world
         self._sinks: list[Sink] = []
         self._metrics = Metrics(self._sinks)
@@ -51,15 +51,15 @@ class StepLog:
     def writing(self, first_step: int) -> Iterator[None]:
         """Open the files of the run; what they hold of `first_step` and later is cut off."""
         if self._world.rank == 0:
-            folder = Path(self._config.output)
-            log = self._config.log
+            folder = Path(self.config.output)
+            log = self.config.log
             resume_at = first_step or BASELINE
-            self._sinks += make_sinks(log, folder, resume_at=resume_at, run_config=to_dict(self._config))
+            self._sinks += make_sinks(log, folder, resume_at=resume_at, run_config=to_dict(self.config))
             self._samples = SampleWriter(
                 folder,
                 every=log.samples_every,
                 groups=log.sample_groups,
-                seed=self._config.seed,
+                seed=self.config.seed,
                 weights=self.reward_weights,
                 resume_at=resume_at,
             )
@@ -108,7 +108,7 @@ class StepLog:
         values = {**self.pending, **batch.metrics, **values}
         values |= self._speed(rollouts, values, now - self._started)
         validated = any(name.startswith("validation/") for name in values)
-        if validated or step % self._config.log.every == 0 or step == self._config.steps - 1:
+        if validated or step % self.config.log.every == 0 or step == self.config.steps - 1:
             self._metrics.log(step, values)
         self.view.step(step, values, self.seconds)
         if self._samples is not None:

@@ -39,11 +39,10 @@ def estimate_step(config: Config, shape: RunShape, speed: Speed) -> StepTime:
     limits = shape.limits(config)
     if shape.samples_nothing:
         floor = written_floor(config, shape, limits, speed)
-        tokens = limits.max_length * shape.samples(config)
     else:
         held = max(1, min(limits.rows, cache_plan(config, shape).tokens // limits.max_length))
         floor = step_floor(config, shape, replace(limits, rows=held), speed)
-        tokens = limits.max_length * shape.samples(config)
+    tokens = limits.max_length * shape.samples(config)
     passes = config.algorithm.epochs
     updates = passes * config.algorithm.minibatches
     added = _microbatches(config, shape, speed, tokens)
@@ -57,11 +56,11 @@ def estimate_step(config: Config, shape: RunShape, speed: Speed) -> StepTime:
     state = planned_weights(config, shape).optimizer
     moving = state.host / HOST_BYTES_PER_SECOND + 2 * state.device / speed.bandwidth
     added["optimizer"] = updates * moving
-    if shape.algorithm.needs_reference and shape.teacher is None and shape.adapters is None:
+    if shape.keeps_reference:
         weights = 2 * shape.trained * shape.itemsize  # there and back
         over_bus = config.memory.reference == "host"
-        added["reference"] = weights / HOST_BYTES_PER_SECOND if over_bus else 4 * weights / speed.bandwidth
-    return StepTime(floor.repeated, added)
+        added["exchange of weights"] = weights / HOST_BYTES_PER_SECOND if over_bus else 4 * weights / speed.bandwidth
+    return StepTime(floor.shared, added)
 
 
 def _microbatches(config: Config, shape: RunShape, speed: Speed, tokens: int) -> dict[str, float]:

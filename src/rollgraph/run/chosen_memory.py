@@ -1,0 +1,133 @@
+"""The settings of memory that a run chooses before it allocates anything, from its first start to its last resume.
+
+What fits is decided by the rank with the least free memory, so that all ranks choose alike. Results depend on these
+settings in their last bits, so the first start records what it chose, and a resumed run keeps that; with
+`allow_changes: memory` it chooses again. A run that cannot fit is refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollgraph.config import Config
+from rollgraph.distributed.world import World
+from rollgraph.files import MissingFile, read_object, write_atomically
+from rollgraph.run.config_changes import covers
+from rollgraph.run.inputs import Inputs
+from rollgraph.run.memory_choice import CHOSEN, Choice, MemoryBudget, choose, is_unset, value_of, with_values
+from rollgraph.run.memory_remedies import OPEN, DoesNotFit, Remedy, find_remedies, needed_bytes
+from rollgraph.run.plan_lines import gib, peak, peak_phase
+from rollgraph.run.run_shape import RunShape, shape_run
+from rollgraph.run.shared_work import work_on_some
+
+CHOICES = "memory.json"  # in the folder of a run: what its first start chose
+Note = Callable[[str], None]
+
+
+def keep_choices(config: Config) -> Config:
+    """The configuration of a resumed run with what its first start chose, as far as it leaves that open."""
+    if covers(config.allow_changes, "memory"):
+        return config
+    recorded = _read_choices(config)
+    return with_values(config, {key: value for key, value in recorded.items() if is_unset(config, key)})
+
+
+def choose_memory(config: Config, world: World, inputs: Inputs, *, note: Note, writes: bool) -> tuple[Config, Inputs]:
+    """The configuration with everything chosen, and the inputs with the limits that follow from it.
+
+    Raises DoesNotFit if nothing fits. Without `writes`, nothing is recorded.
+    """
+    shape = shape_run(config, ranks=world.size, device="cpu" if world.device == "cpu" else "cuda", inputs=inputs)
+    budget = find_budget(world)
+    choice = choose(config, shape, budget)
+    if not choice.fits:
+        again = _choose_again(config, shape, budget)
+        raise DoesNotFit(choice, again or find_remedies(config, shape, budget))
+    if not choice.reasons:
+        return config, inputs
+    for line in describe(choice):
+        note(line)
+    if writes and world.rank == 0:
+        kept = {key: value for key, value in _read_choices(config).items() if value_of(config, key) == value}
+        record = {"chosen": {**kept, **choice.values}, "reasons": choice.reasons, "device_bytes": budget.device}
+        write_atomically(Path(config.output) / CHOICES, json.dumps(record, indent=2) + "\n")
+    return choice.config, replace(inputs, limits=shape.limits(choice.config))
+
+
+def _choose_again(config: Config, shape: RunShape, budget: MemoryBudget) -> list[Remedy]:
+    """A remedy for a run that does not fit with what its first start chose, perhaps on a larger device."""
+    kept = [key for key, value in _read_choices(config).items() if value_of(config, key) == value]
+    opened = with_values(config, {key: OPEN[key] for key in kept})
+    choice = choose(opened, shape, budget)
+    if not kept or not choice.fits:
+        return []
+    return [Remedy("allow_changes: [memory], to choose again", opened, needed_bytes(choice))]
+
+
+def _read_choices(config: Config) -> dict[str, Any]:
+    """What the run's folder says that its first start chose."""
+    try:
+        chosen = read_object(Path(config.output) / CHOICES)["chosen"]
+    except MissingFile:
+        return {}
+    return {key: value for key, value in chosen.items() if key in CHOSEN}
+
+
+def describe(choice: Choice) -> list[str]:
+    """What was chosen and why, for the terminal."""
+    lines, budget = choice.settings.lines, choice.budget
+    needs = f"memory: {gib(peak(lines))} planned, in {peak_phase(lines)}"
+    if budget.device is not None:
+        needs += f"; {gib(budget.device)} are free, {gib(budget.reserve)} of them in reserve"
+    return [needs, *(f"  {line}" for line in choice.describe())]
+
+
+def find_budget(world: World) -> MemoryBudget:
+    """The memory of the rank that has least. On a CPU, the host is the device."""
+
+    def look() -> str:
+        host = available_memory()
+        device = host
+        if world.device != "cpu":
+            device = torch.cuda.mem_get_info(world.device)[0]
+        return json.dumps([device, host, platform.node()])
+
+    found = [json.loads(text) for text in work_on_some(world, True, look)]
+    machines = [machine for _, _, machine in found]
+    shares = [host // machines.count(machine) for _, host, machine in found if host is not None]
+    host = min(shares, default=None)
+    if world.device == "cpu":
+        return MemoryBudget(host)
+    return MemoryBudget(min(device for device, _, _ in found), host)
+
+
+def available_memory() -> int | None:
+    """Bytes of this machine, or of the container, that programs can still take; None if that is unknown."""
+    found = [_meminfo(), _left_in_container()]
+    return min((nbytes for nbytes in found if nbytes is not None), default=None)
+
+
+def _meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return None
+    sizes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return sizes[0] * 1024 if sizes else None
+
+
+def _left_in_container() -> int | None:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        most = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return None if most == "max" else max(0, int(most) - used)
