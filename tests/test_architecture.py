@@ -102,7 +102,7 @@ LAYERS = (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
         "run/shared_work.py", "run/hub_ids.py", "run/dataset_splits.py", "run/hub_cache.py", "run/hub_pins.py",
         "run/shapes.py", "run/fingerprints.py", "run/config_changes.py", "run/resume.py", "run/given.py",
-        "run/demonstrations.py", "run/teacher.py", "run/inputs.py",
+        "run/demonstrations.py", "run/teacher.py", "run/inputs.py", "run/base_model.py",
         "run/run_shape.py", "run/step_floor.py", "run/plan_lines.py", "run/layer_memory.py", "run/memory_plan.py",
         "run/step_time.py", "run/memory_choice.py", "run/memory_remedies.py", "run/plan.py", "run/chosen_memory.py",
         "run/model_source.py", "distributed/launch.py",

@@ -63,6 +63,11 @@ def adapter_spec(settings: AdapterConfig) -> AdapterSpec:
     return AdapterSpec(settings.rank, settings.alpha, settings.targets, settings.dropout, settings.rslora)
 
 
+def base_is_reference(config: Config) -> bool:
+    """Whether the reference policy is the model with its adapters switched off: they change nothing at the start."""
+    return config.adapter is not None and config.adapter.path is None and config.warm_start is None
+
+
 # -- the base --------------------------------------------------------------------------------------
 
 

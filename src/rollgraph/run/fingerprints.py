@@ -57,7 +57,7 @@ def _of_tokenizer(folder: Path) -> str:
 
 
 def fingerprint_weights(folder: Path) -> str:
-    """The fingerprint of a model folder: of the names and sizes of all weight files, and of some blocks from the beginning of each to its end."""
+    """Of the names and sizes of a model's weight files, and of some blocks from the beginning of each to its end."""
     parts = []
     for path in weight_files(folder):
         size = path.stat().st_size

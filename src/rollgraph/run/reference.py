@@ -14,7 +14,7 @@ from rollgraph.config import Config
 from rollgraph.model import load_weights, save_model, weight_files
 from rollgraph.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter, save_adapter
 from rollgraph.model.hf_weights import CONFIG
-from rollgraph.run.base_model import BASE, describe_base
+from rollgraph.run.base_model import BASE, base_is_reference, describe_base
 from rollgraph.run.checkpoints import Saved
 from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.setup import Run
@@ -27,7 +27,7 @@ def keep_reference(run: Run) -> None:
     folder = _own_folder(run.config)
     if run.inputs.teacher is not None:
         _load_teacher(run)
-    elif run.inputs.algorithm.needs_reference and not is_base(run.config):
+    elif run.inputs.algorithm.needs_reference and not base_is_reference(run.config):
         run.policy.weights.save("reference")
     if folder is not None:
         with run.policy.phases.enter("save"):
@@ -55,7 +55,7 @@ def restore_reference(run: Run, saved: Saved) -> None:
         return
     if not run.inputs.algorithm.needs_reference:
         return
-    if is_base(run.config):
+    if base_is_reference(run.config):
         return
     folder = _own_folder(run.config)
     if folder is not None and run.config.adapter is not None:
@@ -63,11 +63,6 @@ def restore_reference(run: Run, saved: Saved) -> None:
     elif folder is not None:
         load_weights(run.policy.model, folder)
     run.policy.weights.save("reference")
-
-
-def is_base(config: Config) -> bool:
-    """Whether the reference policy is the model with its adapters switched off."""
-    return config.adapter is not None and config.adapter.path is None and config.warm_start is None
 
 
 def _write(run: Run, folder: Path) -> None:
@@ -127,7 +122,7 @@ def _folder(config: Config) -> Path:
 
 def _own_folder(config: Config) -> Path | None:
     """Where the run keeps its reference; None if the model's own folder is the reference."""
-    if config.algorithm.teacher is not None or is_base(config):
+    if config.algorithm.teacher is not None or base_is_reference(config):
         return None
     if config.model.path is None or config.warm_start is not None or config.adapter is not None:
         return Path(config.output) / "reference"

@@ -19,7 +19,7 @@ from rollgraph.model.linear import Linear
 from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.rl.demonstrations import COLUMNS
-from rollgraph.run.base_model import adapter_spec
+from rollgraph.run.base_model import adapter_spec, base_is_reference
 from rollgraph.run.inputs import Inputs, make_algorithm, make_tokenizer, read_architecture
 from rollgraph.run.shapes import longest_written, make_limits, memory_limits, recomputed_layers, written_limits
 from rollgraph.run.teacher import shape_teacher
@@ -146,9 +146,7 @@ def shape_run(config: Config, *, ranks: int = 1, device: Device = "cuda", inputs
     teacher = shape_teacher(config) if algorithm.needs_reference else None
     if teacher is not None and teacher.architecture == a and config.adapter is None:
         teacher = None  # a set of weights in the slot of the reference policy
-    slot = algorithm.needs_reference and teacher is None
-    if config.adapter is not None and config.adapter.path is None and config.warm_start is None:
-        slot = False  # the reference is the base
+    slot = algorithm.needs_reference and teacher is None and not base_is_reference(config)
     longest = None if inputs is None or inputs.written is None else inputs.limits.max_length
     return RunShape(model, multiplied, algorithm, ranks, device, slot, teacher, longest, tuple(notes))
 

@@ -7,6 +7,7 @@ graphs. Nothing here takes a step.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.model import Decoder, load_model
+from rollgraph.model.adapter_files import load_adapter
+from rollgraph.model.adapters import attach
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.exactness import describe
 from rollgraph.rl.algorithms import load_algorithm
-from rollgraph.run.base_model import describe_base, resolve_adapter, restore_base
+from rollgraph.run.base_model import adapter_spec, base_is_reference, describe_base, resolve_adapter, restore_base
 from rollgraph.run.checkpoints import Checkpoints, Saved
 from rollgraph.run.chosen_memory import choose_memory
 from rollgraph.run.given import NOTHING, Given
@@ -90,11 +93,12 @@ def make_run(
     log: StepLog | None = None,
     stop: StopSignals | None = None,
     writes: bool = True,
+    load: Callable[..., Decoder] = load_model,
 ) -> Run:
     """Check, load, allocate and capture everything. Nothing is trained, and no checkpoint is loaded.
 
     The run closes its `inputs`, which come from `check_inputs`; without them, they are made with what is `given`.
-    Without `writes` nothing can be saved, and nothing in the output folder changes.
+    Without `writes` nothing can be saved, and nothing in the output folder changes. `load` loads the model's folder.
     """
     if inputs is None:
         config = resolve_adapter(pin_sources(config, world))
@@ -113,11 +117,13 @@ def make_run(
         fetch_weights(config.model.path, world, log.note)
         fetch_weights(config.algorithm.teacher, world, log.note)
         with log.phase("load model") as show:
-            model = make_model(config, inputs.tokenizer, world.device, show)
+            model = make_model(config, inputs.tokenizer, world.device, show, load)
             policy = make_policy(config, world, inputs, model)
         undo.callback(policy.close)
-        if inputs.teacher not in (None, policy.model.architecture):
+        if inputs.teacher is not None and (config.adapter or inputs.teacher != policy.model.architecture):
             policy.add_frozen("reference", load_teacher(config, world.device))
+        elif inputs.algorithm.needs_reference and base_is_reference(config):
+            policy.adapted.name_base("reference")
         elif inputs.algorithm.needs_reference:
             policy.weights.save("reference", "host" if config.memory.reference == "host" else "device")
         capture_graphs(config, inputs, policy, log)
@@ -179,22 +185,37 @@ def make_policy(config: Config, world: World, inputs: Inputs, model: Decoder) ->
     )
 
 
-def make_model(config: Config, tokenizer: Tokenizer, device: str, on_tensor: OnProgress | None = None) -> Decoder:
-    """Load the model, or make one with random weights."""
+def make_model(
+    config: Config,
+    tokenizer: Tokenizer,
+    device: str,
+    on_tensor: OnProgress | None = None,
+    load: Callable[..., Decoder] = load_model,
+) -> Decoder:
+    """Load the model, or make a tiny one with random weights, and give it its adapters."""
     architecture, _ = read_architecture(config, tokenizer)
     checkpointing = recomputed_layers(config, architecture)
     dtype = None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     if config.model.path is not None:
-        return load_model(
+        model = load(
             model_folder(config.model.path),
             dtype=dtype,
             device=device,
             checkpointing=checkpointing,
             on_tensor=on_tensor,
         )
+        return _adapted(config, model)
     model = Decoder(architecture, checkpointing=checkpointing)
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights
-    return model.to(device, dtype or torch.float32)
+    return _adapted(config, model.to(device, dtype or torch.float32))
+
+
+def _adapted(config: Config, model: Decoder) -> Decoder:
+    if config.adapter is not None:
+        attach(model, adapter_spec(config.adapter), seed=config.seed)
+        if config.adapter.path is not None:
+            load_adapter(model, model_folder(config.adapter.path))
+    return model
 
 
 def load_teacher(config: Config, device: str) -> Decoder:
