@@ -1,0 +1,333 @@
+"""Measure the memory and the time of a GRPO step beside what was planned: `python benchmarks/memory.py --list`.
+
+A step of 32 prompts x 16 samples, 128 + 384 tokens, KL to a reference, random bf16 weights in the shape of a Qwen2.5
+model. The plan and the set-up are those of `rollgraph train`, after the weights, which are made on the device. Without
+arguments, all six configurations run, each in a process of its own:
+
+    python benchmarks/memory.py                          all six; --only NAME [NAME ...] some of them
+    python benchmarks/memory.py --shape 7b --rank 32     one configuration of your own
+    python benchmarks/memory.py --tiny                   a tiny model on a CPU, to see whether it runs
+
+Everything that no argument says is chosen by the plan. `--plan` prints the plans alone, for any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import synchronize, table
+
+from rollgraph.config import Config, parse_config
+from rollgraph.distributed.world import World
+from rollgraph.model import Decoder
+from rollgraph.model.hf_weights import read_architecture
+from rollgraph.rl.environment import SingleTurn
+from rollgraph.run import chosen_memory
+from rollgraph.run.memory_choice import MemoryBudget
+from rollgraph.run.plan import Plan, make_plan
+from rollgraph.run.plan_lines import GIB, PHASES, gib
+from rollgraph.run.setup import Run, make_run
+from rollgraph.types import Prompt
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False},
+}  # fmt: skip
+COMMON = {
+    "model_type": "qwen2",
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+LORA = ["--rank", "32"]
+CONFIGURATIONS: dict[str, list[str]] = {
+    "full 1.5b": ["--shape", "1.5b"],
+    "full 7b": ["--shape", "7b"],
+    "lora 1.5b": ["--shape", "1.5b", *LORA, "--limit-gib", "16"],
+    "lora 7b": ["--shape", "7b", *LORA, "--limit-gib", "45"],
+    "lora 32b": ["--shape", "32b", *LORA],
+    "full 1.5b, int8, recomputed": ["--shape", "1.5b", "--state", "int8", "--checkpointing", "true"],
+}
+RUN = """
+steps: 4
+output: {folder}/run
+model: {{path: {folder}}}
+tokenizer: {{path: bytes}}
+data: {{train: {folder}/prompts.jsonl, prompts_per_step: {prompts}, max_prompt_tokens: {prompt}}}
+rollout: {{samples_per_prompt: {samples}, max_tokens: {new}, rows: {rows}}}
+reward: {{functions: [{{name: length, options: {{target: 1}}}}]}}
+algorithm: {{kl_coef: 0.01}}
+log: {{sinks: [], progress: none}}
+"""
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a file of weights that has none
+RESULT = "result: "
+
+
+def make_config(folder: Path, options: argparse.Namespace) -> Config:
+    """The configuration of a run, and the files that it needs: no weights."""
+    dtype = "float32" if options.tiny else "bfloat16"
+    (folder / "config.json").write_text(json.dumps({**COMMON, **SHAPES[options.shape], "torch_dtype": dtype}))
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
+    (folder / "prompts.jsonl").write_text('{"prompt": "x"}\n' * options.prompts)
+    text = RUN.format(folder=folder, rows=options.prompts * options.samples, **vars(options))
+    settings = {
+        "adapter.rank": options.rank,
+        "optimizer.state": options.state,
+        "optimizer.offload": options.offload,
+        "model.checkpointing": options.checkpointing,
+        "train.microbatch_tokens": options.tokens,
+        "memory.logits": options.logits,
+        "memory.reference": options.reference,
+        "memory.cache_gib": options.cache_gib,
+    }
+    written = [f"{key}={value}" for key, value in settings.items() if value is not None]
+    return parse_config(text, [*written, *options.overrides])
+
+
+def random_model(
+    folder: Path, *, dtype: torch.dtype | None, device: str, checkpointing: int, on_tensor: Any = None
+) -> Decoder:
+    """In place of `load_model`: random weights that never exist anywhere but on the device, and once."""
+    architecture = read_architecture(folder)
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    with torch.device("meta"):
+        model = Decoder(architecture, checkpointing=checkpointing).to(dtype=dtype)
+    model.to_empty(device=device)
+    model.frequencies.copy_(architecture.frequencies()[0])
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            if name.endswith("norm"):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(std=0.02)
+    return model
+
+
+class DeviceMemory:
+    """The most memory that this process used on its device, beyond that of an idle context."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.free, self.idle = 0, 0
+        if device != "cpu":
+            torch.zeros(1, device=device)
+            self.free, total = torch.cuda.mem_get_info(device)
+            self.idle = total - self.free
+
+    def peaks(self) -> dict[str, int]:
+        """Of the allocator, which keeps what graphs use, and with what libraries and the driver took beside it."""
+        if self.device == "cpu":
+            return {"reserved": 0, "allocated": 0, "outside": 0, "peak": 0}
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        outside = max(0, total - free - self.idle - torch.cuda.memory_reserved(self.device))
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        return {"reserved": reserved, "allocated": allocated, "outside": outside, "peak": reserved + outside}
+
+
+def take_step(run: Run, options: argparse.Namespace, step: int) -> dict[str, float]:
+    """A step as `train.py` takes it, with a random reward: the seconds of its phases."""
+    policy = run.policy
+    generator = torch.Generator().manual_seed(step)
+    vocabulary = policy.model.architecture.vocabulary
+    ids = torch.randint(0, vocabulary, (options.prompts, options.prompt), generator=generator).tolist()
+    prompts = [Prompt(number, tuple(tokens), "") for number, tokens in enumerate(ids)]
+    params = replace(policy.sampling, ignore_eos=True)
+    seconds = {}
+    start = time.perf_counter()
+
+    def note(phase: str) -> None:
+        nonlocal start
+        synchronize()
+        seconds[phase] = time.perf_counter() - start
+        start = time.perf_counter()
+
+    generate = policy.generator(seed=str(step), params=params)
+    rollouts = SingleTurn(options.samples).run(generate, prompts)
+    for rollout, reward in zip(rollouts, torch.rand(len(rollouts), generator=generator).tolist(), strict=True):
+        rollout.reward = reward
+    note("generate")
+    policy.score(rollouts, "reference")
+    note("score")
+    learned = policy.train(run.inputs.algorithm.make_batch(rollouts, minibatches=1, seed=step))
+    note("train")
+    assert all(len(rollout.tokens) == options.new for rollout in rollouts)
+    seconds["largest ratio"] = learned["policy/token_mult_prob_error_max"]
+    return seconds
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Plan, set up and take steps, in this process."""
+    device = "cpu" if options.tiny else "cuda:0"
+    memory = DeviceMemory(device)
+    budget = chosen_memory.find_budget(World(0, 1, device))
+    if options.limit_gib is not None:
+        budget = MemoryBudget(int(options.limit_gib * GIB), budget.host)
+    chosen_memory.find_budget = lambda world: budget  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as name:
+        config = make_config(Path(name), options)
+        plan = _plan(config, budget, device)
+        print(describe(plan), flush=True)
+        if plan.fits is False:
+            return {"name": options.name, "misfit": plan.misfit}
+        started = time.perf_counter()
+        run = make_run(config, World(0, 1, device), writes=False, load=random_model)
+        synchronize()
+        setup = time.perf_counter() - started
+        after_setup = memory.peaks()
+        print(f"set-up: {setup:.1f} s; {_described(after_setup)}", flush=True)
+        steps = []
+        for step in range(options.steps):
+            steps.append(take_step(run, options, step))
+            shown = ", ".join(f"{phase} {value:.2f}" for phase, value in steps[-1].items())
+            print(f"step {step}: {shown} s; {_described(memory.peaks())}", flush=True)
+        report = run.policy.pool.report()
+        print(f"{report.captures} captures, {report.replays} replays, {report.eager_runs} eager runs", flush=True)
+        run.close()
+    assert plan.floor is not None
+    found = {"name": options.name, "planned": plan.peak, "setup": setup, "after_setup": after_setup}
+    return {**found, **memory.peaks(), "seconds": steps[-1], "floor": sum(plan.floor.shared.values())}
+
+
+def _plan(config: Config, budget: MemoryBudget, device: str) -> Plan:
+    if device == "cpu":
+        from rollgraph.run.step_floor import Speed
+
+        return make_plan(config, device="cpu", speed=Speed(0.1, 0.01))
+    return make_plan(config, device_bytes=budget.device, host_bytes=budget.host)
+
+
+def describe(plan: Plan) -> str:
+    """The plan in short: what was chosen, each line, and the sums."""
+    rows = [f"  {line.name:26} {gib(line.nbytes):>11}  {line.where:6}  {', '.join(line.phases)}"
+            for line in plan.lines if line.nbytes]  # fmt: skip
+    sums = ", ".join(f"{phase} {gib(plan.total(phase))}" for phase in PHASES)
+    chosen = [f"  {line}" for line in plan.choice.describe()]
+    return "\n".join([*chosen, *rows, f"  planned: {sums}; host {gib(plan.total('train', 'host'))}", plan.misfit])
+
+
+def _described(peaks: dict[str, int]) -> str:
+    return ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in peaks.items())
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    rows: list[tuple[Any, ...]] = []
+    for found in results:
+        if "seconds" not in found:
+            rows.append((found["name"], *[found.get("misfit", "failed")[:60]], *["-"] * 8))
+            continue
+        seconds = found["seconds"]
+        step = sum(seconds[phase] for phase in PHASES)
+        ratio = found["planned"] / found["peak"] if found["peak"] else float("nan")
+        sizes = (found["planned"] / GIB, found["peak"] / GIB, ratio)
+        times = (*(seconds[phase] for phase in PHASES), step, step / found["floor"], found["setup"])
+        rows.append((found["name"], *sizes, *times))
+    header = ("", "planned GiB", "measured GiB", "planned / measured", *PHASES, "step, s", "x floor", "set-up, s")
+    table("memory and time of a GRPO step", header, rows)
+
+
+def measure_each(names: list[str], extra: list[str], limit_s: float) -> list[dict[str, Any]]:
+    """Each configuration in a process of its own: what one leaves behind must not count for the next."""
+    results = []
+    for name in names:
+        print(f"== {name}", flush=True)
+        command = [sys.executable, __file__, "--name", name, *CONFIGURATIONS[name], *extra]
+        lines = []
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert process.stdout is not None
+        started = time.perf_counter()
+        for line in process.stdout:
+            lines.append(line)
+            if not line.startswith(RESULT):
+                print(line, end="", flush=True)
+            if time.perf_counter() - started > limit_s:
+                process.kill()
+        process.wait()
+        found = [json.loads(line.removeprefix(RESULT)) for line in lines if line.startswith(RESULT)]
+        results.append(found[-1] if found else {"name": name})
+    return results
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], help="one configuration")
+    parser.add_argument("--name", default="", help="what the table calls it")
+    parser.add_argument("--rank", type=int, help="train adapters of this rank instead of all weights")
+    parser.add_argument("--state", choices=("fp32", "bf16", "int8"), help="optimizer.state")
+    parser.add_argument("--offload", choices=("none", "host"), help="optimizer.offload")
+    parser.add_argument("--checkpointing", help="model.checkpointing")
+    parser.add_argument("--tokens", type=int, help="train.microbatch_tokens")
+    parser.add_argument("--logits", choices=("whole", "chunks"), help="memory.logits")
+    parser.add_argument("--reference", choices=("device", "host"), help="memory.reference")
+    parser.add_argument("--cache-gib", type=float, help="memory.cache_gib")
+    parser.add_argument("--limit-gib", type=float, help="what may be used of the device")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=384, help="new tokens of a sample")
+    parser.add_argument("--steps", type=int, default=2, help="the last one is timed")
+    parser.add_argument("--limit-s", type=float, default=400, help="seconds that one configuration may take")
+    parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), help="some of the configurations")
+    parser.add_argument("--list", action="store_true", help="name the configurations and their arguments")
+    parser.add_argument("--plan", action="store_true", help="print plans alone; --limit-gib is the device")
+    parser.add_argument("--host-gib", type=float, default=120, help="host memory, for --plan")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("overrides", nargs="*", help="other keys, e.g. graph.exact=off")
+    return parser.parse_args(arguments)
+
+
+def show_plan(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        config = make_config(Path(name), options)
+        nbytes = int((options.limit_gib or 139.0) * GIB)
+        print(describe(make_plan(config, device_bytes=nbytes, host_bytes=int(options.host_gib * GIB))), flush=True)
+
+
+def main() -> None:
+    options = parse()
+    if options.list:
+        for name, arguments in CONFIGURATIONS.items():
+            print(f"{name}: {' '.join(arguments)}")
+        return
+    if options.tiny:
+        options.shape = "tiny"
+        options.prompts, options.samples, options.prompt, options.new = 2, 4, 12, 8
+    if options.plan:
+        for name in options.only or CONFIGURATIONS:
+            print(f"== {name}")
+            show_plan(parse(CONFIGURATIONS[name]))
+        return
+    if options.shape is not None:
+        found = measure(options)
+        print(RESULT + json.dumps(found))
+        if not options.name:
+            show([found])
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks/memory.py needs a CUDA device, or --plan, or --tiny")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    extra = ["--steps", str(options.steps), *options.overrides]
+    show(measure_each(options.only or list(CONFIGURATIONS), extra, options.limit_s))
+
+
+if __name__ == "__main__":
+    main()
