@@ -11,8 +11,8 @@ from rollgraph.commands.config_arguments import add_words
 from rollgraph.config import ConfigError, load_config
 
 if TYPE_CHECKING:
-    from rollgraph.run.memory_plan import Plan
-    from rollgraph.run.step_floor import Floor
+    from rollgraph.run.plan import Plan
+    from rollgraph.run.step_floor import Floor, Speed
 
 DONE, TOO_LARGE, WRONG = 0, 1, 2
 GIB = 2**30
@@ -22,7 +22,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="show the memory and the least time a run needs, before it starts",
-        description="Reads the configuration and the model's config.json, and allocates nothing. "
+        description="Reads the configuration and the model's config.json, and allocates nothing. Shows the settings of "
+        "memory that the run would choose and why, what each phase needs, and, if the run does not fit, what would. "
         f"Exit code: {DONE} if it fits or that is unknown, {TOO_LARGE} if it does not fit, {WRONG} if the "
         "configuration is wrong.",
     )
@@ -35,6 +36,7 @@ def add_to(commands: Any) -> None:
         help="device to plan for (default: cuda); the least time on a cpu needs --tflops and --tb-per-second",
     )
     parser.add_argument("--device-gib", type=float, help="memory of the GPU (default: that of this machine's GPU)")
+    parser.add_argument("--host-gib", type=float, help="host memory for each process (default: not limited)")
     parser.add_argument(
         "--tflops", type=float, help="of a bf16 matrix product (default: 785 for cuda, measured on an H200)"
     )
@@ -51,25 +53,36 @@ def run(options: argparse.Namespace) -> int:
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return WRONG
-    from rollgraph.run.memory_plan import make_plan
+    from rollgraph.run.plan import make_plan
 
-    given = {"tflops": options.tflops, "tb_per_second": options.tb_per_second}
-    speeds = {name: value for name, value in given.items() if value is not None}
+    given = (options.device_gib, options.host_gib, options.tflops, options.tb_per_second)
     try:
-        if min(options.ranks, *speeds.values(), 1 if options.device_gib is None else options.device_gib) <= 0:
-            raise ValueError("--ranks, --device-gib, --tflops and --tb-per-second must be positive")
+        if min(options.ranks, *(value for value in given if value is not None)) <= 0:
+            raise ValueError("--ranks, --device-gib, --host-gib, --tflops and --tb-per-second must be positive")
         plan = make_plan(
             config,
             ranks=options.ranks,
             device_bytes=_device_bytes(options),
+            host_bytes=None if options.host_gib is None else int(options.host_gib * GIB),
             device=options.device,
-            **speeds,
+            speed=_speed(options),
         )
     except (ValueError, OSError) as error:
         print(f"rollgraph plan: {error}", file=sys.stderr)
         return WRONG
     print(json.dumps(plan.to_dict(), indent=2) if options.json else describe(plan))
     return TOO_LARGE if plan.fits is False else DONE
+
+
+def _speed(options: argparse.Namespace) -> Speed | None:
+    """What was given and, for a GPU, the speed of an H200 in place of what was not."""
+    from rollgraph.run.step_floor import TB_PER_SECOND, TFLOPS, Speed
+
+    if options.device == "cuda":
+        return Speed(options.tflops or TFLOPS, options.tb_per_second or TB_PER_SECOND)
+    if options.tflops is None or options.tb_per_second is None:
+        return None
+    return Speed(options.tflops, options.tb_per_second)
 
 
 def _device_bytes(options: argparse.Namespace) -> int | None:
@@ -83,20 +96,28 @@ def _device_bytes(options: argparse.Namespace) -> int | None:
 
 
 def describe(plan: Plan) -> str:
-    """A table of memory, whether it fits, and a table of time where the device's speed is known."""
-    from rollgraph.run.memory_plan import PHASES
+    """What was chosen, a table of memory, whether it fits, and a table of time where the device's speed is known."""
+    from rollgraph.run.plan_lines import PHASES, gib
 
     rows = [("memory of a rank", "where", *PHASES)]
     for line in filter(lambda line: line.nbytes, plan.lines):
-        cells = (_size(line.nbytes) if phase in line.phases else "" for phase in PHASES)
+        cells = (gib(line.nbytes) if phase in line.phases else "" for phase in PHASES)
         rows.append((line.name, line.where, *cells))
-    rows.append(("sum", "device", *(_size(plan.total(phase)) for phase in PHASES)))
+    rows.append(("sum", "device", *(gib(plan.total(phase)) for phase in PHASES)))
     if plan.device != "cpu":
-        rows.append(("sum", "host", *(_size(plan.total(phase, "host")) for phase in PHASES)))
-    text = [*_table(rows), "", _verdict(plan)]
+        rows.append(("sum", "host", *(gib(plan.total(phase, "host")) for phase in PHASES)))
+    text = [*_describe_choice(plan), *_table(rows), "", _verdict(plan)]
     if plan.floor is not None:
         text += ["", *_describe_floor(plan.floor)]
     return "\n".join([*text, *(f"note: {note}" for note in plan.notes)])
+
+
+def _describe_choice(plan: Plan) -> list[str]:
+    if not plan.choice.reasons:
+        return []
+    title = "chosen" if plan.choice.fits else "needs least"
+    estimate = f"estimated step: {_seconds(plan.choice.settings.time.total)} s"
+    return [f"{title}:", *(f"  {line}" for line in plan.choice.describe()), estimate, ""]
 
 
 def _describe_floor(floor: Floor) -> list[str]:
@@ -107,22 +128,24 @@ def _describe_floor(floor: Floor) -> list[str]:
         *((name, _seconds(slow), _seconds(floor.shared[name])) for name, slow in floor.repeated.items()),
         ("sum", *(_seconds(sum(parts.values())) for parts in (floor.repeated, floor.shared))),
     ]
-    speed = (floor.tflops, floor.tb_per_second)
+    speed = (floor.speed.tflops, floor.speed.tb_per_second)
     named = " (measured on an H200)" if speed == (TFLOPS, TB_PER_SECOND) else ""
     return [*_table(rows), f"at {speed[0]:g} TFLOP/s and {speed[1]:g} TB/s{named}"]
 
 
 def _verdict(plan: Plan) -> str:
+    from rollgraph.run.plan_lines import gib
+
+    peak = gib(plan.peak)
     if plan.device == "cpu":
-        return f"peak {_size(plan.peak)} in {plan.peak_phase}, beside the process itself and its libraries"
+        return f"peak {peak} in {plan.peak_phase}, beside the process itself and its libraries"
     if plan.device_bytes is None:
-        return f"peak {_size(plan.peak)} in {plan.peak_phase}; give --device-gib to see whether it fits"
-    verdict = "it fits" if plan.fits else "it does not fit"
-    return f"needs {_size(plan.peak)} in {plan.peak_phase}; the device has {_size(plan.device_bytes)}: {verdict}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
+        return f"peak {peak} in {plan.peak_phase}; give --device-gib to see whether it fits"
+    if not plan.choice.fits:
+        return f"it does not fit: {plan.misfit}"
+    reserve = gib(plan.choice.budget.reserve)
+    available = f"the device has {gib(plan.device_bytes)}, {reserve} of them in reserve"
+    return f"needs {peak} in {plan.peak_phase}; {available}: it fits"
 
 
 def _seconds(value: float) -> str:
