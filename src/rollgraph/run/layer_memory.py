@@ -74,18 +74,15 @@ class Pass:
     def inside_layer(self) -> int:
         """What is alive at once inside the widest part of a forward, and is not kept."""
         a = self.architecture
-        mlp = self.tokens * (2 * a.hidden + 3 * a.mlp) * self.itemsize
+        mlp = self.tokens * (2 * a.hidden + 3 * a.mlp + self._columns("gate_up")) * self.itemsize
         if self.cuda:
-            return mlp + self._widened()
+            return mlp
         # Plain PyTorch gathers the keys and values of a tile for each query, and lays them out anew in fp32.
         attention = self.tokens * TILE * a.kv_heads * a.head_dim * 4 * FP32
         return max(mlp, attention)
 
-    def _widened(self) -> int:
-        """The widest product with its adapters' columns, before the adapters' part is added to it."""
-        if not self.adapters:
-            return 0
-        return self.tokens * (2 * self.architecture.mlp + self.adapters.get("gate_up", 0)) * self.itemsize
+    def _columns(self, product: str) -> int:
+        return (self.adapters or {}).get(product, 0)
 
     def backward_of_layer(self) -> int:
         """What is alive at once in the backward of a layer, beside what the forward kept."""
@@ -93,7 +90,7 @@ class Pass:
             return self.inside_layer()
         a = self.architecture
         stream = 2 * a.hidden * self.itemsize
-        mlp = self.tokens * (stream + 3 * a.mlp * self.itemsize) + self._widened()
+        mlp = self.tokens * (stream + (3 * a.mlp + self._columns("gate_up")) * self.itemsize)
         attention = self.tokens * stream + self._attention_backward()
         recomputed = self.kept_by_layer() if self.recomputed == a.layers else 0
         return max(mlp, attention) + recomputed + self._gradients_of_layer()

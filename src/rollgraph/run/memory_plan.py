@@ -23,6 +23,7 @@ from rollgraph.run.layer_memory import FP32, Pass
 from rollgraph.run.plan_lines import PHASES, Place, PlanLine, total
 from rollgraph.run.run_shape import RunShape
 from rollgraph.sharding import MemoryPlan
+from rollgraph.sharding.state_memory import CHUNK
 
 SNAPSHOT = "copy for checkpoints"
 CACHE = "key/value cache"
@@ -228,8 +229,10 @@ def _graph_inputs(training: Pass, scopes: tuple[str, ...]) -> int:
 
 def _outside_graphs(config: Config, shape: RunShape) -> list[PlanLine]:
     """What the library's allocator keeps for work outside of the graphs, whose pool it does not share."""
-    exchange = _largest_bucket(shape) if shape.keeps_reference else 0
-    update = planned_weights(config, shape).optimizer.rounding
+    buffers = 2 if config.memory.reference == "host" else 1
+    exchange = buffers * _largest_bucket(shape) if shape.keeps_reference else 0
+    norm = 2 * 8 * CHUNK  # gradients in fp64, and their squares
+    update = norm + planned_weights(config, shape).optimizer.rounding
     return [PlanLine("outside of graphs", max(exchange, update), "device", PHASES)]
 
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollgraph.config import AdapterConfig, Config, ConfigError, ConfigProblem
-from rollgraph.run.memory_choice import CHOSEN, Choice, MemoryBudget, choose, value_of, with_values
+from rollgraph.run.memory_choice import Choice, MemoryBudget, choose, value_of, with_values
 from rollgraph.run.plan_lines import gib, peak, peak_phase
 from rollgraph.run.run_shape import RunShape, shape_run
 
-MOST = 3  # remedies that are named
+FEW_ROWS = 16  # sequences at a time that are suggested
+SHORTEST = 128  # tokens
 OPEN: dict[str, Any] = {  # the values that leave a key to us
+    "train.token_buckets": None,
     "train.microbatch_tokens": None,
     "memory.logits": "auto",
     "model.checkpointing": "auto",
@@ -68,50 +70,57 @@ def needed_bytes(choice: Choice) -> int:
 def find_remedies(config: Config, shape: RunShape, budget: MemoryBudget) -> list[Remedy]:
     """The nearest settings that fit, the nearest one first."""
     found: list[Remedy] = []
-    for setting, changed in _nearby(config, shape):
-        new_shape = shape_run(changed, ranks=shape.ranks, device=shape.device)
-        choice = choose(changed, new_shape, budget)
-        if choice.fits:
-            found.append(Remedy(setting, changed, needed_bytes(choice)))
-        if len(found) == MOST:
-            break
+    for alternatives in (_reopened(config), _cheaper(config, shape), _adapted(config, shape), _shorter(config, shape)):
+        remedies = (_try(setting, changed, shape, budget) for setting, changed in alternatives)
+        found += filter(None, [next(filter(None, remedies), None)])
+    if not found and shape.adapters is None:
+        for adapted in _adapted(config, shape):
+            both = ((f"{adapted[0]}, {setting}", changed) for setting, changed in _shorter(adapted[1], shape))
+            remedies = (_try(setting, changed, shape, budget) for setting, changed in both)
+            found += filter(None, [next(filter(None, remedies), None)])
     return found
 
 
-def _nearby(config: Config, shape: RunShape) -> Iterator[tuple[str, Config]]:
-    """Changes, the least ones first: what does not change the results, then shorter ones, then what is trained."""
-    opened = {key: OPEN[key] for key in CHOSEN if value_of(config, key) != OPEN[key]}
-    for key, value in opened.items():
+def _try(setting: str, config: Config, shape: RunShape, budget: MemoryBudget) -> Remedy | None:
+    choice = choose(config, shape_run(config, ranks=shape.ranks, device=shape.device), budget)
+    return Remedy(setting, config, needed_bytes(choice)) if choice.fits else None
+
+
+def _reopened(config: Config) -> Iterator[tuple[str, Config]]:
+    """Leave to us what the user wrote: one key, or all of them."""
+    written = {key: OPEN[key] for key in OPEN if value_of(config, key) != OPEN[key]}
+    for key, value in written.items():
         yield f"{key}: {_written(value)}", with_values(config, {key: value})
-    if len(opened) > 1:
-        yield ", ".join(f"{key}: {_written(value)}" for key, value in opened.items()), with_values(config, opened)
-    if config.train.token_buckets is not None:
-        yield "train.token_buckets: null", with_values(config, {"train.token_buckets": None})
-    config = with_values(config, opened)
+    if len(written) > 1:
+        setting = ", ".join(f"{key}: {_written(value)}" for key, value in written.items())
+        yield setting, with_values(config, written)
+
+
+def _cheaper(config: Config, shape: RunShape) -> Iterator[tuple[str, Config]]:
+    """The same training with less state, or fewer sequences at a time."""
     if shape.adapters is None and config.optimizer.state != "int8":
         yield "optimizer.state: int8", with_values(config, {"optimizer.state": "int8"})
-    if config.rollout.rows > 16 and not shape.samples_nothing:
-        yield "rollout.rows: 16", with_values(config, {"rollout.rows": 16})
-    adapted = None
+    if config.rollout.rows > FEW_ROWS and not shape.samples_nothing:
+        yield f"rollout.rows: {FEW_ROWS}", with_values(config, {"rollout.rows": FEW_ROWS})
+
+
+def _adapted(config: Config, shape: RunShape) -> Iterator[tuple[str, Config]]:
+    """Train adapters instead of all weights."""
     if shape.adapters is None:
-        adapted = replace(config, adapter=AdapterConfig(rank=32))
-        yield "adapter: {rank: 32}", adapted
-    yield from _shorter(config, shape, "")
-    if adapted is not None:
-        yield from _shorter(adapted, shape, "adapter: {rank: 32}, ")
+        yield "adapter: {rank: 32}", replace(config, adapter=AdapterConfig(rank=32))
 
 
-def _shorter(config: Config, shape: RunShape, prefix: str) -> Iterator[tuple[str, Config]]:
+def _shorter(config: Config, shape: RunShape) -> Iterator[tuple[str, Config]]:
     """Shorter sequences, half as long each time."""
+    longest = shape.limits(config).max_length
+    key, now = "rollout.max_tokens", config.rollout.max_tokens
     if shape.samples_nothing:
-        key, now = "data.max_tokens", shape.limits(config).max_length
+        key, now = "data.max_tokens", longest
     elif config.data.max_prompt_tokens is None:
-        key, now = "data.max_prompt_tokens", shape.limits(config).max_length - config.rollout.max_tokens
-    else:
-        key, now = "rollout.max_tokens", config.rollout.max_tokens
-    while now >= 128:
+        key, now = "data.max_prompt_tokens", longest - config.rollout.max_tokens
+    while now >= SHORTEST:
         now //= 2
-        yield f"{prefix}{key}: {now}", with_values(config, {key: now})
+        yield f"{key}: {now}", with_values(config, {key: now})
 
 
 def _written(value: Any) -> str:

@@ -72,7 +72,9 @@ class RunShape:
 
     @cached_property
     def frozen(self) -> int:
-        """The bytes of what is not trained; several buffers may be views of one storage."""
+        """The bytes of the base of adapters; several buffers may be views of one storage."""
+        if self.adapters is None:
+            return 0
         storages = (buffer.untyped_storage() for buffer in self.model.buffers())
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
