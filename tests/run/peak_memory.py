@@ -14,7 +14,7 @@ import torch
 
 from rollgraph.config import load_config
 from rollgraph.distributed.world import World
-from rollgraph.run.memory_plan import make_plan
+from rollgraph.run.plan import make_plan
 from rollgraph.train import train
 
 

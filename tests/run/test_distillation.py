@@ -10,7 +10,7 @@ import torch
 from rollgraph.config import Config, ConfigError, parse_config
 from rollgraph.model import Architecture, Decoder, load_model, save_model
 from rollgraph.rl.algorithms import load_algorithm
-from rollgraph.run.memory_plan import make_plan
+from rollgraph.run.plan import make_plan
 from rollgraph.run.rollouts import collect
 from rollgraph.run.setup import make_run
 from rollgraph.sharding import CheckpointError

@@ -18,8 +18,9 @@ from rollgraph.cli import main
 from rollgraph.config import Config, ConfigError, parse_config, to_yaml
 from rollgraph.model import Decoder, load_model
 from rollgraph.rl.data import DataError
-from rollgraph.run.memory_plan import make_plan
+from rollgraph.run.plan import make_plan
 from rollgraph.run.resume import MODEL
+from rollgraph.run.step_floor import Speed
 from rollgraph.train import train
 from rollgraph.types import Rollout
 from tests.sharding.worlds import run_world
@@ -252,13 +253,13 @@ def test_rows_that_lack_something_are_named_by_file_and_line(folder: Path) -> No
 
 def test_a_plan_without_samples_has_no_cache(folder: Path) -> None:
     config = config_of(folder, "data.max_tokens=48")
-    speed = {"tflops": 1.0, "tb_per_second": 0.1}
-    plan = make_plan(config, device="cpu", **speed)
+    speed = Speed(1.0, 0.1)
+    plan = make_plan(config, device="cpu", speed=speed)
     names = {line.name for line in plan.lines}
     assert not any("cache" in name or "decode" in name or "prefill" in name for name in names)
     assert plan.floor is not None
     assert plan.floor.repeated.keys() == {"train"}
-    with_reference = make_plan(dpo_config(folder), device="cpu", **speed)
+    with_reference = make_plan(dpo_config(folder), device="cpu", speed=speed)
     assert with_reference.floor is not None
     assert {"policy", "reference"} < with_reference.floor.repeated.keys()
 

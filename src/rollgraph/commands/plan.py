@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
     given = (options.device_gib, options.host_gib, options.tflops, options.tb_per_second)
     try:
-        if min(options.ranks, *(value for value in given if value is not None)) <= 0:
+        if any(value is not None and value <= 0 for value in (options.ranks, *given)):
             raise ValueError("--ranks, --device-gib, --host-gib, --tflops and --tb-per-second must be positive")
         plan = make_plan(
             config,

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgraph.config import Config, parse_config
+from rollgraph.run.memory_choice import CHOSEN, Choice, MemoryBudget, MemorySettings, choose, value_of, with_values
+from rollgraph.run.memory_plan import plan_lines
+from rollgraph.run.memory_remedies import find_remedies
+from rollgraph.run.plan_lines import GIB, peak, total
+from rollgraph.run.run_shape import RunShape, shape_run
+from rollgraph.run.step_floor import Speed
+
+COMMON = {"model_type": "qwen2", "max_position_embeddings": 32768, "dtype": "bfloat16"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064},
+    "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 152064},
+}  # fmt: skip
+RUN = """
+data: {{train: t.jsonl, prompts_per_step: 32, max_prompt_tokens: 128}}
+rollout: {{samples_per_prompt: 16, max_tokens: 384, rows: 512}}
+reward: {{functions: [{{name: exact_match}}]}}
+algorithm: {{kl_coef: 0.01}}
+model: {{path: {folder}}}
+"""
+FEW = (12, 40, 96, 139)
+DEVICES = (4, 8, 12, 16, 24, 32, 40, 48, 60, 64, 80, 96, 139, 180, 260)
+ADAPTED = ["adapter.rank=32"]
+KINDS = [
+    ("1.5b", []),
+    ("7b", []),
+    ("1.5b", ADAPTED),
+    ("7b", ADAPTED),
+    ("32b", ADAPTED),
+    ("7b", ["optimizer.state=int8"]),
+]
+
+
+def configured(folder: Path, shape: str, *overrides: str) -> Config:
+    (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+    return parse_config(RUN.format(folder=folder), overrides)
+
+
+def chosen_on(config: Config, shape: RunShape, device: float, host: float | None = 1000) -> Choice:
+    return choose(config, shape, MemoryBudget(int(device * GIB), None if host is None else int(host * GIB)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "overrides"), KINDS, ids=lambda value: str(value))
+def test_the_chooser_on_a_grid(tmp_path: Path, name: str, overrides: Sequence[str]) -> None:
+    check_grid(configured(tmp_path, name, *overrides), DEVICES, (16, 64, 120, 400))
+
+
+def test_what_is_chosen_fits_and_more_memory_is_never_slower(tmp_path: Path) -> None:
+    check_grid(configured(tmp_path, "7b"), FEW, (64, 120))
+    check_grid(configured(tmp_path, "7b", *ADAPTED), FEW, (64,))
+
+
+def check_grid(config: Config, devices: Sequence[int], hosts: Sequence[int]) -> None:
+    """Devices and hosts of increasing size."""
+    shape = shape_run(config)
+    with_smaller_host = dict.fromkeys(devices, float("inf"))
+    before = float("inf")
+    for host in hosts:
+        before = float("inf")
+        for device in devices:
+            choice = chosen_on(config, shape, device, host)
+            lines = plan_lines(choice.config, shape)
+            held = peak(lines) + choice.budget.reserve <= device * GIB and peak(lines, "host") <= host * GIB
+            assert held == choice.fits
+            time = choice.settings.time.total if choice.fits else float("inf")
+            assert time <= before
+            assert time <= with_smaller_host[device]
+            before = with_smaller_host[device] = time
+    assert before < float("inf")
+
+
+def test_nothing_that_fits_is_faster(tmp_path: Path) -> None:
+    """Compared with every microbatch, form of logits, place and number of recomputed layers."""
+    config = configured(tmp_path, "1.5b")
+    shape = shape_run(config)
+    choice = chosen_on(config, shape, 38)
+    assert choice.fits
+    whole = choice.config.memory.cache_gib
+    ways = itertools.product(
+        (1024, 4096, 8192, 16384), ("whole", "chunks"), range(0, 29, 7), ("none", "host"),
+        ("device", "host"),
+    )  # fmt: skip
+    for tokens, logits, layers, offload, reference in ways:
+        values = (tokens, logits, layers, offload, reference, whole)
+        other = MemorySettings(with_values(config, dict(zip(CHOSEN, values, strict=True))), shape, Speed())
+        if choice.budget.holds(other.lines):
+            assert other.time.total >= choice.settings.time.total
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("train.microbatch_tokens", [512, 3000, 16384]),
+        ("memory.logits", ["whole", "chunks"]),
+        ("model.checkpointing", [0, 5, True, False]),
+        ("optimizer.offload", ["none", "host"]),
+        ("memory.reference", ["device", "host"]),
+        ("memory.cache_gib", [0.5, 3.0]),
+    ],
+)
+def test_what_the_user_wrote_is_kept(tmp_path: Path, key: str, values: Sequence[Any]) -> None:
+    config = configured(tmp_path, "1.5b")
+    shape = shape_run(config)
+    for value, device in itertools.product(values, (12, 24, 60, 139)):
+        choice = chosen_on(with_values(config, {key: value}), shape, device)
+        assert value_of(choice.config, key) == value
+        assert key not in choice.reasons
+        unchosen = {name: value_of(choice.config, name) for name in CHOSEN if name not in choice.reasons}
+        assert unchosen == {key: value}
+
+
+def test_everything_is_open_at_first_and_nothing_afterwards(tmp_path: Path) -> None:
+    config = configured(tmp_path, "1.5b")
+    shape = shape_run(config)
+    first = chosen_on(config, shape, 30)
+    assert list(first.values) == list(CHOSEN)
+    again = chosen_on(first.config, shape, 30)
+    assert (again.config, again.reasons, again.fits) == (first.config, {}, True)
+    assert choose(config, shape, MemoryBudget()).values == {  # where nothing limits it
+        "train.microbatch_tokens": 16384,
+        "memory.logits": "whole",
+        "model.checkpointing": 0,
+        "optimizer.offload": "none",
+        "memory.reference": "device",
+        "memory.cache_gib": pytest.approx(7.0, rel=1e-3),
+    }
+
+
+def test_a_key_that_does_not_matter_is_not_chosen(tmp_path: Path) -> None:
+    adapted = configured(tmp_path, "1.5b", *ADAPTED)
+    assert "memory.reference" not in chosen_on(adapted, shape_run(adapted), 30).reasons  # it is the base
+    buckets = configured(tmp_path, "1.5b", "train.token_buckets=[2048]")
+    assert "train.microbatch_tokens" not in chosen_on(buckets, shape_run(buckets), 139).reasons
+
+
+def test_reasons_say_what_the_better_value_would_need(tmp_path: Path) -> None:
+    config = configured(tmp_path, "7b")
+    shape = shape_run(config)
+    choice = chosen_on(config, shape, 139)
+    reason = choice.reasons["optimizer.offload"]
+    kept = with_values(choice.config, {"optimizer.offload": "none"})
+    needed = (peak(plan_lines(kept, shape)) + choice.budget.reserve) / GIB
+    assert reason.startswith(f"none would need {needed:.2f} GiB on the device")
+    assert choice.reasons["memory.reference"] == "the weights fit on the device"
+
+
+def test_a_short_cache_decodes_fewer_rows_at_a_time(tmp_path: Path) -> None:
+    config = configured(tmp_path, "32b", *ADAPTED)
+    shape = shape_run(config)
+    large, small = chosen_on(config, shape, 160), chosen_on(config, shape, 100)
+    assert small.fits
+    assert (small.config.memory.cache_gib or 0) < (large.config.memory.cache_gib or 0)
+    assert "64.00 GiB would need" in small.reasons["memory.cache_gib"]
+    assert small.settings.time.floor["decode"] > large.settings.time.floor["decode"]
+    budget = small.budget.device or 0
+    left = budget - small.budget.reserve - total(small.settings.lines, "generate")
+    assert 0 <= left < GIB // 2  # it is as large as possible
+
+
+def test_host_memory_limits_what_is_offloaded(tmp_path: Path) -> None:
+    config = configured(tmp_path, "7b")
+    shape = shape_run(config)
+    assert chosen_on(config, shape, 139, host=100).fits
+    refused = chosen_on(config, shape, 139, host=50)
+    assert not refused.fits  # 85 GiB of state would have to wait there
+    smaller = with_values(config, {"optimizer.state": "int8"})
+    assert chosen_on(smaller, shape, 139, host=50).fits
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "overrides", "nearest"),
+    [
+        ("7b", 40, [], "adapter: {rank: 32}"),
+        ("7b", 90, ["train.microbatch_tokens=16384", "model.checkpointing=0"], "train.microbatch_tokens: null"),
+        ("7b", 60, ["optimizer.offload=none"], "optimizer.offload: auto"),
+        ("1.5b", 14, ["optimizer.offload=none", "memory.logits=whole"], "optimizer.offload: auto"),
+        ("1.5b", 20, ["data.max_prompt_tokens=null", "adapter.rank=8"], "rollout.rows: 16"),
+        ("1.5b", 8, ["data.max_prompt_tokens=null", "adapter.rank=8"], "data.max_prompt_tokens: "),
+    ],
+)
+def test_a_refusal_names_a_setting_that_fits(
+    tmp_path: Path, name: str, device: int, overrides: Sequence[str], nearest: str
+) -> None:
+    config = configured(tmp_path, name, *overrides)
+    budget = MemoryBudget(device * GIB, 200 * GIB)
+    shape = shape_run(config)
+    assert not choose(config, shape, budget).fits
+    remedies = find_remedies(config, shape, budget)
+    assert remedies[0].setting.startswith(nearest)
+    for remedy in remedies:
+        written = re.split(r", (?=[a-z_.]+: )", remedy.setting)
+        changed = parse_config(
+            RUN.format(folder=tmp_path), [*overrides, *(text.replace(": ", "=", 1) for text in written)]
+        )
+        choice = choose(changed, shape_run(changed), budget)
+        assert choice.fits
+        assert remedy.needed == peak(choice.settings.lines) + budget.reserve <= device * GIB
+
+
+def test_a_model_that_no_setting_helps_is_refused_all_the_same(tmp_path: Path) -> None:
+    config = configured(tmp_path, "32b", *ADAPTED)
+    shape = shape_run(config)
+    budget = MemoryBudget(40 * GIB)
+    assert not choose(config, shape, budget).fits
+    assert find_remedies(config, shape, budget) == []
+
+
+def test_the_defaults_of_a_cpu_are_left_alone(tmp_path: Path) -> None:
+    config = replace(configured(tmp_path, "1.5b"), seed=3)
+    shape = shape_run(config, device="cpu")
+    for device in (None, 400 * GIB):
+        choice = choose(config, shape, MemoryBudget(device))
+        assert (choice.config, choice.reasons) == (config, {})
+    small = choose(config, shape, MemoryBudget(60 * GIB))
+    assert small.fits
+    assert peak(small.settings.lines) < 60 * GIB
+    assert set(small.reasons) == set(CHOSEN) - {"optimizer.offload", "memory.reference"}  # the host is the device
