@@ -5,7 +5,7 @@ Owns the plan and touches no memory. `flat_buffer.py` allocates what is planned 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
