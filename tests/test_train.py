@@ -610,7 +610,7 @@ def test_ctrl_c_saves_the_last_step(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in (folder / "run" / "checkpoints").glob("step_*")] == ["step_00000002"]
 
 
-@pytest.mark.parametrize(("place", "call"), [((StepGraphs, "train"), 6), ((ShardedAdamW, "write_shards"), 3)])
+@pytest.mark.parametrize(("place", "call"), [((StepGraphs, "train"), 6), ((ShardedAdamW, "update"), 3)])
 def test_weights_between_two_updates_are_not_saved(
     folder: Path,
     place: tuple[Any, str],

@@ -125,7 +125,7 @@ def test_a_broken_checkpoint_is_not_loaded(checkpoint: Path, tmp_path: Path) -> 
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "steps": 9}))
     refused(checkpoint, "manifest.json is not what was written")
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 9}))
-    refused(checkpoint, "format 9, expected 1")
+    refused(checkpoint, "format 9, expected 2")
     manifest.write_text("{")
     refused(checkpoint, "not JSON")
 
@@ -171,7 +171,7 @@ class Writers:
         self._ranks, self._threads = ranks, threads
 
     def write(self, rank: int) -> Future[None]:
-        snapshot = ShardSnapshot(rank, 3, {"master/w": torch.ones(4)}, [("w", 4 * rank, 4)], {}, {"format": 1})
+        snapshot = ShardSnapshot(rank, 3, {"master/w": torch.ones(4)}, [("w", 4 * rank, 4)], {}, {"format": 2})
         return self._threads.submit(
             checkpoint_writer.write,
             snapshot,

@@ -47,8 +47,8 @@ CASES += [Case(True, True, False, 1, "library", eps=1.0), Case(True, True, True,
 
 def measured_bytes(sharded: ShardedModel, optimizer: ShardedAdamW) -> int:
     """The bytes of the storages behind the parameters, the gradients and the optimizer state."""
-    tensors = [*sharded.model.parameters(), *sharded.flat.grad_buffers.values(), *optimizer.masters]
-    tensors += [t for piece in optimizer.pieces for t in piece.state.values() if t.dim()]
+    tensors = [*sharded.model.parameters(), *sharded.flat.grad_buffers.values()]
+    tensors += [tensor for shard in optimizer.state.shards for tensor in shard.values()]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 

@@ -238,4 +238,6 @@ def optimizer_settings(config: Config) -> dict[str, Any]:
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
         "schedule": schedule,
+        "state": settings.state,
+        "offload": "none" if settings.offload == "auto" else settings.offload,
     }

@@ -22,9 +22,11 @@ from rollgraph.sharding.manifest import (
     read_manifest,
     read_states,
 )
-from rollgraph.sharding.optimizer import Piece, ShardedAdamW
-from rollgraph.sharding.shard_snapshot import describe_parameters, describe_tensor, fields_of, unsharded_tensors
+from rollgraph.sharding.optimizer import ShardedAdamW
+from rollgraph.sharding.saved_state import SavedPart, find_parts, load_part
+from rollgraph.sharding.shard_snapshot import describe_parameters, describe_tensor, unsharded_tensors
 from rollgraph.sharding.sharded_model import ShardedModel
+from rollgraph.sharding.state_memory import StateFormat
 
 _ABSENT = "absent"
 
@@ -52,7 +54,11 @@ def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
     with torch.no_grad():
         for tensor, value in contents.tensors:
             tensor.copy_(value)
+        optimizer.state.before_writing()
+        for part in contents.parts:
+            load_part(part, contents.format, optimizer.state)
         optimizer.skipped.fill_(contents.skipped)
+        optimizer.updates.fill_(contents.updates)
     optimizer.steps = contents.steps
     optimizer.write_shards()
     model.after_update()
@@ -104,17 +110,15 @@ class _Contents:
     """Everything that a load will put in place."""
 
     tensors: list[tuple[Tensor, Tensor]]  # destination, value
+    parts: list[SavedPart]  # of the optimizer state, which may be too large to be read before it is put in place
+    format: StateFormat
     steps: int
     skipped: int
+    updates: int
     states: list[Any]
 
 
 def _read(source: Path, manifest: Manifest, model: ShardedModel, optimizer: ShardedAdamW) -> _Contents:
-    tensors = []
-    for piece in optimizer.pieces:
-        values = _assemble(source, manifest, piece)
-        for name, tensor in fields_of(piece):
-            tensors.append((tensor, values[name]))
     here = unsharded_tensors(model.model)
     with safe_open(source / UNSHARDED, framework="pt") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
@@ -122,33 +126,15 @@ def _read(source: Path, manifest: Manifest, model: ShardedModel, optimizer: Shar
         {name: describe_tensor(tensor.dtype, tensor.shape) for name, tensor in saved.items()},
         {name: describe_tensor(tensor.dtype, tensor.shape) for name, tensor in here.items()},
     )
-    for name, tensor in here.items():
-        tensors.append((tensor, saved[name]))
-    return _Contents(tensors, manifest["steps"], manifest["skipped"], read_states(source))
-
-
-def _assemble(source: Path, manifest: Manifest, piece: Piece) -> dict[str, Tensor]:
-    """The values of a piece, from all files that hold a part of it."""
-    size = piece.master.numel()
-    values = {name: torch.empty_like(tensor, device="cpu") for name, tensor in fields_of(piece)}
-    missing = size
-    for record in manifest["shards"]:
-        for name, start, count in record["parts"]:
-            low = max(start, piece.start)
-            high = min(start + count, piece.start + size)
-            if name != piece.parameter.name or low >= high:
-                continue
-            missing -= high - low
-            with safe_open(source / record["file"], framework="pt") as file, torch.no_grad():
-                for field, value in values.items():
-                    if value.dim():
-                        saved = file.get_slice(f"{field}/{name}")
-                        value[low - piece.start : high - piece.start] = saved[low - start : high - start]
-                    else:
-                        value.copy_(file.get_tensor(f"{field}/{name}"))
-    if missing:
-        raise CheckpointError(f"{source}: {missing} elements of {piece.parameter.name} are in no file")
-    return values
+    return _Contents(
+        [(tensor, saved[name]) for name, tensor in here.items()],
+        [part for piece in optimizer.pieces for part in find_parts(source, manifest, piece)],
+        manifest["optimizer_state"],
+        manifest["steps"],
+        manifest["skipped"],
+        manifest["updates"],
+        read_states(source),
+    )
 
 
 def _check_parameters(manifest: Manifest, model: ShardedModel) -> None:

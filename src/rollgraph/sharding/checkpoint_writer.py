@@ -79,6 +79,7 @@ def write(
         outcome.check()
         temporary.mkdir(parents=True, exist_ok=True)
         _write_shard(snapshot, temporary, state)
+        snapshot.release()
         if snapshot.rank == 0:
             _publish(snapshot, temporary, target, about or {}, outcome)
             outcome.announce(_WRITTEN)
@@ -100,6 +101,8 @@ def write(
         if _is_disk_error(error) or isinstance(error, CheckpointError):
             raise CheckpointError(failure) from error
         raise
+    finally:
+        snapshot.release()
 
 
 def _is_disk_error(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from rollgraph.sharding.bucket_sync import BucketSync
 from rollgraph.sharding.collectives import Collectives
 from rollgraph.sharding.flat_buffer import FlatBuckets
 from rollgraph.sharding.parameter_gathers import ParameterGathers
+from rollgraph.sharding.state_memory import CHUNK
 from rollgraph.sharding.step_abort import StepAborted, StepAborts
 
 
@@ -270,7 +271,7 @@ class GradientReductions:
         return [bucket.bucket.gradient_shard(self._world.rank) for bucket in self.buckets]
 
     def norm(self) -> Tensor:
-        squares = torch.stack([shard.double().square().sum() for shard in self.shards()]).sum()
+        squares = torch.stack([_sum_of_squares(shard) for shard in self.shards()]).sum()
         return self._collectives.sum(squares).sqrt().float()
 
     def clip(self, max_norm: float) -> Tensor:
@@ -279,3 +280,8 @@ class GradientReductions:
         for shard in self.shards():
             shard.mul_(factor)
         return norm
+
+
+def _sum_of_squares(shard: Tensor) -> Tensor:
+    """In fp64, chunk by chunk: a copy of a large shard would take more memory than anything else in a step."""
+    return torch.stack([part.double().square_().sum() for part in shard.split(CHUNK)]).sum()

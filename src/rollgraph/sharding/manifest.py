@@ -15,11 +15,11 @@ from typing import Any
 
 from rollgraph.files import FileError, MissingFile, read_json
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 UNSHARDED = "rest.safetensors"  # frozen parameters and buffers, whole
 STATE = "state.json"  # what each rank saved apart from tensors
-_REQUIRED = ("shards", "rest", "parameters", "steps", "skipped")
+_REQUIRED = ("shards", "rest", "parameters", "steps", "skipped", "updates", "optimizer_state")
 
 Manifest = dict[str, Any]
 FileRecord = dict[str, Any]  # {"file": name, "bytes": size, "sha256": checksum}

@@ -1,17 +1,23 @@
-"""AdamW on shards: fp32 master weights and moments for the part of each parameter that this rank owns."""
+"""AdamW on shards: fp32 master weights and moments for the part of each parameter that this rank owns.
+
+`optimizer_state.py` owns the memory of the state and brings it here in chunks; `moment_codecs.py` stores moments in
+fewer bits. An update decodes the moments of a chunk, if need be, and runs PyTorch's fused AdamW on it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollgraph.sharding.bucket_plan import ParameterSlice, ParameterSpec
-from rollgraph.sharding.flat_buffer import Bucket
+from rollgraph.sharding.bucket_plan import ParameterSpec
+from rollgraph.sharding.moment_codecs import MomentCodec, RoundingNoise
+from rollgraph.sharding.optimizer_state import OptimizerState, ShardState, StateChunk
 from rollgraph.sharding.schedules import Schedule
 from rollgraph.sharding.sharded_model import ShardedModel
+from rollgraph.sharding.state_memory import CHUNK, Offload, StateFormat, chunk_elements
 
 DecayRule = Callable[[ParameterSpec], bool]
 
@@ -23,18 +29,29 @@ def decay_matrices(parameter: ParameterSpec) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that this rank owns, and its optimizer state."""
+    """The part of one parameter that this rank owns, and its optimizer state as it is stored."""
 
     parameter: ParameterSpec
     start: int  # in the flattened parameter
-    master: Tensor  # [elements] fp32, a view of the shard
-    state: dict[str, Tensor]  # step, exp_avg, exp_avg_sq
+    elements: int
+    fields: ShardState  # views of the shard's state
+
+    @property
+    def master(self) -> Tensor:
+        """[elements] fp32"""
+        return self.fields["master"]
+
+    @property
+    def state(self) -> ShardState:
+        """The moments: exp_avg, exp_avg_sq, and in int8 the exponents of their blocks."""
+        return {name: tensor for name, tensor in self.fields.items() if name != "master"}
 
 
 class ShardedAdamW:
     """AdamW over the gradient shards of a model. A step with a non-finite gradient is skipped and counted.
 
-    `rate` and the step count are tensors, so a captured step follows them. `step()` sets the rate from `schedule`.
+    `rate` and the number of updates are tensors, so a captured step follows them. `step()` sets the rate from
+    `schedule`. `state` is the format of the moments, and `offload` the place of moments and master weights.
     """
 
     def __init__(
@@ -47,54 +64,71 @@ class ShardedAdamW:
         weight_decay: float = 0.0,
         decays: DecayRule = decay_matrices,
         schedule: Schedule | None = None,
+        state: StateFormat = "fp32",
+        offload: Offload = "none",
+        seed: int = 0,
     ) -> None:
         self._model = model
         self.base = lr
         self.schedule = schedule
+        self._betas = betas
+        self._eps = eps
         device = model.world.device
         self.rate = torch.tensor(lr, device=device)
         self.skipped = torch.zeros((), device=device)  # how many steps were skipped
+        self.updates = torch.zeros((), device=device)  # how many were not
         self._found_inf = torch.zeros((), device=device)  # 1 if a gradient of this step is not finite, on any rank
         self.steps = 0
-        self.masters: list[Tensor] = []  # fp32, the shard of each trained bucket
-        self.pieces: list[Piece] = []
-        for bucket in self._trained_buckets():
-            self._add_bucket(bucket)
-        decayed = [piece.master for piece in self.pieces if decays(piece.parameter)]
-        not_decayed = [piece.master for piece in self.pieces if not decays(piece.parameter)]
-        groups = []
-        if decayed:
-            groups.append({"params": decayed, "weight_decay": weight_decay})
-        if not_decayed:
-            groups.append({"params": not_decayed, "weight_decay": 0.0})
-        self._adamw: torch.optim.AdamW | None = None
-        if groups:
-            self._adamw = torch.optim.AdamW(groups, lr=self.rate, betas=betas, eps=eps, fused=True, capturable=True)
-            # All state exists from the start, at addresses that stay.
-            self._adamw.state.update((piece.master, piece.state) for piece in self.pieces)
+        self._buckets = [bucket for bucket in model.flat.buckets if bucket.gradients is not None]
+        self._check_gradients()
+        numels = [bucket.plan.shard_numel for bucket in self._buckets]
+        self.state = OptimizerState(numels, state, offload, device)
+        self.pieces = self.pieces_of(self.state.shards)
+        self._spans = [self._spans_of(chunk, decays, weight_decay) for chunk in self.state.chunks]
+        self._codec: MomentCodec | None = None
+        if state != "fp32":
+            largest = chunk_elements(numels)
+            self._codec = MomentCodec(state, device)
+            self._noise = RoundingNoise(largest, device, seed)
+            self._moments = torch.empty((2, largest), device=device)
+        self.read_shards()
 
-    def _trained_buckets(self) -> list[Bucket]:
-        return [bucket for bucket in self._model.flat.buckets if bucket.gradients is not None]
+    def _check_gradients(self) -> None:
+        for bucket in self._buckets:
+            if bucket.gradient_shard(self._rank).dtype is not torch.float32:
+                raise ValueError("ShardedAdamW needs fp32 gradients: pass grad_dtype=torch.float32 to ShardedModel")
 
-    def _add_bucket(self, bucket: Bucket) -> None:
-        rank = self._model.world.rank
-        gradients = bucket.gradient_shard(rank)
-        if gradients.dtype is not torch.float32:
-            raise ValueError("ShardedAdamW needs fp32 gradients: pass grad_dtype=torch.float32 to ShardedModel")
-        master = bucket.shard(rank).float().clone()
-        self.masters.append(master)
-        for slot, start, end in bucket.plan.owned(rank):
-            view = master[start:end].requires_grad_()
-            view.grad = gradients[start:end]
-            self.pieces.append(self._make_piece(slot, rank * bucket.plan.shard_numel + start - slot.start, view))
+    @property
+    def _rank(self) -> int:
+        return self._model.world.rank
 
-    def _make_piece(self, slot: ParameterSlice, start: int, master: Tensor) -> Piece:
-        state = {
-            "step": torch.zeros((), device=master.device),
-            "exp_avg": torch.zeros_like(master, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
-        }
-        return Piece(slot.parameter, start, master, state)
+    @property
+    def masters(self) -> list[Tensor]:
+        """The fp32 weights of each shard."""
+        return [shard["master"] for shard in self.state.shards]
+
+    def pieces_of(self, shards: Sequence[ShardState]) -> list[Piece]:
+        """The parts of parameters in shards: those of the state, or copies of them."""
+        pieces = []
+        for bucket, shard in zip(self._buckets, shards, strict=True):
+            first = self._rank * bucket.plan.shard_numel
+            for slot, start, end in bucket.plan.owned(self._rank):
+                fields = self.state.part(shard, start, end)
+                pieces.append(Piece(slot.parameter, first + start - slot.start, end - start, fields))
+        return pieces
+
+    def _spans_of(self, chunk: StateChunk, decays: DecayRule, decay: float) -> dict[float, list[tuple[int, int]]]:
+        """The parts of parameters in a chunk, from where to where, by their weight decay."""
+        spans: dict[float, list[tuple[int, int]]] = {}
+        for slot, start, end in self._buckets[chunk.shard].plan.owned(self._rank):
+            low = max(start, chunk.start)
+            high = min(end, chunk.end)
+            if low < high:
+                own_decay = decay if decays(slot.parameter) else 0.0
+                spans.setdefault(own_decay, []).append((low - chunk.start, high - chunk.start))
+        return spans
+
+    # -- a step ------------------------------------------------------------------------------------
 
     def step(self, loss: Tensor | None = None) -> None:
         """One step on the gradients that finish_gradients() left; it updates the shards and zeroes the gradients.
@@ -113,21 +147,9 @@ class ShardedAdamW:
         self._model.after_update()
 
     @torch.no_grad()
-    def restart(self, lr: float, schedule: Schedule | None) -> None:
-        """Forget all moments and start again at step 0 with another learning rate. The weights stay."""
-        self.base = lr
-        self.schedule = schedule
-        self.steps = 0
-        self.rate.fill_(lr)
-        self.skipped.zero_()
-        for piece in self.pieces:
-            for tensor in piece.state.values():
-                tensor.zero_()
-
-    @torch.no_grad()
     def check_finite(self, loss: Tensor | None = None) -> None:
         """Ask all ranks whether any gradient is not finite. The answer stays on the device."""
-        checked = self._model.gradient_shards()
+        checked = [part for shard in self._model.gradient_shards() for part in shard.split(CHUNK)]
         if loss is not None:
             checked.append(loss)
         if not checked:
@@ -140,25 +162,75 @@ class ShardedAdamW:
     def update(self) -> None:
         """The part of a step that consists of tensor operations only, so that it can be captured."""
         self.skipped.add_(self._found_inf)
-        if self._adamw is not None:
-            self._adamw.found_inf = self._found_inf  # type: ignore[attr-defined]
-            self._adamw.step()
-        self.write_shards()
+        self.updates.add_(1)
+        if self._codec is not None:
+            self._noise.start_update(self.updates)
+        for (chunk, state), spans in zip(self.state.stream(), self._spans, strict=True):
+            self._update_chunk(chunk, state, spans)
+        self.updates.sub_(self._found_inf)
+
+    def _update_chunk(self, chunk: StateChunk, state: ShardState, spans: dict[float, list[tuple[int, int]]]) -> None:
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        if self._codec is not None:
+            exp_avg, exp_avg_sq = self._moments[:, : chunk.elements]
+            self._codec.decode(state, exp_avg, exp_avg_sq)
+        gradients = self._buckets[chunk.shard].gradient_shard(self._rank)[chunk.start : chunk.end]
+        for decay, parts in spans.items():
+            self._run_adamw(decay, parts, state["master"], gradients, exp_avg, exp_avg_sq)
+        if self._codec is not None:
+            noise = self._noise.draw(chunk.first, chunk.elements)
+            self._codec.encode(exp_avg, exp_avg_sq, noise, state)
+        self._parameters_of(chunk).copy_(state["master"])
+
+    def _run_adamw(self, decay: float, parts: list[tuple[int, int]], *tensors: Tensor) -> None:
+        """Update parts of the master weights, given with their gradients and moments, unless the step is skipped."""
+        masters, gradients, exp_avgs, exp_avg_sqs = ([tensor[low:high] for low, high in parts] for tensor in tensors)
+        torch._fused_adamw_(
+            masters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [self.updates] * len(parts),
+            lr=self.rate,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            weight_decay=decay,
+            eps=self._eps,
+            amsgrad=False,
+            maximize=False,
+            found_inf=self._found_inf,
+        )
+
+    def _parameters_of(self, chunk: StateChunk) -> Tensor:
+        """The model's parameters whose master weights are in a chunk."""
+        return self._buckets[chunk.shard].shard(self._rank)[chunk.start : chunk.end]
+
+    # -- the state as a whole ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restart(self, lr: float, schedule: Schedule | None) -> None:
+        """Forget all moments and start again at step 0 with another learning rate. The weights stay."""
+        self.base = lr
+        self.schedule = schedule
+        self.steps = 0
+        self.rate.fill_(lr)
+        self.skipped.zero_()
+        self.updates.zero_()
+        self.state.clear_moments()
 
     @torch.no_grad()
     def read_shards(self) -> None:
         """Copy the model's parameters to the master weights. Call this after loading weights that are to be trained."""
         self._model.before_update()
-        for shard, master in self._shards_and_masters():
-            master.copy_(shard)
+        self.state.before_writing()
+        for chunk in self.state.chunks:
+            chunk.kept["master"].copy_(self._parameters_of(chunk))
 
     @torch.no_grad()
     def write_shards(self) -> None:
         """Copy the master weights to this rank's shard of the model's parameters."""
         self._model.before_update()
-        for shard, master in self._shards_and_masters():
-            shard.copy_(master)
-
-    def _shards_and_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for bucket, master in zip(self._trained_buckets(), self.masters, strict=True):
-            yield bucket.shard(self._model.world.rank), master
+        self.state.synchronize()
+        for chunk in self.state.chunks:
+            self._parameters_of(chunk).copy_(chunk.kept["master"])

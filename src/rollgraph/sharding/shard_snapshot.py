@@ -1,9 +1,14 @@
-"""What one rank contributes to a checkpoint, copied to host memory so that training can go on while it is written."""
+"""What one rank contributes to a checkpoint, in host memory, so that training can go on while it is written.
+
+State on the device is copied. State that lies in host memory anyway is lent to the writer, and the next update waits
+until it is written: a copy would take as much host memory again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import torch
@@ -11,13 +16,15 @@ from torch import Tensor, nn
 
 from rollgraph.sharding.bucket_plan import ParameterSpec, specs_of
 from rollgraph.sharding.manifest import FORMAT
-from rollgraph.sharding.optimizer import Piece, ShardedAdamW
+from rollgraph.sharding.optimizer import ShardedAdamW
+from rollgraph.sharding.optimizer_state import OptimizerState, ShardState
+from rollgraph.sharding.pinned_memory import allocate_on_host
 from rollgraph.sharding.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
 class ShardSnapshot:
-    """A copy of what one rank writes."""
+    """What one rank writes. Whoever takes a snapshot writes it, or calls `release`."""
 
     rank: int
     ranks: int
@@ -25,20 +32,29 @@ class ShardSnapshot:
     parts: list[tuple[str, int, int]]  # parameter, where the part starts in it, how many elements
     rest: dict[str, Tensor]  # on rank 0: frozen parameters and buffers
     header: dict[str, Any]  # fields of the manifest
+    copies: Sequence[ShardState] = ()  # the memory of `shard`, if it was copied
+    written: Event | None = None  # to be set when `shard` is written, if it was not
+
+    def release(self) -> None:
+        """Nobody will read `shard` any more."""
+        if self.written is not None:
+            self.written.set()
 
 
 def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: ShardSnapshot | None = None) -> ShardSnapshot:
     """Copy the contents of a checkpoint, into the memory of an earlier snapshot if one is given."""
     model.raise_if_swapped()
     world = model.world
+    state = optimizer.state
+    lent = state.offload == "host"
+    copies = [] if lent else _copy_shards(state, memory.copies if memory else (), world.device)
     shard = {}
     parts = []
-    for piece in optimizer.pieces:
-        for field, tensor in fields_of(piece):
+    for piece in optimizer.pieces_of(copies or state.shards):
+        for field, tensor in piece.fields.items():
             shard[f"{field}/{piece.parameter.name}"] = tensor
-        parts.append((piece.parameter.name, piece.start, piece.master.numel()))
+        parts.append((piece.parameter.name, piece.start, piece.elements))
     rest = unsharded_tensors(model.model) if world.rank == 0 else {}
-    shard_copy = _copy_to_host(shard, memory.shard if memory else {})
     rest_copy = _copy_to_host(rest, memory.rest if memory else {})
     if torch.device(world.device).type == "cuda":
         torch.cuda.current_stream(world.device).synchronize()
@@ -46,15 +62,23 @@ def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: ShardSna
         "format": FORMAT,
         "steps": optimizer.steps,
         "skipped": int(optimizer.skipped),
+        "updates": int(optimizer.updates),
+        "optimizer_state": state.format,
         "parameters": describe_parameters(model.model),
     }
-    return ShardSnapshot(world.rank, world.size, shard_copy, parts, rest_copy, header)
+    written = state.lend() if lent else None
+    return ShardSnapshot(world.rank, world.size, shard, parts, rest_copy, header, copies, written)
 
 
-def fields_of(piece: Piece) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a piece by name: the master weights and the optimizer state."""
-    yield "master", piece.master
-    yield from piece.state.items()
+def _copy_shards(state: OptimizerState, memory: Sequence[ShardState], device: str) -> Sequence[ShardState]:
+    """Start copies of the whole state."""
+    if not memory:
+        tensors = iter(allocate_on_host([(t.numel(), t.dtype) for s in state.shards for t in s.values()], device))
+        memory = [{name: next(tensors) for name in shard} for shard in state.shards]
+    for shard, copy in zip(state.shards, memory, strict=True):
+        for name, tensor in shard.items():
+            copy[name].copy_(tensor, non_blocking=True)
+    return memory
 
 
 def unsharded_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ class StateField:
     name: str
     dtype: torch.dtype
     elements_per_entry: int = 1
+    initial: int = 0  # what an entry is before the first update
 
     def entries(self, elements: int) -> int:
         return -(-elements // self.elements_per_entry)
@@ -39,19 +40,26 @@ class StateField:
 
 MASTER = StateField("master", torch.float32)
 
+# The smallest exponents of a block, as fp32 spells them: everything that a code of the block means is then a normal
+# number. An int8 code has octaves below that of the largest value in its block, as many as named here.
+SIGNED_OCTAVES = 15
+UNSIGNED_OCTAVES = 31
+LOWEST_SIGNED = SIGNED_OCTAVES + 1
+LOWEST_UNSIGNED = UNSIGNED_OCTAVES + 1
+
 MOMENT_FIELDS: dict[StateFormat, tuple[StateField, ...]] = {
     "fp32": (StateField("exp_avg", torch.float32), StateField("exp_avg_sq", torch.float32)),
     "bf16": (StateField("exp_avg", torch.bfloat16), StateField("exp_avg_sq", torch.bfloat16)),
     "int8": (
         StateField("exp_avg", torch.int8),
         StateField("exp_avg_sq", torch.uint8),
-        StateField("exp_avg_exponents", torch.uint8, BLOCK),
-        StateField("exp_avg_sq_exponents", torch.uint8, BLOCK),
+        StateField("exp_avg_exponents", torch.uint8, BLOCK, LOWEST_SIGNED),
+        StateField("exp_avg_sq_exponents", torch.uint8, BLOCK, LOWEST_UNSIGNED),
     ),
 }
 
 # Bytes for each element of a chunk: the moments in fp32, random bits, and what rounding makes on the way.
-_ROUNDING_BYTES: dict[StateFormat, int] = {"fp32": 0, "bf16": 24, "int8": 40}
+_ROUNDING_BYTES: dict[StateFormat, int] = {"fp32": 0, "bf16": 28, "int8": 36}
 
 
 def state_fields(state: StateFormat) -> tuple[StateField, ...]:

@@ -1,0 +1,98 @@
+"""Measure an update of the optimizer: `python benchmarks/optimizer.py` for 1.5B parameters on a GPU.
+
+It times an update for each format of the state, on the device and on the host, beside the least time that its bytes
+take: those of state, gradients and weights in device memory, and those of state over the bus, in both directions at
+once. Both rates are measured in the same run. `--tiny` runs a small model, also on a CPU, where there is no bus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from common import random_decoder, synchronize, table
+from torch import nn
+
+from rollgraph.distributed.world import World
+from rollgraph.sharding import Offload, ShardedAdamW, ShardedModel, StateFormat
+from rollgraph.sharding.copy_streams import CopyStreams
+from rollgraph.sharding.pinned_memory import allocate_on_host
+
+FORMATS: tuple[StateFormat, ...] = ("fp32", "bf16", "int8")
+
+
+def seconds(run: Callable[[], object], repeats: int) -> float:
+    """The mean of several calls in a row, until everything that they started is done."""
+    run()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def measure_memory(device: torch.device, nbytes: int) -> float:
+    """Bytes per second of a copy on the device, read and written."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / seconds(lambda: target.copy_(source), 10)
+
+
+def measure_bus(device: torch.device, nbytes: int) -> float:
+    """Bytes per second in each direction, while both are busy."""
+    sizes = [(nbytes, torch.uint8)] * 2
+    host_in, host_out = allocate_on_host(sizes, device)
+    device_in, device_out = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    streams = CopyStreams(2, device)
+
+    def both() -> None:
+        streams.read(0, [(host_in, device_in)])
+        streams.write(1, [(device_out, host_out)])
+
+    return nbytes / seconds(both, 10)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a model of a million parameters, on any device")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    model = nn.Sequential(nn.Linear(1024, 1024)).to(device, torch.bfloat16) if options.tiny else random_decoder()
+    sharded = ShardedModel(model, World(0, 1, name))
+    for gradients in sharded.gradient_shards():
+        gradients.normal_()
+    size = 2**20 if options.tiny else 2**30
+    memory = measure_memory(device, size)
+    bus = measure_bus(device, size) if device.type == "cuda" else None
+    places: tuple[Offload, ...] = ("none",) if bus is None else ("none", "host")
+    parameters = sum(bucket.plan.shard_numel for bucket in sharded.flat.buckets)
+    rows = []
+    for offload in places:
+        for state in FORMATS:
+            optimizer = ShardedAdamW(sharded, 1e-6, state=state, offload=offload)
+            plan = sharded.plan(state, offload).optimizer
+            kept = plan.device + plan.host
+            traffic = 2 * kept + (4 + 2) * parameters  # gradients are read, weights in bf16 are written
+            floor = traffic / memory
+            if bus is not None and offload == "host":
+                floor = max(floor, kept / bus)
+            taken = seconds(optimizer.update, options.repeats)
+            rows.append(
+                (f"{state}, {offload}", plan.device / 1e9, plan.host / 1e9, taken * 1e3, floor * 1e3, taken / floor)
+            )
+            del optimizer
+    over_bus = "" if bus is None else f", bus {bus / 1e9:.1f} GB/s in each direction"
+    table(
+        f"an update of {parameters / 1e6:.1f}M parameters; memory {memory / 1e12:.2f} TB/s{over_bus}",
+        ("state, offload", "device GB", "host GB", "ms", "floor ms", "x floor"),
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
