@@ -64,8 +64,9 @@ LAYERS = (
     Layer("parts", (
         "sharding/bucket_plan.py", "sharding/flat_buffer.py", "sharding/collectives.py", "sharding/same_model.py",
         "sharding/bucket_sync.py", "sharding/step_abort.py", "sharding/parameter_gathers.py",
-        "sharding/gradient_reductions.py", "sharding/gradient_sums.py", "sharding/hook_set.py", "sharding/model_hooks.py",
-        "sharding/sharded_model.py", "sharding/schedules.py", "sharding/optimizer.py", "sharding/manifest.py",
+        "sharding/gradient_reductions.py", "sharding/gradient_sums.py", "sharding/hook_set.py",
+        "sharding/model_hooks.py", "sharding/sharded_model.py", "sharding/schedules.py", "sharding/optimizer.py",
+        "sharding/manifest.py",
         "sharding/shard_snapshot.py", "sharding/checkpoint_writer.py", "sharding/checkpoint_loader.py",
         "model/config_fields.py", "model/rope.py", "model/architecture.py",
         "model/pointwise_kernels.py", "model/pointwise.py",
