@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
 from rollgraph.policy import Limits, PolicyWorker
+from rollgraph.policy.cache_layout import CacheLayout
 from rollgraph.policy.step_graphs import Loss
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.types import Batch, Prompt, Rollout, Sample
@@ -50,6 +52,13 @@ def make_worker(
         worker.weights.save("reference")
     worker.capture_all({"policy": (loss, False)})
     return worker
+
+
+def share_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Give the caches of workers memory of their own."""
+    patch.setattr(CacheLayout, "over_gradients", 0)
+    patch.setattr(CacheLayout, "in_pool_nbytes", 0)
+    patch.setattr(CacheLayout, "make_pages", lambda layout, pool: layout.plan.allocate(layout.gradients.device))
 
 
 def parameters(worker: PolicyWorker) -> Tensor:

@@ -199,7 +199,7 @@ def make_graphed_callables(
         buffers = dict(grad_buffers or {})
         spec = CallableSpec(
             targets[index], chosen, record, per_callable[index], guards, on_mismatch, num_warmup_iters,
-            allow_unused_input, buffers, retain_graph,
+            allow_unused=allow_unused_input, grad_buffers=buffers, retain_graph=retain_graph,
         )  # fmt: skip
         graphs.append(GraphedCallable(spec))
     reuse = reuse_buffers and order is not None and not retain_graph  # a backward that runs again reads its inputs

@@ -78,8 +78,8 @@ def capture(
     with arguments of the same surface; `on_mismatch` says what happens to other calls. Replays accumulate into the
     gradients that exist at capture.
 
-    With `warmup_in_pool`, warm-up takes its memory on a GPU from the pool, which it leaves to the recording. Otherwise the
-    two need their memory side by side. The function may then keep nothing that it makes: CaptureError says so.
+    With `warmup_in_pool`, warm-up takes its memory on a GPU from the pool and leaves it to the recording; otherwise the
+    two need their memory side by side. A function that keeps something it makes in warm-up is then refused.
     """
     if not callable(fn):
         raise CaptureError(f"capture takes a function, got {type(fn).__name__}")

@@ -153,7 +153,8 @@ class Captured(ABC, Generic[P, R, V]):
         return output
 
     def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        self.record.eager_runs[reason] += 1
+        if not (_dispatch_modes() and _inside_capture()):  # there it becomes a part of another graph
+            self.record.eager_runs[reason] += 1
         return self._original(*args, **kwargs)
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[V, Sequence[Tensor]]:
@@ -269,9 +270,13 @@ def callable_name(target: Any) -> str:
     return getattr(target, "__name__", None) or type(target).__name__
 
 
+def _inside_capture() -> bool:
+    return any(isinstance(mode, (UndoLog, Recorder, CaptureMonitor)) for mode in _get_current_dispatch_mode_stack())
+
+
 def refuse_nesting(name: str) -> None:
     """Raise CaptureError inside another capture: a graph cannot hold the replay of another graph."""
-    if any(isinstance(mode, (UndoLog, Recorder, CaptureMonitor)) for mode in _get_current_dispatch_mode_stack()):
+    if _inside_capture():
         raise CaptureError(
             f"graph {name!r} is used inside another capture: switch it off there, `with pool.disabled(): capture(...)`"
         )

@@ -23,6 +23,7 @@ from rollgraph.graph.backend import (
     refusing_host_reads,
 )
 from rollgraph.graph.pool import Arena, pool_segments
+from rollgraph.graph.pool_memory import with_index
 from rollgraph.graph.surface import StaticTensors
 from rollgraph.graph.transaction import no_gc
 from rollgraph.graph.undo_log import storage_of, tensors_in
@@ -126,10 +127,7 @@ class CudaBackend:
     executes = False
 
     def __init__(self, device: torch.device) -> None:
-        index = device.index
-        if index is None:
-            index = torch.cuda.current_device()
-        self.device = torch.device("cuda", index)
+        self.device = with_index(device)
 
     @contextmanager
     def stage(self, arena: Arena, in_pool: bool = False) -> Iterator[None]:

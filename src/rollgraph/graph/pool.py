@@ -20,7 +20,7 @@ from weakref import finalize, ref
 import torch
 
 from rollgraph.graph.errors import CaptureError, MemoryInUse
-from rollgraph.graph.pool_memory import PoolHandle, allocating_from, keep_pool, let_pool_go
+from rollgraph.graph.pool_memory import PoolHandle, allocating_from, keep_pool, let_pool_go, with_index
 from rollgraph.graph.report import GraphRecord, Report
 from rollgraph.graph.static_outputs import StaticOutputs
 
@@ -242,6 +242,7 @@ class GraphPool:
 
         Without it, the pool grows in the pieces that captures ask for, into which no larger tensor fits.
         """
+        device = with_index(device)
         if device.type == "cuda" and nbytes:
             with self.arena.on_stream(device), self.arena.allocating(device):
                 torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -253,6 +254,7 @@ class GraphPool:
         graphs replays. It lives as long as the pool, and captures neither save nor restore it. On a GPU this is what
         earlier captures have left free, or new memory of the pool; on a CPU it is ordinary memory.
         """
+        device = with_index(device)
         if device.type == "cuda":
             with self.arena.on_stream(device), self.arena.allocating(device):
                 tensor = torch.zeros(shape, dtype=dtype, device=device)

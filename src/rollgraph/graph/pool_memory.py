@@ -13,9 +13,16 @@ import torch
 PoolHandle = tuple[int, int]  # what torch.cuda.graph_pool_handle() returns
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device with its number: `cuda` is the current one."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @contextmanager
 def allocating_from(device: int, handle: PoolHandle) -> Iterator[None]:
-    """What the current stream allocates inside comes from the pool, in whichever thread, so a backward's memory, too."""
+    """What the current stream allocates inside comes from the pool, in any thread: a backward has its own ones."""
     torch.cuda.empty_cache()  # the allocator does not do it inside, not even if memory runs out
     torch._C._cuda_beginAllocateCurrentStreamToPool(device, handle)
     try:

@@ -48,8 +48,8 @@ class RngState:
 class Transaction:
     """A capture attempt: whatever happens inside, afterwards the process is as it was before.
 
-    The function may rebind gradients (`leaf.grad = ...`); each leaf gets its own gradient back. `unsaved` are the keys of
-    storages that may change (see `GraphPool.leave_unsaved`).
+    The function may rebind gradients (`leaf.grad = ...`); each leaf gets its own gradient back. `unsaved` has the keys
+    of storages that may change (see `GraphPool.leave_unsaved`).
     """
 
     def __init__(self, *roots: Any, unsaved: Container[int] = ()) -> None:

@@ -71,11 +71,11 @@ class Engine:
 
     The constructor allocates and captures everything, before the first request. `rows` is how many sequences decode at
     the same time, `max_length` limits a prompt with its completion, and `cache_bytes` limits the key/value cache;
-    `defaults.py` has the values used if they are not given. `cache` replaces it: a plan, and memory for the pages of each
-    layer, which others may use while nothing is generated (see `forget_cache`). `filters=False` leaves out the graphs for top-k, top-p,
-    min-p and the repetition penalty; requests that need them are then refused. With `exact`, the matrix products of the
-    model get routes (see `model/products.py`), so that the tokens of a request do not depend on what else is in the
-    batch; a caller that has set routes itself says False.
+    `defaults.py` has the values used if they are not given. `cache` names the memory itself: a plan, and the pages of
+    each layer, which others may use while nothing is generated (see `forget_cache`). `filters=False` leaves out the
+    graphs for top-k, top-p, min-p and the repetition penalty; requests that need them are then refused. With `exact`,
+    the matrix products of the model get routes (see `model/products.py`), so that the tokens of a request do not depend
+    on what else is in the batch; a caller that has set routes itself says False.
     """
 
     def __init__(

@@ -5,12 +5,13 @@ Owns the turns and touches no tensor: it decides what a phase takes and has `Sha
 
 | memory | generate | score | train |
 |---|---|---|---|
-| gradients (`flat.gradient_memory`, fp32, one allocation) | pages of the first layers, as many as fit | kept | gradients |
-| pool of graphs (GPU) | pages of the other layers, then temporaries | activations | activations and logits |
+| gradients: `flat.gradient_memory`, fp32, one allocation | pages of the first layers, as many as fit | | gradients |
+| pool of graphs, on a GPU | pages of the other layers, and temporaries | activations | activations, logits |
 
-So on a GPU the pool takes the larger of what its graphs use at once and the pages that lie in it. On a CPU there is no
-pool of fixed memory: the other pages are ordinary memory, and activations are freed after each use. An engine of its own
-(`rollgraph generate`) shares nothing. Always held: parameters, optimizer, reference, inputs and state of decoding.
+So on a GPU the pool takes the larger of what training or scoring uses at once and of what generation does, pages
+included; warm-up takes its memory from there, too. On a CPU there is no pool: the other pages are ordinary memory, and
+activations are freed after use. An engine of its own (`rollgraph generate`) shares nothing. Always held: parameters,
+optimizer, reference, inputs of graphs, state of decoding. No capture copies the cache or the gradients.
 
 Nothing in the cache outlives a phase, and neither do gradients that no optimizer has used:
 

@@ -155,7 +155,7 @@ class PolicyWorker:
     def _capture_generation(self, cache: CacheLayout, on_capture: OnCapture) -> None:
         pages = cache.make_pages(self.pool)
         self.memory.share(self._forget_cache, over_gradients=cache.over_gradients > 0)
-        with self.phases.enter("generate"):
+        with self.phases.enter("generate"), self.pool.disabled():  # a graph cannot hold a replay of layers that train
             self.engine = self._make_engine(cache.plan, pages, on_capture)
 
     def _forget_cache(self) -> None:

@@ -1,0 +1,144 @@
+"""Memory that phases share on a GPU: the same bits as without sharing, and less memory by the size of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rollgraph.distributed.world import World
+from rollgraph.graph.pool import pool_segments
+from rollgraph.inference import SamplingParams
+from rollgraph.model import Architecture, Decoder
+from rollgraph.policy import Limits, PolicyWorker
+from rollgraph.types import Batch
+from tests.policy.small_worker import ALGORITHM, make_samples, parameters, share_nothing
+from tests.policy.small_worker import sample_rollouts as roll_out
+
+pytestmark = pytest.mark.gpu
+
+WIDE = Architecture("qwen2", vocabulary=16000, hidden=512, mlp=2048, layers=6, heads=8, kv_heads=4, head_dim=64)
+LIMITS = Limits(
+    max_length=1024, rows=256, token_buckets=(2048, 8192), cache_bytes=768 << 20, prefill_tokens=512, whole_logits=True
+)
+
+
+@pytest.fixture
+def undone() -> Iterator[list[PolicyWorker]]:
+    made: list[PolicyWorker] = []
+    yield made
+    for worker in made:
+        worker.close()
+    made.clear()
+    torch.cuda.empty_cache()
+
+
+def make(undone: list[PolicyWorker], *, shares: bool, limits: Limits = LIMITS, **options: object) -> PolicyWorker:
+    torch.manual_seed(0)
+    model = Decoder(WIDE)
+    model.reset_parameters(std=0.05)
+    sampling = SamplingParams(max_tokens=24)
+    worker = PolicyWorker(
+        model.to("cuda:0", torch.bfloat16), None, World(0, 1, "cuda:0"), limits, sampling=sampling,
+        optimizer={"lr": 1e-3}, **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    undone.append(worker)
+    worker.weights.save("reference")
+    with pytest.MonkeyPatch.context() as patch:
+        if not shares:
+            share_nothing(patch)
+        worker.capture_all({"policy": (ALGORITHM.loss, False)})
+    return worker
+
+
+def step(worker: PolicyWorker, seed: str) -> tuple[object, ...]:
+    """A step, and a validation after it."""
+    rollouts = roll_out(worker, 32, seed, 24)
+    worker.score(rollouts)
+    metrics = worker.train(ALGORITHM.make_batch(rollouts))
+    turns = worker.generate([([3, 4], 0), ([5], 1)], seed="validate")
+    return [(r.tokens, r.logprobs, r.reference_logprobs) for r in rollouts], metrics, turns
+
+
+@pytest.mark.parametrize("scopes", [("step",), ("layer",)])
+def test_steps_have_the_same_bits_with_and_without_sharing(undone: list[PolicyWorker], scopes: tuple[str, ...]) -> None:
+    found, trained = [], []
+    for shares in (True, False):
+        worker = make(undone, shares=shares, scopes=scopes)
+        captures = worker.pool.report().captures
+        assert worker.engine is not None
+        places = [layer.data_ptr() for layer in worker.engine._graphs.pages]
+        found.append([step(worker, str(number)) for number in range(4)])
+        trained.append(parameters(worker).cpu())
+        report = worker.pool.report()
+        assert (report.captures, report.eager_runs) == (captures, 0)
+        assert [layer.data_ptr() for layer in worker.engine._graphs.pages] == places
+    assert found[0] == found[1]
+    assert torch.equal(*trained)
+
+
+def test_nothing_reads_what_another_phase_left(undone: list[PolicyWorker]) -> None:
+    """Pages full of NaN, and gradients over pages that were written, change no bit."""
+    found = []
+    for poisoned in (True, False):
+        worker = make(undone, shares=True)
+        assert worker.engine is not None
+        rounds = []
+        for number in range(2):
+            if poisoned:
+                with worker.phases.enter("generate"):
+                    for layer in worker.engine._graphs.pages:
+                        layer.fill_(torch.nan)
+            rounds.append(step(worker, str(number)))
+            rounds.append((worker.train(Batch([make_samples(6)])),))
+        found.append((rounds, parameters(worker).cpu().tolist()))
+    assert found[0] == found[1]
+
+
+def test_the_cache_takes_no_memory_of_its_own(undone: list[PolicyWorker]) -> None:
+    reserved: dict[bool, int] = {}
+    peaks: dict[bool, int] = {}
+    for shares in (True, False):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        worker = make(undone, shares=shares, exact="off")
+        torch.cuda.empty_cache()
+        reserved[shares] = torch.cuda.memory_reserved() - before
+        peaks[shares] = torch.cuda.max_memory_reserved() - before
+        assert worker.engine is not None
+        cache = worker.engine.plan.nbytes
+        gradients = worker.sharded.flat.gradient_memory
+        over = [page for page in worker.engine._graphs.pages if _within(page, gradients)]
+        assert len(over) == (worker.engine.plan.layers_within(gradients.nbytes) if shares else 0)
+        in_pool = [page for page in worker.engine._graphs.pages if _in_pool(page, worker)]
+        assert len(over) + len(in_pool) == (WIDE.layers if shares else 0)
+        print(f"{shares=}: reserved {reserved[shares] >> 20} MiB, peak {peaks[shares] >> 20} MiB, cache {cache >> 20}")
+    assert cache > 500 << 20
+    assert 0 < len(worker.engine.plan.lay_over(gradients)) < WIDE.layers
+    assert reserved[True] <= reserved[False] - 0.8 * cache
+    assert peaks[True] <= peaks[False] - 0.8 * cache
+
+
+def test_a_cache_larger_than_everything_else_is_what_the_pool_takes(undone: list[PolicyWorker]) -> None:
+    """Then it is training that needs no memory of its own."""
+    large = replace(LIMITS, cache_bytes=6 << 30, rows=2048, token_buckets=(2048,))
+    worker = make(undone, shares=True, limits=large, exact="off")
+    assert worker.engine is not None
+    plan = worker.engine.plan
+    in_pool = plan.nbytes - plan.layers_within(worker.sharded.flat.gradient_memory.nbytes) * plan.layer_nbytes
+    segments = sum(size for _, size in pool_segments(worker.pool.arena))
+    print(f"pages in the pool {in_pool >> 20} MiB, pool {segments >> 20} MiB")
+    assert in_pool > 2 << 30
+    assert segments < in_pool + (1 << 30)  # logits and temporaries of decoding
+    step(worker, "a")
+
+
+def _within(page: torch.Tensor, memory: torch.Tensor) -> bool:
+    return memory.data_ptr() <= page.data_ptr() < memory.data_ptr() + memory.nbytes
+
+
+def _in_pool(page: torch.Tensor, worker: PolicyWorker) -> bool:
+    return any(start <= page.data_ptr() < start + size for start, size in pool_segments(worker.pool.arena))
