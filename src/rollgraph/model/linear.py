@@ -19,7 +19,7 @@ from torch.nn import functional
 from rollgraph.model.low_rank import LinearAdapter, Part, expand_backward, expand_by_products, expanding_weight
 from rollgraph.model.products import LIBRARY, Route, Routes, compute, multiply
 
-_ALIGNMENT = 8  # rows of `extended` are a multiple of this, or else libraries use slower products
+_ALIGNMENT = 16  # rows of `extended` are a multiple of this, or else libraries and kernels read more slowly
 
 
 class Unexpanded(NamedTuple):
