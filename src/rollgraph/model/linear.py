@@ -52,7 +52,9 @@ class Linear(nn.Linear):
             return self.weight, self.bias
         return self.adapter.extended, self.adapter.bias
 
-    def forward(self, x: Tensor, rows: int | None = None, *, defer: bool = False) -> Tensor | Unexpanded:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rows: int | None = None, *, defer: bool = False
+    ) -> Tensor | Unexpanded:
         """The product of the first `rows` rows; see `multiply`.
 
         With `defer`, the caller takes an unexpanded product, too. It gets one on CUDA, if there is an adapter.
