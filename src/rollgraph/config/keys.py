@@ -27,6 +27,8 @@ Share = Annotated[float, Limit("minimum", 0), Limit("maximum", 1)]
 ShareAboveZero = Annotated[float, Limit("exclusiveMinimum", 0), Limit("maximum", 1)]
 Beta = Annotated[float, Limit("minimum", 0), Limit("exclusiveMaximum", 1)]
 Scope = Literal["step", "layer", "attn", "mlp"]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 Options = Mapping[str, Any]
 File = Annotated[str, PATH]
@@ -56,6 +58,16 @@ class ModelConfig:
     checkpointing: Annotated[bool, "Recompute activations in the backward pass, which saves memory and costs time."] = (
         False
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    rank: Annotated[Count, "Rank of the adapters."] = 32
+    alpha: Annotated[Positive, "The scale is alpha / rank, or alpha / sqrt(rank) with `rslora`."] = 32.0
+    targets: Annotated[tuple[Target, ...], "The projections that get an adapter."] = TARGETS
+    dropout: Annotated[Share, "Share of the adapters' inputs that training leaves out."] = 0.0
+    rslora: Annotated[bool, "Scale by alpha / sqrt(rank)."] = False
+    path: Annotated[File | None, "Folder of an adapter in PEFT's format to start from, or its id on the hub."] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +338,7 @@ class Config:
         Count | None, "Number of PyTorch threads on a CPU. null: PyTorch decides; 1 is best for tiny models."
     ] = None
     model: Annotated[ModelConfig, "The model to train."] = field(default_factory=ModelConfig)
+    adapter: Annotated[AdapterConfig | None, "LoRA adapters. null: train all weights."] = None
     tokenizer: Annotated[TokenizerConfig, "How text becomes tokens."] = field(default_factory=TokenizerConfig)
     data: Annotated[DataConfig, "The prompts to train on and to validate with."]
     rollout: Annotated[RolloutConfig, "How completions are sampled."] = field(default_factory=RolloutConfig)

@@ -27,10 +27,8 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CONVERT = (
-    "a pickle can run any code and is never loaded. If you trust it, convert it: "
-    "transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another)"
-)
+PICKLES = "a pickle can run any code and is never loaded. If you trust it, convert it"
+_CONVERT = f"{PICKLES}: transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another)"
 
 
 class ModelFileError(ValueError):
@@ -96,6 +94,11 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     return [source / INDEX, *files]
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds the weights of a model, complete or not."""
+    return (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+
+
 # -- tensors ---------------------------------------------------------------------------------------
 
 
@@ -125,7 +128,7 @@ def _stored_dtype(source: Path, architecture: Architecture, stored: dict[str, St
     """The one dtype that all tensors of the model are stored in; None if there are no tensors."""
     dtypes = {stored[name].dtype for name in tensor_places(architecture) if name in stored}
     if len(dtypes) > 1:
-        names = _listed(sorted(map(spell, dtypes)))
+        names = listed(sorted(map(spell, dtypes)))
         raise ModelFileError(f"{source} is stored in several dtypes ({names}): choose one with dtype=")
     return next(iter(dtypes), None)
 
@@ -154,7 +157,7 @@ def _check(source: Path, stored: dict[str, Stored], views: dict[str, Tensor], ca
         "wrong dtype (cast=True converts it)": mistyped,
     }
     if any(problems.values()):
-        found_problems = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names)
+        found_problems = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
         raise ModelFileError(f"{source} does not fit the model; {found_problems}")
 
 
@@ -165,7 +168,7 @@ def _difference(theirs: Architecture, ours: Architecture) -> str:
         our_value = getattr(ours, field.name)
         if field.compare and their_value != our_value:
             different.append(f"{field.name} is {their_value} there and {our_value} here")
-    return _listed(different)
+    return listed(different)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -198,23 +201,24 @@ def _read_headers(source: Path) -> dict[str, Stored]:
     """The header of every tensor in a folder, by name."""
     stored: dict[str, Stored] = {}
     for path in _weight_files(source):
-        for name, (shape, dtype) in _read_header(path).items():
+        for name, found in read_header(path).items():
             if name in stored:
                 raise ModelFileError(f"{source} has {name} twice, in {stored[name].file.name} and in {path.name}")
-            if dtype not in _DTYPES:
-                raise ModelFileError(f"{path}: {name} is stored as {dtype}; expected one of {', '.join(_DTYPES)}")
-            stored[name] = Stored(path, shape, _DTYPES[dtype])
+            stored[name] = found
     return stored
 
 
-def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The shape and dtype of every tensor in a file, by name."""
+def read_header(path: Path) -> dict[str, Stored]:
+    """What the header of a file says about each of its tensors, by name."""
     found = {}
     try:
         with safe_open(regular_file(path), framework="pt") as file:
             for name in file.offset_keys():
                 header = file.get_slice(name)
-                found[name] = (tuple(header.get_shape()), header.get_dtype())
+                dtype = header.get_dtype()
+                if dtype not in _DTYPES:
+                    raise ModelFileError(f"{path}: {name} is stored as {dtype}; expected one of {', '.join(_DTYPES)}")
+                found[name] = Stored(path, tuple(header.get_shape()), _DTYPES[dtype])
     except (SafetensorError, OSError, OverflowError, FileError) as error:
         raise ModelFileError(f"{path} is not a complete safetensors file: {error}") from error
     return found
@@ -230,7 +234,7 @@ def _weight_files(source: Path) -> list[Path]:
         return [whole]
     if not index.exists():
         pickles = sorted(path.name for path in source.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-        only = f", only {_listed(pickles)}: {_CONVERT}" if pickles else ""
+        only = f", only {listed(pickles)}: {_CONVERT}" if pickles else ""
         raise ModelFileError(f"{source} has neither {WEIGHTS} nor {INDEX}{only}")
     return [source / name for name in _read_index(index)]
 
@@ -242,14 +246,14 @@ def _read_index(index: Path) -> list[str]:
         raise ModelFileError(f"{index} has no weight_map")
     wrong = [f"{name}={file!r:.80}" for name, file in places.items() if not isinstance(file, str)]
     if wrong:
-        raise ModelFileError(f"{index}: file names in weight_map must be strings: {_listed(wrong)}")
+        raise ModelFileError(f"{index}: file names in weight_map must be strings: {listed(wrong)}")
     names = sorted(set(places.values()))
     outside = [f"{name!r:.80}" for name in names if not _is_plain_name(name)]
     if outside:
-        raise ModelFileError(f"{index}: weight_map may only name files in its own folder, not {_listed(outside)}")
+        raise ModelFileError(f"{index}: weight_map may only name files in its own folder, not {listed(outside)}")
     absent = [name for name in names if not (index.parent / name).exists()]
     if absent:
-        raise ModelFileError(f"{index.parent} is not complete; missing: {_listed(absent)}")
+        raise ModelFileError(f"{index.parent} is not complete; missing: {listed(absent)}")
     return names
 
 
@@ -273,7 +277,7 @@ def spell(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """The first three names, and how many more there are."""
     shown = ", ".join(names[:3])
     if len(names) > 3:

@@ -24,6 +24,7 @@ from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, save_model
+from rollgraph.model.adapter_files import save_adapter
 from rollgraph.model.product_probe import ProductReport, clear_routes
 from rollgraph.policy.adapted_weights import AdaptedWeights
 from rollgraph.policy.exactness import Exactness, make_exact
@@ -328,11 +329,17 @@ class PolicyWorker:
             gathered += [replace(rollout, group=rollout.group + offset) for rollout in theirs]
         return gathered
 
-    def export(self, folder: Path) -> None:
-        """Write a model folder that other tools can load. Rank 0 does it."""
+    def export(self, folder: Path, *, merge: bool = False, base: tuple[str | None, str | None] = (None, None)) -> None:
+        """Write a folder that other tools can load: the model, or its adapter alone unless that is to be merged.
+
+        `base` is what the adapter belongs to: the path or hub id of a model, and its revision. Rank 0 writes.
+        """
         with self.phases.enter("save"):
             if self.world.rank == 0:
-                save_model(self.model, folder)
+                if self.model.adapters is None or merge:
+                    save_model(self.model, folder, merge=merge)
+                else:
+                    save_adapter(self.model, folder, base=base[0], revision=base[1])
                 if self.tokenizer is not None:
                     self.tokenizer.save(folder)
 
