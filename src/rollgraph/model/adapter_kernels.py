@@ -113,20 +113,19 @@ def _expanded_tile(
     in_row, in_column = row < rows, column < width
     from_row = product + row.to(tl.int64)[:, None] * stride
     base = tl.load(from_row + base_at + column[None, :], mask=in_row[:, None] & in_column[None, :], other=0.0)
-    if not ADAPTED:
-        return base
-    wide = base.to(tl.float32)
-    total = tl.zeros_like(wide)
-    for start in range(0, RANK, DEPTH):
-        at = start + tl.arange(0, DEPTH)
-        x = tl.load(from_row + low_at + at[None, :], mask=in_row[:, None] & (at < RANK)[None, :], other=0.0)
-        y = tl.load(
-            b + at[:, None] * b_width + up_at + column[None, :],
-            mask=(at < RANK)[:, None] & in_column[None, :],
-            other=0.0,
-        )
-        total = tl.dot(x, y, total, input_precision=PRECISION)
-    return tl.where(factor != 0, tl.fma(total, factor, wide).to(base.dtype), base)
+    value = base
+    if ADAPTED:
+        wide = base.to(tl.float32)
+        total = tl.zeros_like(wide)
+        for start in range(0, RANK, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            in_rank = at < RANK
+            x = tl.load(from_row + low_at + at[None, :], mask=in_row[:, None] & in_rank[None, :], other=0.0)
+            from_b = b + at[:, None] * b_width + up_at + column[None, :]
+            y = tl.load(from_b, mask=in_rank[:, None] & in_column[None, :], other=0.0)
+            total = tl.dot(x, y, total, input_precision=PRECISION)
+        value = tl.where(factor != 0, tl.fma(total, factor, wide).to(base.dtype), base)
+    return value
 
 
 @triton.jit

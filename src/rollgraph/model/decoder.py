@@ -255,7 +255,7 @@ class Decoder(Adaptable):
         """[tokens, vocabulary] in fp32."""
         return multiply(hidden, self.head_weight, None, self.head_routes, wide=True)
 
-    def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Any, Tensor, Tensor]:
         """The residual stream, an update of zero, and the rotary cos and sin."""
         residual = self.embed(input_ids)
         cos, sin = rotary_angles(positions, self.frequencies, self.rope_factor)

@@ -262,7 +262,7 @@ class SplitHeads(torch.autograd.Function):
             q_weight if normed else absent, k_weight if normed else absent, d_qkv, d_weights, ctx.eps, tokens, share,
             NORMED=normed, **_sizes(heads, kv_heads, dim), num_warps=4,
         )  # fmt: skip
-        if not normed:
+        if not normed or not ctx.needs_input_grad[3]:
             return d_qkv, None, None, None, None, None, None, None
         d_q_weight, d_k_weight = d_weights.sum(0).to(q_weight.dtype)
         return d_qkv, None, None, d_q_weight, d_k_weight, None, None, None

@@ -19,7 +19,7 @@ from torch.nn import functional
 from rollgraph.model.low_rank import LinearAdapter, Part, expand_backward, expand_by_products, expanding_weight
 from rollgraph.model.products import LIBRARY, Route, Routes, compute, multiply
 
-_ALIGNMENT = 8  # rows of `extended` are a multiple of this, or else libraries use slower products
+_ALIGNMENT = 16  # rows of `extended` are a multiple of this, or else libraries and kernels read more slowly
 
 
 class Unexpanded(NamedTuple):
@@ -52,7 +52,9 @@ class Linear(nn.Linear):
             return self.weight, self.bias
         return self.adapter.extended, self.adapter.bias
 
-    def forward(self, x: Tensor, rows: int | None = None, *, defer: bool = False) -> Tensor | Unexpanded:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rows: int | None = None, *, defer: bool = False
+    ) -> Tensor | Unexpanded:
         """The product of the first `rows` rows; see `multiply`.
 
         With `defer`, the caller takes an unexpanded product, too. It gets one on CUDA, if there is an adapter.

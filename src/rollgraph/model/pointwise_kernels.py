@@ -115,7 +115,8 @@ class AddNorm(torch.autograd.Function):
             d_out.contiguous(), d_stream.contiguous(), stream, weight, scales, d_x, d_weights, rows, share, width,
             WIDTH=block, num_warps=_warps(block),
         )  # fmt: skip
-        return d_x, d_x, d_weights.sum(0).to(weight.dtype), None
+        d_weight = d_weights.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return d_x, d_x, d_weight, None
 
 
 def add_norm_expanding(residual: Tensor, update: Unexpanded, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,9 @@ class PolicyWorker:
             raise ValueError(
                 "a graph of a whole step cannot contain the communication of several ranks: use scope layer"
             )
+        self._dropout = model.adapters.spec.dropout if model.adapters is not None else 0.0
+        if self._dropout and (model.checkpointing or exact == "must"):
+            raise ValueError("dropout of adapters goes neither with checkpointing nor with exact: must")
         model.checkpoint_layers(model.checkpointing, parts=not {"step", "layer"} & set(scopes))
         self.model = model
         self.tokenizer = tokenizer
@@ -182,7 +185,7 @@ class PolicyWorker:
     def is_exact(self) -> bool:
         """Whether a sample's log-probabilities at training are, bit for bit, those that it was drawn with."""
         restricted = self.sampling.filtered or self.sampling.temperature == 0  # drawn from some of the tokens
-        return self._exact_on_all_ranks and not restricted
+        return self._exact_on_all_ranks and not restricted and not self._dropout
 
     def _holds_on_all_ranks(self, mine: bool) -> bool:
         """Ranks must not differ in what they score, because scoring gathers parameters from all of them."""
@@ -314,6 +317,8 @@ class PolicyWorker:
         self, samples: Sequence[Sample], loss: str, totals: TrainTotals, report: Callable[[int], None]
     ) -> None:
         self.adapted.refresh()
+        if self._dropout:  # what is left out depends on the update and the rank alone, so that a resumed run repeats it
+            torch.manual_seed(self.optimizer.steps * self.world.size + self.world.rank)
         microbatches = self._steps.plan(samples)
         if self.world.size > 1:  # every rank runs as many, because each one takes part in the same collectives
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
