@@ -9,7 +9,6 @@ gradient. `adapters.py` owns the adapters of a whole model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,36 +16,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rollgraph.model.low_rank import LinearAdapter, Part, expand_backward, expand_by_products, expanding_weight
 from rollgraph.model.products import LIBRARY, Route, Routes, compute, multiply
 
-_ALIGNMENT = 8  # rows of `extended` are a multiple of this, or else libraries use slower products
+_ALIGNMENT = 16  # rows of `extended` are a multiple of this, or else libraries and kernels read more slowly
 
 
-class Part(NamedTuple):
-    """A projection in a fused one that has an adapter."""
+class Unexpanded(NamedTuple):
+    """The extended product of a layer. The kernel that reads it adds what the adapter adds."""
 
-    columns: slice  # its outputs in the fused product
-    low: slice  # x A^T in the extended product
-    up: slice  # its columns in `lora_b`
-
-
-@dataclass
-class LinearAdapter:
-    """What the adapter of a layer has beside its parameters."""
-
-    parts: tuple[Part, ...]
-    rank: int
-    outputs: int  # of the base
-    extended: Tensor  # [outputs + rank of all parts, padded; inputs]: W, then a copy of A, then zeros
-    bias: Tensor | None  # of `extended`
-    scale: Tensor  # shared by all layers; 0 switches the adapter off
-    dropout: float
-    routes: dict[int, Routes] = field(default_factory=dict)  # of the products with B on a CPU, by its number of outputs
-
-    @property
-    def low(self) -> slice:
-        """x A^T of all parts in the extended product."""
-        return slice(self.outputs, self.outputs + self.rank * len(self.parts))
+    product: Tensor
+    b: Tensor
+    adapter: LinearAdapter
 
 
 class Linear(nn.Linear):
@@ -71,10 +52,17 @@ class Linear(nn.Linear):
             return self.weight, self.bias
         return self.adapter.extended, self.adapter.bias
 
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rows: int | None = None, *, defer: bool = False
+    ) -> Tensor | Unexpanded:
+        """The product of the first `rows` rows; see `multiply`.
+
+        With `defer`, the caller takes an unexpanded product, too. It gets one on CUDA, if there is an adapter.
+        """
         if self.adapter is None:
             return multiply(x, self.weight, self.bias, self.routes, rows=rows)
-        return expand(self.extended_product(x, rows), self.lora_b, self.adapter)
+        unexpanded = Unexpanded(self.extended_product(x, rows), self.lora_b, self.adapter)
+        return unexpanded if defer and x.is_cuda else expand(unexpanded)
 
     def extended_product(self, x: Tensor, rows: int | None = None) -> Tensor:
         """The base and x A^T of all parts, side by side."""
@@ -97,7 +85,7 @@ class Linear(nn.Linear):
         """B of each part, [outputs, rank], in the dtype that it is multiplied in on a CPU."""
         assert self.adapter is not None
         for part in self.adapter.parts:
-            yield _expanding_weight(self.lora_b, part)
+            yield expanding_weight(self.lora_b, part)
 
     def adapt(self, columns: Sequence[slice], a: Tensor, scale: Tensor, dropout: float) -> None:
         """Give the parts with these outputs adapters: `a` is A of all of them, and every B is zero.
@@ -151,8 +139,9 @@ class _ExtendedProduct(torch.autograd.Function):
         return d_x, d_a, None, None, None
 
 
-def expand(product: Tensor, b: Tensor, adapter: LinearAdapter) -> Tensor:
-    """The base of an extended product plus what the adapter adds to it, [rows, outputs]."""
+def expand(unexpanded: Unexpanded) -> Tensor:
+    """The base plus what the adapter adds to it, [rows, outputs]."""
+    product, b, adapter = unexpanded
     expanded: Tensor = _Expand.apply(product, b, adapter.scale, adapter)  # type: ignore[no-untyped-call]
     return expanded
 
@@ -162,10 +151,14 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, b: Tensor, scale: Tensor, adapter: LinearAdapter) -> Tensor:
-        # A copy, because a view would keep the whole product alive until the backward.
-        ctx.save_for_backward(product[:, adapter.low].clone(), b, scale)
+        if any(ctx.needs_input_grad):  # a copy, because a view would keep the whole product alive until the backward
+            ctx.save_for_backward(product[:, adapter.low].clone(), b, scale)
         ctx.adapter = adapter
-        return _expand_by_products(product, b, adapter)
+        if product.is_cuda:
+            from rollgraph.model import adapter_kernels
+
+            return adapter_kernels.expand(product, b, adapter)
+        return expand_by_products(product, b, adapter)
 
     @staticmethod
     @once_differentiable
@@ -176,32 +169,3 @@ class _Expand(torch.autograd.Function):
         d_product[:, : adapter.outputs] = d_out
         d_b = expand_backward(d_product, low, b, scale, adapter)
         return d_product, d_b, None, None
-
-
-def expand_backward(d_product: Tensor, low: Tensor, b: Tensor, scale: Tensor, adapter: LinearAdapter) -> Tensor:
-    """The gradient of B. That of x A^T is written beside that of the base, which `d_product` has already."""
-    d_b = torch.empty_like(b)
-    d_product[:, adapter.low.stop :] = 0
-    for part in adapter.parts:
-        d_part = d_product[:, part.columns]
-        own = low[:, part.low.start - adapter.outputs : part.low.stop - adapter.outputs]
-        d_product[:, part.low] = (d_part @ b[:, part.up].t()) * scale
-        d_b[:, part.up] = (own.t() @ d_part) * scale
-    return d_b
-
-
-def _expanding_weight(b: Tensor, part: Part) -> Tensor:
-    return b[:, part.up].t().to(torch.promote_types(b.dtype, torch.float32)).contiguous()
-
-
-def _expand_by_products(product: Tensor, b: Tensor, adapter: LinearAdapter) -> Tensor:
-    wide = torch.promote_types(product.dtype, torch.float32)
-    out = product[:, : adapter.outputs].clone()
-    for part in adapter.parts:
-        base = product[:, part.columns]
-        low = product[:, part.low].to(wide).contiguous()
-        up = _expanding_weight(b, part)
-        added = multiply(low, up, None, adapter.routes.get(len(up), {}))
-        total = (base.to(wide) + adapter.scale * added).to(base.dtype)
-        out[:, part.columns] = torch.where(adapter.scale == 0, base, total)
-    return out
