@@ -72,7 +72,7 @@ def _adapter_rules(config: Config) -> Iterator[BrokenRule]:
     if adapter.dropout and config.graph.exact == "must":
         wrong = "training leaves out inputs that generation has (adapter.dropout), so their log-probabilities differ"
         yield "exact_without_dropout", "graph.exact", wrong
-    if adapter.dropout and config.model.checkpointing:
+    if adapter.dropout and config.model.checkpointing not in ("auto", 0):
         wrong = "activations that are computed again would leave out other inputs (adapter.dropout)"
         yield "checkpointing_without_dropout", "model.checkpointing", wrong
 

@@ -139,6 +139,8 @@ def is_open(config: Config, shape: RunShape, key: str) -> bool:
         return False
     if key == "memory.cache_gib" and shape.samples_nothing:
         return False
+    if key == "model.checkpointing" and config.adapter is not None and config.adapter.dropout:
+        return False  # activations that are computed again would leave out other inputs
     if key in _PLACES and not shape.cuda:
         return False  # the host is the device
     return is_unset(config, key)

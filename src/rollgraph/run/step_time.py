@@ -3,7 +3,7 @@
 It ranks settings; it does not predict a clock. Everything runs at the speeds of the floor, which are those of large
 matrix products and copies, and the settings cost what they compute or move in addition:
 
-- a microbatch reads the weights once for each pass over them, and reads and writes the gradients;
+- a microbatch reads the weights once for each pass over them, reads and writes the gradients, and launches kernels;
 - a recomputed layer costs its forward a second time, and logits in chunks cost the head's product a second time;
 - optimizer state on the host crosses the bus twice, in both directions at once; on the device, it is read and written;
 - reference weights are exchanged with those of the policy and back, over the bus or on the device;
@@ -20,6 +20,7 @@ from rollgraph.run.memory_plan import cache_plan, planned_weights
 from rollgraph.run.run_shape import RunShape
 from rollgraph.run.step_floor import Speed, step_floor, written_floor
 
+SECONDS_OF_LAUNCHES = 2e-4  # of the kernels of one layer, forward and backward
 HOST_BYTES_PER_SECOND = 50e9  # between pinned memory and the device, in each direction; PCIe 5.0
 
 
@@ -68,4 +69,6 @@ def _microbatches(config: Config, shape: RunShape, speed: Speed, tokens: int) ->
     count = -(-tokens // shape.limits(config).token_buckets[-1])
     gradients = shape.trained * (2 * shape.itemsize + 2 * 4)  # written and read; those in fp32 are read and written
     weights = 3 * shape.multiplied * shape.itemsize
-    return {"microbatches": config.algorithm.epochs * count * (gradients + weights) / speed.bandwidth}
+    moving = (gradients + weights) / speed.bandwidth
+    launching = shape.architecture.layers * SECONDS_OF_LAUNCHES
+    return {"microbatches": config.algorithm.epochs * count * (moving + launching)}
