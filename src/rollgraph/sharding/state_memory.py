@@ -58,8 +58,8 @@ MOMENT_FIELDS: dict[StateFormat, tuple[StateField, ...]] = {
     ),
 }
 
-# Bytes for each element of a chunk: the moments in fp32, random bits, and what rounding makes on the way.
-_ROUNDING_BYTES: dict[StateFormat, int] = {"fp32": 0, "bf16": 28, "int8": 36}
+# Bytes for each element of a chunk: its two moments in fp32. (Without kernels, on a CPU, rounding makes more tensors.)
+_DECODED_BYTES: dict[StateFormat, int] = {"fp32": 0, "bf16": 8, "int8": 8}
 
 
 def state_fields(state: StateFormat) -> tuple[StateField, ...]:
@@ -74,7 +74,7 @@ class OptimizerMemory:
     device: int  # state that stays on the device
     host: int  # state in pinned host memory
     streaming: int  # buffers on the device through which state on the host passes
-    rounding: int  # on the device, during an update: moments that are being quantised
+    decoded: int  # on the device: the moments of a chunk in fp32, if they are stored in another format
     snapshot: int  # on the host, from the first checkpoint on; state on the host needs no copy
 
 
@@ -89,7 +89,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """What is on the device all the time."""
-        return self.parameters + self.gradients + self.optimizer.device + self.optimizer.streaming
+        optimizer = self.optimizer
+        return self.parameters + self.gradients + optimizer.device + optimizer.streaming + optimizer.decoded
 
 
 def plan_memory(
@@ -107,11 +108,11 @@ def plan_optimizer(buckets: Iterable[BucketPlan], state: StateFormat, offload: O
     shards = [bucket.shard_numel for bucket in buckets if bucket.trainable]
     kept = sum(field.nbytes(numel) for numel in shards for field in state_fields(state))
     chunk = chunk_elements(shards)
-    rounding = _ROUNDING_BYTES[state] * chunk
+    decoded = _DECODED_BYTES[state] * chunk
     if offload == "none":
-        return OptimizerMemory(device=kept, host=0, streaming=0, rounding=rounding, snapshot=kept)
+        return OptimizerMemory(device=kept, host=0, streaming=0, decoded=decoded, snapshot=kept)
     streaming = STREAM_BUFFERS * sum(field.nbytes(chunk) for field in state_fields(state))
-    return OptimizerMemory(device=0, host=kept, streaming=streaming, rounding=rounding, snapshot=0)
+    return OptimizerMemory(device=0, host=kept, streaming=streaming, decoded=decoded, snapshot=0)
 
 
 def chunk_elements(shards: Iterable[int]) -> int:
