@@ -79,7 +79,7 @@ def test_an_error_is_less_than_a_step_of_the_format(seed: int, octaves: float) -
             least_sq = (largest * 2**-UNSIGNED_OCTAVES * 2.25).expand(-1, BLOCK).flatten()
         assert torch.all((found.double() - exp_avg.double()).abs() <= step + least)
         assert torch.all((found_sq.double() - exp_avg_sq.double()).abs() <= step + least_sq)
-        assert torch.equal(found_sq == 0, exp_avg_sq == 0)  # a moment that divides never becomes zero
+        assert not torch.any((found_sq == 0) & (exp_avg_sq >= normal))  # an update divides by it
         nearest = torch.full((elements,), NEAREST, dtype=torch.int32)
         found, _ = decoded(state, stored(state, exp_avg, exp_avg_sq, (nearest, nearest)), elements)
         assert torch.all((found.double() - exp_avg.double()).abs() <= step / 2 + least)
@@ -156,6 +156,7 @@ def compare_kernels(device: str) -> None:
             assert torch.equal(result.cpu(), value), octaves
 
 
+@pytest.mark.slow
 def test_kernels_give_the_same_bits_in_the_interpreter() -> None:
     run_interpreted(compare_kernels)
 
