@@ -66,8 +66,8 @@ LAYERS = (
         "sharding/same_model.py",
         "sharding/bucket_sync.py", "sharding/step_abort.py", "sharding/parameter_gathers.py",
         "sharding/gradient_reductions.py", "sharding/gradient_sums.py", "sharding/hook_set.py",
-        "sharding/model_hooks.py",
-        "sharding/sharded_model.py", "sharding/schedules.py", "sharding/moment_codecs.py", "sharding/pinned_memory.py",
+        "sharding/model_hooks.py", "sharding/sharded_model.py", "sharding/schedules.py",
+        "sharding/moment_kernels.py", "sharding/moment_codecs.py", "sharding/pinned_memory.py",
         "sharding/copy_streams.py", "sharding/optimizer_state.py", "sharding/optimizer.py", "sharding/manifest.py",
         "sharding/shard_snapshot.py", "sharding/checkpoint_writer.py", "sharding/saved_state.py",
         "sharding/checkpoint_loader.py",
@@ -121,7 +121,7 @@ LAYERS = (
 # fmt: on
 
 # Additions to a layer's `packages`, by part: kernels and chat templates.
-EXTRA = {part: frozenset({"triton", "jinja2"}) for part in ("model", "inference", "tokenizer")}
+EXTRA = {part: frozenset({"triton", "jinja2"}) for part in ("model", "inference", "tokenizer", "sharding")}
 # Additions by file that hold inside functions and under TYPE_CHECKING only: importing the file stays instant.
 LAZY = {
     "config/yaml_tree.py": frozenset({"yaml"}),

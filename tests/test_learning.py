@@ -58,25 +58,53 @@ def test_a_policy_learns_what_is_rewarded_and_nothing_from_shuffled_rewards(fold
     assert found["shuffled_even"] < 0.3  # it begins at 0.2
 
 
+class Quickstart:
+    """The quickstart, shortened: one warm start, then runs of GRPO that begin with its weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        write_starter("quickstart", folder)
+        (folder / "rewards.py").write_text(REWARDS)
+        files = {"data.train": "train", "data.validation": "held_out", "warm_start.data": "demonstrations"}
+        self._common = [f"{key}={folder / 'data' / name}.jsonl" for key, name in files.items()]
+        self._common += ["log={progress: none, sinks: [jsonl]}", "checkpoint.export_at_end=false"]
+        self._common += ["optimizer.schedule=constant"]
+        self.start = self._held_out("warm", "right", "steps=1", "optimizer.lr=0")
+
+    def _held_out(self, name: str, function: str, *overrides: str) -> float:
+        reward = f"reward.functions=[{{name: '{self._folder / 'rewards.py'}:{function}'}}]"
+        given = [*self._common, reward, f"output={self._folder / name}", *overrides]
+        train(load_config(self._folder / "config.yaml", given), ONE)
+        return validations(self._folder / name)[-1]
+
+    def learn(self, name: str, function: str, *overrides: str) -> float:
+        """The mean reward of held-out prompts after 60 steps."""
+        model = f"model={{path: {self._folder / 'warm' / 'reference'}}}"
+        return self._held_out(name, function, model, "warm_start=null", "steps=60", "validation.every=60", *overrides)
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    return Quickstart(tmp_path_factory.mktemp("quickstart"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
-    """The quickstart, shortened: one warm start, then the same GRPO with rewards and with shuffled ones."""
-    write_starter("quickstart", tmp_path)
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    files = {"data.train": "train", "data.validation": "held_out", "warm_start.data": "demonstrations"}
-    common = [f"{key}={tmp_path / 'data' / name}.jsonl" for key, name in files.items()]
-    common += ["log={progress: none, sinks: [jsonl]}", "checkpoint.export_at_end=false", "optimizer.schedule=constant"]
+def test_shuffled_rewards_teach_nothing(quickstart: Quickstart) -> None:
+    assert quickstart.learn("right", "right") > quickstart.start + 0.25
+    assert quickstart.learn("shuffled", "shuffled") < quickstart.start + 0.05
 
-    def held_out(name: str, function: str, *overrides: str) -> float:
-        reward = f"reward.functions=[{{name: '{tmp_path / 'rewards.py'}:{function}'}}]"
-        given = [*common, reward, f"output={tmp_path / name}", *overrides]
-        train(load_config(tmp_path / "config.yaml", given), ONE)
-        return validations(tmp_path / name)[-1]
 
-    start = held_out("warm", "right", "steps=1", "optimizer.lr=0")
-    again = [f"model={{path: {tmp_path / 'warm' / 'reference'}}}", "warm_start=null", "steps=60", "validation.every=60"]
-    learned = held_out("right", "right", *again)
-    shuffled = held_out("shuffled", "shuffled", *again)
-    assert learned > start + 0.25
-    assert shuffled < start + 0.05
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_moments_of_fewer_bits_learn_as_well_as_fp32(quickstart: Quickstart) -> None:
+    """Within the noise of seeds: no further below fp32's worst run than that is below fp32's best."""
+    found = {}
+    for state in ("fp32", "bf16", "int8"):
+        found[state] = [
+            quickstart.learn(f"{state}_{n}", "right", f"seed={n}", f"optimizer.state={state}") for n in range(3)
+        ]
+    worst, best = min(found["fp32"]), max(found["fp32"])
+    for state in ("bf16", "int8"):
+        assert min(found[state]) > worst - (best - worst), found
+        assert min(found[state]) > quickstart.start + 0.25, found

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from rollgraph.distributed.world import World
 from rollgraph.run.checkpoints import CheckpointError, Checkpoints, Saved, choose_kept
-from rollgraph.sharding import ShardedAdamW, ShardedModel
+from rollgraph.sharding import Offload, ShardedAdamW, ShardedModel, StateFormat
 from rollgraph.sharding.manifest import manifest_checksum, read_states
 from tests.sharding.small_net import ALONE
 from tests.sharding.test_checkpoint_writer import make, same, state, steps
@@ -682,24 +682,27 @@ def untouched(folder: Path, now: bool = True) -> dict[str, tuple[int, int]]:
 # -- kill -9 ---------------------------------------------------------------------------------------
 
 
-def large() -> tuple[ShardedModel, ShardedAdamW]:
+Kind = tuple[StateFormat, Offload]  # of optimizer state
+
+
+def large(kind: Kind = ("fp32", "none")) -> tuple[ShardedModel, ShardedAdamW]:
     """Make a model large enough that a save takes longer than a step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(12)))
     sharded = ShardedModel(model, ALONE)
-    return sharded, ShardedAdamW(sharded, 0.01)
+    return sharded, ShardedAdamW(sharded, 0.01, state=kind[0], offload=kind[1])
 
 
 def digest(sharded: ShardedModel, optimizer: ShardedAdamW) -> str:
     found = hashlib.sha256()
     for tensor in everything(sharded, optimizer).values():
-        found.update(tensor.numpy().tobytes())
+        found.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
-def train_until_killed(folder: Path, asynchronous: bool) -> None:
+def train_until_killed(folder: Path, asynchronous: bool, kind: Kind) -> None:
     parent = os.getppid()
-    sharded, optimizer = large()
+    sharded, optimizer = large(kind)
     checkpoints = Checkpoints(folder / "run", sharded, optimizer, asynchronous=asynchronous, keep_last=1)
     latest = checkpoints.latest()
     if latest is not None:
@@ -718,11 +721,11 @@ def nursery(pipe: Any, folder: Path) -> None:
     """Fork training processes, one at a time. This process has already imported everything that a step needs."""
     torch.set_num_threads(1)
     large()[1].step()
-    while (asynchronous := pipe.recv()) is not None:
+    while (order := pipe.recv()) is not None:
         child = os.fork()
         if child == 0:
             try:
-                train_until_killed(folder, asynchronous)
+                train_until_killed(folder, *order)
             finally:
                 os._exit(1)
         pipe.send(child)
@@ -741,16 +744,32 @@ MOMENTS = [  # kill the process once this is on disk
 
 @pytest.mark.multi
 def test_after_a_kill_at_any_moment_the_last_whole_checkpoint_loads(tmp_path: Path) -> None:
-    """Each process resumes from what the previous one left, and has the same weights at the same step."""
+    torn = kill_again_and_again(tmp_path, 20, ("fp32", "none"))
+    assert torn.count(".incomplete") >= 5
+    assert torn.count(".deleted") >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", [("bf16", "none"), ("int8", "none"), ("fp32", "host"), ("int8", "host")])
+def test_after_a_kill_state_of_any_format_and_place_loads(kind: Kind, tmp_path: Path) -> None:
+    kill_again_and_again(tmp_path, 5, kind)
+
+
+def kill_again_and_again(tmp_path: Path, lives: int, kind: Kind) -> list[str]:
+    """Each process resumes from what the previous one left, and has the same weights at the same step.
+
+    Returns the suffixes of what was left half written or half deleted.
+    """
     context, chance = multiprocessing.get_context("forkserver"), random.Random(0)
     here, there = context.Pipe()
     process = context.Process(target=nursery, args=(there, tmp_path), daemon=True)
     process.start()
     folder, last = tmp_path / "run", 0
     torn: list[str] = []
-    sharded, optimizer = large()
-    for life in range(20):
-        here.send(life % 2 == 0)
+    sharded, optimizer = large(kind)
+    for life in range(lives):
+        here.send((life % 2 == 0, kind))
         child = here.recv()
         deadline = time.monotonic() + 600
         while not any(int(path.name[5:]) > last for path in folder.glob(STEP)):  # until it has saved one
@@ -780,5 +799,4 @@ def test_after_a_kill_at_any_moment_the_last_whole_checkpoint_loads(tmp_path: Pa
     seen: dict[str, str] = {}
     for step, text in (line.split() for line in (tmp_path / "log").read_text().splitlines()):
         assert seen.setdefault(step, text) == text
-    assert torn.count(".incomplete") >= 5
-    assert torn.count(".deleted") >= 1
+    return torn

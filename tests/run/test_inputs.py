@@ -44,6 +44,8 @@ WRONG: list[tuple[list[str], type[Exception], str]] = [
     (["algorithm={name: dr_grpo}"], ValueError,
      r"^algorithm\.options\.max_tokens: required by algorithm 'dr_grpo', but missing"),
     (["graph.impl=cuda"], ConfigError, r"^graph\.impl: cuda needs a CUDA device, but this run is on cpu"),
+    (["optimizer.offload=host"], ConfigError,
+     r"^optimizer\.offload: host needs a CUDA device; .* \[offload_from_a_device\]$"),
     (["rollout.stop=['']"], ValueError, r"rollout\.stop: must be"),
     (["data.max_prompt_tokens=2"], DataError, r"data\.max_prompt_tokens: .*the limit is 2; .*data\.too_long='drop'"),
     (["memory.cache_gib=1e-6"], ConfigError, r"memory\.cache_gib: 1e-06 GiB hold 0 tokens.* may have 10"),

@@ -78,9 +78,8 @@ def test_an_update_takes_the_planned_memory(state: StateFormat, offload: Offload
     optimizer.update()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    planned = plan.device + plan.streaming + plan.rounding
-    assert plan.device + plan.streaming <= at_rest <= peak
-    assert 0.95 * planned <= peak <= 1.05 * planned
+    planned = plan.device + plan.streaming
+    assert planned <= at_rest <= peak <= 1.01 * planned + 2**20
     kept = sum(tensor.nbytes for shard in optimizer.state.shards for tensor in shard.values())
     assert kept == plan.device + plan.host
 

@@ -37,21 +37,42 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 class MomentCodec:
-    """Converts between fp32 moments and one format, in which they are stored."""
+    """Converts between fp32 moments and one format, in which they are stored.
+
+    On a GPU both directions are kernels of `moment_kernels.py`, which give the same bits: a chain of plain operations
+    would read and write the same memory many times.
+    """
 
     def __init__(self, state: StateFormat, device: torch.device | str) -> None:
         self.state = state
+        self._kernels = torch.device(device).type == "cuda"
         self._signed = _code_values(SIGNED_OCTAVES, signed=True).to(device)  # [256]
         self._unsigned = _code_values(UNSIGNED_OCTAVES, signed=False).to(device)  # [256]
 
     def decode(self, fields: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """Write the stored moments to two fp32 tensors."""
-        if self.state == "int8":
-            _decode_blocks(self._signed, fields["exp_avg"], fields["exp_avg_exponents"], exp_avg)
-            _decode_blocks(self._unsigned, fields["exp_avg_sq"], fields["exp_avg_sq_exponents"], exp_avg_sq)
-        else:
+        if self.state != "int8":
             exp_avg.copy_(fields["exp_avg"])
             exp_avg_sq.copy_(fields["exp_avg_sq"])
+        elif self._kernels:
+            from rollgraph.sharding.moment_kernels import decode_int8
+
+            decode_int8(fields, exp_avg, exp_avg_sq)
+        else:
+            _decode_blocks(self._signed, fields["exp_avg"], fields["exp_avg_exponents"], exp_avg)
+            _decode_blocks(self._unsigned, fields["exp_avg_sq"], fields["exp_avg_sq_exponents"], exp_avg_sq)
+
+    def encode_randomly(
+        self, exp_avg: Tensor, exp_avg_sq: Tensor, noise: RoundingNoise, first: int, fields: Mapping[str, Tensor]
+    ) -> None:
+        """Store the fp32 moments of the elements from `first` on, rounded with random bits."""
+        if not self._kernels:
+            self.encode(exp_avg, exp_avg_sq, noise.draw(first, exp_avg.numel()), fields)
+            return
+        from rollgraph.sharding import moment_kernels
+
+        encode = moment_kernels.encode_int8 if self.state == "int8" else moment_kernels.encode_bf16
+        encode(exp_avg, exp_avg_sq, noise.salt, _spread(first), fields)
 
     def encode(
         self, exp_avg: Tensor, exp_avg_sq: Tensor, noise: tuple[Tensor, Tensor], fields: Mapping[str, Tensor]
@@ -138,19 +159,18 @@ class RoundingNoise:
     There is no state, so an update gives the same bits when it is repeated after a checkpoint.
     """
 
-    def __init__(self, elements: int, device: torch.device | str, seed: int = 0) -> None:
-        self._places = torch.arange(elements, dtype=torch.int32, device=device)
+    def __init__(self, device: torch.device | str, seed: int = 0) -> None:
         self._seed = _spread(seed)
-        self._salt = torch.zeros(1, dtype=torch.int32, device=device)
+        self.salt = torch.zeros(1, dtype=torch.int32, device=device)  # a hash of all but the place
 
     def start_update(self, number: Tensor) -> None:
         """Use the bits of this update; its number stays on the device."""
-        self._salt = _mix(number.to(torch.int32).view(1) + self._seed)
+        self.salt.copy_(_mix(number.to(torch.int32).view(1) + self._seed))
 
     def draw(self, first: int, elements: int) -> tuple[Tensor, Tensor]:
         """Two numbers of `NOISE_BITS` bits for each of the elements from `first` on."""
-        bits = self._places[:elements] + self._salt
-        bits = _mix(bits.add_(_spread(first)))
+        bits = torch.arange(elements, dtype=torch.int32, device=self.salt.device)
+        bits = _mix(bits.add_(self.salt).add_(_spread(first)))
         upper = bits.bitwise_right_shift(NOISE_BITS).bitwise_and_(0xFFFF)
         return bits.bitwise_and_(0xFFFF), upper
 

@@ -87,10 +87,9 @@ class ShardedAdamW:
         self._spans = [self._spans_of(chunk, decays, weight_decay) for chunk in self.state.chunks]
         self._codec: MomentCodec | None = None
         if state != "fp32":
-            largest = chunk_elements(numels)
             self._codec = MomentCodec(state, device)
-            self._noise = RoundingNoise(largest, device, seed)
-            self._moments = torch.empty((2, largest), device=device)
+            self._noise = RoundingNoise(device, seed)
+            self._moments = torch.empty((2, chunk_elements(numels)), device=device)
         self.read_shards()
 
     def _check_gradients(self) -> None:
@@ -178,8 +177,7 @@ class ShardedAdamW:
         for decay, parts in spans.items():
             self._run_adamw(decay, parts, state["master"], gradients, exp_avg, exp_avg_sq)
         if self._codec is not None:
-            noise = self._noise.draw(chunk.first, chunk.elements)
-            self._codec.encode(exp_avg, exp_avg_sq, noise, state)
+            self._codec.encode_randomly(exp_avg, exp_avg_sq, self._noise, chunk.first, state)
         self._parameters_of(chunk).copy_(state["master"])
 
     def _run_adamw(self, decay: float, parts: list[tuple[int, int]], *tensors: Tensor) -> None:

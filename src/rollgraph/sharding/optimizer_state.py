@@ -63,7 +63,10 @@ class OptimizerState:
         self.chunks = self._divide()
         if offload == "host":
             largest = chunk_elements(self._elements)
-            self._buffers = [self._allocate(largest) for _ in range(STREAM_BUFFERS)]
+            buffers = [self._allocate(largest) for _ in range(STREAM_BUFFERS)]
+            self._streamed = []  # where each chunk is during an update
+            for number, chunk in enumerate(self.chunks):
+                self._streamed.append(self.part(buffers[number % STREAM_BUFFERS], 0, chunk.elements))
             self._copies = CopyStreams(STREAM_BUFFERS, self._device)
 
     def _allocate(self, elements: int) -> ShardState:
@@ -120,23 +123,18 @@ class OptimizerState:
             return
         self._wait_for_reader()
         self._refuse_capture()
-        on_device = [self._buffer_of(number, chunk) for number, chunk in enumerate(self.chunks)]
         ahead = STREAM_BUFFERS - 1
         for number in range(min(ahead, len(self.chunks))):
-            self._read(number, on_device[number])
+            self._read(self._copies, number)
         for number, chunk in enumerate(self.chunks):
             if number + ahead < len(self.chunks):
-                self._read(number + ahead, on_device[number + ahead])
+                self._read(self._copies, number + ahead)
             self._copies.wait_for_read(number % STREAM_BUFFERS)
-            yield chunk, on_device[number]
-            self._copies.write(number % STREAM_BUFFERS, _pairs(on_device[number], chunk.kept))
+            yield chunk, self._streamed[number]
+            self._copies.write(number % STREAM_BUFFERS, _pairs(self._streamed[number], chunk.kept))
 
-    def _buffer_of(self, number: int, chunk: StateChunk) -> ShardState:
-        return self.part(self._buffers[number % STREAM_BUFFERS], 0, chunk.elements)
-
-    def _read(self, number: int, buffer: ShardState) -> None:
-        assert self._copies is not None
-        self._copies.read(number % STREAM_BUFFERS, _pairs(self.chunks[number].kept, buffer))
+    def _read(self, copies: CopyStreams, number: int) -> None:
+        copies.read(number % STREAM_BUFFERS, _pairs(self.chunks[number].kept, self._streamed[number]))
 
     def _refuse_capture(self) -> None:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():

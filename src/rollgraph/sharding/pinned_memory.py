@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -47,8 +48,9 @@ def _map_and_pin(nbytes: int) -> Tensor:
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     memory = _PinnedMapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    memory.madvise(mmap.MADV_DONTFORK)  # a forked process would make the pages copies on write
+    with suppress(OSError):  # a kernel may know neither
+        memory.madvise(mmap.MADV_DONTFORK)  # a forked process would make the pages copies on write
+        memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
     memory.pin(whole.data_ptr(), nbytes)
     return whole

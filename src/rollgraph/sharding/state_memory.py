@@ -58,9 +58,6 @@ MOMENT_FIELDS: dict[StateFormat, tuple[StateField, ...]] = {
     ),
 }
 
-# Bytes for each element of a chunk: the moments in fp32, random bits, and what rounding makes on the way.
-_ROUNDING_BYTES: dict[StateFormat, int] = {"fp32": 0, "bf16": 28, "int8": 36}
-
 
 def state_fields(state: StateFormat) -> tuple[StateField, ...]:
     """All fields of a shard, in the order in which they lie in memory."""
@@ -73,8 +70,7 @@ class OptimizerMemory:
 
     device: int  # state that stays on the device
     host: int  # state in pinned host memory
-    streaming: int  # buffers on the device through which state on the host passes
-    rounding: int  # on the device, during an update: moments that are being quantised
+    streaming: int  # buffers on the device through which chunks pass: from the host, and moments in fp32
     snapshot: int  # on the host, from the first checkpoint on; state on the host needs no copy
 
 
@@ -107,11 +103,11 @@ def plan_optimizer(buckets: Iterable[BucketPlan], state: StateFormat, offload: O
     shards = [bucket.shard_numel for bucket in buckets if bucket.trainable]
     kept = sum(field.nbytes(numel) for numel in shards for field in state_fields(state))
     chunk = chunk_elements(shards)
-    rounding = _ROUNDING_BYTES[state] * chunk
+    decoded = 0 if state == "fp32" else 2 * MASTER.nbytes(chunk)  # on a CPU, rounding makes a few more such tensors
     if offload == "none":
-        return OptimizerMemory(device=kept, host=0, streaming=0, rounding=rounding, snapshot=kept)
-    streaming = STREAM_BUFFERS * sum(field.nbytes(chunk) for field in state_fields(state))
-    return OptimizerMemory(device=0, host=kept, streaming=streaming, rounding=rounding, snapshot=0)
+        return OptimizerMemory(device=kept, host=0, streaming=decoded, snapshot=kept)
+    buffers = STREAM_BUFFERS * sum(field.nbytes(chunk) for field in state_fields(state))
+    return OptimizerMemory(device=0, host=kept, streaming=buffers + decoded, snapshot=0)
 
 
 def chunk_elements(shards: Iterable[int]) -> int:

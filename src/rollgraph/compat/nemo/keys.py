@@ -128,8 +128,11 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("policy.megatron_cfg.distributed_data_parallel_config.*", Ignored(SHARDED)),
     ("policy.megatron_cfg.empty_unused_memory_level", Ignored(PLANNED)),
     ("policy.megatron_cfg.defer_fp32_logits", Ignored(LOGITS)),
-    ("policy.megatron_cfg.optimizer.optimizer_cpu_offload", Unless(OFF, "optimizer state stays on the device")),
-    ("policy.megatron_cfg.optimizer.*", Ignored("the optimizer is AdamW in fp32, with sharded state")),
+    ("policy.megatron_cfg.optimizer.optimizer_cpu_offload", Unless(OFF, "use optimizer.offload: host")),
+    (
+        "policy.megatron_cfg.optimizer.*",
+        Ignored("the optimizer is AdamW, with sharded state; see optimizer.state"),
+    ),
     ("policy.megatron_cfg.scheduler.weight_decay_incr_style", Unless((None, "constant"), "weight decay is constant")),
     ("policy.megatron_cfg.scheduler.*weight_decay*", Ignored("weight decay is constant: optimizer.weight_decay")),
     ("policy.megatron_cfg.scheduler.lr_warmup_init", Ignored("in warm-up, the learning rate rises from 0")),
