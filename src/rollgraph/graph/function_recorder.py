@@ -110,8 +110,8 @@ class FunctionRecorder:
             gc.collect()  # an autograd graph may be part of a reference cycle,
             time.sleep(0.001)  # and autograd's own thread lets go of its last node a little after the backward
         raise CaptureError(
-            f"{survivors} bytes that {self._spec.name!r} made in warm-up are still in use, and other graphs of the pool "
-            "would overwrite them: make that state before capturing, or capture with warmup_in_pool=False"
+            f"{survivors} bytes that {self._spec.name!r} made in warm-up are still in use, and other graphs of the "
+            "pool would overwrite them: make that state before capturing, or capture with warmup_in_pool=False"
         )
 
     def _run_once(self, transaction: Transaction, again: bool) -> None:
