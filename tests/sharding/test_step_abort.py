@@ -81,6 +81,62 @@ def test_all_ranks_abort_the_step_that_one_rank_aborts_and_the_next_step_is_righ
             )
 
 
+def lend_and_take_back(sharded: ShardedModel) -> None:
+    """What a worker does to generate between two steps: the cache overwrites the gradients."""
+    with sharded.paused(gather=True):  # ends an aborted step on all ranks
+        sharded.lend_gradients()
+        sharded.flat.gradient_memory.fill_(torch.nan)
+    sharded.take_back_gradients()
+
+
+@pytest.mark.parametrize("fails_at", [0, 3])
+def test_the_memory_of_gradients_can_be_lent_after_an_aborted_step(fails_at: int) -> None:
+    def work(rank: int, room: Room, fails_at: int | None) -> list[Tensor]:
+        sharded = simulated(rank, room)
+        optimizer = ShardedAdamW(sharded, 0.1)
+        for step in range(4):
+            lend_and_take_back(sharded)
+            if step != 1:
+                train(sharded, optimizer, step)
+            elif fails_at is not None:
+                with pytest.raises((ValueError, StepAborted)):
+                    train(sharded, optimizer, step, fails_at if rank == 1 else None)
+                with pytest.raises(RuntimeError, match="would be overwritten"):  # others may still reduce them
+                    sharded.lend_gradients()
+        lend_and_take_back(sharded)
+        return [p.detach().clone() for p in sharded.model.parameters()]
+
+    expected = run_ranks(RANKS, lambda rank, room: work(rank, room, None))[0]
+    for parameters in run_ranks(RANKS, lambda rank, room: work(rank, room, fails_at)):
+        assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
+    assert all(p.isfinite().all() for p in expected)
+
+
+def test_gradients_in_any_state_keep_their_memory() -> None:
+    sharded = ShardedModel(Stack(), World(0, 1, "cpu"))
+    optimizer = ShardedAdamW(sharded, 0.1)
+    refused = pytest.raises(RuntimeError, match="would be overwritten")
+    with sharded.no_sync():
+        sharded.model(batch(0, 0)).sum().backward()
+    with refused:
+        sharded.lend_gradients()
+    sharded.model(batch(1, 0)).sum().backward()
+    sharded.finish_gradients()
+    kept = [shard.clone() for shard in sharded.gradient_shards()]
+    with refused:
+        sharded.lend_gradients()
+    assert all(torch.equal(one, other) for one, other in zip(kept, sharded.gradient_shards(), strict=True))
+    optimizer.step()
+    sharded.lend_gradients()
+    sharded.flat.gradient_memory.fill_(5)
+    sharded.drop_gradients()  # there is no step to drop
+    assert (sharded.flat.gradient_memory == 5).all()
+    sharded.take_back_gradients()
+    sharded.flat.gradient_memory[0] = 7
+    sharded.take_back_gradients()  # it is here already: nothing is zeroed
+    assert sharded.flat.gradient_memory[0] == 7
+
+
 def on_gloo(world: World) -> list[tuple[list[Tensor], str]]:
     def sharded() -> ShardedModel:
         return ShardedModel(Stack(), world, bucket_bytes=1, reduction="ordered")

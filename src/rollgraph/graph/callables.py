@@ -20,7 +20,8 @@ from rollgraph.graph.captured import Captured, OnMismatch, callable_name, identi
 from rollgraph.graph.errors import CaptureError, GraphError
 from rollgraph.graph.hooks import GraphHooks, Guard, hooks_per_callable
 from rollgraph.graph.passes import CallableSpec
-from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
+from rollgraph.graph.pool import Arena, GraphPool
+from rollgraph.graph.pool_memory import PoolHandle
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.schedule import Schedule, assign_slots, check_slots, parse_order, sequential
 from rollgraph.graph.segment import Call, ReplayableSegment

@@ -28,7 +28,8 @@ from rollgraph.graph.function_recorder import FunctionRecorder
 from rollgraph.graph.function_variant import FunctionVariant, eager_variant
 from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard
 from rollgraph.graph.observer import current_observer
-from rollgraph.graph.pool import Arena, GraphPool, PoolHandle
+from rollgraph.graph.pool import Arena, GraphPool
+from rollgraph.graph.pool_memory import PoolHandle
 from rollgraph.graph.report import GraphRecord
 from rollgraph.graph.surface import Surface
 from rollgraph.graph.tape import TapeBackend

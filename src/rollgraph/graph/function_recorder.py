@@ -7,6 +7,7 @@ it needs, and the recording. A recorder is used once; `function_variant.py` has 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ from rollgraph.graph.pool import Arena
 from rollgraph.graph.slots import growable_lists, hook_places, optimizer_slots, slots_of, stepped_optimizers
 from rollgraph.graph.surface import Surface
 from rollgraph.graph.transaction import Transaction
+
+_PATIENCE = 5  # how often to look again whether what warm-up made is free
 
 
 class FunctionRecorder:
@@ -100,14 +103,16 @@ class FunctionRecorder:
     def _refuse_survivors(self, transaction: Transaction) -> None:
         """Raise CaptureError if something that warm-up made is still in use: replays of other graphs overwrite it."""
         gradients = self._gradients.nbytes()
-        if transaction.undo_log.survivors() + gradients:
-            gc.collect()  # an autograd graph may be part of a reference cycle
-        survivors = transaction.undo_log.survivors() + gradients
-        if survivors:
-            raise CaptureError(
-                f"{survivors} bytes that {self._spec.name!r} made in warm-up are still in use, and other graphs of the "
-                "pool would overwrite them: make that state before capturing, or capture with warmup_in_pool=False"
-            )
+        for _ in range(_PATIENCE):
+            survivors = transaction.undo_log.survivors() + gradients
+            if not survivors:
+                return
+            gc.collect()  # an autograd graph may be part of a reference cycle,
+            time.sleep(0.001)  # and autograd's own thread lets go of its last node a little after the backward
+        raise CaptureError(
+            f"{survivors} bytes that {self._spec.name!r} made in warm-up are still in use, and other graphs of the "
+            "pool would overwrite them: make that state before capturing, or capture with warmup_in_pool=False"
+        )
 
     def _run_once(self, transaction: Transaction, again: bool) -> None:
         spec = self._spec

@@ -129,8 +129,8 @@ class PolicyWorker:
         self._set_routes(whole_logits, generates, partial(progress, "probe products"))
         cache = None
         if generates:
-            free = self._free_bytes() if self._on_gpu else None
-            cache = CacheLayout.within(self.model, self.limits, self.sharded.flat.gradient_memory, free)
+            available = self._free_bytes() if self._on_gpu else None
+            cache = CacheLayout.within(self.model, self.limits, self.sharded.flat.gradient_memory, available)
             self.pool.reserve(cache.in_pool_nbytes, self._device)
         on_capture = partial(progress, "capture for scoring")
         with self.phases.enter("score"):
