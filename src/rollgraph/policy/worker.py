@@ -71,6 +71,9 @@ class PolicyWorker:
             )
         if model.checkpointing and "step" not in scopes:
             raise ValueError("checkpointing calls a layer twice, which a graph of the layer cannot: use scope step")
+        self._dropout = model.adapters.spec.dropout if model.adapters is not None else 0.0
+        if self._dropout and (model.checkpointing or exact == "must"):
+            raise ValueError("dropout of adapters goes neither with checkpointing nor with exact: must")
         self.model = model
         self.tokenizer = tokenizer
         self.world = world
@@ -158,7 +161,7 @@ class PolicyWorker:
     def is_exact(self) -> bool:
         """Whether a sample's log-probabilities at training are, bit for bit, those that it was drawn with."""
         restricted = self.sampling.filtered or self.sampling.temperature == 0  # drawn from some of the tokens
-        return self._exact_on_all_ranks and not restricted
+        return self._exact_on_all_ranks and not restricted and not self._dropout
 
     def _holds_on_all_ranks(self, mine: bool) -> bool:
         """Ranks must not differ in what they score, because scoring gathers parameters from all of them."""
@@ -292,6 +295,8 @@ class PolicyWorker:
         self, samples: Sequence[Sample], loss: str, totals: TrainTotals, report: Callable[[int], None]
     ) -> None:
         self.adapted.refresh()
+        if self._dropout:  # what is left out depends on the update and the rank alone, so that a resumed run repeats it
+            torch.manual_seed(self.optimizer.steps * self.world.size + self.world.rank)
         microbatches = self._steps.plan(samples)
         if self.world.size > 1:  # every rank runs as many, because each one takes part in the same collectives
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))

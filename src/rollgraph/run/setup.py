@@ -156,7 +156,9 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
     with returning_freed_memory(policy.world.device):
         policy.capture_all(losses, show, generates=inputs.written is None)
     log.view.end_phase()
-    if policy.products is not None and not config.rollout.filtered:  # a filter changes what is sampled from
+    if config.adapter is not None and config.adapter.dropout:
+        log.note("generation and training differ by what adapter.dropout leaves out in training")
+    elif policy.products is not None and not config.rollout.filtered:  # a filter changes what is sampled from
         log.note(describe(policy.products))
 
 
