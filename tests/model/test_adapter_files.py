@@ -142,6 +142,7 @@ def test_targets_mean_what_they_mean_in_peft(targets: Any, without: Any, expecte
         ("a_field_of_the_future", {"on": 1}),
         ("r", 0),
         ("r", 2.5),
+        ("r", 4096),
         ("lora_alpha", "8"),
         ("lora_dropout", 1.0),
         ("use_rslora", 1),
