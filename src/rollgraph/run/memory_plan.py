@@ -30,6 +30,9 @@ CACHE = "key/value cache"
 GRADIENTS = "gradients, fp32"
 _GRAPH_OF_LAYER = 48 << 10  # bytes that the driver needs for one layer in one CUDA graph
 _LOADED_KERNELS = 200 << 20  # bytes of modules that the libraries and our kernels load when they are first used
+_FRAGMENTS = (
+    1300 << 20
+)  # bytes of the graphs' pool in pieces that are too small for anything; measured, see docs/memory.md
 
 
 def plan_lines(config: Config, shape: RunShape) -> tuple[PlanLine, ...]:
@@ -43,6 +46,7 @@ def plan_lines(config: Config, shape: RunShape) -> tuple[PlanLine, ...]:
         lines += _passes(config, shape, training)
         lines += _outside_graphs(config, shape)
         lines.append(_graphs(config, shape, limits))
+        lines.append(PlanLine("fragments", _FRAGMENTS, "device", PHASES))
     else:
         lines += _passes_on_cpu(config, shape, training, lines)
         lines = [replace(line, where="device") for line in lines]  # the host is the device
@@ -232,8 +236,7 @@ def _outside_graphs(config: Config, shape: RunShape) -> list[PlanLine]:
     buffers = 2 if config.memory.reference == "host" else 1
     exchange = buffers * _largest_bucket(shape) if shape.keeps_reference else 0
     norm = 2 * 8 * CHUNK  # gradients in fp64, and their squares
-    update = norm + planned_weights(config, shape).optimizer.rounding
-    return [PlanLine("outside of graphs", max(exchange, update), "device", PHASES)]
+    return [PlanLine("outside of graphs", max(exchange, norm), "device", PHASES)]
 
 
 def _largest_bucket(shape: RunShape) -> int:
