@@ -24,9 +24,8 @@ output: {folder}/run
 steps: 1
 cpu_threads: 1
 model: {{tiny: {{layers: 2, width: 32, heads: 4, kv_heads: 2, mlp: 64, max_length: 32}}}}
-data: {{train: {folder}/t.jsonl, prompts_per_step: 16, max_prompt_tokens: 8}}
-rollout: {{samples_per_prompt: 16, max_tokens: 12}}
-reward: {{functions: [{{name: exact_match}}]}}
+data: {{train: {folder}/t.jsonl, prompts_per_step: 64}}
+algorithm: {{name: sft}}
 graph: {{impl: none}}
 checkpoint: {{export_at_end: false}}
 log: {{progress: none, sinks: [jsonl]}}
@@ -34,7 +33,7 @@ log: {{progress: none, sinks: [jsonl]}}
 
 
 def configured(folder: Path, *overrides: str) -> Config:
-    (folder / "t.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 16)
+    (folder / "t.jsonl").write_text('{"prompt": "What is 1 plus 1?", "completion": " It is 2."}\n' * 64)
     return parse_config(RUN.format(folder=folder), overrides)
 
 
