@@ -22,7 +22,7 @@ from rollgraph.model.adapter_files import (
     save_adapter,
 )
 from rollgraph.model.adapters import TARGETS, AdapterSpec, attach
-from rollgraph.model.hf_saving import ADAPTER_CONFIG
+from rollgraph.model.peft_config import ADAPTER_CONFIG
 
 ARCHITECTURE = Architecture("qwen2", vocabulary=23, hidden=16, mlp=20, layers=2, heads=4, kv_heads=2, head_dim=6)
 SPEC = AdapterSpec(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))

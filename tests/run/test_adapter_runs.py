@@ -16,6 +16,7 @@ from rollgraph import Trainer
 from rollgraph.cli import main
 from rollgraph.config import Config, ConfigError, to_yaml
 from rollgraph.distributed.world import World
+from rollgraph.errors import InvalidInput
 from rollgraph.model import Decoder, load_model
 from rollgraph.model.adapter_files import AdapterFileError, read_adapter, read_base
 from rollgraph.run.checkpoints import CheckpointError
@@ -306,6 +307,17 @@ def test_the_python_api_exports_both(folder: Path) -> None:
     base = load_model(folder / "run" / "base")
     assert not torch.equal(merged.layers[0].mlp.down.weight, base.layers[0].mlp.down.weight)
     assert torch.equal(merged.embed.weight, base.embed.weight)
+
+
+def test_a_model_with_adapters_of_peft_is_not_taken_for_its_base(trained: Path, folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    run = trained.parent / "run"
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(run / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
+    with pytest.raises(InvalidInput, match=r"^model: has adapters of PEFT: .* adapter=\{\"path\": folder\}"):
+        Trainer((model, tokenizer), [{"prompt": "1?"}], output=folder / "run")
+    assert not (folder / "run").exists()
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from rollgraph.model.adapters import AdapterSpec
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.config_fields import FLAG, POSITIVE, TEXT, FieldKind, count
 
+ADAPTER_CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"  # PEFT's name for every linear layer but the head
 _WITHOUT_EFFECT = (  # whatever they hold, the stored adapter computes the same
     "auto_mapping",
