@@ -68,10 +68,9 @@ class MemorySettings:
     def time(self) -> StepTime:
         return estimate_step(self.config, self.shape, self.speed)
 
-    def changed(self, **values: Any) -> MemorySettings:
-        """With other values, e.g. memory__logits="whole"."""
-        keys = {name.replace("__", "."): value for name, value in values.items()}
-        return MemorySettings(with_values(self.config, keys), self.shape, self.speed)
+    def changed(self, values: dict[str, Any]) -> MemorySettings:
+        """With other values, by key."""
+        return MemorySettings(with_values(self.config, values), self.shape, self.speed)
 
 
 @dataclass(frozen=True)
@@ -194,15 +193,15 @@ def _fit(base: MemorySettings, config: Config, budget: MemoryBudget) -> MemorySe
     if not is_open(config, base.shape, "model.checkpointing"):
         return sized if budget.holds(sized.lines) else None
     low, high = 0, base.shape.architecture.layers
-    if not budget.holds(sized.changed(model__checkpointing=high).lines):
+    if not budget.holds(sized.changed({"model.checkpointing": high}).lines):
         return None
     while low < high:
         middle = (low + high) // 2
-        if budget.holds(sized.changed(model__checkpointing=middle).lines):
+        if budget.holds(sized.changed({"model.checkpointing": middle}).lines):
             high = middle
         else:
             low = middle + 1
-    return sized.changed(model__checkpointing=low)
+    return sized.changed({"model.checkpointing": low})
 
 
 def _fit_cache(base: MemorySettings, config: Config, budget: MemoryBudget) -> MemorySettings:
@@ -218,18 +217,18 @@ def _fit_cache(base: MemorySettings, config: Config, budget: MemoryBudget) -> Me
         whole = min(whole, within, key=lambda plan: plan.blocks)
     training = base
     if is_open(config, base.shape, "model.checkpointing"):
-        training = base.changed(model__checkpointing=base.shape.architecture.layers)
+        training = base.changed({"model.checkpointing": base.shape.architecture.layers})
 
     def fits(blocks: int) -> bool:
         nbytes = replace(whole, blocks=blocks).nbytes
-        return budget.holds(training.changed(memory__cache_gib=nbytes / GIB).lines)
+        return budget.holds(training.changed({"memory.cache_gib": nbytes / GIB}).lines)
 
     blocks = _least_blocks(base, whole)
     if fits(whole.blocks):
         blocks = whole.blocks
     elif fits(blocks):
         blocks = bisect_left(range(blocks, whole.blocks), True, key=lambda more: not fits(more)) + blocks - 1
-    return base.changed(memory__cache_gib=replace(whole, blocks=blocks).nbytes / GIB)
+    return base.changed({"memory.cache_gib": replace(whole, blocks=blocks).nbytes / GIB})
 
 
 def _least_blocks(base: MemorySettings, whole: CachePlan) -> int:
@@ -243,11 +242,11 @@ def _smallest(base: MemorySettings, config: Config) -> MemorySettings:
     """The settings that need least."""
     values: dict[str, Any] = {}
     if is_open(config, base.shape, "model.checkpointing"):
-        values["model__checkpointing"] = base.shape.architecture.layers
+        values["model.checkpointing"] = base.shape.architecture.layers
     if is_open(config, base.shape, "memory.cache_gib"):
         whole = whole_cache(base.shape, base.shape.limits(base.config))
-        values["memory__cache_gib"] = replace(whole, blocks=_least_blocks(base, whole)).nbytes / GIB
-    return base.changed(**values)
+        values["memory.cache_gib"] = replace(whole, blocks=_least_blocks(base, whole)).nbytes / GIB
+    return base.changed(values)
 
 
 # -- why --------------------------------------------------------------------------------------------
@@ -259,12 +258,12 @@ def _reason(chosen: MemorySettings, key: str, budget: MemoryBudget) -> str:
     if better is None:
         return _GOOD[key]
     value = _shown(key, value_of(better.config, key))
-    for where, available in (("device", budget.device), ("host", budget.host)):
-        kept = budget.reserve if where == "device" else 0
-        needed = peak(better.lines, where) + kept  # type: ignore[arg-type]
-        if available is not None and needed > available:
-            reserve = f", with {gib(kept)} in reserve" if kept else ""
-            return f"{value} would need {gib(needed)} on the {where}{reserve}"
+    on_device = peak(better.lines) + budget.reserve
+    if budget.device is not None and on_device > budget.device:
+        return f"{value} would need {gib(on_device)} on the device, with {gib(budget.reserve)} in reserve"
+    on_host = peak(better.lines, "host")
+    if budget.host is not None and on_host > budget.host:
+        return f"{value} would need {gib(on_host)} on the host"
     saved = better.time.total - chosen.time.total
     return f"about {saved:.2g} s a step faster than {value}"
 
@@ -285,19 +284,19 @@ def _better(chosen: MemorySettings, key: str) -> MemorySettings | None:
     if key == "train.microbatch_tokens":
         sizes = [size for size in _microbatches(with_values(config, {key: None}), shape) if size is not None]
         larger = [size for size in sizes if size > (config.train.microbatch_tokens or 0)]
-        return chosen.changed(train__microbatch_tokens=min(larger)) if larger else None
+        return chosen.changed({"train.microbatch_tokens": min(larger)}) if larger else None
     if key == "model.checkpointing":
         layers = shape.recomputed(config)
-        return chosen.changed(model__checkpointing=layers - 1) if layers else None
+        return chosen.changed({"model.checkpointing": layers - 1}) if layers else None
     if key == "memory.cache_gib":
         whole = whole_cache(shape, shape.limits(config))
         if cache_plan(config, shape).blocks == whole.blocks:
             return None
-        return chosen.changed(memory__cache_gib=whole.nbytes / GIB)
+        return chosen.changed({"memory.cache_gib": whole.nbytes / GIB})
     best = {"memory.logits": "whole", "optimizer.offload": "none", "memory.reference": "device"}[key]
     if value_of(config, key) == best:
         return None
-    return MemorySettings(with_values(config, {key: best}), shape, chosen.speed)
+    return chosen.changed({key: best})
 
 
 def _shown(key: str, value: Any) -> str:
