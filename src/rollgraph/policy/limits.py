@@ -15,6 +15,7 @@ class Limits:
     tokens_per_sequence: int = 32  # a bucket has room for tokens / tokens_per_sequence sequences
     cache_bytes: int | None = None  # of the KV cache; None: half of the free memory of a GPU
     prefill_tokens: int | None = None
+    pool_bytes: int = 0  # that graphs are expected to need on a GPU: taken in one piece, so that none of it is lost
     whole_logits: bool | None = None  # keep the logits of a microbatch for its backward; None: if memory allows
 
     def sequences(self, tokens: int) -> int:

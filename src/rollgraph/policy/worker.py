@@ -131,7 +131,8 @@ class PolicyWorker:
         if generates:
             available = self._free_bytes() if self._on_gpu else None
             cache = CacheLayout.within(self.model, self.limits, self.sharded.flat.gradient_memory, available)
-            self.pool.reserve(cache.in_pool_nbytes, self._device)
+        in_pool = cache.in_pool_nbytes if cache is not None else 0
+        self.pool.reserve(max(in_pool, self.limits.pool_bytes), self._device)
         on_capture = partial(progress, "capture for scoring")
         with self.phases.enter("score"):
             self._steps.capture_score(on_capture)

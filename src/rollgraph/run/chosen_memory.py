@@ -22,6 +22,7 @@ from rollgraph.files import MissingFile, read_object, write_atomically
 from rollgraph.run.config_changes import covers
 from rollgraph.run.inputs import Inputs
 from rollgraph.run.memory_choice import CHOSEN, Choice, MemoryBudget, choose, is_unset, value_of, with_values
+from rollgraph.run.memory_plan import pool_bytes
 from rollgraph.run.memory_remedies import OPEN, DoesNotFit, Remedy, find_remedies, needed_bytes
 from rollgraph.run.plan_lines import gib, peak, peak_phase
 from rollgraph.run.run_shape import RunShape, shape_run
@@ -50,15 +51,24 @@ def choose_memory(config: Config, world: World, inputs: Inputs, *, note: Note, w
     if not choice.fits:
         again = _choose_again(config, shape, budget)
         raise DoesNotFit(choice, again or find_remedies(config, shape, budget))
-    if not choice.reasons:
-        return config, inputs
+    if shape.cuda and config.graph.impl != "none":
+        limits = replace(shape.limits(choice.config), pool_bytes=pool_bytes(shape, choice.settings.lines))
+        inputs = replace(inputs, limits=limits)
+    elif choice.reasons:
+        inputs = replace(inputs, limits=shape.limits(choice.config))
+    if choice.reasons:
+        _tell(choice, config, note, writes=writes and world.rank == 0)
+    return choice.config, inputs
+
+
+def _tell(choice: Choice, config: Config, note: Note, *, writes: bool) -> None:
+    """Say what was chosen, and record it."""
     for line in describe(choice):
         note(line)
-    if writes and world.rank == 0:
+    if writes:
         kept = {key: value for key, value in _read_choices(config).items() if value_of(config, key) == value}
-        record = {"chosen": {**kept, **choice.values}, "reasons": choice.reasons, "device_bytes": budget.device}
+        record = {"chosen": {**kept, **choice.values}, "reasons": choice.reasons, "device_bytes": choice.budget.device}
         write_atomically(Path(config.output) / CHOICES, json.dumps(record, indent=2) + "\n")
-    return choice.config, replace(inputs, limits=shape.limits(choice.config))
 
 
 def _choose_again(config: Config, shape: RunShape, budget: MemoryBudget) -> list[Remedy]:

@@ -84,6 +84,10 @@ class Pass:
     def _columns(self, product: str) -> int:
         return (self.adapters or {}).get(product, 0)
 
+    def widest(self) -> int:
+        """The largest activation: gate and up."""
+        return self.tokens * (2 * self.architecture.mlp + self._columns("gate_up")) * self.itemsize
+
     def backward_of_layer(self) -> int:
         """What is alive at once in the backward of a layer, beside what the forward kept."""
         if not self.cuda:

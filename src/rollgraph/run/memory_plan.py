@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from rollgraph.config import Config, training_scopes
 from rollgraph.inference.decode_graphs import TABLE as STATE_COLUMNS
@@ -20,7 +21,7 @@ from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Decoder
 from rollgraph.policy import Limits
 from rollgraph.run.layer_memory import FP32, Pass
-from rollgraph.run.plan_lines import PHASES, Place, PlanLine, total
+from rollgraph.run.plan_lines import PHASES, Phase, Place, PlanLine, total
 from rollgraph.run.run_shape import RunShape
 from rollgraph.sharding import MemoryPlan
 from rollgraph.sharding.state_memory import CHUNK
@@ -28,11 +29,10 @@ from rollgraph.sharding.state_memory import CHUNK
 SNAPSHOT = "copy for checkpoints"
 CACHE = "key/value cache"
 GRADIENTS = "gradients, fp32"
+FRAGMENTS = "fragments"
 _GRAPH_OF_LAYER = 48 << 10  # bytes that the driver needs for one layer in one CUDA graph
 _LOADED_KERNELS = 200 << 20  # bytes of modules that the libraries and our kernels load when they are first used
-_FRAGMENTS = (
-    1300 << 20
-)  # bytes of the graphs' pool in pieces that are too small for anything; measured, see docs/memory.md
+_FRAGMENTS = 2.5  # times the widest activation: memory of the pool in pieces that are too small; measured on an H200
 
 
 def plan_lines(config: Config, shape: RunShape) -> tuple[PlanLine, ...]:
@@ -46,7 +46,7 @@ def plan_lines(config: Config, shape: RunShape) -> tuple[PlanLine, ...]:
         lines += _passes(config, shape, training)
         lines += _outside_graphs(config, shape)
         lines.append(_graphs(config, shape, limits))
-        lines.append(PlanLine("fragments", _FRAGMENTS, "device", PHASES))
+        lines.append(PlanLine(FRAGMENTS, int(_FRAGMENTS * training.widest()), "device", PHASES))
     else:
         lines += _passes_on_cpu(config, shape, training, lines)
         lines = [replace(line, where="device") for line in lines]  # the host is the device
@@ -233,8 +233,12 @@ def _graph_inputs(training: Pass, scopes: tuple[str, ...]) -> int:
 
 def _outside_graphs(config: Config, shape: RunShape) -> list[PlanLine]:
     """What the library's allocator keeps for work outside of the graphs, whose pool it does not share."""
-    buffers = 2 if config.memory.reference == "host" else 1
-    exchange = buffers * _largest_bucket(shape) if shape.keeps_reference else 0
+    exchange = 0
+    if shape.keeps_reference and config.memory.reference == "host":
+        exchange = 2 * _largest_bucket(shape)
+    elif shape.keeps_reference:  # a copy of each bucket in turn: one that is larger than all before it is new memory
+        sizes = [bucket.numel * bucket.dtype.itemsize for bucket in shape.buckets]
+        exchange = sum(set(accumulate(sizes, max)))
     norm = 2 * 8 * CHUNK  # gradients in fp64, and their squares
     return [PlanLine("outside of graphs", max(exchange, norm), "device", PHASES)]
 
@@ -256,9 +260,27 @@ def _graphs(config: Config, shape: RunShape, limits: Limits) -> PlanLine:
 
 
 def _not_shared(shape: RunShape, lines: Sequence[PlanLine]) -> PlanLine:
-    """What cannot be shared although no phase needs all of it at once.
+    """What cannot be shared although no phase needs all of it at once."""
+    working, pages = _working_memory(shape, lines)
+    held = {line.name: line.nbytes for line in lines}[GRADIENTS] + max(working.values())
+    if not shape.cuda:
+        held += pages
+    always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
+    needed = max(total(lines, phase) for phase in PHASES) - always
+    return PlanLine("not shared", held - needed, "device", PHASES)
 
-    The pages of whole layers lie in the memory of the gradients, and the others, on CUDA, in that of activations.
+
+def pool_bytes(shape: RunShape, lines: Sequence[PlanLine]) -> int:
+    """The memory of the graphs' pool on CUDA, for all phases."""
+    working, _ = _working_memory(shape, lines)
+    return max(working.values()) + {line.name: line.nbytes for line in lines}[FRAGMENTS]
+
+
+def _working_memory(shape: RunShape, lines: Sequence[PlanLine]) -> tuple[dict[Phase, int], int]:
+    """What each phase needs beside what all need and beside the gradients, and the pages that do not lie over those.
+
+    The pages of whole layers lie over the gradients. The others are part of what generation needs on CUDA, where they
+    lie in the pool; on a CPU they have memory of their own.
     """
     sizes = {line.name: line.nbytes for line in lines}
     cache, gradients = sizes.get(CACHE, 0), sizes[GRADIENTS]
@@ -267,11 +289,5 @@ def _not_shared(shape: RunShape, lines: Sequence[PlanLine]) -> PlanLine:
     always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
     working = {phase: total(lines, phase) - always for phase in PHASES}
     working["train"] -= gradients
-    working["generate"] -= within
-    if shape.cuda:
-        held = gradients + max(working.values())
-    else:
-        working["generate"] -= cache - within
-        held = gradients + cache - within + max(working.values())
-    needed = max(total(lines, phase) for phase in PHASES) - always
-    return PlanLine("not shared", held - needed, "device", PHASES)
+    working["generate"] -= within if shape.cuda else cache
+    return working, cache - within

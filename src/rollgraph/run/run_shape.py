@@ -106,6 +106,14 @@ class RunShape:
         each = config.rollout.samples_per_prompt if written is None else len(written)
         return -(-config.data.prompts_per_step // self.ranks) * each
 
+    def tokens(self, config: Config) -> int:
+        """The tokens of a step on one rank, if all are as long as allowed; the prompt of a group counts once."""
+        longest = self.limits(config).max_length
+        if self.samples_nothing:
+            return self.samples(config) * longest
+        new = min(config.rollout.max_tokens, longest - 1)
+        return self.samples(config) * new + -(-config.data.prompts_per_step // self.ranks) * (longest - new)
+
     def recomputed(self, config: Config) -> int:
         """How many layers are recomputed."""
         return recomputed_layers(config, self.architecture)

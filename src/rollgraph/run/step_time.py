@@ -3,7 +3,7 @@
 It ranks settings; it does not predict a clock. Everything runs at the speeds of the floor, which are those of large
 matrix products and copies, and the settings cost what they compute or move in addition:
 
-- a microbatch reads the weights once for each pass over them, reads and writes the gradients, and launches kernels;
+- each microbatch costs as much as some more tokens, for small matrix products are slow, and moves all gradients;
 - a recomputed layer costs its forward a second time, and logits in chunks cost the head's product a second time;
 - optimizer state on the host crosses the bus twice, in both directions at once; on the device, it is read and written;
 - reference weights are exchanged with those of the policy and back, over the bus or on the device;
@@ -20,7 +20,7 @@ from rollgraph.run.memory_plan import cache_plan, planned_weights
 from rollgraph.run.run_shape import RunShape
 from rollgraph.run.step_floor import Speed, step_floor, written_floor
 
-SECONDS_OF_LAUNCHES = 2e-4  # of the kernels of one layer, forward and backward
+TOKENS_OF_MICROBATCH = 900  # that each microbatch costs in addition, measured on an H200 with 4,096 to 16,384 tokens
 HOST_BYTES_PER_SECOND = 50e9  # between pinned memory and the device, in each direction; PCIe 5.0
 
 
@@ -39,36 +39,32 @@ class StepTime:
 def estimate_step(config: Config, shape: RunShape, speed: Speed) -> StepTime:
     limits = shape.limits(config)
     if shape.samples_nothing:
-        floor = written_floor(config, shape, limits, speed)
+        floor = written_floor(config, shape, limits, speed).shared
     else:
         held = max(1, min(limits.rows, cache_plan(config, shape).tokens // limits.max_length))
-        floor = step_floor(config, shape, replace(limits, rows=held), speed)
-    tokens = limits.max_length * shape.samples(config)
-    passes = config.algorithm.epochs
-    updates = passes * config.algorithm.minibatches
-    added = _microbatches(config, shape, speed, tokens)
-    a = shape.architecture
-    in_layers = shape.multiplied - a.vocabulary * a.hidden
-    again = 2 * in_layers * shape.recomputed(config) / a.layers
-    added["recomputed layers"] = passes * again * tokens / speed.flops
+        floor = step_floor(config, shape, replace(limits, rows=held), speed).shared
+    epochs = config.algorithm.epochs
     bucket = limits.token_buckets[-1]
+    tokens = shape.tokens(config)
+    a = shape.architecture
+    head = a.vocabulary * a.hidden
+    added = {"recomputed layers": (shape.multiplied - head) * shape.recomputed(config) / a.layers}
     if config.memory.logits == "chunks" and chunk_rows(bucket, a.vocabulary) < bucket:
-        added["logits, computed twice"] = passes * 2 * a.vocabulary * a.hidden * tokens / speed.flops
+        added["logits, computed twice"] = float(head)
+    added = {name: epochs * 2 * weights * tokens / speed.flops for name, weights in added.items()}
+    passes = sum(seconds for name, seconds in floor.items() if name not in ("decode", "prefill"))
+    added["microbatches"] = (passes + sum(added.values())) * TOKENS_OF_MICROBATCH / bucket
+    added["gradients"] = epochs * tokens / bucket * _moved_by_microbatch(shape) / speed.bandwidth
     state = planned_weights(config, shape).optimizer
-    moving = state.host / HOST_BYTES_PER_SECOND + 2 * state.device / speed.bandwidth
-    added["optimizer"] = updates * moving
+    updates = epochs * config.algorithm.minibatches
+    added["optimizer"] = updates * (state.host / HOST_BYTES_PER_SECOND + 2 * state.device / speed.bandwidth)
     if shape.keeps_reference:
         weights = 2 * shape.trained * shape.itemsize  # there and back
         over_bus = config.memory.reference == "host"
         added["exchange of weights"] = weights / HOST_BYTES_PER_SECOND if over_bus else 4 * weights / speed.bandwidth
-    return StepTime(floor.shared, added)
+    return StepTime(floor, added)
 
 
-def _microbatches(config: Config, shape: RunShape, speed: Speed, tokens: int) -> dict[str, float]:
-    """What each microbatch moves, however small it is."""
-    count = -(-tokens // shape.limits(config).token_buckets[-1])
-    gradients = shape.trained * (2 * shape.itemsize + 2 * 4)  # written and read; those in fp32 are read and written
-    weights = 3 * shape.multiplied * shape.itemsize
-    moving = (gradients + weights) / speed.bandwidth
-    launching = shape.architecture.layers * SECONDS_OF_LAUNCHES
-    return {"microbatches": config.algorithm.epochs * count * (moving + launching)}
+def _moved_by_microbatch(shape: RunShape) -> int:
+    """Gradients are written and read, and those in fp32 are read and written."""
+    return shape.trained * (2 * shape.itemsize + 2 * 4)
