@@ -13,6 +13,7 @@ from rollgraph.commands import plan as command
 from rollgraph.config import Config, parse_config
 from rollgraph.distributed.world import World
 from rollgraph.model import Architecture, Decoder, Keys, token_logprobs
+from rollgraph.model.adapters import AdapterSpec, attach
 from rollgraph.run.layer_memory import Pass
 from rollgraph.run.plan import Plan, make_plan
 from rollgraph.run.plan_lines import PHASES
@@ -256,6 +257,17 @@ def test_activations_are_what_a_forward_saves(architecture: Architecture, checkp
     assert planned == pytest.approx(saved, rel=0.05)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_adapters_save_what_is_planned(family: str) -> None:
+    a = Architecture(family, vocabulary=64, hidden=64, mlp=160, layers=3, heads=4, kv_heads=2, head_dim=16)
+    model = Decoder(a)
+    attach(model, AdapterSpec(rank=8), seed=0)
+    columns = {"qkv": 3 * 8, "out": 8, "gate_up": 2 * 8, "down": 8}
+    planned = Pass(a, 96, 4, cuda=False, adapters=columns).kept()
+    assert planned == pytest.approx(saved_bytes(model, tokens=96), rel=0.05)
+    assert planned < Pass(a, 96, 4, cuda=False).kept()
+
+
 def test_a_layer_adds_what_a_layer_saves() -> None:
     def made(layers: int) -> Architecture:
         return Architecture("llama", vocabulary=64, hidden=64, mlp=128, layers=layers, heads=4, kv_heads=2, head_dim=16)
@@ -275,7 +287,7 @@ def test_activations_are_what_a_forward_saves_on_a_gpu(family: str) -> None:
 
 def saved_bytes(model: Decoder, tokens: int) -> int:
     """Return the bytes that autograd saves for the backward pass of log-probabilities, without parameters."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     storages: dict[int, Any] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ class Pass:
             attention += (q + 2 * kv) * self.itemsize if a.qk_norm else 0  # the projection
         else:
             attention += (q + kv) * self.itemsize  # the rest of the projection, of which the values are a part
-            attention += (q + kv) * self.itemsize + FP32 * (a.heads + a.kv_heads) if a.qk_norm else 0
+            if a.qk_norm:
+                attention += FP32 * (a.heads + a.kv_heads) + self._trained((q + kv) * self.itemsize)
         mlp = (3 if self.cuda else 4) * a.mlp * self.itemsize  # gate, up, product; plain PyTorch also silu(gate)
         return self.tokens * (2 * self._kept_by_norm(a.hidden) + attention + mlp + self._kept_by_adapters())
 
@@ -62,8 +63,14 @@ class Pass:
         return self.tokens * 2 * self.architecture.hidden * self.itemsize  # the residual stream and its update
 
     def _kept_by_norm(self, width: int) -> int:
-        """Per token: the input, its scale and the output. Plain PyTorch also keeps what the weight multiplies."""
-        return width * (2 * self.itemsize if self.cuda else FP32 + 2 * self.itemsize) + FP32
+        """Per token: the input, its scale and the output. Plain PyTorch also keeps what a trained weight multiplies."""
+        if self.cuda:
+            return width * 2 * self.itemsize + FP32
+        return width * (FP32 + self.itemsize) + self._trained(width * self.itemsize) + FP32
+
+    def _trained(self, nbytes: int) -> int:
+        """What is kept for the gradients of weights alone."""
+        return nbytes if self.adapters is None else 0
 
     def _kept_by_adapters(self) -> int:
         """Per token: the narrow product of each adapter."""

@@ -180,7 +180,9 @@ def _passes_on_cpu(config: Config, shape: RunShape, training: Pass, before: Sequ
         PlanLine("inside a layer", training.inside_layer(), "device", ("score", "train")),
         PlanLine("logits, score", training.logits_of_score(), "device", ("score",)),
         PlanLine("logits, train", training.logits_of_train(config.memory.logits == "whole"), "device", ("train",)),
-        PlanLine("gradients of a microbatch", _new_gradients(shape.model, scopes), "device", ("train",)),
+        PlanLine(
+            "gradients of a microbatch", _new_gradients(shape.model, scopes, training.recomputed), "device", ("train",)
+        ),
     ]
     if config.optimizer.clip_norm is not None:
         lines.append(_gradient_norm(shape, lines))
@@ -193,21 +195,25 @@ def _passes_on_cpu(config: Config, shape: RunShape, training: Pass, before: Sequ
     return lines
 
 
-def _new_gradients(model: Decoder, scopes: tuple[str, ...]) -> int:
-    """Gradients in the dtype of the weights, before they are added to the fp32 ones: of the model, or of one layer."""
-    everything = sum(p.nbytes for p in model.parameters())
+def _new_gradients(model: Decoder, scopes: tuple[str, ...], recomputed: int) -> int:
+    """Gradients in the dtype of the weights, before they are added to the fp32 ones.
+
+    Inside a graph of the whole step that happens to each as it arrives. A layer that is recomputed, or that is a graph
+    of its own, gives all of its gradients at once.
+    """
+    parameters = [parameter.nbytes for parameter in model.parameters()]
+    layers = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in model.layers]
     if "step" in scopes:
-        return everything
-    layers = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
-    return everything - sum(layers) + max(layers)
+        return max(*parameters, max(layers) if recomputed else 0)
+    return sum(parameters) - sum(layers) + max(layers)
 
 
 def _gradient_norm(shape: RunShape, lines: Sequence[PlanLine]) -> PlanLine:
-    """The gradients of a bucket in fp64, and their squares.
+    """Some of the gradients in fp64, and their squares.
 
     The norm is computed when the microbatches are done, so only what it needs beyond those counts.
     """
-    largest = max(bucket.shard_numel for bucket in shape.buckets)
+    largest = min(CHUNK, max(bucket.shard_numel for bucket in shape.buckets))
     return PlanLine("norm of the gradients", max(0, 2 * 8 * largest - total(lines, "train")), "device", ("train",))
 
 
