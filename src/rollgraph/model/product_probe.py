@@ -27,6 +27,7 @@ _PROBE = 1  # raise it when the probe or a way changes: what was found before is
 _REPEATS = 10  # calls in one timed graph
 _CANCELLING_PAIRS = 4
 _CANCELLING_SIZE = 2.0**12  # how much larger cancelling terms are than others
+_DIGESTED_ELEMENTS = 2**24  # of a product, at a time
 _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
 
 OnProbe = Callable[[str, int, int], None]  # called with the next shape, how many are done, and of how many
@@ -155,28 +156,41 @@ def _find_routes(
         """The product of the last `count` rows, which are elsewhere in the product of all."""
         return compute(x[most - count :], weight, bias, route, count, shape.wide)
 
-    expected = compute(x, weight, bias, LIBRARY, most, shape.wide)
+    def agrees(count: int, route: Route) -> bool:
+        return torch.equal(row_digests(run(count, route)), expected[most - count :])
+
+    expected = row_digests(compute(x, weight, bias, LIBRARY, most, shape.wide))
     order = torch.randperm(most, generator=generator, device=like.device)
-    consistent = torch.equal(compute(x[order], weight, bias, LIBRARY, most, shape.wide), expected[order])
+    shuffled = row_digests(compute(x[order], weight, bias, LIBRARY, most, shape.wide))
+    consistent = torch.equal(shuffled, expected[order])
     routes: dict[int, Route] = {}
     if consistent:
         for count in reversed(counts):
             agreeing = [rows for rows, route in routes.items() if route == LIBRARY]
             candidates = [LIBRARY]
-            if not torch.equal(run(count, LIBRARY), expected[most - count :]):
-                candidates = [
-                    route
-                    for route in _candidates(like.device, count, agreeing)
-                    if torch.equal(run(count, route), expected[most - count :])
-                ]
+            if not agrees(count, LIBRARY):
+                candidates = [route for route in _candidates(like.device, count, agreeing) if agrees(count, route)]
             if candidates:
                 routes[count] = _fastest(candidates, partial(run, count), like.device)
     if len(routes) < len(counts) and at_any_cost:
         routes = {count: _tilings(like.device, count)[-1] for count in counts}
-        expected = run(most, routes[most])
-        if not all(torch.equal(run(count, routes[count]), expected[most - count :]) for count in counts):
+        expected = row_digests(run(most, routes[most]))
+        if not all(agrees(count, routes[count]) for count in counts):
             return {}
     return routes
+
+
+def row_digests(product: Tensor) -> Tensor:
+    """A number for each row, [rows] int64, that tells rows apart by any of their bits.
+
+    The logits of many rows take gigabytes. With digests, only one product exists at a time.
+    """
+    whole_numbers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = product.view(whole_numbers[product.element_size()])
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, product.shape[1:], generator=generator).mul_(2).add_(1).to(product.device)
+    rows = max(1, _DIGESTED_ELEMENTS // product.shape[1])
+    return torch.cat([(part * factors).sum(1) for part in bits.split(rows)])
 
 
 def _add_cancelling_terms(x: Tensor, weight: Tensor, generator: torch.Generator) -> None:

@@ -1,0 +1,47 @@
+"""What the probe of products compares, and how much of it exists at a time."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.model import product_probe
+from rollgraph.model.product_probe import row_digests, set_routes
+from tests.policy.small_worker import make_model
+
+INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_a_digest_tells_one_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_probe, "_DIGESTED_ELEMENTS", 100)  # several parts
+    product = torch.randn(9, 33).to(dtype)
+    changed = product.clone()
+    changed.view(INTEGERS[dtype])[4, 32] ^= 1
+    before, after = row_digests(product), row_digests(changed)
+    assert (before != after).tolist() == [row == 4 for row in range(9)]
+    order = torch.randperm(9)
+    assert torch.equal(row_digests(product[order]), before[order])
+    assert len(before.unique()) == 9
+
+
+def test_one_large_product_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three copies of the logits of a microbatch would decide the peak of a run."""
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = []
+    compute = product_probe.compute
+
+    def counted(*arguments: Any) -> Tensor:
+        product = compute(*arguments)
+        alive.add(product)
+        most.append(len(alive))
+        return product
+
+    monkeypatch.setattr(product_probe, "compute", counted)
+    set_routes(make_model(), [1, 2, 16, 64], [1, 16, 64])
+    assert len(most) > 10
+    assert max(most) == 1
