@@ -72,7 +72,7 @@ LAYERS = (
         "model/tiled_attention.py", "model/packed_attention.py", "model/attention.py",
         "model/matmul_kernels.py", "model/products.py", "model/logprob_kernels.py", "model/logprobs.py",
         "model/recompute.py", "model/decoder.py", "model/attention_probe.py", "model/product_probe.py",
-        "model/hf_weights.py", "model/hf_saving.py",
+        "model/weight_stream.py", "model/hf_weights.py", "model/hf_saving.py",
         "tokenizer/files.py", "tokenizer/chat_template.py", "tokenizer/tokenizer.py", "tokenizer/byte_tokenizer.py",
         "tokenizer/chat_replies.py", "tokenizer/detokenizer.py", "tokenizer/megatron_view.py",
     ), packages=BASE, independent=True, of_graph=frozenset({"graph/errors.py", "graph/hooks.py"})),

@@ -7,7 +7,7 @@ architecture are those of the run that saved it, whose configuration is in the c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -138,10 +138,15 @@ class StoredModel:
     config: Config | None = None  # of the run that saved the checkpoint; None: a model folder
     step: int | None = None  # of the checkpoint
 
-    def load(self, dtype: torch.dtype | None, device: str) -> Decoder:
-        """Load the weights, in the dtype they are stored in or in another one."""
+    def load(
+        self, dtype: torch.dtype | None, device: str, on_bytes: Callable[[int, int], None] | None = None
+    ) -> Decoder:
+        """Load the weights, in the dtype they are stored in or in another one.
+
+        `on_bytes` is told how many bytes of a model folder are loaded, and of how many.
+        """
         if self.config is None:
-            return load_model(self.path, dtype=dtype, device=device)
+            return load_model(self.path, dtype=dtype, device=device, on_bytes=on_bytes)
         architecture, _ = read_architecture(self.config, self.tokenizer)
         with torch.device("meta"):
             model = Decoder(architecture).to(dtype=_stored_dtype(self.path))

@@ -99,7 +99,7 @@ def make_run(
             torch.set_num_threads(config.cpu_threads)
         fetch_weights(config.model.path, world, log.note)
         fetch_weights(config.algorithm.teacher, world, log.note)
-        with log.phase("load model") as show:
+        with log.phase("load model", in_bytes=True) as show:
             model = make_model(config, inputs.tokenizer, world.device, show)
             policy = make_policy(config, world, inputs, model)
         undo.callback(policy.close)
@@ -166,7 +166,7 @@ def make_policy(config: Config, world: World, inputs: Inputs, model: Decoder) ->
     )
 
 
-def make_model(config: Config, tokenizer: Tokenizer, device: str, on_tensor: OnProgress | None = None) -> Decoder:
+def make_model(config: Config, tokenizer: Tokenizer, device: str, on_bytes: OnProgress | None = None) -> Decoder:
     """Load the model, or make one with random weights."""
     architecture, _ = read_architecture(config, tokenizer)
     checkpointing = recomputed_layers(config, architecture)
@@ -177,7 +177,7 @@ def make_model(config: Config, tokenizer: Tokenizer, device: str, on_tensor: OnP
             dtype=dtype,
             device=device,
             checkpointing=checkpointing,
-            on_tensor=on_tensor,
+            on_bytes=on_bytes,
         )
     model = Decoder(architecture, checkpointing=checkpointing)
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights
