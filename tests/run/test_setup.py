@@ -17,9 +17,11 @@ def test_every_phase_of_a_run_is_shown_from_its_beginning_to_its_end(
     told: dict[str, list[tuple[int, int]]] = {}
     show = PlainView.phase
 
-    def remember(self: PlainView, name: str, done: int, total: int, detail: str = "") -> None:
+    def remember(
+        self: PlainView, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False
+    ) -> None:
         told.setdefault(name, []).append((done, total))
-        show(self, name, done, total, detail)
+        show(self, name, done, total, detail, in_bytes=in_bytes)
 
     monkeypatch.setattr(PlainView, "phase", remember)
     (folder / "demonstrations.jsonl").write_text('{"prompt": "01?", "completion": "4"}\n')

@@ -72,8 +72,8 @@ def test_plain_shows_set_up_in_few_lines_and_a_long_step_once_in_a_while() -> No
     view = PlainView(100, stream := io.StringIO(), lambda: now[0])
     view.phase("read data", 0, 0)
     now[0] = 2.0
-    for tensor in range(240):  # 0.125 s each, which adds up without rounding
-        view.phase("load model", tensor, 240)
+    for piece in range(240):  # 0.125 s each, which adds up without rounding
+        view.phase("load model", piece * 2**28, 240 * 2**28, in_bytes=True)
         now[0] += 0.125
     view.phase("capture for training", 0, 2, "train 4096")
     now[0] += 70
@@ -91,12 +91,12 @@ def test_plain_shows_set_up_in_few_lines_and_a_long_step_once_in_a_while() -> No
     assert stream.getvalue().splitlines() == [
         "read data",
         "read data: done in 2.0s",
-        "load model: 0/240",
-        "load model: 40/240, 25s left",
-        "load model: 80/240, 20s left",
-        "load model: 120/240, 15s left",
-        "load model: 160/240, 10s left",
-        "load model: 200/240, 5s left",
+        "load model: 0%, 0.0 of 60.0 GiB",
+        "load model: 17%, 10.0 of 60.0 GiB, 2.0 GiB/s, 25s left",
+        "load model: 33%, 20.0 of 60.0 GiB, 2.0 GiB/s, 20s left",
+        "load model: 50%, 30.0 of 60.0 GiB, 2.0 GiB/s, 15s left",
+        "load model: 67%, 40.0 of 60.0 GiB, 2.0 GiB/s, 10s left",
+        "load model: 83%, 50.0 of 60.0 GiB, 2.0 GiB/s, 5s left",
         "load model: done in 30s",
         "capture for training: 0/2 (train 4096)",
         "capture for training: 1/2 (train 2048), 1m 10s left",

@@ -182,7 +182,8 @@ def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Eng
     if options.rows < 1:
         raise InputError(f"--rows {options.rows}: must be at least 1")
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    model = stored.load(dtype, device)
+    with _load_bar(options.quiet) as on_bytes:
+        model = stored.load(dtype, device, on_bytes)
     needed = max(len(request.tokens) for request in requests) + params.max_tokens
     with _capture_bar(options.quiet) as on_capture:
         engine = Engine(
@@ -314,6 +315,18 @@ def _opened(path: str | None) -> Iterator[TextIO]:
         return
     with open(path, "w", encoding="utf-8") as file:
         yield file
+
+
+@contextlib.contextmanager
+def _load_bar(quiet: bool) -> Iterator[Any]:
+    """Show how much of the weights is loaded, and how fast."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    console = _console()
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,13 @@
 """Reading weights in Hugging Face's layout: a folder with config.json and safetensors, in one file or in several.
 
-Loading writes into the memory that the parameters already have, one tensor at a time, and only after every file was
-found to fit. Pickles are never read.
+Loading writes into the memory that the parameters already have, and only after every file was found to fit. Pickles are
+never read.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from rollgraph.files import FileError, MissingFile, read_object, regular_file
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.config_fields import ArchitectureError
 from rollgraph.model.decoder import Decoder
 from rollgraph.model.hf_names import tensor_places
+from rollgraph.model.weight_stream import FileVersion, OnBytes, Transfer, stream
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -32,15 +34,20 @@ _CONVERT = f"{PICKLES}: transformers.AutoModelForCausalLM.from_pretrained(folder
 
 
 class ModelFileError(ValueError):
-    """Files that are incomplete, or that belong to another model. Nothing was loaded."""
+    """Files that are incomplete, that belong to another model, or that change while they are read."""
 
 
 class Stored(NamedTuple):
     """What the header of a file says about a tensor."""
 
-    file: Path
+    file: FileVersion
+    offset: int  # of its first byte in the file
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def load_model(
@@ -49,11 +56,12 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     checkpointing: int = 0,
-    on_tensor: Callable[[int, int], None] | None = None,
+    on_bytes: OnBytes | None = None,
 ) -> Decoder:
-    """Load the model of a folder, in the dtype it is stored in or in `dtype`. Allocates nothing but the weights.
+    """Load the model of a folder, in the dtype it is stored in or in `dtype`.
 
-    `on_tensor` is called before each tensor, with how many are loaded and how many there are.
+    Allocates nothing but the weights and a few buffers, whatever the size of the model. `on_bytes` is called again and
+    again with how many bytes are loaded and how many there are.
     """
     source = Path(folder)
     architecture = read_architecture(source)
@@ -66,14 +74,15 @@ def load_model(
     model.to_empty(device=device)
     frequencies, _ = architecture.frequencies()
     model.frequencies.copy_(frequencies)
-    _fill(model, stored, on_tensor)
+    _fill(model, stored, on_bytes)
     return model
 
 
 def load_weights(model: Decoder, folder: str | os.PathLike[str], *, cast: bool = False) -> None:
     """Copy the weights of a folder into the parameters, whose addresses stay the same.
 
-    After an error the parameters are unchanged. `cast` allows weights of another dtype than the parameters'.
+    Weights that do not fit leave the parameters unchanged. If a file changes while it is read, the parameters become
+    NaN, so that nobody uses a mixture of two models. `cast` allows weights of another dtype than the parameters'.
     """
     source = Path(folder)
     theirs = read_architecture(source)
@@ -81,8 +90,14 @@ def load_weights(model: Decoder, folder: str | os.PathLike[str], *, cast: bool =
     if theirs != ours:
         raise ModelFileError(f"{source} has another architecture: {_difference(theirs, ours)}")
     stored = _read_headers(source)
-    _check(source, stored, parameter_views(model), cast)
-    _fill(model, stored)
+    views = parameter_views(model)
+    _check(source, stored, views, cast)
+    try:
+        _fill(model, stored)
+    except BaseException:
+        for view in views.values():
+            view.fill_(math.nan)
+        raise
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
@@ -110,18 +125,18 @@ def parameter_views(model: Decoder) -> dict[str, Tensor]:
     return views
 
 
-def _fill(model: Decoder, stored: dict[str, Stored], on_tensor: Callable[[int, int], None] | None = None) -> None:
+def _fill(model: Decoder, stored: dict[str, Stored], on_bytes: OnBytes | None = None) -> None:
     views = parameter_views(model)
-    loaded = 0
-    for path in sorted({found.file for found in stored.values()}):
-        with safe_open(path, framework="pt") as file, torch.no_grad():
-            for name in file.offset_keys():
-                if name not in views:
-                    continue
-                if on_tensor is not None:
-                    on_tensor(loaded, len(views))
-                views[name].copy_(file.get_tensor(name))
-                loaded += 1
+    transfers = []
+    for name, view in views.items():
+        found = stored[name]
+        transfers.append(Transfer(found.file, found.offset, found.dtype, view))
+    transfers.sort(key=lambda transfer: (transfer.file.path, transfer.offset))
+    try:
+        stream(transfers, on_bytes)
+    except FileError as error:
+        raise ModelFileError(f"{error.place} {error.detail}") from None
+    increment_version(list(views.values()))  # they were written behind autograd's back
 
 
 def _stored_dtype(source: Path, architecture: Architecture, stored: dict[str, Stored]) -> torch.dtype | None:
@@ -203,24 +218,29 @@ def _read_headers(source: Path) -> dict[str, Stored]:
     for path in _weight_files(source):
         for name, found in read_header(path).items():
             if name in stored:
-                raise ModelFileError(f"{source} has {name} twice, in {stored[name].file.name} and in {path.name}")
+                raise ModelFileError(f"{source} has {name} twice, in {stored[name].file.path.name} and in {path.name}")
             stored[name] = found
     return stored
 
 
 def read_header(path: Path) -> dict[str, Stored]:
     """What the header of a file says about each of its tensors, by name."""
-    found = {}
+    found: dict[str, Stored] = {}
     try:
-        with safe_open(regular_file(path), framework="pt") as file:
+        version = FileVersion.of(regular_file(path))
+        with safe_open(path, framework="pt") as file:  # checks that the tensors fill the file up to its end
             for name in file.offset_keys():
                 header = file.get_slice(name)
                 dtype = header.get_dtype()
                 if dtype not in _DTYPES:
                     raise ModelFileError(f"{path}: {name} is stored as {dtype}; expected one of {', '.join(_DTYPES)}")
-                found[name] = Stored(path, tuple(header.get_shape()), _DTYPES[dtype])
+                found[name] = Stored(version, 0, tuple(header.get_shape()), _DTYPES[dtype])
     except (SafetensorError, OSError, OverflowError, FileError) as error:
         raise ModelFileError(f"{path} is not a complete safetensors file: {error}") from error
+    offset = version.size - sum(tensor.nbytes for tensor in found.values())
+    for name, tensor in found.items():
+        found[name] = tensor._replace(offset=offset)
+        offset += tensor.nbytes
     return found
 
 

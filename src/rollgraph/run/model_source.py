@@ -7,7 +7,7 @@ architecture are those of the run that saved it, whose configuration is in the c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -147,12 +147,17 @@ class StoredModel:
     step: int | None = None  # of the checkpoint
     base: Path | None = None  # of an adapter, or of a checkpoint of adapters: the folder of the model it belongs to
 
-    def load(self, dtype: torch.dtype | None, device: str) -> Decoder:
-        """Load the weights, in the dtype they are stored in or in another one."""
+    def load(
+        self, dtype: torch.dtype | None, device: str, on_bytes: Callable[[int, int], None] | None = None
+    ) -> Decoder:
+        """Load the weights, in the dtype they are stored in or in another one.
+
+        `on_bytes` is told how many bytes of a model folder are loaded, and of how many.
+        """
         if self.base is not None:
-            return self._load_with_adapter(self.base, dtype, device)
+            return self._load_with_adapter(self.base, dtype, device, on_bytes)
         if self.config is None:
-            return load_model(self.path, dtype=dtype, device=device)
+            return load_model(self.path, dtype=dtype, device=device, on_bytes=on_bytes)
         architecture, _ = read_architecture(self.config, self.tokenizer)
         with torch.device("meta"):
             model = Decoder(architecture).to(dtype=_stored_dtype(self.path))
@@ -162,15 +167,17 @@ class StoredModel:
         load_parameters(self.path, model)
         return model if dtype is None else model.to(dtype)
 
-    def _load_with_adapter(self, base: Path, dtype: torch.dtype | None, device: str) -> Decoder:
+    def _load_with_adapter(
+        self, base: Path, dtype: torch.dtype | None, device: str, on_bytes: Callable[[int, int], None] | None
+    ) -> Decoder:
         """Adapters have the dtype of their base: it is chosen before they are attached."""
         if self.config is None:
-            model = load_model(base, dtype=dtype, device=device)
+            model = load_model(base, dtype=dtype, device=device, on_bytes=on_bytes)
             attach(model, read_adapter(self.path, model.architecture).spec, seed=0)
             load_adapter(model, self.path)
             return model
         assert self.config.adapter is not None
-        model = load_model(base, dtype=dtype or _stored_dtype(self.path), device=device)
+        model = load_model(base, dtype=dtype or _stored_dtype(self.path), device=device, on_bytes=on_bytes)
         attach(model, adapter_spec(self.config.adapter), seed=0)
         load_parameters(self.path, model, cast=True)
         assert model.adapters is not None

@@ -116,7 +116,7 @@ def make_run(
             torch.set_num_threads(config.cpu_threads)
         fetch_weights(config.model.path, world, log.note)
         fetch_weights(config.algorithm.teacher, world, log.note)
-        with log.phase("load model") as show:
+        with log.phase("load model", in_bytes=True) as show:
             model = make_model(config, inputs.tokenizer, world.device, show, load)
             policy = make_policy(config, world, inputs, model)
         undo.callback(policy.close)
@@ -191,7 +191,7 @@ def make_model(
     config: Config,
     tokenizer: Tokenizer,
     device: str,
-    on_tensor: OnProgress | None = None,
+    on_bytes: OnProgress | None = None,
     load: Callable[..., Decoder] = load_model,
 ) -> Decoder:
     """Load the model, or make a tiny one with random weights, and give it its adapters."""
@@ -204,7 +204,7 @@ def make_model(
             dtype=dtype,
             device=device,
             checkpointing=checkpointing,
-            on_tensor=on_tensor,
+            on_bytes=on_bytes,
         )
         return _adapted(config, model)
     model = Decoder(architecture, checkpointing=checkpointing)

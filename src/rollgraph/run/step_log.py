@@ -84,10 +84,10 @@ class StepLog:
             self.seconds[phase] += time.perf_counter() - start
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[OnProgress]:
+    def phase(self, name: str, *, in_bytes: bool = False) -> Iterator[OnProgress]:
         """Show a phase outside of steps. It is given a function to call with how much is done, and of how much."""
         self.view.phase(name, 0, 0)
-        yield partial(self.view.phase, name)
+        yield partial(self.view.phase, name, in_bytes=in_bytes)
         self.view.end_phase()
 
     def note(self, text: str) -> None:

@@ -44,8 +44,8 @@ class NotebookView(RunPicture):
     def __exit__(self, *error: object) -> None:
         self._draw()
 
-    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
-        super().phase(name, done, total, detail)
+    def phase(self, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False) -> None:
+        super().phase(name, done, total, detail, in_bytes=in_bytes)
         self._draw_soon()
 
     def end_phase(self) -> None:

@@ -31,21 +31,23 @@ class PlainView(View):
         self._phase: PhaseProgress | None = None  # the one outside of steps
         self._printed = clock()  # when the last line was
 
-    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+    def phase(self, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False) -> None:
         now = self._clock()
+        reached = PhaseProgress(name, now, done, total, detail, in_bytes)
         if name in STEP_PHASES or self._last_step is not None:
             if now - self._printed >= STEP_PAUSE:
-                self._print(f"{self._in_step()}{name}{_counted(done, total, detail)}")
+                self._print(f"{self._in_step()}{_described(reached, now)}")
             return
-        begins = self._phase is None or self._phase.name != name
-        if begins:
+        known = self._phase
+        begins = known is None or known.name != name
+        if known is not None and not begins:
+            reached = replace(reached, started=known.started)
+        else:
             self.end_phase()
-            self._phase = PhaseProgress(name, now)
-        assert self._phase is not None
-        self._phase = replace(self._phase, done=done, total=total, detail=detail)
+        self._phase = reached
         if begins or now - self._printed >= SETUP_PAUSE:
-            left = self._phase.left(now)
-            self._print(f"{name}{_counted(done, total, detail)}{', ' if left else ''}{left}")
+            left = reached.left(now)
+            self._print(f"{_described(reached, now)}{', ' if left else ''}{left}")
 
     def end_phase(self) -> None:
         if self._phase is None:
@@ -86,6 +88,7 @@ class PlainView(View):
         self._printed = self._clock()
 
 
-def _counted(done: int, total: int, detail: str) -> str:
-    count = f": {done:,}/{total:,}" if total else ""
-    return f"{count} ({detail})" if detail else count
+def _described(phase: PhaseProgress, now: float) -> str:
+    count = phase.counted(now)
+    text = f"{phase.name}: {count}" if count else phase.name
+    return f"{text} ({phase.detail})" if phase.detail else text

@@ -40,7 +40,7 @@ class RunPicture(View):
 
     # Values are replaced rather than changed: another thread may be drawing them.
 
-    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+    def phase(self, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False) -> None:
         if self._is_new_step:
             self._of_step = {}
             self._is_new_step = False
@@ -51,7 +51,7 @@ class RunPicture(View):
         if known is None or known.name != name:
             self.end_phase()
             known = PhaseProgress(name, self._clock())
-        self._outside = replace(known, done=done, total=total, detail=detail)
+        self._outside = replace(known, done=done, total=total, detail=detail, in_bytes=in_bytes)
 
     def end_phase(self) -> None:
         self._outside = None
@@ -86,18 +86,20 @@ class RunPicture(View):
         table = Table.grid(padding=(0, 1), expand=True)
         for justify, ratio in (("left", None), ("left", 1), ("right", None), ("right", None)):
             table.add_column(justify=justify, ratio=ratio, no_wrap=True)  # type: ignore[arg-type]
-        for name, done, total, cell in self._rows():
+        for name, done, total, count, cell in self._rows():
             bar = ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="dim green")
             # A style, not markup: a note is printed without markup, and the picture is drawn anew with it.
-            table.add_row(name, bar if total else "", f"{done:,}/{total:,}" if total else "", Text(cell, style="dim"))
+            table.add_row(name, bar if total else "", count, Text(cell, style="dim"))
         return table
 
-    def _rows(self) -> list[tuple[str, int, int, str]]:
-        """The name of each bar, how much is done, of how much, and what is known about its time."""
-        rows = [("steps", self._done, self._total, self._steps.left(self._total - self._done))]
+    def _rows(self) -> list[tuple[str, int, int, str, str]]:
+        """The name of each bar, how much is done, of how much, that in words, and what is known about its time."""
+        now = self._clock()
+        left = self._steps.left(self._total - self._done)
+        rows = [("steps", self._done, self._total, _counted(self._done, self._total), left)]
         outside = self._outside
         if outside is not None:
-            rows.append((outside.name, outside.done, outside.total, outside.left(self._clock())))
+            rows.append((outside.name, outside.done, outside.total, outside.counted(now), outside.left(now)))
         whole = sum(self._seconds.values())
         reached = self._of_step
         for name in STEP_PHASES:
@@ -105,7 +107,7 @@ class RunPicture(View):
             if seconds is None and name not in reached and (self._seconds or outside is not None or not reached):
                 continue  # this run has no such phase, or its first step has not begun
             done, total = reached.get(name, (0, 0))
-            rows.append((name, done, total, _share(seconds, whole)))
+            rows.append((name, done, total, _counted(done, total), _share(seconds, whole)))
         return rows
 
     def _numbers(self, width: int) -> RenderableType:
@@ -127,6 +129,10 @@ class RunPicture(View):
             return "the first step is under way" if self._of_step else "starting"
         part = f" ({outside.detail})" if outside.detail else ""
         return f"before the first step: {outside.name}{part}"
+
+
+def _counted(done: int, total: int) -> str:
+    return f"{done:,}/{total:,}" if total else ""
 
 
 def _share(seconds: float | None, whole: float) -> str:

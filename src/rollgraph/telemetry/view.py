@@ -22,6 +22,7 @@ SHOWN = {
     "speed/memory_gib": "{} GiB",
 }
 VALIDATION = "validation/"  # metrics with this prefix stay on the screen until the next validation
+UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 RECENT = 20  # steps from which the remaining time is estimated
 
 
@@ -34,10 +35,11 @@ class View:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+    def phase(self, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False) -> None:
         """Show how much of a phase is done, and the part of it that is under way. Cheap enough for every token.
 
-        A total of 0 is unknown. A phase outside of steps lasts until `end_phase()`, or until another one begins.
+        A total of 0 is unknown. A phase outside of steps lasts until `end_phase()`, or until another one begins; it may
+        be counted `in_bytes`.
         """
 
     def end_phase(self) -> None:
@@ -52,13 +54,26 @@ class View:
 
 @dataclass(frozen=True)
 class PhaseProgress:
-    """How far a phase outside of steps has come, e.g. PhaseProgress("load model", 12.5, 120, 290)."""
+    """How far a phase outside of steps has come, e.g. PhaseProgress("warm start", 12.5, 120, 290)."""
 
     name: str
     started: float
     done: int = 0
     total: int = 0
     detail: str = ""
+    in_bytes: bool = False
+
+    def counted(self, now: float) -> str:
+        """`120/290`, or `41%, 12.3 of 61.2 GiB, 3.4 GiB/s`; empty if the total is unknown."""
+        if not self.total:
+            return ""
+        if not self.in_bytes:
+            return f"{self.done:,}/{self.total:,}"
+        size, unit = next((size, unit) for size, unit in UNITS if self.total >= size)
+        text = f"{self.done / self.total:.0%}, {self.done / size:.1f} of {self.total / size:.1f} {unit}"
+        if self.done and now > self.started:
+            text += f", {self.done / (now - self.started) / size:.1f} {unit}/s"
+        return text
 
     def left(self, now: float) -> str:
         """The time that the rest takes if it goes on like this; empty if nothing is known yet."""
