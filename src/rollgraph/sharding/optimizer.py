@@ -17,7 +17,7 @@ from rollgraph.sharding.moment_codecs import MomentCodec, RoundingNoise
 from rollgraph.sharding.optimizer_state import OptimizerState, ShardState, StateChunk
 from rollgraph.sharding.schedules import Schedule
 from rollgraph.sharding.sharded_model import ShardedModel
-from rollgraph.sharding.state_memory import CHUNK, Offload, StateFormat, chunk_elements
+from rollgraph.sharding.state_memory import Offload, StateFormat, chunk_elements
 
 DecayRule = Callable[[ParameterSpec], bool]
 
@@ -148,14 +148,13 @@ class ShardedAdamW:
     @torch.no_grad()
     def check_finite(self, loss: Tensor | None = None) -> None:
         """Ask all ranks whether any gradient is not finite. The answer stays on the device."""
-        checked = [part for shard in self._model.gradient_shards() for part in shard.split(CHUNK)]
+        found = torch.zeros_like(self._found_inf)
+        shards = self._model.gradient_shards()
+        if shards:  # one pass that makes no tensors; it also multiplies by 1
+            torch._amp_foreach_non_finite_check_and_unscale_(shards, found, torch.ones_like(found))
         if loss is not None:
-            checked.append(loss)
-        if not checked:
-            self._found_inf.zero_()
-            return
-        non_finite = torch.stack([(~tensor.isfinite()).any() for tensor in checked])
-        self._found_inf.copy_(self._model.any_rank(non_finite.any()))
+            found += ~loss.isfinite().all()
+        self._found_inf.copy_(self._model.any_rank(found))
 
     @torch.no_grad()
     def update(self) -> None:
