@@ -96,16 +96,19 @@ def compare_decode(options: argparse.Namespace, device: str) -> None:
 
 def profile(engine: Engine, rows: int, name: str, options: argparse.Namespace) -> None:
     start(engine, rows, options)
-    steps = 16
+    show_kernels(f"a decode step with {rows} rows, {name}", engine.step, 16)
+    engine.reset()
+
+
+def show_kernels(title: str, step: Callable[[], object], steps: int) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
-            engine.step()
+            step()
         synchronize()
-    engine.reset()
     events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
-    lines = [(event.key[:90], event.count // steps, event.self_device_time_total / steps) for event in events[:16]]
+    lines = [(event.key[:90], event.count // steps, event.self_device_time_total / steps) for event in events[:24]]
     lines.append(("all", "", sum(event.self_device_time_total for event in events) / steps))
-    table(f"a decode step with {rows} rows, {name}", ("kernel", "launches", "µs"), lines)
+    table(title, ("kernel", "launches", "µs"), lines)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -129,14 +132,30 @@ def time_training(options: argparse.Namespace, device: str) -> None:
 
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+            step = graphed(step)
         taken = median_ms(step)
         peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
         count = sum(parameter.numel() for parameter in parameters) / 1e6
         found.append((name, count, taken, peak))
-        del model, parameters
+        if options.profile and device == "cuda":
+            show_kernels(f"forward and backward, {name}", step, 4)
+        del model, parameters, step
     title = f"forward and backward of {options.sequences} x {options.length} tokens"
     table(title, ("training", "parameters, M", "ms", "peak, GiB"), found)
     print(f"  adapters / full: {found[1][2] / found[0][2]:.3f}")
+
+
+def graphed(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as one CUDA graph, as a run has it."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def median_ms(run: Callable[[], None], repeats: int = 10) -> float:

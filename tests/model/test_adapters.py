@@ -50,7 +50,7 @@ class PlainLora(torch.nn.Module):
         self.columns = [part.columns for part in adapter.parts]
         self.routes = {}
 
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, rows: int | None = None, *, defer: bool = False) -> Tensor:
         out = torch.nn.functional.linear(x, self.weight, self.bias)
         added = torch.zeros_like(out)
         for a, b, columns in zip(self.a, self.b, self.columns, strict=True):
@@ -156,3 +156,11 @@ def test_a_is_drawn_by_the_seed_and_b_is_zero() -> None:
 def test_unknown_targets_are_refused() -> None:
     with pytest.raises(ValueError, match="qkv"):
         AdapterSpec(targets=("qkv",))
+
+
+def test_a_model_with_adapters_is_not_moved() -> None:
+    model = make_model(SPEC)
+    with pytest.raises(RuntimeError, match="before you attach"):
+        model.float()
+    with pytest.raises(ValueError, match="already"):
+        attach(model, SPEC, seed=0)

@@ -11,6 +11,7 @@ from torch import Tensor
 from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
+from rollgraph.model.adapters import AdapterSpec, attach
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.policy.step_graphs import Loss
 from rollgraph.rl.algorithms.grpo import GRPO
@@ -40,13 +41,23 @@ def make_worker(
     limits: Limits = LIMITS,
     temperature: float = 1.0,
     reference: bool = True,
+    adapter: AdapterSpec | None = None,
     **options: Any,
 ) -> PolicyWorker:
-    """A captured worker whose reference policy equals its policy."""
+    """A captured worker whose reference policy equals its policy; with an adapter, it is the base."""
     sampling = SamplingParams(max_tokens=12, temperature=temperature)
     settings = {"optimizer": {"lr": RATE, "weight_decay": DECAY}, "warmup": 1, "verify_weights": True} | options
-    worker = PolicyWorker(make_model(), None, world, limits, sampling=sampling, **settings)  # type: ignore[arg-type]
-    if reference:
+    model = make_model()
+    if adapter is not None:
+        attach(model, adapter, seed=0)
+        assert model.adapters is not None
+        generator = torch.Generator().manual_seed(0)
+        for _, _, b in model.adapters.parts():
+            b.copy_(torch.randn(b.shape, generator=generator))
+    worker = PolicyWorker(model, None, world, limits, sampling=sampling, **settings)  # type: ignore[arg-type]
+    if reference and adapter is not None:
+        worker.adapted.name_base("reference")
+    elif reference:
         worker.weights.save("reference")
     worker.capture_all({"policy": (loss, False)})
     return worker

@@ -143,6 +143,7 @@ ADAPTED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "spec"), ADAPTED, ids=["all targets", "some targets"])
 @each_device
 def test_adapters_keep_generation_and_training_equal(

@@ -30,7 +30,7 @@ from rollgraph.model.products import Routes, multiply, padded_rows
 
 # Called with a layer's attention module, its projected qkv, cos and sin; gives the mixed values.
 Attend = Callable[["Attention", Any, Tensor, Tensor], Tensor]
-_FEW_ROWS = 512  # with so many, the kernel that reads a product expands it
+_FEW_ROWS = 256  # with so many, the kernel that reads a product expands it
 
 
 class Attention(nn.Module):
@@ -174,6 +174,8 @@ class Decoder(Adaptable):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         """Keep the rotary frequencies in fp32 under `.to(bfloat16)`: half precision cannot tell positions apart."""
+        if self.adapters is not None:  # a weight is a view of the matrix that is multiplied with
+            raise RuntimeError("the model has adapters: move or convert it before you attach them")
         exact = self.frequencies
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.frequencies.dtype != torch.float32:

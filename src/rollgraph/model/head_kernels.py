@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollgraph.model.adapter_kernels import arguments_of, expand_columns
+from rollgraph.model.adapter_kernels import expanded, sizes_of
 from rollgraph.model.linear import Unexpanded
 
-_EXPANDED = 2048  # columns that are expanded at a time
 _PROGRAMS = 1056  # programs of the backward; each adds up the gradients of the norms over its share of the tokens
 
 
@@ -30,17 +29,15 @@ def _turn(first, second, c, s):
 
 @triton.jit
 def _heads_of_token(
-    qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
+    first, second, token, head, at, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     NORMED: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads of one token. Keys and values go to its row; with PAGED, to its slot in the cache."""
-    token, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)[:, None], tl.arange(0, HALF)
     half = at < DIM // 2
     inside = (head < HEADS + 2 * KV_HEADS) & half
-    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + at
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
     turned = head < HEADS + KV_HEADS  # values are stored unchanged
     if NORMED:
         scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
@@ -75,37 +72,57 @@ def _heads_of_token(
 
 
 @triton.jit
-def _expanding_heads_kernel(
-    product, qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride, stride,
-    b, scale, outputs, b_width, begin_0, end_0, up_0, begin_1, end_1, up_1, begin_2, end_2, up_2,
-    PARTS: tl.constexpr, RANK: tl.constexpr, UNROLLED: tl.constexpr, COLUMNS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    NORMED: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Expand the projection of a token, and then do what is done with one that is expanded already."""
-    token = tl.program_id(0).to(tl.int64)
-    for start in range(0, (HEADS + 2 * KV_HEADS) * DIM, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        expanded = expand_columns(
-            product + token * stride, column, column < outputs, b, scale, outputs, b_width, begin_0, end_0, up_0,
-            begin_1, end_1, up_1, begin_2, end_2, up_2, PARTS, RANK, UNROLLED,
-        )  # fmt: skip
-        tl.store(qkv + token * outputs + column, expanded, mask=column < outputs)
-    tl.debug_barrier()  # the row is read again, by other threads
-    _heads_of_token(
-        qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
-        HEADS, KV_HEADS, ALL, DIM, HALF, NORMED, PAGED,
-    )  # fmt: skip
-
-
-@triton.jit
 def _heads_kernel(
     qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     NORMED: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
+    token, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)[:, None], tl.arange(0, HALF)
+    inside = (head < HEADS + 2 * KV_HEADS) & (at < DIM // 2)
+    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + at
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + DIM // 2, mask=inside, other=0.0)
     _heads_of_token(
-        qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
+        first, second, token, head, at, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
+        HEADS, KV_HEADS, ALL, DIM, HALF, NORMED, PAGED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _expanding_heads_kernel(
+    product, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride, stride, b, scale, b_width,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, UNROLLED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    NORMED: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Expand the heads of one token first. Q, K and V say which of them have an adapter."""
+    token, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)[:, None], tl.arange(0, HALF)
+    inside = (head < HEADS + 2 * KV_HEADS) & (at < DIM // 2)
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_value = head >= HEADS + KV_HEADS
+    part = tl.where(is_key, Q, tl.where(is_value, Q + K, 0))  # how many parts with an adapter come before
+    adapted = inside
+    before = 0 * head  # heads without an adapter that come before
+    if not Q:
+        adapted = adapted & (head >= HEADS)
+        before = before + tl.where(head >= HEADS, HEADS, 0)
+    if not K:
+        adapted = adapted & (is_value | (head < HEADS))
+        before = before + tl.where(is_value, KV_HEADS, 0)
+    if not V:
+        adapted = adapted & (head < HEADS + KV_HEADS)
+        part = tl.where(is_value, 0, part)
+    source = product + token * stride
+    base = source + head * DIM + at
+    low = source + (HEADS + 2 * KV_HEADS) * DIM + part * RANK
+    up = b + (head - before) * DIM + at
+    factor = tl.load(scale)
+    first = tl.load(base, mask=inside, other=0.0)
+    second = tl.load(base + DIM // 2, mask=inside, other=0.0)
+    first = expanded(first, low, up, adapted, b_width, factor, RANK, UNROLLED)
+    second = expanded(second, low, up + DIM // 2, adapted, b_width, factor, RANK, UNROLLED)
+    _heads_of_token(
+        first, second, token, head, at, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
         HEADS, KV_HEADS, ALL, DIM, HALF, NORMED, PAGED,
     )  # fmt: skip
 
@@ -208,10 +225,13 @@ def _launch(
         _heads_kernel[(len(q),)](qkv, *rest, **constants)
         return
     product, b, adapter = qkv
-    expanded = product.new_empty(len(product), adapter.outputs)
+    starts = [part.columns.start for part in adapter.parts]
+    keys = heads * q.shape[2]
+    values = keys + kv_heads * q.shape[2]
     _expanding_heads_kernel[(len(q),)](
-        product, expanded, *rest, product.stride(0), **arguments_of(b, adapter), COLUMNS=_EXPANDED, **constants
-    )
+        product, *rest, product.stride(0), b, adapter.scale, b.shape[1], Q=int(0 in starts), K=int(keys in starts),
+        V=int(values in starts), **sizes_of(adapter), **constants,
+    )  # fmt: skip
 
 
 def _sizes(heads: int, kv_heads: int, dim: int) -> dict[str, int]:

@@ -42,11 +42,13 @@ def expand_backward(d_product: Tensor, low: Tensor, b: Tensor, scale: Tensor, ad
     """The gradient of B. That of x A^T is written beside that of the base, which `d_product` has already."""
     d_b = torch.empty_like(b)
     d_product[:, adapter.low.stop :] = 0
+    scaled_b = b * scale
+    scaled_low = low * scale
     for part in adapter.parts:
         d_part = d_product[:, part.columns]
-        own = low[:, part.low.start - adapter.outputs : part.low.stop - adapter.outputs]
-        d_product[:, part.low] = (d_part @ b[:, part.up].t()) * scale
-        d_b[:, part.up] = (own.t() @ d_part) * scale
+        own = scaled_low[:, part.low.start - adapter.outputs : part.low.stop - adapter.outputs]
+        torch.mm(d_part, scaled_b[:, part.up].t(), out=d_product[:, part.low])
+        torch.mm(own.t(), d_part, out=d_b[:, part.up])
     return d_b
 
 

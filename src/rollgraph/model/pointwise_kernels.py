@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollgraph.model.adapter_kernels import arguments_of, expand_columns
+from rollgraph.model.adapter_kernels import expanded, sizes_of
 from rollgraph.model.linear import Unexpanded
 
 _PROGRAMS = 1056  # programs in the backward of a norm; each sums the weight's gradient over its share of the rows
@@ -17,12 +17,13 @@ _TILE = 1024
 
 
 @triton.jit
-def _add_norm_row(x, update, weight, out, stream, scales, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
+def _add_norm_row(
+    x, update, weight, out, stream, scales, row, at, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Write the sum and its norm for a row, whose `update` was read already."""
     inside = at < width
     value = tl.load(x + row * width + at, mask=inside, other=0.0)
-    added = value.to(tl.float32) + tl.load(update + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    added = value.to(tl.float32) + update.to(tl.float32)
     value = added.to(value.dtype)
     tl.store(stream + row * width + at, value, mask=inside)
     wide = value.to(tl.float32)
@@ -35,27 +36,24 @@ def _add_norm_row(x, update, weight, out, stream, scales, width, eps, KEEP: tl.c
 
 
 @triton.jit
-def _expanding_add_norm_kernel(
-    x, product, update, weight, out, stream, width, eps, stride, b, scale, outputs, b_width, begin_0, end_0, up_0,
-    begin_1, end_1, up_1, begin_2, end_2, up_2,
-    PARTS: tl.constexpr, RANK: tl.constexpr, UNROLLED: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Expand the update of a row, and then do what is done with one that is expanded already, with the same bits."""
+def _add_norm_kernel(x, update, weight, out, stream, scales, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
-    inside = at < width
-    expanded = expand_columns(
-        product + row * stride, at, inside, b, scale, outputs, b_width, begin_0, end_0, up_0, begin_1, end_1, up_1,
-        begin_2, end_2, up_2, PARTS, RANK, UNROLLED,
-    )  # fmt: skip
-    tl.store(update + row * width + at, expanded, mask=inside)
-    tl.debug_barrier()  # the row is read again, by other threads
-    _add_norm_row(x, update, weight, out, stream, stream, width, eps, KEEP=False, WIDTH=WIDTH)
+    added = tl.load(update + row * width + at, mask=at < width, other=0.0)
+    _add_norm_row(x, added, weight, out, stream, scales, row, at, width, eps, KEEP, WIDTH)
 
 
 @triton.jit
-def _add_norm_kernel(x, update, weight, out, stream, scales, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr):
-    _add_norm_row(x, update, weight, out, stream, scales, width, eps, KEEP=KEEP, WIDTH=WIDTH)
+def _expanding_add_norm_kernel(
+    x, product, b, factor, weight, out, stream, width, eps, stride,
+    RANK: tl.constexpr, UNROLLED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    source = product + row * stride
+    base = tl.load(source + at, mask=at < width, other=0.0)
+    added = expanded(base, source + width, b + at, at < width, width, tl.load(factor), RANK, UNROLLED)
+    _add_norm_row(x, added, weight, out, stream, stream, row, at, width, eps, False, WIDTH)
 
 
 @triton.jit
@@ -125,9 +123,10 @@ def add_norm_expanding(residual: Tensor, update: Unexpanded, weight: Tensor, eps
     residual = residual.contiguous()
     rows, width = residual.shape
     block = triton.next_power_of_2(width)
-    out, total, expanded = (torch.empty_like(residual) for _ in range(3))
+    out = torch.empty_like(residual)
+    total = torch.empty_like(residual)
     _expanding_add_norm_kernel[(rows,)](
-        residual, product, expanded, weight, out, total, width, eps, product.stride(0), **arguments_of(b, adapter),
+        residual, product, b, adapter.scale, weight, out, total, width, eps, product.stride(0), **sizes_of(adapter),
         WIDTH=block, num_warps=_warps(block),
     )  # fmt: skip
     return out, total
@@ -183,4 +182,4 @@ class SwiGLU(torch.autograd.Function):
 
 
 def _warps(block: int) -> int:
-    return max(1, min(16, block // 512))
+    return max(1, min(16, block // 256))
