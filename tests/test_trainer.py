@@ -133,7 +133,8 @@ def test_a_prompt_is_asked_as_the_environment_of_the_run_asks_it(tmp_path: Path)
         asked = ROWS[sample["prompt_id"]]["prompt"]
         assert '"name": "calculate"' in sample["prompt"]
         tokens = run.policy.tokenizer.encode(sample["prompt"], special=False)
-        (expected,) = run.policy.engine.generate([tokens], replace(run.policy.sampling, seed=3))
+        with run.policy.phases.enter("generate"):
+            (expected,) = run.policy.engine.generate([tokens], replace(run.policy.sampling, seed=3))
         assert run.generate(asked, seed=3) == expected.completions[0].text
 
 
