@@ -38,18 +38,11 @@ train: {token_buckets: [1024]}
 algorithm: {kl_coef: 0.05}
 graph: {impl: none}
 """
-ADAPTED = """
-model: {tiny: {layers: 4, width: 1024, heads: 8, kv_heads: 2, mlp: 3072, max_length: 128}, checkpointing: 2}
-adapter: {rank: 32}
-train: {token_buckets: [512]}
-algorithm: {kl_coef: 0.05}
-graph: {warmup: 1}
-"""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
-@pytest.mark.parametrize("settings", [LARGE_WEIGHTS, LARGE_ACTIVATIONS, EAGER_AND_CHECKPOINTED, ADAPTED])
+@pytest.mark.parametrize("settings", [LARGE_WEIGHTS, LARGE_ACTIVATIONS, EAGER_AND_CHECKPOINTED])
 def test_the_plan_of_a_cpu_is_what_a_run_uses(tmp_path: Path, settings: str) -> None:
     (tmp_path / "t.jsonl").write_text('{"prompt": "What is 2 plus 2? Answer with a number.", "answer": "4"}\n' * 4)
     (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path) + settings)

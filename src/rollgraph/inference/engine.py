@@ -118,15 +118,7 @@ class Engine:
             self.pool.notes += set_routes(model, defaults.product_rows(rows, prefill_tokens), logits).lines()
         self.max_length = max_length
         if cache is None:
-            plan = plan_cache(
-                architecture,
-                weight.dtype,
-                weight.device,
-                rows=rows,
-                max_length=max_length,
-                block_size=block_size,
-                nbytes=cache_bytes,
-            )
+            plan = plan_cache(model, rows=rows, max_length=max_length, block_size=block_size, nbytes=cache_bytes)
             cache = plan, plan.allocate(weight.device)
         self.plan, pages = cache
         self._filters = filters

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollgraph.inference.defaults import CPU_CACHE_BYTES
 from rollgraph.model.architecture import Architecture
+from rollgraph.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,12 @@ class CachePlan:
         ]
 
 
-def plan_cache(
-    architecture: Architecture,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    rows: int,
-    max_length: int,
-    block_size: int,
-    nbytes: int | None,
-) -> CachePlan:
+def plan_cache(model: Decoder, *, rows: int, max_length: int, block_size: int, nbytes: int | None) -> CachePlan:
     """Plan as many blocks as `rows` sequences of `max_length` could ever use, but no more than fit into `nbytes`.
 
     Without `nbytes`, the limit is most of the free memory of a GPU, or a fixed size on a CPU.
     """
+    architecture, dtype, device = model.architecture, model.embed.weight.dtype, model.embed.weight.device
     if nbytes is None:
         nbytes = CPU_CACHE_BYTES
         if device.type == "cuda":

@@ -33,17 +33,8 @@ class CacheLayout:
         nbytes = limits.cache_bytes
         if nbytes is None and free is not None:
             nbytes = gradients.nbytes + free // 2
-        weight = model.embed.weight
-        plan = plan_cache(
-            model.architecture,
-            weight.dtype,
-            weight.device,
-            rows=limits.rows,
-            max_length=limits.max_length,
-            block_size=BLOCK_SIZE,
-            nbytes=nbytes,
-        )
-        return cls(plan, gradients)
+        rows, length = limits.rows, limits.max_length
+        return cls(plan_cache(model, rows=rows, max_length=length, block_size=BLOCK_SIZE, nbytes=nbytes), gradients)
 
     @property
     def over_gradients(self) -> int:
