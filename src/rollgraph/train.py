@@ -11,6 +11,7 @@ from pathlib import Path
 from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.files import write_atomically
+from rollgraph.run.base_model import resolve_adapter
 from rollgraph.run.begin import begin
 from rollgraph.run.failures import REWARD_FAILURES, UNREWARDED, show_reward_failures, summarize_reward_failures
 from rollgraph.run.folder_lock import lock_folder
@@ -58,7 +59,7 @@ def open_run(
         start = find_start(config)
         write_given_model(config, world, given, fresh=isinstance(start, Fresh))
         view.phase("read data", 0, 0)
-        config = pin_sources(config, world, note=view.note, writes=True)
+        config = resolve_adapter(pin_sources(config, world, note=view.note, writes=True))
         resume_from = None if isinstance(start, Fresh) else start.newest
         inputs = check_inputs(config, world, resume_from=resume_from, given=given)
         if isinstance(start, Finished):
@@ -210,7 +211,7 @@ def finish(run: Run, captures_before: int) -> None:
     run.checkpoints.wait()
     forget_warm_start(run)
     if run.config.checkpoint.export_at_end:
-        run.policy.export(output / MODEL)
+        run.export(output / MODEL)
     report = run.policy.pool.report()
     if run.world.rank == 0:
         write_atomically(output / REPORT, report.to_json())

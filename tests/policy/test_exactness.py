@@ -16,7 +16,9 @@ from rollgraph.distributed.world import World
 from rollgraph.inference import Engine, SamplingParams, defaults
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture, Decoder, Rope, attention_probe, product_probe, products
+from rollgraph.model.adapters import AdapterSpec, attach
 from rollgraph.model.attention_probe import attention_agrees
+from rollgraph.model.linear import Linear
 from rollgraph.model.logprobs import reduce_logits
 from rollgraph.model.pointwise import swiglu
 from rollgraph.model.product_probe import clear_routes, set_routes
@@ -55,14 +57,28 @@ def decoder(architecture: Architecture, device: str, dtype: torch.dtype = torch.
     return model.to(device, dtype)
 
 
+def adapt(model: Decoder, spec: AdapterSpec) -> None:
+    """Attach adapters that add as much as the base gives."""
+    attach(model, spec, seed=0)
+    assert model.adapters is not None
+    for _, _, b in model.adapters.parts():
+        b.uniform_(-0.2, 0.2)
+
+
 def worker_of(architecture: Architecture, device: str, dtype: torch.dtype, **changes: Any) -> PolicyWorker:
     """A captured worker that must be exact. The test is skipped if attention cannot be, with another library."""
     temperature = changes.pop("temperature", 1.0)
     algorithm = changes.pop("algorithm", GRPO())
+    spec = changes.pop("adapter", None)
+    model = decoder(architecture, device, dtype)
+    if spec is not None:
+        adapt(model, spec)
     worker = PolicyWorker(
-        decoder(architecture, device, dtype), None, World(0, 1, device), replace(LIMITS, **changes),
+        model, None, World(0, 1, device), replace(LIMITS, **changes),
         sampling=SamplingParams(max_tokens=24, temperature=temperature), optimizer={"lr": 1e-2}, warmup=1, exact="must",
     )  # fmt: skip
+    if spec is not None:
+        worker.adapted.name_base("reference")
     try:
         worker.capture_all({"policy": (algorithm.loss, False)})
     except ExactnessError as error:
@@ -118,6 +134,34 @@ def test_sampled_logprobs_are_those_of_scoring_and_training(name: str, device: s
         found = worker.train(Batch([check_agreement(worker, asked, f"step {step}")]))
         assert found["policy/token_mult_prob_error"] == 1.0
         assert found["policy/token_mult_prob_error_max"] == 1.0
+    worker.close()
+
+
+ADAPTED = (
+    ("groups of 7, a bias", AdapterSpec(rank=4, alpha=8.0)),
+    ("head norms", AdapterSpec(rank=20, alpha=8.0, targets=("k_proj", "up_proj", "down_proj"))),
+)
+
+
+@pytest.mark.parametrize(("name", "spec"), ADAPTED, ids=["all targets", "some targets"])
+@each_device
+def test_adapters_keep_generation_and_training_equal(
+    name: str, spec: AdapterSpec, device: str, dtype: torch.dtype
+) -> None:
+    architecture = ARCHITECTURES[name]
+    worker = worker_of(architecture, device, dtype, adapter=spec)
+    assert worker.is_exact
+    asked = requests(architecture.vocabulary)
+    for step in range(2):
+        samples = check_agreement(worker, asked, f"step {step}")
+        for sample, reference in zip(samples, worker.logprobs(samples, "reference"), strict=True):
+            assert list(sample.logprobs) != reference
+        found = worker.train(Batch([samples]))
+        assert found["policy/token_mult_prob_error"] == 1.0
+        assert found["policy/token_mult_prob_error_max"] == 1.0
+    with worker.adapted.use("reference"):
+        again = worker.generate(asked, seed="base")
+    assert worker.logprobs(samples_of(asked, again), "reference") == [list(turn.logprobs) for turn in again]
     worker.close()
 
 
@@ -236,7 +280,7 @@ def test_must_takes_the_fixed_way_or_stops(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_gradients_of_routed_products(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
-    layer = products.Linear(12, 7, bias=True).double()
+    layer = Linear(12, 7, bias=True).double()
     expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     for route in (products.Route("library", 8), products.Route("fixed"), products.Route("biased", 16)):
         layer.routes = {5: route}

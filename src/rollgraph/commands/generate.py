@@ -38,7 +38,8 @@ def add_to(commands: Any) -> None:
         "generate",
         help="continue prompts with a model",
         description="Continue prompts with a model: that of a model folder (config.json, safetensors, "
-        "tokenizer.json), of a checkpoint, or of the latest checkpoint of a run. Writes one JSON line for each prompt, "
+        "tokenizer.json), of an adapter folder (adapter_config.json, which names its base model), of a checkpoint, or "
+        "of the latest checkpoint of a run. Writes one JSON line for each prompt, "
         "in order, as soon as it is done. "
         f"Exit code: {DONE} if all prompts were served, {REFUSED} if some were refused or failed (their lines have an "
         f"`error`), {BROKEN} if nothing could be generated.",
@@ -46,7 +47,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "model",
         help="folder of a Llama, Mistral, Qwen2 or Qwen3 model, or its id on the Hugging Face Hub, org/name@revision; "
-        "or a checkpoint, runs/mine/checkpoints/step_00000099; or the output folder of a run, runs/mine",
+        "or an adapter in PEFT's format, or its id; or a checkpoint, "
+        "runs/mine/checkpoints/step_00000099; or the output folder of a run, runs/mine",
     )
     parser.add_argument("--which", choices=("latest", "best"), help="checkpoint of a run (default: latest)")
     source = parser.add_mutually_exclusive_group(required=True)

@@ -45,21 +45,24 @@ def add_to(commands: Any) -> None:
     )
     export = commands.add_parser(
         "export",
-        help="write a checkpoint as a model folder",
-        description="Write a folder that transformers and other tools can load. The run's folder is only read.",
+        help="write a checkpoint as a model folder or an adapter",
+        description="Write a folder that transformers and other tools can load. Of a run with adapters, write the "
+        "adapter alone, in PEFT's format, or with --merge the model with the adapter added to its weights. The run's "
+        "folder is only read.",
     )
     for parser, run in ((train, run_train), (evaluate, run_eval), (export, run_export)):
         add_words(parser, "optimizer.lr=1e-6")
         parser.set_defaults(run=run)
     export.add_argument("--to", required=True, help="folder to write; it must be empty or not exist")
     export.add_argument("--force", action="store_true", help="overwrite the model in a folder that is not empty")
+    export.add_argument("--merge", action="store_true", help="write the model with its adapter, instead of the adapter")
     export.set_defaults(model=None)
     evaluate.add_argument(
         "--model",
         metavar="FOLDER",
-        help="evaluate this instead: a model folder, or an id of the Hugging Face Hub (a baseline), a checkpoint, or "
-        "the output folder of another run, with its tokenizer; data, rewards, sampling and, for a model folder, "
-        "tokenizer.path are the configuration's",
+        help="evaluate this instead: a model folder, or an id of the Hugging Face Hub (a baseline), an adapter, a "
+        "checkpoint, or the output folder of another run, with its tokenizer; data, rewards, sampling and, for a model "
+        "folder or an adapter, tokenizer.path are the configuration's",
     )
     for parser in (evaluate, export):
         parser.add_argument("--which", choices=("latest", "best"), help="checkpoint of a run (default: latest)")
@@ -142,7 +145,7 @@ def run_export(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return WRONG
-    return _with_checkpoint(options, lambda run, options: run.policy.export(Path(options.to)))
+    return _with_checkpoint(options, lambda run, options: run.export(Path(options.to), merge=options.merge))
 
 
 def _evaluated(run: Any) -> dict[str, float]:
@@ -174,6 +177,8 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
             look(world)
 
     def look(world: World) -> None:
+        if options.command == "export" and options.merge and config.adapter is None:
+            raise ValueError("--merge: the run has no adapter (adapter: null), so all its weights are exported anyway")
         if options.model is not None:
             source = recognize(share_model_folder(options.model, world, print_to_stderr), options.which)
             run = make_run(with_model(config, source), world, writes=False)
@@ -209,7 +214,7 @@ def _load_weights(run: Any, source: ModelSource, which: str | None) -> str:
     """
     from rollgraph.run.model_source import check_checkpoint, none_found
 
-    if source.kind == "model":
+    if source.kind in ("model", "adapter"):
         return str(source.path)
     if source.kind == "checkpoint":
         run.load_weights(check_checkpoint(source.path))

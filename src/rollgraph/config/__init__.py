@@ -8,6 +8,7 @@ their types. Importing this package is instant.
 from rollgraph.config.field_types import Key, spell
 from rollgraph.config.keys import (
     COLDEST,
+    AdapterConfig,
     AlgorithmConfig,
     Config,
     DataConfig,
@@ -25,6 +26,7 @@ from rollgraph.config.rules import broken_rules, check_scopes, training_scopes
 
 __all__ = [
     "COLDEST",
+    "AdapterConfig",
     "AlgorithmConfig",
     "Config",
     "ConfigError",

@@ -26,7 +26,10 @@ NotNegative = Annotated[float, Limit("minimum", 0)]
 Share = Annotated[float, Limit("minimum", 0), Limit("maximum", 1)]
 ShareAboveZero = Annotated[float, Limit("exclusiveMinimum", 0), Limit("maximum", 1)]
 Beta = Annotated[float, Limit("minimum", 0), Limit("exclusiveMaximum", 1)]
+Rank = Annotated[Count, Limit("maximum", 1024)]
 Scope = Literal["step", "layer", "attn", "mlp"]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 Options = Mapping[str, Any]
 File = Annotated[str, PATH]
@@ -58,6 +61,25 @@ class ModelConfig:
         "Recompute the activations of so many layers in the backward pass, which saves memory and costs time. true: of "
         "all layers; auto: of none.",
     ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    rank: Annotated[Rank, "Rank of each adapter: more can learn more, and takes more memory."] = 32
+    alpha: Annotated[Positive, "What an adapter adds is multiplied by alpha / rank."] = 32.0
+    targets: Annotated[tuple[Target, ...], "The projections of every layer that get an adapter."] = TARGETS
+    dropout: Annotated[
+        Beta,
+        "Share of an adapter's inputs that training leaves out at random. Above 0, generation and training differ.",
+    ] = 0.0
+    rslora: Annotated[
+        bool, "Multiply by alpha / sqrt(rank) instead, so that a high rank adds as much as a low one."
+    ] = False
+    path: Annotated[
+        File | None,
+        "Folder of an adapter in PEFT's format to start from, or its id on the Hugging Face Hub. It decides rank, "
+        "alpha, targets and rslora. null: adapters that change nothing yet.",
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +350,9 @@ class Config:
         Count | None, "Number of PyTorch threads on a CPU. null: PyTorch decides; 1 is best for tiny models."
     ] = None
     model: Annotated[ModelConfig, "The model to train."] = field(default_factory=ModelConfig)
+    adapter: Annotated[
+        AdapterConfig | None, "Train low-rank adapters (LoRA), and no other weight. null: train all weights."
+    ] = None
     tokenizer: Annotated[TokenizerConfig, "How text becomes tokens."] = field(default_factory=TokenizerConfig)
     data: Annotated[DataConfig, "The prompts to train on and to validate with."]
     rollout: Annotated[RolloutConfig, "How completions are sampled."] = field(default_factory=RolloutConfig)

@@ -39,6 +39,7 @@ def broken_rules(config: Config) -> list[BrokenRule]:
     """(rule, key, what is wrong) for each rule that does not hold."""
     return [
         *_model_rules(config),
+        *_adapter_rules(config),
         *_length_rules(config),
         *_rollout_rules(config),
         *_supervised_rules(config),
@@ -58,6 +59,22 @@ def _model_rules(config: Config) -> Iterator[BrokenRule]:
         yield "one_model", "model", "give either path or tiny"
     if tiny is not None and (tiny.heads % tiny.kv_heads or tiny.width % (2 * tiny.heads)):
         yield "heads_fit", "model.tiny", "kv_heads must divide heads, and 2 x heads must divide width"
+
+
+def _adapter_rules(config: Config) -> Iterator[BrokenRule]:
+    adapter = config.adapter
+    if adapter is None:
+        return
+    if not adapter.targets:
+        yield "adapter_has_targets", "adapter.targets", "name at least one projection"
+    if len(set(adapter.targets)) < len(adapter.targets):
+        yield "targets_differ", "adapter.targets", "a projection is named twice"
+    if adapter.dropout and config.graph.exact == "must":
+        wrong = "training leaves out inputs that generation has (adapter.dropout), so their log-probabilities differ"
+        yield "exact_without_dropout", "graph.exact", wrong
+    if adapter.dropout and config.model.checkpointing not in ("auto", False):
+        wrong = "activations that are computed again would leave out other inputs (adapter.dropout)"
+        yield "checkpointing_without_dropout", "model.checkpointing", wrong
 
 
 def _length_rules(config: Config) -> Iterator[BrokenRule]:

@@ -15,6 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollgraph.model.adapter_kernels import arguments_of, expand_columns
+from rollgraph.model.linear import Unexpanded
+
+_EXPANDED = 2048  # columns that are expanded at a time
 _PROGRAMS = 1056  # programs of the backward; each adds up the gradients of the norms over its share of the tokens
 
 
@@ -25,7 +29,7 @@ def _turn(first, second, c, s):
 
 
 @triton.jit
-def _heads_kernel(
+def _heads_of_token(
     qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     NORMED: tl.constexpr, PAGED: tl.constexpr,
@@ -68,6 +72,42 @@ def _heads_kernel(
     target = v_out + row * key_stride + (head - HEADS - KV_HEADS) * DIM + at
     tl.store(target, first, mask=inside & (head >= HEADS + KV_HEADS))
     tl.store(target + DIM // 2, second, mask=inside & (head >= HEADS + KV_HEADS))
+
+
+@triton.jit
+def _expanding_heads_kernel(
+    product, qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride, stride,
+    b, scale, outputs, b_width, begin_0, end_0, up_0, begin_1, end_1, up_1, begin_2, end_2, up_2,
+    PARTS: tl.constexpr, RANK: tl.constexpr, UNROLLED: tl.constexpr, COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    NORMED: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """Expand the projection of a token, and then do what is done with one that is expanded already."""
+    token = tl.program_id(0).to(tl.int64)
+    for start in range(0, (HEADS + 2 * KV_HEADS) * DIM, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        expanded = expand_columns(
+            product + token * stride, column, column < outputs, b, scale, outputs, b_width, begin_0, end_0, up_0,
+            begin_1, end_1, up_1, begin_2, end_2, up_2, PARTS, RANK, UNROLLED,
+        )  # fmt: skip
+        tl.store(qkv + token * outputs + column, expanded, mask=column < outputs)
+    tl.debug_barrier()  # the row is read again, by other threads
+    _heads_of_token(
+        qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
+        HEADS, KV_HEADS, ALL, DIM, HALF, NORMED, PAGED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _heads_kernel(
+    qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    NORMED: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    _heads_of_token(
+        qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
+        HEADS, KV_HEADS, ALL, DIM, HALF, NORMED, PAGED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -134,7 +174,7 @@ def _heads_backward_kernel(
 
 
 def rotate_and_store(
-    qkv: Tensor,
+    qkv: Tensor | Unexpanded,
     cos: Tensor,
     sin: Tensor,
     weights: tuple[Tensor, Tensor] | None,
@@ -148,21 +188,30 @@ def rotate_and_store(
     `weights` are those of the query and key norms; None leaves the norms out.
     """
     _, _, _, kv_heads, dim = pages.shape
-    q = torch.empty((qkv.shape[0], heads, dim), dtype=qkv.dtype, device=qkv.device)
+    like = qkv.product if isinstance(qkv, Unexpanded) else qkv
+    q = torch.empty((like.shape[0], heads, dim), dtype=like.dtype, device=like.device)
     values = pages.flatten()[kv_heads * dim :]
     _launch(qkv, cos, sin, weights, eps, slots, q, pages, values, 2 * kv_heads * dim, heads, kv_heads)
     return q
 
 
 def _launch(
-    qkv: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float, slots: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, key_stride: int, heads: int, kv_heads: int,
+    qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float,
+    slots: Tensor | None, q: Tensor, k: Tensor, v: Tensor, key_stride: int, heads: int, kv_heads: int,
 ) -> None:  # fmt: skip
-    q_weight, k_weight = weights or (qkv, qkv)
-    _heads_kernel[(qkv.shape[0],)](
-        qkv, cos, sin, q_weight, k_weight, qkv if slots is None else slots, q, k, v, eps, key_stride,
-        NORMED=weights is not None, PAGED=slots is not None, **_sizes(heads, kv_heads, q.shape[2]), num_warps=4,
-    )  # fmt: skip
+    absent = q  # stands in for what the kernel does not read
+    q_weight, k_weight = weights or (absent, absent)
+    rest = (cos, sin, q_weight, k_weight, absent if slots is None else slots, q, k, v, eps, key_stride)
+    constants: dict[str, Any] = _sizes(heads, kv_heads, q.shape[2])
+    constants |= {"NORMED": weights is not None, "PAGED": slots is not None, "num_warps": 4}
+    if not isinstance(qkv, Unexpanded):
+        _heads_kernel[(len(q),)](qkv, *rest, **constants)
+        return
+    product, b, adapter = qkv
+    expanded = product.new_empty(len(product), adapter.outputs)
+    _expanding_heads_kernel[(len(q),)](
+        product, expanded, *rest, product.stride(0), **arguments_of(b, adapter), COLUMNS=_EXPANDED, **constants
+    )
 
 
 def _sizes(heads: int, kv_heads: int, dim: int) -> dict[str, int]:
@@ -213,7 +262,7 @@ class SplitHeads(torch.autograd.Function):
             q_weight if normed else absent, k_weight if normed else absent, d_qkv, d_weights, ctx.eps, tokens, share,
             NORMED=normed, **_sizes(heads, kv_heads, dim), num_warps=4,
         )  # fmt: skip
-        if not normed:
+        if not normed or not ctx.needs_input_grad[3]:
             return d_qkv, None, None, None, None, None, None, None
         d_q_weight, d_k_weight = d_weights.sum(0).to(q_weight.dtype)
         return d_qkv, None, None, d_q_weight, d_k_weight, None, None, None

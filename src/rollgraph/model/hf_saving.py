@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +19,54 @@ from rollgraph.model.decoder import Decoder
 from rollgraph.model.hf_weights import CONFIG, INDEX, WEIGHTS, ModelFileError, parameter_views, spell
 
 _SHARDS = "model-?????-of-?????.safetensors"
-_INCOMPLETE = ".incomplete"  # suffix of every file until all of them are written
+ADAPTER_CONFIG = "adapter_config.json"
+INCOMPLETE = ".incomplete"  # suffix of every file until all of them are written
 
 
-def save_model(model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: int = 5 * 1024**3) -> None:
+def save_model(
+    model: Decoder, folder: str | os.PathLike[str], *, shard_bytes: int = 5 * 1024**3, merge: bool = False
+) -> None:
     """Write a folder that Hugging Face's libraries can load, replacing the weights that it has.
+
+    Of a model with adapters these are the weights of its base or, with `merge`, those with the adapters added.
 
     Files get their final names only when all of them are written, and the file without which nothing loads gets its
     name last. So a folder whose save was interrupted holds the old weights, none, or the new ones, never a mixture.
     """
     target = Path(folder)
+    if (target / ADAPTER_CONFIG).exists():
+        raise ModelFileError(f"{target} holds an adapter, which tools would load in place of a model beside it")
     target.mkdir(parents=True, exist_ok=True)
-    for leftover in target.glob(f"model*{_INCOMPLETE}"):  # of a save that was interrupted
+    for leftover in target.glob(f"model*{INCOMPLETE}"):  # of a save that was interrupted
         leftover.unlink()
     shards = _split_into_shards(parameter_views(model), shard_bytes)
     names = _shard_names(len(shards))
     config = model.architecture.to_config()
     config.pop("torch_dtype", None)  # the old name of dtype
     config["dtype"] = spell(model.embed.weight.dtype)
-    config_path = target / (CONFIG + _INCOMPLETE)
+    config_path = target / (CONFIG + INCOMPLETE)
     _write_json(config_path, config)
-    for name, tensors in zip(names, shards, strict=True):
-        _write_shard(target / (name + _INCOMPLETE), tensors, like=config_path)
+    tensors = _merged(model) if merge else iter(parameter_views(model).items())
+    for name, shard in zip(names, shards, strict=True):
+        write_tensors(target / (name + INCOMPLETE), dict(islice(tensors, len(shard))), like=config_path)
     if len(shards) > 1:
-        _write_json(target / (INDEX + _INCOMPLETE), _make_index(names, shards))
+        _write_json(target / (INDEX + INCOMPLETE), _make_index(names, shards))
         names.append(INDEX)
     for name in (CONFIG, *names):
-        sync(target / (name + _INCOMPLETE))
+        sync(target / (name + INCOMPLETE))
     for old in (target / INDEX, target / WEIGHTS, *target.glob(_SHARDS)):
         old.unlink(missing_ok=True)
     for name in (CONFIG, *names):
-        os.replace(target / (name + _INCOMPLETE), target / name)
+        os.replace(target / (name + INCOMPLETE), target / name)
     sync(target)
+
+
+def _merged(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The weights with the adapters added, in host memory: a GPU may have no room for those of a file."""
+    if model.adapters is None:
+        raise ModelFileError("the model has no adapters to merge")
+    for name, tensor in model.adapters.merged_weights():
+        yield name, tensor.cpu()
 
 
 def _split_into_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
@@ -70,7 +88,8 @@ def _shard_names(number: int) -> list[str]:
     return [f"model-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
 
 
-def _write_shard(path: Path, tensors: dict[str, Tensor], like: Path) -> None:
+def write_tensors(path: Path, tensors: dict[str, Tensor], like: Path) -> None:
+    """Write a safetensors file with the permissions of another file."""
     write_new(path)  # so that nothing is written through a link of this name
     try:
         save_file(tensors, path, {"format": "pt"})

@@ -1,7 +1,7 @@
 """Reading weights in Hugging Face's layout: a folder with config.json and safetensors, in one file or in several.
 
-Owns the map from Hugging Face's tensors to the decoder's parameters, which are fused. Loading writes into the memory
-that the parameters already have, and only after every file was found to fit. Pickles are never read.
+Loading writes into the memory that the parameters already have, and only after every file was found to fit. Pickles are
+never read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +22,15 @@ from rollgraph.files import FileError, MissingFile, read_object, regular_file
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.config_fields import ArchitectureError
 from rollgraph.model.decoder import Decoder
+from rollgraph.model.hf_names import tensor_places
 from rollgraph.model.weight_stream import FileVersion, OnBytes, Transfer, stream
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CONVERT = (
-    "a pickle can run any code and is never loaded. If you trust it, convert it: "
-    "transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another)"
-)
+PICKLES = "a pickle can run any code and is never loaded. If you trust it, convert it"
+_CONVERT = f"{PICKLES}: transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another)"
 
 
 class ModelFileError(ValueError):
@@ -100,38 +100,6 @@ def load_weights(model: Decoder, folder: str | os.PathLike[str], *, cast: bool =
         raise
 
 
-def tensor_places(architecture: Architecture) -> dict[str, tuple[str, slice]]:
-    """Where each of Hugging Face's tensors is: the name of the decoder's parameter, and the rows of it."""
-    a = architecture
-    q = a.heads * a.head_dim
-    kv = a.kv_heads * a.head_dim
-    all_rows = slice(None)
-    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-    if a.qk_norm:
-        norms |= {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-    projections = (
-        ("self_attn.q_proj", "attention.qkv", slice(q), a.qkv_bias),
-        ("self_attn.k_proj", "attention.qkv", slice(q, q + kv), a.qkv_bias),
-        ("self_attn.v_proj", "attention.qkv", slice(q + kv, q + 2 * kv), a.qkv_bias),
-        ("self_attn.o_proj", "attention.out", all_rows, a.output_bias),
-        ("mlp.gate_proj", "mlp.gate_up", slice(a.mlp), a.mlp_bias),
-        ("mlp.up_proj", "mlp.gate_up", slice(a.mlp, 2 * a.mlp), a.mlp_bias),
-        ("mlp.down_proj", "mlp.down", all_rows, a.mlp_bias),
-    )
-    places = {"model.embed_tokens.weight": ("embed.weight", all_rows)}
-    for i in range(a.layers):
-        for theirs, ours in norms.items():
-            places[f"model.layers.{i}.{theirs}.weight"] = (f"layers.{i}.{ours}", all_rows)
-        for theirs, ours, rows, has_bias in projections:
-            places[f"model.layers.{i}.{theirs}.weight"] = (f"layers.{i}.{ours}.weight", rows)
-            if has_bias:
-                places[f"model.layers.{i}.{theirs}.bias"] = (f"layers.{i}.{ours}.bias", rows)
-    places["model.norm.weight"] = ("norm", all_rows)
-    if not a.tied:
-        places["lm_head.weight"] = ("head.weight", all_rows)
-    return places
-
-
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     """The files that hold the weights of a folder, and the index that names them if there is one."""
     source = Path(folder)
@@ -141,20 +109,26 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
     return [source / INDEX, *files]
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds the weights of a model, complete or not."""
+    return (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+
+
 # -- tensors ---------------------------------------------------------------------------------------
 
 
 def parameter_views(model: Decoder) -> dict[str, Tensor]:
-    """The parameters as Hugging Face's tensors, in the same memory."""
+    """The weights as Hugging Face's tensors, in the same memory. Adapters are not among them."""
     views = {}
     for name, (parameter, rows) in tensor_places(model.architecture).items():
-        views[name] = model.get_parameter(parameter).detach()[rows]
+        views[name] = attrgetter(parameter)(model).detach()[rows]
     return views
 
 
 def _fill(model: Decoder, stored: dict[str, Stored], on_bytes: OnBytes | None = None) -> None:
+    views = parameter_views(model)
     transfers = []
-    for name, view in parameter_views(model).items():
+    for name, view in views.items():
         found = stored[name]
         transfers.append(Transfer(found.file, found.offset, found.dtype, view))
     transfers.sort(key=lambda transfer: (transfer.file.path, transfer.offset))
@@ -162,14 +136,14 @@ def _fill(model: Decoder, stored: dict[str, Stored], on_bytes: OnBytes | None = 
         stream(transfers, on_bytes)
     except FileError as error:
         raise ModelFileError(f"{error.place} {error.detail}") from None
-    increment_version(model.parameters())  # they were written behind autograd's back
+    increment_version(list(views.values()))  # they were written behind autograd's back
 
 
 def _stored_dtype(source: Path, architecture: Architecture, stored: dict[str, Stored]) -> torch.dtype | None:
     """The one dtype that all tensors of the model are stored in; None if there are no tensors."""
     dtypes = {stored[name].dtype for name in tensor_places(architecture) if name in stored}
     if len(dtypes) > 1:
-        names = _listed(sorted(map(spell, dtypes)))
+        names = listed(sorted(map(spell, dtypes)))
         raise ModelFileError(f"{source} is stored in several dtypes ({names}): choose one with dtype=")
     return next(iter(dtypes), None)
 
@@ -198,7 +172,7 @@ def _check(source: Path, stored: dict[str, Stored], views: dict[str, Tensor], ca
         "wrong dtype (cast=True converts it)": mistyped,
     }
     if any(problems.values()):
-        found_problems = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names)
+        found_problems = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
         raise ModelFileError(f"{source} does not fit the model; {found_problems}")
 
 
@@ -209,7 +183,7 @@ def _difference(theirs: Architecture, ours: Architecture) -> str:
         our_value = getattr(ours, field.name)
         if field.compare and their_value != our_value:
             different.append(f"{field.name} is {their_value} there and {our_value} here")
-    return _listed(different)
+    return listed(different)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -242,15 +216,15 @@ def _read_headers(source: Path) -> dict[str, Stored]:
     """The header of every tensor in a folder, by name."""
     stored: dict[str, Stored] = {}
     for path in _weight_files(source):
-        for name, found in _read_header(path).items():
+        for name, found in read_header(path).items():
             if name in stored:
                 raise ModelFileError(f"{source} has {name} twice, in {stored[name].file.path.name} and in {path.name}")
             stored[name] = found
     return stored
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
-    """The header of every tensor in a file, by name."""
+def read_header(path: Path) -> dict[str, Stored]:
+    """What the header of a file says about each of its tensors, by name."""
     found: dict[str, Stored] = {}
     try:
         version = FileVersion.of(regular_file(path))
@@ -280,7 +254,7 @@ def _weight_files(source: Path) -> list[Path]:
         return [whole]
     if not index.exists():
         pickles = sorted(path.name for path in source.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-        only = f", only {_listed(pickles)}: {_CONVERT}" if pickles else ""
+        only = f", only {listed(pickles)}: {_CONVERT}" if pickles else ""
         raise ModelFileError(f"{source} has neither {WEIGHTS} nor {INDEX}{only}")
     return [source / name for name in _read_index(index)]
 
@@ -292,14 +266,14 @@ def _read_index(index: Path) -> list[str]:
         raise ModelFileError(f"{index} has no weight_map")
     wrong = [f"{name}={file!r:.80}" for name, file in places.items() if not isinstance(file, str)]
     if wrong:
-        raise ModelFileError(f"{index}: file names in weight_map must be strings: {_listed(wrong)}")
+        raise ModelFileError(f"{index}: file names in weight_map must be strings: {listed(wrong)}")
     names = sorted(set(places.values()))
     outside = [f"{name!r:.80}" for name in names if not _is_plain_name(name)]
     if outside:
-        raise ModelFileError(f"{index}: weight_map may only name files in its own folder, not {_listed(outside)}")
+        raise ModelFileError(f"{index}: weight_map may only name files in its own folder, not {listed(outside)}")
     absent = [name for name in names if not (index.parent / name).exists()]
     if absent:
-        raise ModelFileError(f"{index.parent} is not complete; missing: {_listed(absent)}")
+        raise ModelFileError(f"{index.parent} is not complete; missing: {listed(absent)}")
     return names
 
 
@@ -323,7 +297,7 @@ def spell(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """The first three names, and how many more there are."""
     shown = ", ".join(names[:3])
     if len(names) > 3:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rollgraph.model.linear import Unexpanded
+
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension."""
@@ -26,8 +28,15 @@ def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def add_norm(residual: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add an update to the residual stream. Gives the norm of the sum, and the sum."""
+def add_norm(residual: Tensor, update: Tensor | Unexpanded, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add an update to the residual stream. Gives the norm of the sum, and the sum.
+
+    An update that is not expanded gets no gradient.
+    """
+    if isinstance(update, Unexpanded):
+        from rollgraph.model.pointwise_kernels import add_norm_expanding
+
+        return add_norm_expanding(residual, update, weight, eps)
     if residual.is_cuda:
         from rollgraph.model.pointwise_kernels import AddNorm
 
@@ -37,16 +46,23 @@ def add_norm(residual: Tensor, update: Tensor, weight: Tensor, eps: float) -> tu
     return norm(residual, weight, eps), residual
 
 
-def swiglu(gate_up: Tensor, rows: int = 0) -> Tensor:
+def swiglu(gate_up: Tensor | Unexpanded, rows: int = 0) -> Tensor:
     """`silu(gate) * up`, where gate and up are the two halves of the last dimension.
 
     On CUDA, the result has `rows` rows if that is more, and the additional ones hold anything: a product of so many
     rows then needs no copy.
     """
+    activated: Tensor
+    if isinstance(gate_up, Unexpanded):
+        from rollgraph.model.adapter_kernels import AdaptedSwiGLU
+
+        product, b, adapter = gate_up
+        activated = AdaptedSwiGLU.apply(product, b, adapter.scale, adapter, max(rows, len(product)))  # type: ignore[no-untyped-call]
+        return activated
     if gate_up.is_cuda:
         from rollgraph.model.pointwise_kernels import SwiGLU
 
-        activated: Tensor = SwiGLU.apply(gate_up, max(rows, len(gate_up)))  # type: ignore[no-untyped-call]
+        activated = SwiGLU.apply(gate_up, max(rows, len(gate_up)))  # type: ignore[no-untyped-call]
         return activated
     gate, up = gate_up.chunk(2, -1)
     opened: Tensor = _Silu.apply(gate)  # type: ignore[no-untyped-call]

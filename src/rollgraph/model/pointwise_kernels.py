@@ -9,12 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollgraph.model.adapter_kernels import arguments_of, expand_columns
+from rollgraph.model.linear import Unexpanded
+
 _PROGRAMS = 1056  # programs in the backward of a norm; each sums the weight's gradient over its share of the rows
 _TILE = 1024
 
 
 @triton.jit
-def _add_norm_kernel(x, update, weight, out, stream, scales, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr):
+def _add_norm_row(x, update, weight, out, stream, scales, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < width
@@ -29,6 +32,30 @@ def _add_norm_kernel(x, update, weight, out, stream, scales, width, eps, KEEP: t
     tl.store(out + row * width + at, normed.to(value.dtype), mask=inside)
     if KEEP:
         tl.store(scales + row, scale)
+
+
+@triton.jit
+def _expanding_add_norm_kernel(
+    x, product, update, weight, out, stream, width, eps, stride, b, scale, outputs, b_width, begin_0, end_0, up_0,
+    begin_1, end_1, up_1, begin_2, end_2, up_2,
+    PARTS: tl.constexpr, RANK: tl.constexpr, UNROLLED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Expand the update of a row, and then do what is done with one that is expanded already, with the same bits."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < width
+    expanded = expand_columns(
+        product + row * stride, at, inside, b, scale, outputs, b_width, begin_0, end_0, up_0, begin_1, end_1, up_1,
+        begin_2, end_2, up_2, PARTS, RANK, UNROLLED,
+    )  # fmt: skip
+    tl.store(update + row * width + at, expanded, mask=inside)
+    tl.debug_barrier()  # the row is read again, by other threads
+    _add_norm_row(x, update, weight, out, stream, stream, width, eps, KEEP=False, WIDTH=WIDTH)
+
+
+@triton.jit
+def _add_norm_kernel(x, update, weight, out, stream, scales, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr):
+    _add_norm_row(x, update, weight, out, stream, scales, width, eps, KEEP=KEEP, WIDTH=WIDTH)
 
 
 @triton.jit
@@ -88,7 +115,22 @@ class AddNorm(torch.autograd.Function):
             d_out.contiguous(), d_stream.contiguous(), stream, weight, scales, d_x, d_weights, rows, share, width,
             WIDTH=block, num_warps=_warps(block),
         )  # fmt: skip
-        return d_x, d_x, d_weights.sum(0).to(weight.dtype), None
+        d_weight = d_weights.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return d_x, d_x, d_weight, None
+
+
+def add_norm_expanding(residual: Tensor, update: Unexpanded, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`pointwise.add_norm` of an unexpanded product, for few rows: each reads all of B. There are no gradients."""
+    product, b, adapter = update
+    residual = residual.contiguous()
+    rows, width = residual.shape
+    block = triton.next_power_of_2(width)
+    out, total, expanded = (torch.empty_like(residual) for _ in range(3))
+    _expanding_add_norm_kernel[(rows,)](
+        residual, product, expanded, weight, out, total, width, eps, product.stride(0), **arguments_of(b, adapter),
+        WIDTH=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out, total
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 _BLOCK = 16  # rows in one product of the fixed way on a CPU
@@ -118,14 +118,3 @@ class _Routed(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             d_bias = d_out.sum(0)
         return d_x, d_weight, d_bias, None, None, None
-
-
-class Linear(nn.Linear):
-    """A linear layer that follows routes. All layers of one shape share their routes."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
-        super().__init__(inputs, outputs, bias)
-        self.routes: Routes = {}
-
-    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
-        return multiply(x, self.weight, self.bias, self.routes, rows=rows)

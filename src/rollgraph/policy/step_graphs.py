@@ -20,6 +20,7 @@ from rollgraph.graph import make_graphed_callables
 from rollgraph.graph.hooks import Guard
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, Keys
+from rollgraph.policy.adapted_weights import AdaptedWeights
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.packed_arrays import STREAMS, PackedArrays
 from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
@@ -40,7 +41,7 @@ class _TrainedLoss:
 
 
 class StepGraphs(ScoreGraphs):
-    """The captured steps of a model. `training_guards` are checked before every replay that trains."""
+    """The captured steps of a model. `weights` has the guards that are checked before every replay."""
 
     def __init__(
         self,
@@ -49,11 +50,12 @@ class StepGraphs(ScoreGraphs):
         limits: Limits,
         settings: GraphSettings,
         temperature: float,
-        training_guards: Sequence[Guard],
+        weights: AdaptedWeights,
     ) -> None:
-        super().__init__(model, limits, settings, temperature, guards=[sharded.stale])
+        super().__init__(model, limits, settings, temperature, guards=[weights.stale])
         self._sharded = sharded
-        self._training_guards = list(training_guards)
+        self._weights = weights
+        self._training_guards: list[Guard] = [weights.not_the_policy]
         self.has_reference = False  # whether there was a reference policy when the losses were captured
         self._whole_logits = False
         self._train: dict[tuple[str, int], Callable[..., Any]] = {}
@@ -108,7 +110,7 @@ class StepGraphs(ScoreGraphs):
         make_graphed_callables(
             tuple(units), tuple(samples), pool=settings.pool, backend=settings.backend, on_mismatch=on_mismatch,
             hooks=[self._sharded.graph_hooks(unit) for unit in units], grad_buffers=self._sharded.flat.grad_buffers,
-            num_warmup_iters=max(1, settings.warmup), guards=self._training_guards,
+            num_warmup_iters=max(1, settings.warmup), guards=[*self._training_guards, self._weights.stale_copies],
         )  # fmt: skip
 
     def _units(self, tokens: int) -> tuple[list[torch.nn.Module], list[tuple[Any, ...]]]:
@@ -119,29 +121,33 @@ class StepGraphs(ScoreGraphs):
         cos, sin = (torch.zeros(tokens, architecture.head_dim // 2, device=self._device) for _ in range(2))
         layout = (cos, sin, cu_seqlens, self._limits.longest(tokens), Keys(*keys))
 
-        def hidden(grad: bool = True) -> Tensor:
+        def hidden(grad: bool) -> Tensor:
             dtype = self._model.embed.weight.dtype
             return torch.zeros((tokens, architecture.hidden), dtype=dtype, device=self._device, requires_grad=grad)
 
         units: list[torch.nn.Module] = []
         samples: list[tuple[Any, ...]] = []
-        for index, layer in enumerate(self._model.layers):
+        in_residual, in_update = self._model.embed.weight.requires_grad, False  # what has a gradient so far
+        for layer in self._model.layers:
             if "layer" in scopes:
                 units.append(layer)
-                samples.append((hidden(), hidden(index > 0), *layout))
-                continue
+                samples.append((hidden(in_residual), hidden(in_update), *layout))
+            in_residual = in_residual or in_update
             if "attn" in scopes:
                 units.append(layer.attention)
-                samples.append((hidden(), *layout))
+                samples.append((hidden(in_residual), *layout))
+            in_residual = in_residual or _is_trained(layer.attention)
             if "mlp" in scopes:
                 units.append(layer.mlp)
-                samples.append((hidden(),))
+                samples.append((hidden(in_residual),))
+            in_update = in_residual or _is_trained(layer.mlp)
         return units, samples
 
     # -- what runs inside the graphs ---------------------------------------------------------------
 
     def _gather(self, head: Tensor) -> None:
-        self._sharded.ensure_gathered([head])
+        if head.requires_grad:  # otherwise it belongs to a base that is not sharded
+            self._sharded.ensure_gathered([head])
 
     def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a microbatch, and one tensor of values: the agreement of log-probabilities, then its metrics."""
@@ -172,6 +178,10 @@ class StepGraphs(ScoreGraphs):
         for buffer, gradient in zip(buffers.values(), torch.autograd.grad(loss, list(buffers)), strict=True):
             buffer.add_(gradient)
         return values
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 @torch.no_grad()

@@ -24,7 +24,9 @@ from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, save_model
+from rollgraph.model.adapter_files import save_adapter
 from rollgraph.model.product_probe import ProductReport, clear_routes
+from rollgraph.policy.adapted_weights import AdaptedWeights
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.phases import Phases
@@ -67,6 +69,9 @@ class PolicyWorker:
             raise ValueError(
                 "a graph of a whole step cannot contain the communication of several ranks: use scope layer"
             )
+        self._dropout = model.adapters.spec.dropout if model.adapters is not None else 0.0
+        if self._dropout and (model.checkpointing or exact == "must"):
+            raise ValueError("dropout of adapters goes neither with checkpointing nor with exact: must")
         model.checkpoint_layers(model.checkpointing, parts=not {"step", "layer"} & set(scopes))
         self.model = model
         self.tokenizer = tokenizer
@@ -76,7 +81,8 @@ class PolicyWorker:
         self.sharded = ShardedModel(model, world, reduction=reduction)
         self.optimizer = ShardedAdamW(self.sharded, **optimizer)
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
-        self.phases = Phases(self.sharded)
+        self.adapted = AdaptedWeights(model.adapters, self.sharded, self.weights)
+        self.phases = Phases(self.adapted)
         self.pool = GraphPool()
         self.engine: Engine | None = None
         self.products: ProductReport | None = None  # how products were made exact; None: they were not
@@ -88,8 +94,7 @@ class PolicyWorker:
             self.backend_name = "cuda" if self._on_gpu else "tape"
         self._graphs = GraphSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
         self._temperature = sampling.temperature or 1.0
-        guards = [self._policy_is_swapped_out]
-        self._steps = StepGraphs(model, self.sharded, limits, self._graphs, self._temperature, guards)
+        self._steps = StepGraphs(model, self.sharded, limits, self._graphs, self._temperature, self.adapted)
         self._frozen: dict[str, ScoreGraphs] = {}  # other models that score, by name
 
     def add_frozen(self, name: str, model: Decoder) -> None:
@@ -132,7 +137,7 @@ class PolicyWorker:
             self._steps.capture_score(on_capture)
         for graphs in self._frozen.values():
             graphs.capture_score(on_capture)
-        has_reference = "reference" in self.weights or "reference" in self._frozen
+        has_reference = "reference" in self.adapted or "reference" in self._frozen
         self._steps.capture_train(losses, has_reference, whole_logits, partial(progress, "capture for training"))
 
     def _make_engine(self, on_capture: OnCapture) -> Engine:
@@ -147,7 +152,7 @@ class PolicyWorker:
             exact=False,  # the routes are set already
             pool=self.pool,
             backend=self.backend_name,
-            guards=[self.sharded.stale],
+            guards=[self.adapted.stale],
             on_capture=on_capture,
         )
 
@@ -155,7 +160,7 @@ class PolicyWorker:
     def is_exact(self) -> bool:
         """Whether a sample's log-probabilities at training are, bit for bit, those that it was drawn with."""
         restricted = self.sampling.filtered or self.sampling.temperature == 0  # drawn from some of the tokens
-        return self._exact_on_all_ranks and not restricted
+        return self._exact_on_all_ranks and not restricted and not self._dropout
 
     def _holds_on_all_ranks(self, mine: bool) -> bool:
         """Ranks must not differ in what they score, because scoring gathers parameters from all of them."""
@@ -176,12 +181,6 @@ class PolicyWorker:
     def _free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.world.device)
         return free
-
-    def _policy_is_swapped_out(self) -> str | None:
-        """A guard of training: other weights are in the model."""
-        if self.weights.current == POLICY:
-            return None
-        return f"the weights in the model are {self.weights.current!r}"
 
     # -- generate ----------------------------------------------------------------------------------
 
@@ -224,14 +223,14 @@ class PolicyWorker:
     def logprobs(self, samples: Sequence[Sample], weights: str = POLICY) -> list[list[float]]:
         """The log-probabilities of the tokens of each sample, at the sampling temperature.
 
-        `weights` names a slot, or a model that was added.
+        `weights` names a slot, a model that was added, or the model without its adapters.
         """
         graphs: ScoreGraphs = self._steps
         swapped: AbstractContextManager[object] = nullcontext()
         if weights in self._frozen:
             graphs = self._frozen[weights]
         else:
-            swapped = self.weights.use(weights)
+            swapped = self.adapted.use(weights)
         scored = []
         with self.phases.enter("score"), swapped:
             for indices, bucket in graphs.plan(samples):  # packed while the device works on the one before
@@ -294,6 +293,9 @@ class PolicyWorker:
     def _train_minibatch(
         self, samples: Sequence[Sample], loss: str, totals: TrainTotals, report: Callable[[int], None]
     ) -> None:
+        self.adapted.refresh()
+        if self._dropout:  # what is left out depends on the update and the rank alone, so that a resumed run repeats it
+            torch.manual_seed(self.optimizer.steps * self.world.size + self.world.rank)
         microbatches = self._steps.plan(samples)
         if self.world.size > 1:  # every rank runs as many, because each one takes part in the same collectives
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
@@ -331,11 +333,17 @@ class PolicyWorker:
             gathered += [replace(rollout, group=rollout.group + offset) for rollout in theirs]
         return gathered
 
-    def export(self, folder: Path) -> None:
-        """Write a model folder that other tools can load. Rank 0 does it."""
+    def export(self, folder: Path, *, merge: bool = False, base: tuple[str | None, str | None] = (None, None)) -> None:
+        """Write a folder that other tools can load: the model, or its adapter alone unless that is to be merged.
+
+        `base` is what the adapter belongs to: the path or hub id of a model, and its revision. Rank 0 writes.
+        """
         with self.phases.enter("save"):
             if self.world.rank == 0:
-                save_model(self.model, folder)
+                if self.model.adapters is None or merge:
+                    save_model(self.model, folder, merge=merge)
+                else:
+                    save_adapter(self.model, folder, base=base[0], revision=base[1])
                 if self.tokenizer is not None:
                     self.tokenizer.save(folder)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from rollgraph.run.base_model import keep_base
 from rollgraph.run.record import record_start, tell_changes
 from rollgraph.run.reference import keep_reference, restore_reference
-from rollgraph.run.resume import Resume, Start, none_whole
+from rollgraph.run.resume import Resume, ResumeWarmStart, Start, none_whole
 from rollgraph.run.rollouts import evaluate
 from rollgraph.run.saving import show_checkpoint_problems
 from rollgraph.run.setup import Run
@@ -15,6 +16,8 @@ def begin(run: Run, start: Start) -> int | None:
     """Bring the run to its first step and return its number, or None if the run was asked to stop on the way."""
     if isinstance(start, Resume):
         return _load_checkpoint(run, start)
+    if not isinstance(start, ResumeWarmStart):
+        _keep_base(run)
     record_start(run, 0)
     if run.config.warm_start is not None:
         with run.stop.in_steps():
@@ -30,6 +33,11 @@ def begin(run: Run, start: Start) -> int | None:
         run.log.note(f"before the first step: {shown}")
         run.log.baseline = found
     return 0
+
+
+def _keep_base(run: Run) -> None:
+    if run.world.rank == 0:
+        run.progress.base_files = keep_base(run.config, run.policy.model, run.inputs.tokenizer)
 
 
 def _load_checkpoint(run: Run, start: Resume) -> int:

@@ -22,6 +22,7 @@ FIXED = (  # with everything inside
     "model.path",  # a resumed run has the weights of its checkpoint, whatever the path says
     "model.tiny",
     "model.dtype",
+    "adapter",  # the parameters of the checkpoint, and what they are multiplied by
     "tokenizer",  # ids in the checkpoint mean other text
     "data.train",  # the checkpoint says how many prompts of which order were used
     "data.shuffle",

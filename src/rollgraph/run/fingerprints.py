@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from rollgraph.config import Config
 from rollgraph.model import weight_files
+from rollgraph.model.adapter_files import ADAPTER_WEIGHTS
 from rollgraph.rl.data import PromptData
 from rollgraph.tokenizer import TokenizerFiles
 
@@ -31,7 +32,9 @@ def fingerprint_inputs(config: Config, data: PromptData) -> dict[str, str]:
     elif config.tokenizer_path == "bytes":
         found["tokenizer.path"] = "bytes"
     if config.model.path is not None and Path(config.model.path).is_dir():
-        found["model.path"] = _of_weights(Path(config.model.path))
+        found["model.path"] = fingerprint_weights(Path(config.model.path))
+    if config.adapter is not None and config.adapter.path is not None and Path(config.adapter.path).is_dir():
+        found["adapter.path"] = _digest((Path(config.adapter.path) / ADAPTER_WEIGHTS).read_bytes())
     for key, path in _code(config):
         file, _, name = path.rpartition(":")
         if file.endswith(".py") and Path(file).is_file():
@@ -53,8 +56,8 @@ def _of_tokenizer(folder: Path) -> str:
     return _digest(json.dumps([files.tokenizer_json, files.config, files.model_ids], sort_keys=True).encode())
 
 
-def _of_weights(folder: Path) -> str:
-    """Of the names and sizes of all weight files, and of some blocks from the beginning of each to its end."""
+def fingerprint_weights(folder: Path) -> str:
+    """Of the names and sizes of a model's weight files, and of some blocks from the beginning of each to its end."""
     parts = []
     for path in weight_files(folder):
         size = path.stat().st_size

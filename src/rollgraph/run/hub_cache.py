@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollgraph.files import read_object, read_text
+from rollgraph.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollgraph.model.hf_weights import INDEX, WEIGHTS
 from rollgraph.rl.paths import import_extra
 from rollgraph.run.dataset_splits import CARD, ChosenSplit, SplitError, choose_split
@@ -24,10 +25,12 @@ from rollgraph.run.hub_ids import HubError, HubId, find_id
 Note = Callable[[str], None]
 TRAIN = ("train",)
 HELD_OUT = ("validation", "test")
-_SETTINGS = (  # all but the weights
+_SETTINGS = (  # all but the weights of a model
     "config.json",
     "generation_config.json",
     INDEX,
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,  # small
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -66,6 +69,8 @@ def fetch_model(model: HubId, *, weights: bool = False, note: Note = say_nothing
 
 def _weight_names(folder: Path) -> list[str]:
     """The names of the files with weights. An index that makes no sense is reported by who loads them."""
+    if (folder / ADAPTER_CONFIG).exists():
+        return [ADAPTER_WEIGHTS]
     if not (folder / INDEX).exists():
         return [WEIGHTS]
     places = read_object(folder / INDEX).get("weight_map")

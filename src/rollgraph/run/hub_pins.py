@@ -40,6 +40,7 @@ class _Source:
 
 _SOURCES = (
     _Source("model", "path", "model"),
+    _Source("adapter", "path", "model"),
     _Source("tokenizer", "path", "model"),
     _Source("data", "train", "dataset", TRAIN),
     _Source("data", "validation", "dataset", HELD_OUT),

@@ -1,4 +1,4 @@
-"""The models that people look at after a run or before it: that of a model folder, of a checkpoint, or of a run.
+"""The models that people look at after a run or before it: of a model or adapter folder, of a checkpoint, or of a run.
 
 Owns how a folder is told from the others, and what a checkpoint needs besides its weights: the tokenizer and the
 architecture are those of the run that saved it, whose configuration is in the checkpoint. Only reads.
@@ -7,19 +7,24 @@ architecture are those of the run that saved it, whose configuration is in the c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from rollgraph.config import Config, ConfigError, parse_config
+from rollgraph.config import AdapterConfig, Config, ConfigError, parse_config
 from rollgraph.files import check_path
 from rollgraph.model import Decoder, load_model
-from rollgraph.model.hf_weights import CONFIG
+from rollgraph.model.adapter_files import ADAPTER_CONFIG, load_adapter, read_adapter, read_base
+from rollgraph.model.adapters import attach
+from rollgraph.model.hf_weights import CONFIG, has_weights
+from rollgraph.model.weight_stream import OnBytes
+from rollgraph.run.base_model import adapter_spec, find_base
 from rollgraph.run.checkpoints import Saved, by_score, find_complete
-from rollgraph.run.hub_ids import SCHEME
+from rollgraph.run.hub_cache import model_folder
+from rollgraph.run.hub_ids import SCHEME, find_id
 from rollgraph.run.inputs import make_tokenizer, read_architecture
 from rollgraph.sharding import CheckpointError
 from rollgraph.sharding.checkpoint_loader import load_parameters
@@ -28,10 +33,10 @@ from rollgraph.tokenizer import Tokenizer, load_tokenizer
 
 CHECKPOINTS = "checkpoints"
 EXPECTED = (
-    f"expected a model folder (with {CONFIG}), a checkpoint (with {MANIFEST}) or the folder of a run "
-    f"(with {CHECKPOINTS}/)"
+    f"expected a model folder (with {CONFIG}), an adapter (with {ADAPTER_CONFIG}), a checkpoint (with {MANIFEST}) or "
+    f"the folder of a run (with {CHECKPOINTS}/)"
 )
-Kind = Literal["model", "checkpoint", "run"]
+Kind = Literal["model", "adapter", "checkpoint", "run"]
 Which = Literal["latest", "best"]
 
 
@@ -53,7 +58,9 @@ def recognize(folder: str | Path, which: Which | None = None) -> ModelSource:
     if not path.is_dir():
         raise SourceError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}; {EXPECTED}")
     kind: Kind
-    if (path / CONFIG).exists():
+    if (path / ADAPTER_CONFIG).exists() and not has_weights(path):  # an adapter may have the config.json of its base
+        kind = "adapter"
+    elif (path / CONFIG).exists():
         kind = "model"
     elif (path / MANIFEST).exists():
         kind = "checkpoint"
@@ -64,7 +71,8 @@ def recognize(folder: str | Path, which: Which | None = None) -> ModelSource:
     else:
         raise SourceError(f"{path}: {EXPECTED}")
     if which is not None and kind != "run":
-        raise SourceError(f"--which {which} chooses a checkpoint of a run, but {path} is a {kind}")
+        article = "an" if kind == "adapter" else "a"
+        raise SourceError(f"--which {which} chooses a checkpoint of a run, but {path} is {article} {kind}")
     return ModelSource(kind, path)
 
 
@@ -133,18 +141,19 @@ def read_config(checkpoint: Path) -> Config:
 class StoredModel:
     """A tokenizer, and weights that have not been read yet."""
 
-    path: Path  # a model folder or a checkpoint
+    path: Path  # a model folder, an adapter or a checkpoint
     tokenizer: Tokenizer
-    config: Config | None = None  # of the run that saved the checkpoint; None: a model folder
+    config: Config | None = None  # of the run that saved the checkpoint; None: a model folder or an adapter
     step: int | None = None  # of the checkpoint
+    base: Path | None = None  # of an adapter, or of a checkpoint of adapters: the folder of the model it belongs to
 
-    def load(
-        self, dtype: torch.dtype | None, device: str, on_bytes: Callable[[int, int], None] | None = None
-    ) -> Decoder:
+    def load(self, dtype: torch.dtype | None, device: str, on_bytes: OnBytes | None = None) -> Decoder:
         """Load the weights, in the dtype they are stored in or in another one.
 
         `on_bytes` is told how many bytes of a model folder are loaded, and of how many.
         """
+        if self.base is not None:
+            return self._load_with_adapter(self.base, dtype, device, on_bytes)
         if self.config is None:
             return load_model(self.path, dtype=dtype, device=device, on_bytes=on_bytes)
         architecture, _ = read_architecture(self.config, self.tokenizer)
@@ -156,18 +165,50 @@ class StoredModel:
         load_parameters(self.path, model)
         return model if dtype is None else model.to(dtype)
 
+    def _load_with_adapter(
+        self, base: Path, dtype: torch.dtype | None, device: str, on_bytes: OnBytes | None
+    ) -> Decoder:
+        """Adapters have the dtype of their base: it is chosen before they are attached."""
+        if self.config is None:
+            model = load_model(base, dtype=dtype, device=device, on_bytes=on_bytes)
+            attach(model, read_adapter(self.path, model.architecture).spec, seed=0)
+            load_adapter(model, self.path)
+            return model
+        assert self.config.adapter is not None
+        model = load_model(base, dtype=dtype or _stored_dtype(self.path), device=device, on_bytes=on_bytes)
+        attach(model, adapter_spec(self.config.adapter), seed=0)
+        load_parameters(self.path, model, cast=True)
+        assert model.adapters is not None
+        model.adapters.refresh()
+        return model
+
 
 def open_model(folder: str, which: Which | None, problems: list[str]) -> StoredModel:
     """Find the model of a folder and load its tokenizer. Checkpoints that were passed over go to `problems`."""
     source = recognize(folder, which)
     if source.kind == "model":
         return StoredModel(source.path, load_tokenizer(folder))
+    if source.kind == "adapter":
+        base = model_folder(named_base(source.path), weights=True)
+        return StoredModel(source.path, load_tokenizer(base), base=base)
     if source.kind == "run":
         saved = choose_checkpoint(source.path, which or "latest", problems)
     else:
         saved = check_checkpoint(source.path)
     config = read_config(saved.path)
-    return StoredModel(saved.path, make_tokenizer(config), config, saved.step)
+    found = None if config.adapter is None else find_base(config, saved)
+    return StoredModel(saved.path, make_tokenizer(config), config, saved.step, found)
+
+
+def named_base(adapter: Path) -> str:
+    """The model that an adapter folder names: a path, or an id on the hub with its revision."""
+    base, revision = read_base(adapter)
+    if find_id(base, "model") is None:
+        if not Path(base).is_dir():
+            where = f"there is no such folder (in {Path.cwd()})"
+            raise SourceError(f"{adapter} is an adapter of {base}, and {where}; see base_model_name_or_path")
+        return base
+    return base if revision is None else f"{base}@{revision}"
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:
@@ -183,13 +224,16 @@ def _stored_dtype(checkpoint: Path) -> torch.dtype:
 def with_model(config: Config, source: ModelSource) -> Config:
     """The same configuration for the model of a source: its weights, its tokenizer, and where its checkpoints are."""
     if source.kind == "model":
-        return replace(config, model=replace(config.model, path=str(source.path), tiny=None))
+        return replace(config, model=replace(config.model, path=str(source.path), tiny=None), adapter=None)
+    if source.kind == "adapter":
+        model = replace(config.model, path=named_base(source.path), tiny=None)
+        return replace(config, model=model, adapter=AdapterConfig(path=str(source.path)))
     if source.kind == "checkpoint":
         saved = read_config(source.path)
     else:
         saved = _config_of_run(source.path)
         config = replace(config, output=str(source.path))
-    return replace(config, model=saved.model, tokenizer=saved.tokenizer)
+    return replace(config, model=saved.model, adapter=saved.adapter, tokenizer=saved.tokenizer)
 
 
 def _config_of_run(run: Path) -> Config:

@@ -38,6 +38,7 @@ class RunProgress:
         self.taken = 0  # steps of the run that are finished, by this process or before it
         self.surplus: list[Group] = []  # groups that were sampled and not used yet
         self.reference_files: list[FileRecord] = []  # on rank 0: checksums of the files that hold the reference policy
+        self.base_files: list[FileRecord] = []  # on rank 0: the same for a base model that the run keeps
         self.end: StepEnd | None = None  # of the last step that this process took
         self.save_failed = False
 
@@ -54,6 +55,7 @@ class RunProgress:
             "config": to_dict(self._config),
             "fingerprints": self._fingerprints,
             "reference": self.reference_files,
+            "base": self.base_files,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """The reference policy of a run: which folder holds its weights, and whether they are still those the run began with.
 
 A teacher takes its place if there is one. A run whose reference is random or comes from a warm start keeps it in its
-own folder; otherwise the folder of `model.path` is the reference. Each checkpoint records checksums of the files that a
-resumed run will read.
+own folder; otherwise the folder of `model.path` is the reference. Of a run with adapters it is the base, unless they
+come from a warm start or from `adapter.path`: then the run keeps the adapter as it was. Each checkpoint records
+checksums of the files that a resumed run will read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from rollgraph.config import Config
 from rollgraph.model import load_weights, save_model, weight_files
+from rollgraph.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter, save_adapter
 from rollgraph.model.hf_weights import CONFIG
+from rollgraph.run.base_model import BASE, base_is_reference, describe_base
 from rollgraph.run.checkpoints import Saved
 from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.setup import Run
@@ -24,12 +27,12 @@ def keep_reference(run: Run) -> None:
     folder = _own_folder(run.config)
     if run.inputs.teacher is not None:
         _load_teacher(run)
-    elif run.inputs.algorithm.needs_reference:
+    elif run.inputs.algorithm.needs_reference and not base_is_reference(run.config):
         run.policy.weights.save("reference")
     if folder is not None:
         with run.policy.phases.enter("save"):
             if run.world.rank == 0:
-                save_model(run.policy.model, folder)
+                _write(run, folder)
     if run.world.rank == 0:
         run.progress.reference_files = _record(run)
 
@@ -52,10 +55,22 @@ def restore_reference(run: Run, saved: Saved) -> None:
         return
     if not run.inputs.algorithm.needs_reference:
         return
+    if base_is_reference(run.config):
+        return
     folder = _own_folder(run.config)
-    if folder is not None:
+    if folder is not None and run.config.adapter is not None:
+        load_adapter(run.policy.model, folder)
+    elif folder is not None:
         load_weights(run.policy.model, folder)
     run.policy.weights.save("reference")
+
+
+def _write(run: Run, folder: Path) -> None:
+    if run.config.adapter is None:
+        save_model(run.policy.model, folder)
+    else:
+        base, revision = describe_base(run.config)
+        save_adapter(run.policy.model, folder, base=base, revision=revision)
 
 
 def _load_teacher(run: Run) -> None:
@@ -85,6 +100,8 @@ def _record(run: Run) -> list[FileRecord]:
     """Checksums of the files that a resumed run will read."""
     folder = _folder(run.config)
     own = _own_folder(run.config)
+    if own is not None and run.config.adapter is not None:
+        return record_files(folder, [folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS])
     if own is not None:
         return record_files(folder, [folder / CONFIG, *weight_files(folder)])
     if run.inputs.algorithm.needs_reference:
@@ -98,14 +115,15 @@ def _folder(config: Config) -> Path:
     own = _own_folder(config)
     if own is not None:
         return own
-    assert config.model.path is not None, "the configuration was checked"
+    if config.model.path is None:  # the random base of adapters
+        return Path(config.output) / BASE
     return model_folder(config.model.path)
 
 
 def _own_folder(config: Config) -> Path | None:
     """Where the run keeps its reference; None if the model's own folder is the reference."""
-    if config.algorithm.teacher is not None:
+    if config.algorithm.teacher is not None or base_is_reference(config):
         return None
-    if config.model.path is None or config.warm_start is not None:
+    if config.model.path is None or config.warm_start is not None or config.adapter is not None:
         return Path(config.output) / "reference"
     return None

@@ -16,9 +16,12 @@ import torch
 from rollgraph.config import Config
 from rollgraph.distributed.world import World
 from rollgraph.model import Decoder, load_model
+from rollgraph.model.adapter_files import load_adapter
+from rollgraph.model.adapters import attach
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.exactness import describe
 from rollgraph.rl.algorithms import load_algorithm
+from rollgraph.run.base_model import adapter_spec, base_is_reference, describe_base, resolve_adapter, restore_base
 from rollgraph.run.checkpoints import Checkpoints, Saved
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.host_memory import returning_freed_memory
@@ -56,11 +59,20 @@ class Run:
             return flag
         return bool(self.policy.sharded.any_rank(torch.tensor(float(flag), device=self.world.device)))
 
+    def restore_base(self, saved: Saved) -> None:
+        """With adapters, put the base model of a checkpoint in place, or make sure that it is there."""
+        self.progress.base_files = restore_base(self.config, self.policy.model, saved)
+
     def load_weights(self, saved: Saved) -> dict[str, Any]:
         """Put the weights and the optimizer of a checkpoint in place, and return the rest of what it holds."""
+        self.restore_base(saved)
         state = self.checkpoints.load(saved)
         self.progress.taken = saved.step + 1
         return state
+
+    def export(self, folder: Path, *, merge: bool = False) -> None:
+        """Write the policy for other tools: the model, or its adapter, or with `merge` the model with the adapter."""
+        self.policy.export(folder, merge=merge, base=describe_base(self.config))
 
     def close(self) -> None:
         with contextlib.ExitStack() as parts:  # each is closed even if another one fails
@@ -86,7 +98,7 @@ def make_run(
     Without `writes` nothing can be saved, and nothing in the output folder changes.
     """
     if inputs is None:
-        config = pin_sources(config, world)
+        config = resolve_adapter(pin_sources(config, world))
         inputs = check_inputs(config, world, given=given)
     log = log or StepLog(config, world)
     log.reward_weights = inputs.rewards.weights
@@ -103,8 +115,10 @@ def make_run(
             model = make_model(config, inputs.tokenizer, world.device, show)
             policy = make_policy(config, world, inputs, model)
         undo.callback(policy.close)
-        if inputs.teacher not in (None, policy.model.architecture):
+        if inputs.teacher is not None and (config.adapter or inputs.teacher != policy.model.architecture):
             policy.add_frozen("reference", load_teacher(config, world.device))
+        elif inputs.algorithm.needs_reference and base_is_reference(config):
+            policy.adapted.name_base("reference")
         elif inputs.algorithm.needs_reference:
             policy.weights.save("reference", _reference_place(config, policy))
         capture_graphs(config, inputs, policy, log)
@@ -143,7 +157,9 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
     with returning_freed_memory(policy.world.device):
         policy.capture_all(losses, show, generates=inputs.written is None)
     log.view.end_phase()
-    if policy.products is not None and not config.rollout.filtered:  # a filter changes what is sampled from
+    if config.adapter is not None and config.adapter.dropout:
+        log.note("generation and training differ by what adapter.dropout leaves out in training")
+    elif policy.products is not None and not config.rollout.filtered:  # a filter changes what is sampled from
         log.note(describe(policy.products))
 
 
@@ -172,16 +188,25 @@ def make_model(config: Config, tokenizer: Tokenizer, device: str, on_bytes: OnPr
     checkpointing = recomputed_layers(config, architecture)
     dtype = None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     if config.model.path is not None:
-        return load_model(
+        model = load_model(
             model_folder(config.model.path),
             dtype=dtype,
             device=device,
             checkpointing=checkpointing,
             on_bytes=on_bytes,
         )
+        return _adapted(config, model)
     model = Decoder(architecture, checkpointing=checkpointing)
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights
-    return model.to(device, dtype or torch.float32)
+    return _adapted(config, model.to(device, dtype or torch.float32))
+
+
+def _adapted(config: Config, model: Decoder) -> Decoder:
+    if config.adapter is not None:
+        attach(model, adapter_spec(config.adapter), seed=config.seed)
+        if config.adapter.path is not None:
+            load_adapter(model, model_folder(config.adapter.path))
+    return model
 
 
 def load_teacher(config: Config, device: str) -> Decoder:

@@ -106,10 +106,13 @@ class TrainedRun:
             raise ValueError("the run has no validation data: give evaluate() some")
         return evaluate(run, "eval")
 
-    def export(self, folder: str | os.PathLike[str]) -> Path:
-        """Write a model folder that transformers and other tools can load."""
+    def export(self, folder: str | os.PathLike[str], *, merge: bool = False) -> Path:
+        """Write a model folder that transformers and other tools can load.
+
+        Of a run with adapters, write the adapter alone, which PEFT can load; with `merge`, the model with the adapter.
+        """
         target = Path(folder)
-        self.policy.export(target)
+        self._opened().export(target, merge=merge)
         return target
 
     def close(self) -> None:

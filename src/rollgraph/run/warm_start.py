@@ -15,6 +15,7 @@ from typing import Any
 from rollgraph.config import to_dict
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.demonstrations import WrittenData
+from rollgraph.run.base_model import RECORDED
 from rollgraph.run.checkpoints import Checkpoints
 from rollgraph.run.config_changes import DEMONSTRATION_ORDER, allows_other_data
 from rollgraph.run.progress import restore_position
@@ -99,6 +100,7 @@ def _save(run: Run, checkpoints: Checkpoints, data: WrittenData, progress: WarmS
         "warm_start": vars(progress),
         "config": to_dict(run.config),
         "fingerprints": dict(run.inputs.fingerprints),
+        RECORDED: run.progress.base_files,
     }
     with run.policy.phases.enter("save"), run.stop.uninterrupted():
         checkpoints.save(progress.taken - 1, state)
@@ -110,6 +112,7 @@ def _resume(run: Run, start: Start, checkpoints: Checkpoints, data: WrittenData)
     saved = checkpoints.newest_sound(start.folder.warm_start, start.folder.broken)
     if saved is None:
         raise none_whole(checkpoints.folder, checkpoints.broken.values())
+    run.restore_base(saved)
     state = checkpoints.load(saved)
     restore_position(run.inputs.data, state["data"], may_change=allows_other_data(run.config))
     others = allows_other_data(run.config, DEMONSTRATION_ORDER)

@@ -60,18 +60,24 @@ def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
     return contents.states
 
 
-def load_parameters(folder: str | os.PathLike[str], model: nn.Module) -> None:
-    """Load only the parameters and buffers, into a model that is not sharded. `verify` the checkpoint before."""
+def load_parameters(folder: str | os.PathLike[str], model: nn.Module, *, cast: bool = False) -> None:
+    """Load only the parameters and buffers, into a model that is not sharded. `verify` the checkpoint before.
+
+    `cast` allows parameters of another dtype than the model's.
+    """
     source = Path(folder)
     manifest = read_manifest(source)
-    _check_same(manifest["parameters"], describe_parameters(model))
-    here = unsharded_tensors(model)
+    saved, here = manifest["parameters"], describe_parameters(model)
+    if cast:
+        saved, here = _without_dtypes(saved), _without_dtypes(here)
+    _check_same(saved, here)
+    unsharded = unsharded_tensors(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = {spec.name: parameters[spec.name].numel() for spec in specs_of(model) if spec.trainable}
     with torch.no_grad():
         with safe_open(source / UNSHARDED, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 not a dict
-                here[name].copy_(file.get_tensor(name))
+                unsharded[name].copy_(file.get_tensor(name))
         for record in manifest["shards"]:
             with safe_open(source / record["file"], framework="pt") as file:
                 for name, start, count in record["parts"]:
@@ -147,6 +153,10 @@ def _assemble(source: Path, manifest: Manifest, piece: Piece) -> dict[str, Tenso
 
 def _check_parameters(manifest: Manifest, model: ShardedModel) -> None:
     _check_same(manifest["parameters"], describe_parameters(model.model))
+
+
+def _without_dtypes(described: dict[str, str]) -> dict[str, str]:
+    return {name: text.partition(" ")[2] for name, text in described.items()}
 
 
 def _check_same(saved: dict[str, str], here: dict[str, str]) -> None:

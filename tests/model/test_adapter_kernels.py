@@ -1,0 +1,133 @@
+"""The kernels of adapters: against plain PyTorch, and with the same bits at any number of rows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.model.linear import Linear, Unexpanded
+from rollgraph.model.low_rank import expand_by_products
+from rollgraph.model.pointwise import norm
+from tests.interpreter import run_interpreted
+
+HEADS, KV_HEADS, DIM = 3, 1, 8
+ROWS = (1, 2, 5, 37)
+
+
+def unexpanded(widths: list[int], targeted: list[int], rank: int, rows: int, like: Tensor) -> Unexpanded:
+    """Random numbers in place of the product of a layer with parts of these widths, some of which have an adapter."""
+    torch.manual_seed(rank)
+    bounds = [sum(widths[:index]) for index in range(len(widths) + 1)]
+    columns = [slice(*bound) for bound in pairwise(bounds)]
+    layer = Linear(4, bounds[-1], bias=False)
+    scale = torch.tensor(0.5, device=like.device)
+    layer.adapt([columns[index] for index in targeted], torch.zeros(rank * len(targeted), 4), scale, 0.0)
+    assert layer.adapter is not None
+    product = torch.randn(rows, len(layer.adapter.extended)).to(like)
+    return Unexpanded(product, torch.randn(layer.lora_b.shape).to(like), layer.adapter)
+
+
+def first(rows: int, of: Unexpanded) -> Unexpanded:
+    return of._replace(product=of.product[:rows])
+
+
+def compare_expand(like: Tensor) -> None:
+    from rollgraph.model.adapter_kernels import expand
+
+    for widths, targeted, rank in (([24, 8, 8], [0, 1, 2], 4), ([24, 8, 8], [2], 3), ([150], [0], 16)):
+        given = unexpanded(widths, targeted, rank, max(ROWS), like)
+        wide = given._replace(product=given.product.double(), b=given.b.double())
+        found = expand(*given)
+        torch.testing.assert_close(
+            found.double(), expand_by_products(*wide), rtol=1e-2 if like.is_cuda else 1e-5, atol=1e-5
+        )
+        for rows in ROWS:
+            assert torch.equal(expand(*first(rows, given)), found[:rows])
+        given.adapter.scale.zero_()
+        given.b.fill_(torch.inf)
+        assert torch.equal(expand(*given), given.product[:, : given.adapter.outputs])
+
+
+def compare_norm(like: Tensor) -> None:
+    """A norm that expands gives what the norm of an expanded product gives."""
+    from rollgraph.model.adapter_kernels import expand
+    from rollgraph.model.pointwise_kernels import AddNorm, add_norm_expanding
+
+    given = unexpanded([150], [0], 6, max(ROWS), like)
+    residual, weight = torch.randn(max(ROWS), 150).to(like), torch.rand(150).to(like)
+    expected = AddNorm.apply(residual, expand(*given), weight, 1e-5)
+    plain = norm((residual + expand(*given)).double(), weight.double(), 1e-5)
+    torch.testing.assert_close(expected[0].double(), plain, rtol=0.05 if like.is_cuda else 1e-4, atol=1e-2)
+    for rows in ROWS:
+        found = add_norm_expanding(residual[:rows], first(rows, given), weight, 1e-5)
+        assert torch.equal(found[0], expected[0][:rows])
+        assert torch.equal(found[1], expected[1][:rows])
+
+
+def compare_heads(like: Tensor) -> None:
+    """Heads that are expanded on the way to the cache are those of an expanded product."""
+    from rollgraph.model.adapter_kernels import expand
+    from rollgraph.model.head_kernels import rotate_and_store
+
+    most = max(ROWS)
+    cos, sin = torch.rand(2, most, DIM // 2, device=like.device)
+    slots = torch.arange(most, dtype=torch.int32, device=like.device)
+    weights = (torch.rand(DIM).to(like), torch.rand(DIM).to(like))
+    for targeted, normed in (([0, 1, 2], None), ([1], weights)):
+        given = unexpanded([HEADS * DIM, DIM, DIM], targeted, 5, most, like)
+
+        def store(qkv: Tensor | Unexpanded, rows: int, normed: object = normed) -> tuple[Tensor, Tensor]:
+            pages = torch.zeros(3, 16, 2, KV_HEADS, DIM).to(like)
+            q = rotate_and_store(qkv, cos[:rows], sin[:rows], normed, 1e-5, slots[:rows], pages, HEADS)  # type: ignore[arg-type]
+            return q, pages
+
+        for rows in ROWS:
+            for one, other in zip(
+                store(first(rows, given), rows), store(expand(*first(rows, given)), rows), strict=True
+            ):
+                assert torch.equal(one, other)
+
+
+def compare_swiglu(like: Tensor) -> None:
+    from rollgraph.model.adapter_kernels import AdaptedSwiGLU
+
+    for targeted, rank in (([0, 1], 4), ([1], 20), ([0], 70)):
+        product, b, adapter = unexpanded([70, 70], targeted, rank, max(ROWS), like)
+        leaves = [product.requires_grad_(), b.requires_grad_()]
+        found = AdaptedSwiGLU.apply(product, b, adapter.scale, adapter, max(ROWS))
+        wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        low = wide[0][:, adapter.low].split(rank, 1)
+        base = list(wide[0][:, :140].split(70, 1))
+        for index, part in enumerate(targeted):
+            base[part] = base[part] + 0.5 * low[index] @ wide[1][:, adapter.parts[index].up]
+        expected = torch.nn.functional.silu(base[0]) * base[1]
+        tolerance = {"rtol": 0.1, "atol": 0.2} if like.is_cuda else {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(found.double(), expected, **tolerance)
+        direction = torch.randn(expected.shape).to(like)
+        gradients = torch.autograd.grad(found, leaves, direction)
+        for one, other in zip(gradients, torch.autograd.grad(expected, wide, direction.double()), strict=True):
+            assert (one.double() - other).norm() <= (0.02 if like.is_cuda else 1e-5) * other.norm()
+        for rows in ROWS:
+            alone = AdaptedSwiGLU.apply(product[:rows], b, adapter.scale, adapter, rows + 3)
+            assert torch.equal(alone[:rows], found[:rows])
+
+
+def compare_all(device: str) -> None:
+    like = torch.zeros((), dtype=torch.bfloat16 if device == "cuda" else torch.float32, device=device)
+    compare_expand(like)
+    compare_norm(like)
+    compare_heads(like)
+    compare_swiglu(like)
+
+
+@pytest.mark.slow
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(compare_all)
+
+
+@pytest.mark.gpu
+def test_kernels_on_cuda() -> None:
+    compare_all("cuda")

@@ -1,0 +1,158 @@
+"""Adapters of the model: their arithmetic and gradients, against LoRA in plain PyTorch and merged weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollgraph.model import Architecture, Decoder
+from rollgraph.model.adapters import TARGETS, AdapterSpec, attach
+from rollgraph.model.hf_weights import parameter_views
+from rollgraph.model.linear import Linear
+
+TINY = Architecture(
+    "qwen2", vocabulary=40, hidden=16, mlp=24, layers=2, heads=2, kv_heads=1, head_dim=8, attention_bias=True
+)
+SPEC = AdapterSpec(rank=3, alpha=6.0)
+IDS = torch.tensor([1, 2, 3, 4, 5, 6, 7])
+CUTS = torch.tensor([0, 4, 7], dtype=torch.int32)
+
+
+def make_model(spec: AdapterSpec | None, architecture: Architecture = TINY) -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(architecture).double()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    if spec is not None:
+        attach(model, spec, seed=1)
+        for _, _, b in model.adapters.parts():
+            b.normal_(std=0.3)
+    return model
+
+
+def run(model: Decoder) -> Tensor:
+    positions = torch.tensor([0, 1, 2, 3, 0, 1, 2])
+    return model(IDS, positions, CUTS, 4)
+
+
+class PlainLora(torch.nn.Module):
+    """A fused linear layer whose parts have adapters, as PEFT computes them."""
+
+    def __init__(self, layer: Linear, scale: float) -> None:
+        super().__init__()
+        adapter = layer.adapter
+        self.weight, self.bias, self.scale = layer.weight.detach(), layer.bias, scale
+        self.a = [torch.nn.Parameter(a.clone()) for a in layer.lora_a.detach().split(adapter.rank)]
+        self.b = [torch.nn.Parameter(layer.lora_b.detach()[:, part.up].t().clone()) for part in adapter.parts]
+        self.columns = [part.columns for part in adapter.parts]
+        self.routes = {}
+
+    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+        out = torch.nn.functional.linear(x, self.weight, self.bias)
+        added = torch.zeros_like(out)
+        for a, b, columns in zip(self.a, self.b, self.columns, strict=True):
+            added[:, columns] = self.scale * (x @ a.t() @ b.t())
+        return out + added
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, replace(SPEC, targets=("v_proj", "up_proj")), replace(SPEC, targets=("q_proj", "o_proj"), rslora=True)],
+    ids=["all", "some parts", "rslora"],
+)
+def test_values_and_gradients_are_those_of_plain_lora(spec: AdapterSpec) -> None:
+    model = make_model(spec)
+    names = [name for name, _ in model.named_parameters()]
+    out = run(model)
+    found = dict(zip(names, torch.autograd.grad(out.square().sum(), list(model.parameters())), strict=True))
+    plain = make_model(spec)
+    loras: dict[str, PlainLora] = {}
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, Linear) and module.adapter is not None:
+            loras[name] = PlainLora(module, spec.scale)
+            parent, _, own = name.rpartition(".")
+            setattr(plain.get_submodule(parent), own, loras[name])
+    expected = run(plain)
+    torch.testing.assert_close(out, expected)
+    expected.square().sum().backward()
+    for name, lora in loras.items():
+        torch.testing.assert_close(found.pop(f"{name}.lora_a"), torch.cat([a.grad for a in lora.a]))
+        torch.testing.assert_close(found.pop(f"{name}.lora_b"), torch.cat([b.grad.t() for b in lora.b], 1))
+    assert not found
+
+
+def test_a_merged_model_computes_the_same() -> None:
+    model = make_model(SPEC)
+    merged = Decoder(TINY).double()
+    views = parameter_views(merged)
+    for name, weight in model.adapters.merged_weights():
+        views.pop(name).copy_(weight)
+    assert not views
+    torch.testing.assert_close(run(model), run(merged))
+
+
+def test_switched_off_the_model_is_the_base_bit_for_bit() -> None:
+    model = make_model(SPEC)
+    adapters = model.adapters
+    before = run(model)
+    for _, _, b in adapters.parts():
+        b[0, 0] = torch.inf
+    with pytest.raises(KeyError), adapters.off(), adapters.off():  # noqa: PT012
+        off = run(model)
+        raise KeyError
+    for _, _, b in adapters.parts():
+        b.zero_()
+    assert torch.equal(off, run(model))
+    assert not torch.equal(off, before)
+    torch.testing.assert_close(off, run(make_model(None)))
+    assert adapters.scale == SPEC.scale
+
+
+def test_only_adapters_are_parameters_and_the_base_is_stored_once() -> None:
+    model = make_model(replace(SPEC, targets=("q_proj", "v_proj")))
+    assert {name.rsplit(".", 1)[1] for name, _ in model.named_parameters()} == {"lora_a", "lora_b"}
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    plain = Decoder(TINY).double()
+    held = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
+    extended = (
+        2 * 16 * (16 + 1) * 8
+    )  # in each of two layers, 16 rows for A of two parts and for what the bias has there
+    frequencies = 4 * 4
+    assert sum(held.values()) == sum(p.nbytes for p in plain.parameters()) + extended + frequencies
+
+
+def test_a_copy_that_is_stale_is_noticed() -> None:
+    model = make_model(SPEC)
+    adapters = model.adapters
+    assert adapters.stale() is None
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    assert "refresh" in adapters.stale()
+    before = run(model)
+    adapters.refresh()
+    assert adapters.stale() is None
+    assert not torch.equal(run(model), before)
+
+
+def test_a_is_drawn_by_the_seed_and_b_is_zero() -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        model = Decoder(TINY)
+        attach(model, SPEC, seed=seed)
+        drawn.append([(name, a.clone()) for name, a, _ in model.adapters.parts()])
+        assert all(not b.any() for _, _, b in model.adapters.parts())
+    assert [name.rsplit(".", 1)[1] for name, _ in drawn[0]] == [*TARGETS, *TARGETS]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(drawn[0], drawn[1], strict=True))
+    assert not torch.equal(drawn[0][0][1], drawn[2][0][1])
+    name, a = drawn[0][0]
+    assert name == "model.layers.0.self_attn.q_proj"
+    assert a.shape == (3, 16)
+    assert 0.2 < a.abs().max() <= 0.25  # uniform up to inputs ** -0.5
+
+
+def test_unknown_targets_are_refused() -> None:
+    with pytest.raises(ValueError, match="qkv"):
+        AdapterSpec(targets=("qkv",))
