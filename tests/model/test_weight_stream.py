@@ -219,13 +219,17 @@ def test_a_gpu_gets_the_same_bits_and_allocates_little_more_than_the_weights(
     monkeypatch.setattr(hf_weights, "stream", partial(stream, staging_bytes=16 * MIB))
     save_model(build(LARGE, stored), tmp_path, shard_bytes=100 * MIB)
     expected = load_model(tmp_path, dtype=dtype)
-    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    pinned = pinned_bytes()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     told: list[tuple[int, int]] = []
     loaded = load_model(tmp_path, dtype=dtype, device="cuda", on_bytes=lambda *progress: told.append(progress))
     assert torch.cuda.max_memory_allocated() - before < sum(p.nbytes for p in loaded.parameters()) + 32 * MIB
-    peak = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
-    assert peak - pinned <= 17 * MIB
+    assert pinned_bytes() - pinned <= 16 * MIB
     assert same(loaded.cpu(), expected)
     assert told[-1] == (stored_bytes(tmp_path),) * 2
+
+
+def pinned_bytes() -> int:
+    """What PyTorch holds, in use or not: it returns nothing to the system."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
