@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollgraph.graph import make_graphed_callables, sanitize
 from rollgraph.model import Architecture, Decoder, Keys
+from rollgraph.model.adapters import AdapterSpec, attach
 
 TOKENS = 24
 LLAMA = Architecture("llama", 61, hidden=32, mlp=48, layers=3, heads=6, kv_heads=2, head_dim=8)
@@ -83,6 +84,38 @@ def test_layers_whose_input_needs_no_gradient_train_their_own_weights(architectu
     assert sum(gradient is not None for gradient in found[0]) == 1 + architecture.layers
     assert equal(found[0], found[1])
     assert equal(found[0], found[2])
+
+
+@every_model
+def test_recomputing_does_not_change_a_bit_of_adapters(architecture: Architecture) -> None:
+    """Nothing but the adapters is trained, and the input of the first layer needs no gradient."""
+    found = []
+    for count, parts in ((0, False), (1, False), (3, False), (3, True)):
+        found.append(gradients(adapted(build(architecture, count, parts))))
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in found[0])
+    for recomputed in found[1:]:
+        assert equal(recomputed, found[0])
+
+
+def test_adapters_that_changed_since_the_forward_are_refused() -> None:
+    model = adapted(build(LLAMA, 3))
+    loss = loss_of(model)
+    assert model.adapters is not None
+    with torch.no_grad():
+        next(iter(model.layers)).attention.qkv.lora_a.mul_(2)
+    model.adapters.refresh()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def adapted(model: Decoder) -> Decoder:
+    attach(model, AdapterSpec(rank=2, alpha=3.0), seed=3)
+    assert model.adapters is not None
+    with torch.no_grad():
+        for _, _, b in model.adapters.parts():
+            b.normal_(generator=torch.Generator().manual_seed(4))
+    model.adapters.refresh()
+    return model
 
 
 def test_only_the_arguments_of_a_recomputed_module_are_saved() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from rollgraph.distributed.world import World
 from rollgraph.graph.errors import StaleGraph
 from rollgraph.inference import SamplingParams
+from rollgraph.model.adapters import AdapterSpec, attach
 from rollgraph.policy import PolicyWorker
 from rollgraph.types import Batch, Sample
 from tests.policy.small_worker import (
@@ -34,10 +35,12 @@ COUNTS = (0, 1, TINY.layers)
 UPDATES = 2
 
 
-def make(count: int, world: World = ALONE, **options: Any) -> PolicyWorker:
+def make(count: int, world: World = ALONE, *, adapted: bool = False, **options: Any) -> PolicyWorker:
     """A worker that trains and scores, but does not generate."""
     model = make_model()
     model.checkpoint_layers(count)
+    if adapted:
+        attach(model, AdapterSpec(rank=3, alpha=3.0), seed=0)
     settings: dict[str, Any] = {"warmup": 1, "reduction": "ordered", "sampling": SamplingParams(max_tokens=12)}
     rates = {"lr": RATE, "weight_decay": DECAY}
     worker = PolicyWorker(model, None, world, ONE_SIZE, optimizer=rates, **settings | options)
@@ -84,11 +87,20 @@ def test_recomputing_changes_no_bit_of_training(scopes: tuple[str, ...], backend
         assert_same(found, kept)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("scopes", "backend"), WAYS)
+def test_recomputing_changes_no_bit_of_adapters(scopes: tuple[str, ...], backend: str) -> None:
+    kept, *recomputed = (trained(count, adapted=True, scopes=scopes, backend=backend) for count in COUNTS)
+    for found in recomputed:
+        assert_same(found, kept)
+
+
 def all_scopes(world: World) -> str:
     """Train in every way with every count, because starting ranks is slow."""
-    for backend in ("tape", "eager"):
+    for backend, adapted in (("tape", False), ("eager", False), ("tape", True)):
         for scopes in SCOPES[1:]:
-            kept, *recomputed = (trained(count, world, scopes=scopes, backend=backend) for count in COUNTS)
+            options = {"scopes": scopes, "backend": backend, "adapted": adapted}
+            kept, *recomputed = (trained(count, world, **options) for count in COUNTS)
             for found in recomputed:
                 assert_same(found, kept)
     return "equal"
