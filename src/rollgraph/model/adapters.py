@@ -161,6 +161,8 @@ def attach(model: Adaptable, spec: AdapterSpec, *, seed: int) -> None:
         bound = layer.in_features**-0.5  # Kaiming's for a slope of sqrt(5)
         a = torch.empty(spec.rank * len(columns), layer.in_features)
         layer.adapt(columns, a.uniform_(-bound, bound, generator=generator), scale, spec.dropout)
+        if scale.is_cuda:  # the memory of the old weight, which smaller tensors would split
+            torch.cuda.empty_cache()
     _freeze(model)
     model.adapters = Adapters(model, spec, scale, layers)
 

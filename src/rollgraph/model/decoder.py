@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from rollgraph.model.adapters import Adaptable
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
-from rollgraph.model.linear import Linear, Unexpanded
+from rollgraph.model.linear import Linear
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
 from rollgraph.model.products import Routes, multiply, padded_rows
 
 # Called with a layer's attention module, its projected qkv, cos and sin; gives the mixed values.
-Attend = Callable[["Attention", Any, Tensor, Tensor], Tensor]
-_FEW_ROWS = 256  # with so many, the kernel that reads a product expands it
+Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
@@ -51,13 +49,13 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int, keys: Keys | None = None
     ) -> Tensor:
         """Attention over packed sequences."""
-        projected: Tensor = self.run(x, cos, sin, partial(_attend_packed, cu_seqlens, max_length, keys))
-        return projected
+        return self.run(x, cos, sin, partial(_attend_packed, cu_seqlens, max_length, keys))
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, *, defer: bool = False) -> Any:
-        """Project, attend as `attend` does, and project back. With `defer`, products may stay unexpanded."""
-        mixed = attend(self, self.qkv(x, defer=defer), cos, sin)
-        return self.out(mixed.flatten(1), defer=defer)
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """Project, attend as `attend` does, and project back."""
+        mixed = attend(self, self.qkv(x), cos, sin)
+        projected: Tensor = self.out(mixed.flatten(1))
+        return projected
 
     def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normed and rotated, and values: [tokens, heads, head_dim]."""
@@ -75,11 +73,9 @@ class Attention(nn.Module):
             k = norm(k, self.k_norm, self.eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def split_and_store(
-        self, qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor
-    ) -> Tensor:
+    def split_and_store(self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor) -> Tensor:
         """The queries; keys and values are written to `slots` of this layer's pages."""
-        if isinstance(qkv, Unexpanded) or qkv.is_cuda:
+        if qkv.is_cuda:
             from rollgraph.model.head_kernels import rotate_and_store
 
             weights = None
@@ -98,9 +94,10 @@ class MLP(nn.Module):
         self.gate_up = Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias)
         self.down = Linear(a.mlp, a.hidden, bias=a.mlp_bias)
 
-    def forward(self, x: Tensor, *, defer: bool = False) -> Any:
+    def forward(self, x: Tensor) -> Tensor:
         activated = swiglu(self.gate_up(x, defer=True), padded_rows(self.down.routes, len(x)))
-        return self.down(activated, len(x), defer=defer)
+        projected: Tensor = self.down(activated, len(x))
+        return projected
 
 
 class DecoderLayer(nn.Module):
@@ -125,15 +122,12 @@ class DecoderLayer(nn.Module):
         x, residual = add_norm(residual, x, self.mlp_norm, self.eps)
         return residual, self.mlp(x)
 
-    def run(
-        self, residual: Tensor, update: Tensor | Unexpanded, cos: Tensor, sin: Tensor, attend: Attend
-    ) -> tuple[Tensor, Tensor | Unexpanded]:
-        """Like `forward`, but with the given attention, and without gradients."""
-        defer = len(residual) <= _FEW_ROWS
+    def run(self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Like `forward`, but with the given attention."""
         x, residual = add_norm(residual, update, self.attention_norm, self.eps)
-        x = self.attention.run(x, cos, sin, attend, defer=defer)
+        x = self.attention.run(x, cos, sin, attend)
         x, residual = add_norm(residual, x, self.mlp_norm, self.eps)
-        return residual, self.mlp(x, defer=defer)
+        return residual, self.mlp(x)
 
 
 class Decoder(Adaptable):
@@ -224,13 +218,13 @@ class Decoder(Adaptable):
         """[tokens, vocabulary] in fp32."""
         return multiply(hidden, self.head_weight, None, self.head_routes, wide=True)
 
-    def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Any, Tensor, Tensor]:
+    def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The residual stream, an update of zero, and the rotary cos and sin."""
         residual = self.embed(input_ids)
         cos, sin = rotary_angles(positions, self.frequencies, self.rope_factor)
         return residual, torch.zeros_like(residual), cos, sin
 
-    def _end(self, residual: Tensor, update: Tensor | Unexpanded) -> Tensor:
+    def _end(self, residual: Tensor, update: Tensor) -> Tensor:
         normed, _ = add_norm(residual, update, self.norm, self.architecture.norm_eps)
         return normed
 
@@ -243,16 +237,16 @@ def _attend_packed(
 
 
 def _attend_prefill(
-    slots: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths: Tensor, attention: Attention,
-    qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor,
+    slots: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths: Tensor, attention: Attention, qkv: Tensor,
+    cos: Tensor, sin: Tensor,
 ) -> Tensor:  # fmt: skip
     q = attention.split_and_store(qkv, cos, sin, slots, pages)
     return paged_prefill(q, pages, table, cu_seqlens, lengths, attention.window)
 
 
 def _attend_decode(
-    slots: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, attention: Attention, qkv: Tensor | Unexpanded,
-    cos: Tensor, sin: Tensor,
+    slots: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, attention: Attention, qkv: Tensor, cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:  # fmt: skip
     q = attention.split_and_store(qkv, cos, sin, slots, pages)
     return paged_decode(q, pages, table, lengths, attention.window)

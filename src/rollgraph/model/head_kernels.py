@@ -15,9 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollgraph.model.adapter_kernels import expanded, sizes_of
-from rollgraph.model.linear import Unexpanded
-
 _PROGRAMS = 1056  # programs of the backward; each adds up the gradients of the norms over its share of the tokens
 
 
@@ -28,16 +25,18 @@ def _turn(first, second, c, s):
 
 
 @triton.jit
-def _heads_of_token(
-    first, second, token, head, at, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
+def _heads_kernel(
+    qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     NORMED: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads of one token. Keys and values go to its row; with PAGED, to its slot in the cache."""
+    token, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)[:, None], tl.arange(0, HALF)
     half = at < DIM // 2
     inside = (head < HEADS + 2 * KV_HEADS) & half
-    first = first.to(tl.float32)
-    second = second.to(tl.float32)
+    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + at
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + DIM // 2, mask=inside, other=0.0).to(tl.float32)
     turned = head < HEADS + KV_HEADS  # values are stored unchanged
     if NORMED:
         scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
@@ -69,62 +68,6 @@ def _heads_of_token(
     target = v_out + row * key_stride + (head - HEADS - KV_HEADS) * DIM + at
     tl.store(target, first, mask=inside & (head >= HEADS + KV_HEADS))
     tl.store(target + DIM // 2, second, mask=inside & (head >= HEADS + KV_HEADS))
-
-
-@triton.jit
-def _heads_kernel(
-    qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    NORMED: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    token, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)[:, None], tl.arange(0, HALF)
-    inside = (head < HEADS + 2 * KV_HEADS) & (at < DIM // 2)
-    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM + at
-    first = tl.load(source, mask=inside, other=0.0)
-    second = tl.load(source + DIM // 2, mask=inside, other=0.0)
-    _heads_of_token(
-        first, second, token, head, at, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
-        HEADS, KV_HEADS, ALL, DIM, HALF, NORMED, PAGED,
-    )  # fmt: skip
-
-
-@triton.jit
-def _expanding_heads_kernel(
-    product, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride, stride, b, scale, b_width,
-    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, UNROLLED: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    NORMED: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Expand the heads of one token first. Q, K and V say which of them have an adapter."""
-    token, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)[:, None], tl.arange(0, HALF)
-    inside = (head < HEADS + 2 * KV_HEADS) & (at < DIM // 2)
-    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    is_value = head >= HEADS + KV_HEADS
-    part = tl.where(is_key, Q, tl.where(is_value, Q + K, 0))  # how many parts with an adapter come before
-    adapted = inside
-    before = 0 * head  # heads without an adapter that come before
-    if not Q:
-        adapted = adapted & (head >= HEADS)
-        before = before + tl.where(head >= HEADS, HEADS, 0)
-    if not K:
-        adapted = adapted & (is_value | (head < HEADS))
-        before = before + tl.where(is_value, KV_HEADS, 0)
-    if not V:
-        adapted = adapted & (head < HEADS + KV_HEADS)
-        part = tl.where(is_value, 0, part)
-    source = product + token * stride
-    base = source + head * DIM + at
-    low = source + (HEADS + 2 * KV_HEADS) * DIM + part * RANK
-    up = b + (head - before) * DIM + at
-    factor = tl.load(scale)
-    first = tl.load(base, mask=inside, other=0.0)
-    second = tl.load(base + DIM // 2, mask=inside, other=0.0)
-    first = expanded(first, low, up, adapted, b_width, factor, RANK, UNROLLED)
-    second = expanded(second, low, up + DIM // 2, adapted, b_width, factor, RANK, UNROLLED)
-    _heads_of_token(
-        first, second, token, head, at, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
-        HEADS, KV_HEADS, ALL, DIM, HALF, NORMED, PAGED,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -191,7 +134,7 @@ def _heads_backward_kernel(
 
 
 def rotate_and_store(
-    qkv: Tensor | Unexpanded,
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     weights: tuple[Tensor, Tensor] | None,
@@ -205,32 +148,20 @@ def rotate_and_store(
     `weights` are those of the query and key norms; None leaves the norms out.
     """
     _, _, _, kv_heads, dim = pages.shape
-    like = qkv.product if isinstance(qkv, Unexpanded) else qkv
-    q = torch.empty((like.shape[0], heads, dim), dtype=like.dtype, device=like.device)
+    q = torch.empty((qkv.shape[0], heads, dim), dtype=qkv.dtype, device=qkv.device)
     values = pages.flatten()[kv_heads * dim :]
     _launch(qkv, cos, sin, weights, eps, slots, q, pages, values, 2 * kv_heads * dim, heads, kv_heads)
     return q
 
 
 def _launch(
-    qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float,
-    slots: Tensor | None, q: Tensor, k: Tensor, v: Tensor, key_stride: int, heads: int, kv_heads: int,
+    qkv: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float, slots: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, key_stride: int, heads: int, kv_heads: int,
 ) -> None:  # fmt: skip
-    absent = q  # stands in for what the kernel does not read
-    q_weight, k_weight = weights or (absent, absent)
-    rest = (cos, sin, q_weight, k_weight, absent if slots is None else slots, q, k, v, eps, key_stride)
-    constants: dict[str, Any] = _sizes(heads, kv_heads, q.shape[2])
-    constants |= {"NORMED": weights is not None, "PAGED": slots is not None, "num_warps": 4}
-    if not isinstance(qkv, Unexpanded):
-        _heads_kernel[(len(q),)](qkv, *rest, **constants)
-        return
-    product, b, adapter = qkv
-    starts = [part.columns.start for part in adapter.parts]
-    keys = heads * q.shape[2]
-    values = keys + kv_heads * q.shape[2]
-    _expanding_heads_kernel[(len(q),)](
-        product, *rest, product.stride(0), b, adapter.scale, b.shape[1], Q=int(0 in starts), K=int(keys in starts),
-        V=int(values in starts), **sizes_of(adapter), **constants,
+    q_weight, k_weight = weights or (qkv, qkv)
+    _heads_kernel[(qkv.shape[0],)](
+        qkv, cos, sin, q_weight, k_weight, qkv if slots is None else slots, q, k, v, eps, key_stride,
+        NORMED=weights is not None, PAGED=slots is not None, **_sizes(heads, kv_heads, q.shape[2]), num_warps=4,
     )  # fmt: skip
 
 

@@ -142,8 +142,18 @@ class _ExtendedProduct(torch.autograd.Function):
 def expand(unexpanded: Unexpanded) -> Tensor:
     """The base plus what the adapter adds to it, [rows, outputs]."""
     product, b, adapter = unexpanded
+    if not torch.is_grad_enabled():
+        return _expanded(product, b, adapter)
     expanded: Tensor = _Expand.apply(product, b, adapter.scale, adapter)  # type: ignore[no-untyped-call]
     return expanded
+
+
+def _expanded(product: Tensor, b: Tensor, adapter: LinearAdapter) -> Tensor:
+    if not product.is_cuda:
+        return expand_by_products(product, b, adapter)
+    from rollgraph.model import adapter_kernels
+
+    return adapter_kernels.expand(product, b, adapter)
 
 
 class _Expand(torch.autograd.Function):
@@ -151,14 +161,10 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: Tensor, b: Tensor, scale: Tensor, adapter: LinearAdapter) -> Tensor:
-        if any(ctx.needs_input_grad):  # a copy, because a view would keep the whole product alive until the backward
-            ctx.save_for_backward(product[:, adapter.low].clone(), b, scale)
+        # A copy, because a view would keep the whole product alive until the backward.
+        ctx.save_for_backward(product[:, adapter.low].clone(), b, scale)
         ctx.adapter = adapter
-        if product.is_cuda:
-            from rollgraph.model import adapter_kernels
-
-            return adapter_kernels.expand(product, b, adapter)
-        return expand_by_products(product, b, adapter)
+        return _expanded(product, b, adapter)
 
     @staticmethod
     @once_differentiable

@@ -28,15 +28,8 @@ def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def add_norm(residual: Tensor, update: Tensor | Unexpanded, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add an update to the residual stream. Gives the norm of the sum, and the sum.
-
-    An update that is not expanded gets no gradient.
-    """
-    if isinstance(update, Unexpanded):
-        from rollgraph.model.pointwise_kernels import add_norm_expanding
-
-        return add_norm_expanding(residual, update, weight, eps)
+def add_norm(residual: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add an update to the residual stream. Gives the norm of the sum, and the sum."""
     if residual.is_cuda:
         from rollgraph.model.pointwise_kernels import AddNorm
 

@@ -9,21 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollgraph.model.adapter_kernels import expanded, sizes_of
-from rollgraph.model.linear import Unexpanded
-
 _PROGRAMS = 1056  # programs in the backward of a norm; each sums the weight's gradient over its share of the rows
 _TILE = 1024
 
 
 @triton.jit
-def _add_norm_row(
-    x, update, weight, out, stream, scales, row, at, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Write the sum and its norm for a row, whose `update` was read already."""
+def _add_norm_kernel(x, update, weight, out, stream, scales, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
     inside = at < width
     value = tl.load(x + row * width + at, mask=inside, other=0.0)
-    added = value.to(tl.float32) + update.to(tl.float32)
+    added = value.to(tl.float32) + tl.load(update + row * width + at, mask=inside, other=0.0).to(tl.float32)
     value = added.to(value.dtype)
     tl.store(stream + row * width + at, value, mask=inside)
     wide = value.to(tl.float32)
@@ -33,27 +29,6 @@ def _add_norm_row(
     tl.store(out + row * width + at, normed.to(value.dtype), mask=inside)
     if KEEP:
         tl.store(scales + row, scale)
-
-
-@triton.jit
-def _add_norm_kernel(x, update, weight, out, stream, scales, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    added = tl.load(update + row * width + at, mask=at < width, other=0.0)
-    _add_norm_row(x, added, weight, out, stream, scales, row, at, width, eps, KEEP, WIDTH)
-
-
-@triton.jit
-def _expanding_add_norm_kernel(
-    x, product, b, factor, weight, out, stream, width, eps, stride,
-    RANK: tl.constexpr, UNROLLED: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, WIDTH)
-    source = product + row * stride
-    base = tl.load(source + at, mask=at < width, other=0.0)
-    added = expanded(base, source + width, b + at, at < width, width, tl.load(factor), RANK, UNROLLED)
-    _add_norm_row(x, added, weight, out, stream, stream, row, at, width, eps, False, WIDTH)
 
 
 @triton.jit
@@ -117,21 +92,6 @@ class AddNorm(torch.autograd.Function):
         return d_x, d_x, d_weight, None
 
 
-def add_norm_expanding(residual: Tensor, update: Unexpanded, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`pointwise.add_norm` of an unexpanded product, for few rows: each reads all of B. There are no gradients."""
-    product, b, adapter = update
-    residual = residual.contiguous()
-    rows, width = residual.shape
-    block = triton.next_power_of_2(width)
-    out = torch.empty_like(residual)
-    total = torch.empty_like(residual)
-    _expanding_add_norm_kernel[(rows,)](
-        residual, product, b, adapter.scale, weight, out, total, width, eps, product.stride(0), **sizes_of(adapter),
-        WIDTH=block, num_warps=_warps(block),
-    )  # fmt: skip
-    return out, total
-
-
 @triton.jit
 def _swiglu_kernel(gate_up, out, width, TILE: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -182,4 +142,4 @@ class SwiGLU(torch.autograd.Function):
 
 
 def _warps(block: int) -> int:
-    return max(1, min(16, block // 256))
+    return max(1, min(16, block // 512))
