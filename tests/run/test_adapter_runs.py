@@ -41,6 +41,7 @@ from tests.test_train import (
 
 ADAPTER = "adapter={rank: 2, alpha: 8}"
 TEXT = ["--prompt", "12?", "--max-tokens", "6", "--temperature", "0", "--logprobs", "--quiet"]
+IDS = torch.tensor([49, 50, 63, 4])
 GREEDY = "validation={every: 2, max_prompts: 8, temperature: 0}"  # whatever the seed
 
 
@@ -93,6 +94,23 @@ def test_a_checkpoint_holds_only_what_is_trained(trained: Path) -> None:
     assert of_adapter < base / 10
 
 
+def test_a_run_a_checkpoint_and_the_export_are_one_model(trained: Path) -> None:
+    run = trained.parent / "run"
+    first, last = (run / "checkpoints" / f"step_0000000{step}" for step in (0, 1))
+    expected = logits_of(run)
+    for place in (last, run / "model"):
+        assert torch.equal(logits_of(place), expected)
+    for place in (first, run / "base"):
+        assert not torch.allclose(logits_of(place), expected, atol=1e-3)
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    model = open_model(str(folder), None, []).load(None, "cpu")
+    with torch.no_grad():
+        return model.logits(model(IDS, torch.arange(4), torch.tensor([0, 4], dtype=torch.int32), 4))
+
+
+@pytest.mark.slow
 def test_the_export_is_the_adapter_or_the_merged_model(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,20 +136,19 @@ def test_merging_a_run_without_adapters_is_refused(folder: Path, capsys: pytest.
     assert not (folder / "to").exists()
 
 
+@pytest.mark.slow
 def test_peft_loads_what_a_run_exports(trained: Path) -> None:
     peft = pytest.importorskip("peft")
     run = trained.parent / "run"
-    ids = torch.tensor([49, 50, 63, 4])
-    model = open_model(str(run), None, []).load(None, "cpu")
     with torch.no_grad():
-        theirs = peft.AutoPeftModelForCausalLM.from_pretrained(run / "model")(ids[None]).logits[0]
-        ours = model.logits(model(ids, torch.arange(4), torch.tensor([0, 4], dtype=torch.int32), 4))
-    assert (ours - theirs).abs().max() < 1e-5
+        theirs = peft.AutoPeftModelForCausalLM.from_pretrained(run / "model")(IDS[None]).logits[0]
+    assert (logits_of(run) - theirs).abs().max() < 1e-5
 
 
 # -- generate and eval -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_generate_and_eval_take_an_adapter_or_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained.parent / "run"
     expected = generated(capsys, run)
@@ -309,6 +326,7 @@ def test_the_python_api_exports_both(folder: Path) -> None:
     assert torch.equal(merged.embed.weight, base.embed.weight)
 
 
+@pytest.mark.slow
 def test_a_model_with_adapters_of_peft_is_not_taken_for_its_base(trained: Path, folder: Path) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
