@@ -28,8 +28,8 @@ def test_every_phase_of_a_run_is_shown_from_its_beginning_to_its_end(
     lines = capsys.readouterr().out.splitlines()
     before = lines[: next(i for i, line in enumerate(lines) if line.startswith("[1/1]"))]
     phases = [
-        *("read data", "load model", "probe products", "capture for generation", "capture for scoring"),
-        *("capture for training", "warm start", "validate"),
+        *("read data", "load model", "probe products", "capture for scoring", "capture for training"),
+        *("capture for generation", "warm start", "validate"),
     ]
     ends = [line.partition(":")[0] for line in before if "done in" in line]
     others = [line.partition(":")[0] for line in before if "done in" not in line]
