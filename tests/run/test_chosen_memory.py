@@ -39,7 +39,7 @@ def configured(folder: Path, *overrides: str) -> Config:
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, nbytes: float) -> None:
     """Leave so much of a machine, beside the reserve."""
-    device = int((nbytes + GIB // 2) * 50 / 49) + 1
+    device = int((nbytes + GIB // 2) * 32 / 31) + 1
     monkeypatch.setattr(chosen_memory, "find_budget", lambda world: MemoryBudget(device))
 
 

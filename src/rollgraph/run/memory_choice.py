@@ -45,7 +45,7 @@ class MemoryBudget:
     @property
     def reserve(self) -> int:
         """Kept free on the device for what no plan knows: memory in pieces that are too small, and workspaces."""
-        return 0 if self.device is None else GIB // 2 + self.device // 50
+        return 0 if self.device is None else GIB // 2 + self.device // 32
 
     def holds(self, lines: Sequence[PlanLine]) -> bool:
         fits_device = self.device is None or peak(lines) + self.reserve <= self.device

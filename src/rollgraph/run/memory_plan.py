@@ -32,7 +32,10 @@ GRADIENTS = "gradients, fp32"
 FRAGMENTS = "fragments"
 _GRAPH_OF_LAYER = 48 << 10  # bytes that the driver needs for one layer in one CUDA graph
 _LOADED_KERNELS = 200 << 20  # bytes of modules that the libraries and our kernels load when they are first used
-_FRAGMENTS = 2.5  # times the widest activation: memory of the pool in pieces that are too small; measured on an H200
+# Memory of the graphs' pool in pieces that are too small for anything, measured on an H200: so many times the widest
+# activation and, if pages of the cache lie in the pool, those of so many layers.
+_FRAGMENTS = 2.5
+_FRAGMENTED_PAGES = 5
 
 
 def plan_lines(config: Config, shape: RunShape) -> tuple[PlanLine, ...]:
@@ -46,7 +49,7 @@ def plan_lines(config: Config, shape: RunShape) -> tuple[PlanLine, ...]:
         lines += _passes(config, shape, training)
         lines += _outside_graphs(config, shape)
         lines.append(_graphs(config, shape, limits))
-        lines.append(PlanLine(FRAGMENTS, int(_FRAGMENTS * training.widest()), "device", PHASES))
+        lines.append(PlanLine(FRAGMENTS, _fragments(config, shape, training), "device", PHASES))
     else:
         lines += _passes_on_cpu(config, shape, training, lines)
         lines = [replace(line, where="device") for line in lines]  # the host is the device
@@ -263,6 +266,15 @@ def _graphs(config: Config, shape: RunShape, limits: Limits) -> PlanLine:
         passes += len(row_buckets(limits.rows)) + len(prefill_buckets(limits.prefill_tokens))
     nbytes = passes * shape.architecture.layers * _GRAPH_OF_LAYER + _LOADED_KERNELS
     return PlanLine("graphs and kernels", nbytes, "device", PHASES)
+
+
+def _fragments(config: Config, shape: RunShape, training: Pass) -> int:
+    nbytes = int(_FRAGMENTS * training.widest())
+    if shape.samples_nothing:
+        return nbytes
+    cache = cache_plan(config, shape)
+    in_pool = shape.architecture.layers - cache.layers_within(planned_weights(config, shape).gradients)
+    return nbytes + min(_FRAGMENTED_PAGES, in_pool) * cache.layer_nbytes
 
 
 def _not_shared(shape: RunShape, lines: Sequence[PlanLine]) -> PlanLine:
