@@ -74,7 +74,7 @@ LAYERS = (
         "model/pointwise_kernels.py", "model/pointwise.py", "model/head_kernels.py",
         "model/hf_names.py", "model/adapters.py",
         "model/decoder.py", "model/attention_probe.py", "model/product_probe.py", "model/hf_weights.py",
-        "model/hf_saving.py", "model/peft_config.py", "model/adapter_files.py",
+        "model/peft_config.py", "model/hf_saving.py", "model/adapter_files.py",
         "tokenizer/files.py", "tokenizer/chat_template.py", "tokenizer/tokenizer.py", "tokenizer/byte_tokenizer.py",
         "tokenizer/chat_replies.py", "tokenizer/detokenizer.py", "tokenizer/megatron_view.py",
     ), packages=BASE, independent=True, of_graph=frozenset({"graph/errors.py", "graph/hooks.py"})),

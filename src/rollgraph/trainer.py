@@ -205,6 +205,9 @@ def _read_model(model: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
     if len(pair) != 2 or not all(hasattr(part, "save_pretrained") for part in pair):
         detail = f"expected a folder, a hub id, a (model, tokenizer) of transformers or a mapping, got {model!r:.80}"
         raise InvalidInput(detail, argument="model")
+    if hasattr(pair[0], "peft_config"):
+        detail = 'has adapters of PEFT: save them, and give the base model and adapter={"path": folder}, or merge them'
+        raise InvalidInput(detail, argument="model")
     settings["model_path"] = str(Path(str(settings["output"])) / MODEL_FOLDER)
     return pair[0], pair[1]
 

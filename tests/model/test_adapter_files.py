@@ -22,7 +22,7 @@ from rollgraph.model.adapter_files import (
     save_adapter,
 )
 from rollgraph.model.adapters import TARGETS, AdapterSpec, attach
-from rollgraph.model.hf_saving import ADAPTER_CONFIG
+from rollgraph.model.peft_config import ADAPTER_CONFIG
 
 ARCHITECTURE = Architecture("qwen2", vocabulary=23, hidden=16, mlp=20, layers=2, heads=4, kv_heads=2, head_dim=6)
 SPEC = AdapterSpec(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
@@ -142,6 +142,7 @@ def test_targets_mean_what_they_mean_in_peft(targets: Any, without: Any, expecte
         ("a_field_of_the_future", {"on": 1}),
         ("r", 0),
         ("r", 2.5),
+        ("r", 4096),
         ("lora_alpha", "8"),
         ("lora_dropout", 1.0),
         ("use_rslora", 1),

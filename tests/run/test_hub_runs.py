@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rollgraph.cli import main
 from rollgraph.config import Config, to_yaml
 from rollgraph.distributed.world import World
 from rollgraph.model import Architecture, Decoder, save_model
+from rollgraph.model.adapter_files import read_base
 from rollgraph.run.hub_pins import PINS, fetch_weights, pin_sources, share_model_folder
 from rollgraph.run.model_source import read_config
 from rollgraph.run.shared_work import FailedElsewhere, work_on_some
@@ -128,6 +130,39 @@ def test_commands_take_ids(
     assert answer("generate", "copy", *sampling) == answer("generate", str(folder / "run" / "model"), *sampling)
     plan = ("plan", str(path), "--device", "cpu", "--json")
     assert answer(*plan) == answer(*plan, f"model.path={folder / 'newer'}")
+
+
+@pytest.mark.slow
+def test_adapters_of_the_hub_find_their_base(folder: Path, cache: HubCache, capsys: pytest.CaptureFixture[str]) -> None:
+    """An export names the id and the commit of its base, and can be uploaded, loaded and trained on."""
+    options = ["steps=1", "optimizer.lr=0.1", "checkpoint.export_at_end=true"]
+    train(hub_config(folder, *options, "adapter={rank: 2}"), ONE)
+    exported = folder / "run" / "model"
+    commit = json.loads((folder / "run" / PINS).read_text())["hf://org/model@main"]
+    assert read_base(exported) == ("org/model", commit)
+    cache.add("org/adapter", read_files(exported))
+    cache.add("org/model", read_files(folder / "newer"))  # from here on, main is a model of other shapes
+
+    def answer(*words: str) -> str:
+        capsys.readouterr()
+        assert main([*words]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    sampling = ("--prompt", "12?", "--max-tokens", "6", "--seed", "1", "--logprobs", "--quiet")
+    expected = answer("generate", str(folder / "run"), *sampling)
+    assert answer("generate", "org/adapter", *sampling) == expected
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(hub_config(folder, "steps=1")))
+    adapted = answer("eval", str(path), "--model", "hf://org/adapter")
+    assert answer("eval", str(path), "--model", str(folder / "run")) == adapted
+    pinned = [f"model={{path: org/model@{commit}}}", "adapter={path: org/adapter}"]
+    train(hub_config(folder, *options, *pinned, output="second"), ONE)
+    kept, given = (load_file(place / "adapter_model.safetensors") for place in (folder / "second/reference", exported))
+    assert all(torch.equal(kept[name], given[name]) for name in given)
+    saved = read_config(folder / "second" / "checkpoints" / "step_00000000")
+    assert saved.adapter is not None
+    assert str(saved.adapter.path).startswith("hf://org/adapter@")
+    assert saved.adapter.rank == 2
 
 
 def test_an_id_that_cannot_be_used_names_its_key_and_leaves_nothing(

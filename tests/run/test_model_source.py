@@ -112,7 +112,7 @@ def refused(capsys: pytest.CaptureFixture[str], config: Path, folder: Path, mess
 
 def test_anything_else_is_refused(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained.parent / "run"
-    expected = "expected a model folder (with config.json), a checkpoint (with manifest.json) or the folder of a run"
+    expected = "expected a model folder (with config.json), an adapter (with adapter_config.json), a checkpoint (with"
     refused(capsys, trained, tmp_path, f"{tmp_path}: {expected}")
     refused(capsys, trained, tmp_path / "none", f"none: no such folder; {expected}")
     refused(capsys, trained, trained, f"config.yaml: not a folder; {expected}")

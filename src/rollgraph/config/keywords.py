@@ -36,6 +36,7 @@ ELSEWHERE = {
     "max_steps": "steps",
     "num_generations": "samples_per_prompt",
     "output_dir": "output",
+    "peft_config": "adapter",
     "reward_funcs": "rewards",
     "save_steps": "checkpoint_every",
     "train_dataset": "train",

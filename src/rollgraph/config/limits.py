@@ -11,4 +11,5 @@ LARGEST = {
     "head_dim": 2**14,
     "vocabulary": 2**24,
     "length": 2**31 - 1,
+    "rank": 1024,  # of an adapter
 }

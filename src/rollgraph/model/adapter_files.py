@@ -18,9 +18,10 @@ from rollgraph.files import FileError, MissingFile, read_object, sync, write_new
 from rollgraph.model.adapters import Adapters
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.decoder import Decoder
-from rollgraph.model.hf_saving import ADAPTER_CONFIG, INCOMPLETE, write_tensors
+from rollgraph.model.hf_saving import INCOMPLETE, write_tensors
 from rollgraph.model.hf_weights import CONFIG, PICKLES, ModelFileError, has_weights, listed, read_header
 from rollgraph.model.peft_config import (
+    ADAPTER_CONFIG,
     AdapterFileError,
     StoredAdapter,
     format_adapter_config,

@@ -17,9 +17,9 @@ from torch import Tensor
 from rollgraph.files import sync, write_new
 from rollgraph.model.decoder import Decoder
 from rollgraph.model.hf_weights import CONFIG, INDEX, WEIGHTS, ModelFileError, parameter_views, spell
+from rollgraph.model.peft_config import ADAPTER_CONFIG
 
 _SHARDS = "model-?????-of-?????.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 INCOMPLETE = ".incomplete"  # suffix of every file until all of them are written
 
 

@@ -14,8 +14,9 @@ from typing import Any
 from rollgraph.errors import InvalidInput
 from rollgraph.model.adapters import AdapterSpec
 from rollgraph.model.architecture import Architecture
-from rollgraph.model.config_fields import FLAG, NATURAL, POSITIVE, TEXT, FieldKind
+from rollgraph.model.config_fields import FLAG, POSITIVE, TEXT, FieldKind, count
 
+ADAPTER_CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"  # PEFT's name for every linear layer but the head
 _WITHOUT_EFFECT = (  # whatever they hold, the stored adapter computes the same
     "auto_mapping",
@@ -37,7 +38,6 @@ _NAMES = FieldKind(
     lambda v: isinstance(v, str) or (isinstance(v, list) and all(isinstance(item, str) for item in v)),
 )
 _SHARE = FieldKind("a number of at least 0 and below 1", lambda v: type(v) in (int, float) and 0 <= v < 1)
-_RANK = FieldKind("a positive integer", lambda v: NATURAL.accepts(v) and v > 0)
 
 
 class AdapterFileError(InvalidInput):
@@ -84,7 +84,7 @@ def parse_adapter_config(content: Mapping[str, Any], architecture: Architecture,
     task = fields.take("task_type", TEXT, None)
     if task not in (None, "CAUSAL_LM"):
         raise fields.refuse("task_type", task, "only CAUSAL_LM is supported")
-    rank = fields.take("r", _RANK)
+    rank = fields.take("r", count("rank"))
     alpha = fields.take("lora_alpha", POSITIVE)
     dropout = fields.take("lora_dropout", _SHARE, 0.0)
     rslora = fields.take("use_rslora", FLAG, False)

@@ -46,12 +46,17 @@ def resolve_adapter(config: Config) -> Config:
     problems = []
     for name, value in found.items():
         ours = getattr(given, name)
-        if ours not in (value, getattr(AdapterConfig(), name)):
+        if not any(_same(ours, other) for other in (value, getattr(AdapterConfig(), name))):
             detail = f"is {_shown(ours)}, but the adapter in {given.path} has {_shown(value)}; leave this key out"
             problems.append(ConfigProblem(detail, f"adapter.{name}"))
     if problems:
         raise ConfigError(problems)
     return replace(config, adapter=replace(given, **found))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Targets may be in any order."""
+    return set(one) == set(other) if isinstance(one, tuple) else bool(one == other)
 
 
 def _shown(value: Any) -> str:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rollgraph.files import read_object, read_text
-from rollgraph.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rollgraph.model.adapter_files import ADAPTER_WEIGHTS
 from rollgraph.model.hf_weights import INDEX, WEIGHTS
+from rollgraph.model.peft_config import ADAPTER_CONFIG
 from rollgraph.rl.paths import import_extra
 from rollgraph.run.dataset_splits import CARD, ChosenSplit, SplitError, choose_split
 from rollgraph.run.hub_ids import HubError, HubId, find_id

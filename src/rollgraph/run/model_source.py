@@ -17,9 +17,10 @@ import torch
 from rollgraph.config import AdapterConfig, Config, ConfigError, parse_config
 from rollgraph.files import check_path
 from rollgraph.model import Decoder, load_model
-from rollgraph.model.adapter_files import ADAPTER_CONFIG, load_adapter, read_adapter, read_base
+from rollgraph.model.adapter_files import load_adapter, read_adapter, read_base
 from rollgraph.model.adapters import attach
 from rollgraph.model.hf_weights import CONFIG, has_weights
+from rollgraph.model.peft_config import ADAPTER_CONFIG
 from rollgraph.run.base_model import adapter_spec, find_base
 from rollgraph.run.checkpoints import Saved, by_score, find_complete
 from rollgraph.run.hub_cache import model_folder
@@ -227,7 +228,8 @@ def with_model(config: Config, source: ModelSource) -> Config:
     else:
         saved = _config_of_run(source.path)
         config = replace(config, output=str(source.path))
-    return replace(config, model=saved.model, adapter=saved.adapter, tokenizer=saved.tokenizer)
+    adapter = saved.adapter and replace(saved.adapter, path=None)  # the checkpoint has what became of that one
+    return replace(config, model=saved.model, adapter=adapter, tokenizer=saved.tokenizer)
 
 
 def _config_of_run(run: Path) -> Config:

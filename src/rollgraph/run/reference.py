@@ -12,8 +12,9 @@ from pathlib import Path
 
 from rollgraph.config import Config
 from rollgraph.model import load_weights, save_model, weight_files
-from rollgraph.model.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter, save_adapter
+from rollgraph.model.adapter_files import ADAPTER_WEIGHTS, load_adapter, save_adapter
 from rollgraph.model.hf_weights import CONFIG
+from rollgraph.model.peft_config import ADAPTER_CONFIG
 from rollgraph.run.base_model import BASE, base_is_reference, describe_base
 from rollgraph.run.checkpoints import Saved
 from rollgraph.run.hub_cache import model_folder

@@ -33,6 +33,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 ONE_ENGINE = "rollgraph generates with the model that it trains; there is no second engine to set up"
 NO_PARALLEL = "rollgraph replicates the model and shards the optimizer state; it has no such parallelism"
+ADAPTER = "LoRA is the section `adapter`, which you have to write: see docs/lora.md"
 NO_EXPERTS = "rollgraph has no mixture-of-experts models"
 PACKED = "sequences are always packed, into microbatches of up to train.microbatch_tokens"
 SHARDED = "gradients are summed in fp32, optimizer state is sharded, and communication overlaps with compute"
@@ -112,8 +113,8 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("policy.*_cfg.*pipeline*", Ignored(NO_PARALLEL)),
     ("policy.*_cfg.custom_parallel_plan", Unless(OFF, NO_PARALLEL)),
     ("policy.*_cfg.cpu_offload", Unless(OFF, "only the reference weights can be kept on the host: memory.reference")),
-    ("policy.*_cfg.lora_cfg.enabled", Unless(OFF, "rollgraph trains all weights")),
-    ("policy.*_cfg.peft.enabled", Unless(OFF, "rollgraph trains all weights")),
+    ("policy.*_cfg.lora_cfg.enabled", Unless(OFF, ADAPTER)),
+    ("policy.*_cfg.peft.enabled", Unless(OFF, ADAPTER)),
     ("policy.*_cfg.lora_cfg.*", Ignored("belongs to LoRA")),
     ("policy.*_cfg.peft.*", Ignored("belongs to LoRA")),
     ("policy.dtensor_cfg._v2", Ignored("rollgraph has one backend")),
