@@ -159,7 +159,7 @@ def test_what_only_some_phases_need_is_counted_once(folder: Path) -> None:
     """The cache lies in the memory of gradients and activations, so neither adds to the other."""
     small, large = (make_plan(configured(folder, f"memory.cache_gib={size}")) for size in (1, 7))
     assert line(large, "key/value cache") - line(small, "key/value cache") > 5 * GIB
-    assert large.peak == small.peak
+    assert large.peak - small.peak == line(large, "fragments") - line(small, "fragments") < 2 * GIB
     assert large.total("generate") - small.total("generate") > 5 * GIB
     # A cache that is larger than everything that training needs is what counts.
     rows = ("rollout.rows=65536", "data.prompts_per_step=4096")

@@ -192,7 +192,7 @@ def _fit(base: MemorySettings, config: Config, budget: MemoryBudget) -> MemorySe
     sized = _fit_cache(base, config, budget)
     if not is_open(config, base.shape, "model.checkpointing"):
         return sized if budget.holds(sized.lines) else None
-    low, high = 0, base.shape.architecture.layers
+    low, high = 0, _most_recomputed(base.shape)
     if not budget.holds(sized.changed({"model.checkpointing": high}).lines):
         return None
     while low < high:
@@ -217,7 +217,7 @@ def _fit_cache(base: MemorySettings, config: Config, budget: MemoryBudget) -> Me
         whole = min(whole, within, key=lambda plan: plan.blocks)
     training = base
     if is_open(config, base.shape, "model.checkpointing"):
-        training = base.changed({"model.checkpointing": base.shape.architecture.layers})
+        training = base.changed({"model.checkpointing": _most_recomputed(base.shape)})
 
     def fits(blocks: int) -> bool:
         nbytes = replace(whole, blocks=blocks).nbytes
@@ -231,6 +231,11 @@ def _fit_cache(base: MemorySettings, config: Config, budget: MemoryBudget) -> Me
     return base.changed({"memory.cache_gib": replace(whole, blocks=blocks).nbytes / GIB})
 
 
+def _most_recomputed(shape: RunShape) -> int:
+    """All layers but the last: its backward is the first, so it would be recomputed beside everything else."""
+    return shape.architecture.layers - 1
+
+
 def _least_blocks(base: MemorySettings, whole: CachePlan) -> int:
     """What a few rows need, and at least one."""
     limits = base.shape.limits(base.config)
@@ -242,7 +247,7 @@ def _smallest(base: MemorySettings, config: Config) -> MemorySettings:
     """The settings that need least."""
     values: dict[str, Any] = {}
     if is_open(config, base.shape, "model.checkpointing"):
-        values["model.checkpointing"] = base.shape.architecture.layers
+        values["model.checkpointing"] = _most_recomputed(base.shape)
     if is_open(config, base.shape, "memory.cache_gib"):
         whole = whole_cache(base.shape, base.shape.limits(base.config))
         values["memory.cache_gib"] = replace(whole, blocks=_least_blocks(base, whole)).nbytes / GIB
