@@ -98,14 +98,17 @@ def test_nothing_reads_what_another_phase_left(undone: list[PolicyWorker]) -> No
 
 
 def test_the_cache_takes_no_memory_of_its_own(undone: list[PolicyWorker]) -> None:
+    """The pool is taken in one piece of the size that scoring and training need, as a run plans it."""
     reserved: dict[bool, int] = {}
     peaks: dict[bool, int] = {}
-    for shares in (True, False):
+    limits = LIMITS
+    for shares in (False, True):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        worker = make(undone, shares=shares, exact="off")
+        worker = make(undone, shares=shares, limits=limits, exact="off")
         torch.cuda.empty_cache()
+        limits = replace(LIMITS, pool_bytes=sum(size for _, size in pool_segments(worker.pool.arena)))
         reserved[shares] = torch.cuda.memory_reserved() - before
         peaks[shares] = torch.cuda.max_memory_reserved() - before
         assert worker.engine is not None
