@@ -15,6 +15,7 @@ from rollgraph.distributed.world import World
 from rollgraph.model import Architecture, Decoder, Keys, token_logprobs
 from rollgraph.model.adapters import AdapterSpec, attach
 from rollgraph.run.layer_memory import Pass
+from rollgraph.run.memory_plan import pool_bytes
 from rollgraph.run.plan import Plan, make_plan
 from rollgraph.run.plan_lines import PHASES
 from rollgraph.run.run_shape import shape_model
@@ -176,6 +177,16 @@ def test_pages_lie_over_gradients_in_whole_layers(folder: Path) -> None:
     huge = ("data.prompts_per_step=256", "rollout.rows=4096", "memory.cache_gib=56")
     plan = make_plan(configured(folder, "adapter.rank=32", *huge))
     assert line(plan, "not shared") == line(plan, "gradients, fp32")
+
+
+@pytest.mark.parametrize("overrides", [[], ["adapter.rank=32"], ["adapter.rank=32", "memory.cache_gib=0.5"]])
+def test_the_pool_and_what_lies_outside_of_it_are_the_peak(folder: Path, overrides: list[str]) -> None:
+    """The pool is taken in one piece of this size, so nothing may be missing from it."""
+    plan = make_plan(configured(folder, *overrides))
+    outside = [entry for entry in plan.lines if entry.where == "device" and entry.phases == PHASES]
+    others = sum(entry.nbytes for entry in outside if entry.name not in ("fragments", "not shared"))
+    pool = pool_bytes(plan.choice.settings.shape, plan.lines)
+    assert plan.peak == others + line(plan, "gradients, fp32") + pool
 
 
 def test_adapters_are_trained_and_the_base_is_not(folder: Path) -> None:
