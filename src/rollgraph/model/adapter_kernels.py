@@ -19,7 +19,7 @@ from rollgraph.model.low_rank import LinearAdapter, expand_backward
 
 # Rows, columns and warps of a tile. In a small one, a single warp waits for no other, which counts if there are few
 # rows. A large one reads B less often.
-_SMALL, _LARGE = (16, 64, 1), (64, 64, 4)
+_SMALL, _LARGE = (16, 64, 1), (64, 128, 8)
 _FEW_ROWS = 128
 _MOST_DEPTH = 64  # along the rank, of one matrix product
 _MOST_PARTS = 3
