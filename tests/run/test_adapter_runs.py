@@ -383,3 +383,13 @@ def test_another_number_of_ranks_goes_on(folder: Path) -> None:
     exported = open_model(str(folder / "alone" / "checkpoints" / "step_00000001"), None, []).load(None, "cpu")
     for name, parameter in expected.named_parameters():
         assert torch.equal(parameter, exported.get_parameter(name))
+
+
+def test_a_plan_knows_the_adapter_that_a_run_starts_from(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = []
+    for adapter in (ADAPTER, f"adapter={{path: {trained.parent / 'run' / 'model'}}}"):  # of rank 2; 32 is the default
+        capsys.readouterr()
+        assert main(["plan", str(trained), "--device", "cpu", "--json", adapter]) == 0
+        lines = json.loads(capsys.readouterr().out)["lines"]
+        sizes.append({line["name"]: line["nbytes"] for line in lines}["parameters"])
+    assert sizes[0] == sizes[1]

@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return WRONG
+    from rollgraph.run.base_model import resolve_adapter
     from rollgraph.run.plan import make_plan
 
     given = (options.device_gib, options.host_gib, options.tflops, options.tb_per_second)
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         if any(value is not None and value <= 0 for value in (options.ranks, *given)):
             raise ValueError("--ranks, --device-gib, --host-gib, --tflops and --tb-per-second must be positive")
         plan = make_plan(
-            config,
+            resolve_adapter(config),
             ranks=options.ranks,
             device_bytes=_device_bytes(options),
             host_bytes=None if options.host_gib is None else int(options.host_gib * GIB),
