@@ -98,7 +98,6 @@ def test_shuffled_rewards_teach_nothing(quickstart: Quickstart) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.timeout(3600)  # six runs of a minute or two
 def test_moments_of_fewer_bits_learn_as_well_as_fp32(quickstart: Quickstart) -> None:
     """Within the noise of seeds: how much runs in fp32 differ, or how much 512 samples of one policy do, if more."""
