@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rollgraph.graph import GraphError
 from rollgraph.model.adapters import AdapterSpec
 from rollgraph.model.hf_weights import parameter_views
 from rollgraph.policy import PolicyWorker
+from rollgraph.policy.weights import SlotError
 from rollgraph.types import Batch, Sample
 from tests.policy.small_worker import (
     ALONE,
@@ -131,6 +133,34 @@ def test_what_fails_without_adapters_switches_them_on_again(
 def test_training_is_refused_while_adapters_are_off(worker: PolicyWorker) -> None:
     with worker.adapted.use("reference"), pytest.raises(GraphError, match="switched off"):
         worker.train(make_batch(1, 1))
+
+
+def test_no_other_weights_score_while_adapters_are_off(worker: PolicyWorker) -> None:
+    """They would all be the base."""
+    worker.weights.save("start")
+    with worker.adapted.use("reference"):
+        base = worker.logprobs(SAMPLES, "reference")
+        for name in ("policy", "start"):
+            with pytest.raises(SlotError, match="switched off"):
+                worker.logprobs(SAMPLES, name)
+    with worker.adapted.use("start"):
+        assert worker.logprobs(SAMPLES, "reference") == base
+    for name in ("policy", "start"):
+        with pytest.raises(SlotError, match="weights of its own"):
+            worker.adapted.name_base(name)
+    worker.weights.drop("start")
+
+
+def test_adapters_stay_off_until_the_last_use_of_the_base_ends(worker: PolicyWorker) -> None:
+    adapters = worker.model.adapters
+    assert adapters is not None
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(adapters.off())
+    second.enter_context(adapters.off())
+    first.close()
+    assert adapters.scale == 0
+    second.close()
+    assert adapters.scale == SPEC.scale
 
 
 def first_gradient(spec: AdapterSpec, **options: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -147,3 +148,20 @@ def test_a_failed_train_ends_even_if_its_gradients_cannot_be_dropped() -> None:
     with pytest.raises(ConnectionError), phases.enter("train"):
         raise ValueError
     assert phases.current == IDLE
+
+
+class Interrupted(Counter[str]):
+    """Ctrl-C while a phase is being entered."""
+
+    def __setitem__(self, phase: str, times: int) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_interrupt_on_entry_leaves_the_machine_idle(phase: str) -> None:
+    actions = CountedActions()
+    phases = Phases(actions)
+    phases.entered = Interrupted()
+    with pytest.raises(KeyboardInterrupt), phases.enter(phase):
+        pass
+    assert (phases.current, actions.pauses) == (IDLE, 0)

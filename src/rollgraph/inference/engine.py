@@ -282,8 +282,8 @@ class Engine:
         """
         if self._stepping:
             raise RuntimeError("the engine is within a step: a callback can submit and abort, but not wait for results")
-        self._stepping = True
         try:
+            self._stepping = True
             step = self._scheduler.schedule()
             previous = self._in_flight
             self._in_flight = self._run(step) if step is not None else None

@@ -63,7 +63,7 @@ class Adapters:
     def __init__(self, model: Adaptable, spec: AdapterSpec, scale: Tensor, layers: dict[str, Linear]) -> None:
         self.spec = spec
         self.scale = scale  # on the device; 0 while the adapters are switched off
-        self.enabled = True
+        self._uses_of_base = 0  # that have not ended
         self._model = model
         self._layers = layers
         self._watched: list[Tensor] = [layer.lora_a for layer in layers.values()]
@@ -72,19 +72,21 @@ class Adapters:
 
     # -- switching off -----------------------------------------------------------------------------
 
+    @property
+    def enabled(self) -> bool:
+        return self._uses_of_base == 0
+
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model is the base. Afterwards the adapters are as they were before, exception or not."""
-        before = self.enabled
+        """Inside, the model is the base. The adapters are on again once nobody is inside, exception or not."""
+        self._uses_of_base += 1
         try:
-            self._enable(False)
+            self.scale.fill_(0.0)
             yield
         finally:
-            self._enable(before)
-
-    def _enable(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self.scale.fill_(self.spec.scale if enabled else 0.0)
+            if self._uses_of_base == 1:
+                self.scale.fill_(self.spec.scale)
+            self._uses_of_base -= 1  # last: if an interrupt comes before, training is refused
 
     # -- the copies of A ---------------------------------------------------------------------------
 

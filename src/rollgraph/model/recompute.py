@@ -62,8 +62,13 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad(), _standing_in(ctx.module, leaves[count:]):
             output = ctx.run(*args)
         outputs = (output,) if isinstance(output, Tensor) else output
-        reached = [(one, gradient) for one, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+        reached = []
+        for one, gradient in zip(outputs, gradients, strict=True):
+            if gradient is not None and one.requires_grad:  # some depend on nothing that is trained
+                reached.append((one, gradient))
         wanted = [leaf for leaf, differentiable in zip(leaves, needed, strict=True) if differentiable]
+        if not reached:
+            return (None,) * len(ctx.needs_input_grad)
         found = torch.autograd.grad(
             [one for one, _ in reached], cast(list[Tensor], wanted), [gradient for _, gradient in reached],
             allow_unused=True,

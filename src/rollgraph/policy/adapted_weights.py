@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollgraph.model.adapters import Adapters
-from rollgraph.policy.weights import POLICY, WeightSlots
+from rollgraph.policy.weights import POLICY, SlotError, WeightSlots
 from rollgraph.sharding import ShardedModel
 
 
@@ -33,6 +33,8 @@ class AdaptedWeights:
         """Let the model without its adapters score under this name, in place of a slot."""
         if self._adapters is None:
             raise ValueError("the model has no adapters: save() its weights to a slot")
+        if name in self._slots:
+            raise SlotError(f"{name!r} has weights of its own: give the base another name")
         self._base = name
 
     @contextmanager
@@ -42,6 +44,8 @@ class AdaptedWeights:
             with self._adapters.off():
                 yield
             return
+        if self._adapters is not None and not self._adapters.enabled:
+            raise SlotError(f"the adapters are switched off: leave the base before you use {name!r}")
         try:
             with self._slots.use(name):
                 self.refresh()

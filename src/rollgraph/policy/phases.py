@@ -68,9 +68,9 @@ class Phases:
             if phase in READING:
                 stack.enter_context(self._actions.paused(gather=True))
             self._take_memory(phase)  # after the gathers: ranks have ended an aborted step by then
-            self.current = phase
-            self.entered[phase] += 1
             try:
+                self.current = phase
+                self.entered[phase] += 1
                 yield
             finally:
                 self.current = IDLE

@@ -146,6 +146,8 @@ class StepGraphs(ScoreGraphs):
                 units.append(layer.mlp)
                 samples.append((hidden(in_residual),))
             in_update = in_residual or _is_trained(layer.mlp)
+            if layer.recomputes:  # autograd sees one function, so both of its results have gradients
+                in_residual = in_update
         return units, samples
 
     # -- what runs inside the graphs ---------------------------------------------------------------
