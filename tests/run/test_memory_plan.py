@@ -384,6 +384,16 @@ def test_prints_phases_and_whether_it_fits(run_file: str, capsys: pytest.Capture
     assert "measured" not in shown
 
 
+def test_plan_refuses_what_a_run_would_refuse(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("nan", "inf", "0"):
+        assert call(run_file, "--device-gib", size) == 2
+        assert "must be positive and finite" in capsys.readouterr().err
+    assert call(run_file, "optimizer.offload=host", "--device", "cpu") == 2
+    assert "offload_from_a_device" in capsys.readouterr().err
+    assert call(run_file, "tokenizer.path=bytes", "adapter.path=nowhere") == 2
+    assert "adapter.path: nowhere: there is no such folder" in capsys.readouterr().err
+
+
 def test_the_plan_of_a_cpu_has_no_time_unless_its_speed_is_given(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

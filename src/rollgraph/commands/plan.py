@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,16 @@ def run(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return WRONG
     from rollgraph.run.base_model import resolve_adapter
+    from rollgraph.run.inputs import check_device
     from rollgraph.run.plan import make_plan
 
     given = (options.device_gib, options.host_gib, options.tflops, options.tb_per_second)
     try:
-        if any(value is not None and value <= 0 for value in (options.ranks, *given)):
-            raise ValueError("--ranks, --device-gib, --host-gib, --tflops and --tb-per-second must be positive")
+        if any(value is not None and not 0 < value < math.inf for value in (options.ranks, *given)):
+            raise ValueError(
+                "--ranks, --device-gib, --host-gib, --tflops and --tb-per-second must be positive and finite"
+            )
+        check_device(config, options.device)
         plan = make_plan(
             resolve_adapter(config),
             ranks=options.ranks,

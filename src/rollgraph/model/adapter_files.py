@@ -120,6 +120,8 @@ def _read_content(source: Path) -> dict[str, object]:
         return read_object(source / ADAPTER_CONFIG)
     except MissingFile:
         also = f"; it has {CONFIG}, so it may be a model" if (source / CONFIG).exists() else ""
+        if (source / "model" / ADAPTER_CONFIG).exists():
+            also = f"; did you mean {source / 'model'}?"
         raise AdapterFileError(f"has no {ADAPTER_CONFIG}{also}", place=str(source)) from None
     except FileError as error:
         raise AdapterFileError(error.detail, place=error.place) from None

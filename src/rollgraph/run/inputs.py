@@ -87,7 +87,7 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
 
     What a run keeps must be as it was when the checkpoint `resume_from` was saved, unless it may change.
     """
-    check_device(config, world)
+    check_device(config, world.device)
     scopes = training_scopes(config, world.size)
     with about("model.path" if config.tokenizer.path is None else "tokenizer.path"):
         tokenizer = make_tokenizer(config)
@@ -198,13 +198,11 @@ def _all_prompts(data: PromptData) -> list[Prompt]:
 # -- device, text and model ------------------------------------------------------------------------
 
 
-def check_device(config: Config, world: World) -> None:
-    if config.graph.impl == "cuda" and not world.device.startswith("cuda"):
-        raise ConfigError(
-            [f"graph.impl: cuda needs a CUDA device, but this run is on {world.device}: use auto or tape"]
-        )
-    if config.optimizer.offload == "host" and not world.device.startswith("cuda"):
-        wrong = f"host needs a CUDA device; this run is on {world.device}, whose memory is the host's: use auto or none"
+def check_device(config: Config, device: str) -> None:
+    if config.graph.impl == "cuda" and not device.startswith("cuda"):
+        raise ConfigError([f"graph.impl: cuda needs a CUDA device, but this run is on {device}: use auto or tape"])
+    if config.optimizer.offload == "host" and not device.startswith("cuda"):
+        wrong = f"host needs a CUDA device; this run is on {device}, whose memory is the host's: use auto or none"
         raise ConfigError([ConfigProblem(wrong, "optimizer.offload", rule="offload_from_a_device")])
 
 

@@ -308,7 +308,7 @@ def _shown(key: str, value: Any) -> str:
     if key == "memory.cache_gib":
         return gib(value * GIB)
     if key == "model.checkpointing":
-        return f"{value} layers"
+        return f"{value} layer{'' if value == 1 else 's'}"
     return str(value)
 
 
