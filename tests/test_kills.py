@@ -241,6 +241,7 @@ def undisturbed(folder: Path) -> Path:
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.timeout(1200)
 def test_a_killed_rank_is_named_and_the_run_can_be_resumed(folder: Path, undisturbed: Path) -> None:

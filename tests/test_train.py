@@ -941,6 +941,7 @@ def kill_at_random_moments(folder: Path, kills: int, *options: str) -> int:
     return during_a_save
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
     process = start(folder, "steps=3", "validation.max_prompts=7", prefix=(sys.executable, *TWO_RANKS))
@@ -955,6 +956,7 @@ def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
     assert values[2]["loss"] == pytest.approx(alone[2]["loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_processes_evaluate_what_one_has_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(eager_config(folder, "steps=2"), ONE)

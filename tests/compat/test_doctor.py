@@ -258,6 +258,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_the_real_package_is_affected_and_repaired(capsys: pytest.CaptureFixture[str]) -> None:
     """First in a separate process: standard output has nothing but JSON, whatever is imported."""
     pytest.importorskip("megatron.core")

@@ -45,6 +45,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_script_runs_repaired(folder: Path) -> None:
     pytest.importorskip("megatron.core", reason=REASON)
     done = start(folder, "run", "scripts/train.py", "--lr", "1", "-m", "fail")

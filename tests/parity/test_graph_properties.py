@@ -267,6 +267,7 @@ class OverTree(nn.Module):
         return {"tree": out, "sum": sum((t.sum() for t in tensors(out)), self.weight * 1)}
 
 
+@pytest.mark.slow
 @few
 @given(args=st.lists(trees, min_size=1, max_size=3), kwargs=st.dictionaries(st.sampled_from("xyz"), trees, max_size=2))
 def test_random_input_trees(args: list[Any], kwargs: dict[str, Any], backend: str, device: torch.device) -> None:
@@ -289,6 +290,7 @@ def test_random_input_trees(args: list[Any], kwargs: dict[str, Any], backend: st
     assert_same(*results)
 
 
+@pytest.mark.slow
 @few
 @given(tree=trees, other=trees)
 def test_another_tree_is_refused(tree: Any, other: Any, backend: str, device: torch.device) -> None:

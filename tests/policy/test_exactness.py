@@ -166,6 +166,7 @@ def test_adapters_keep_generation_and_training_equal(
     worker.close()
 
 
+@pytest.mark.slow
 @each_device
 def test_other_temperatures_and_a_cache_too_small_for_all_rows(device: str, dtype: torch.dtype) -> None:
     asked = requests(LLAMA.vocabulary)
@@ -192,6 +193,7 @@ def test_the_first_ratio_and_the_importance_weight_are_exactly_one(device: str, 
     worker.close()
 
 
+@pytest.mark.slow
 @each_device
 def test_a_sample_does_not_depend_on_its_batch(device: str, dtype: torch.dtype) -> None:
     """Alone or with others, in any order, with other numbers of rows and other prefill steps."""
@@ -335,6 +337,7 @@ def test_the_normalizer_of_a_row_does_not_depend_on_the_others() -> None:
 # -- where the contract ends -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_greedy_samples_are_not_exact() -> None:
     """They are drawn with probability 1, and training has a temperature."""
     worker = worker_of(LLAMA, "cpu", torch.float32, temperature=0.0)

@@ -163,6 +163,7 @@ def alone(one: PolicyWorker) -> PolicyWorker:
     return one
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_bits_of_one_process_that_runs_the_same_microbatches(
     ranks: list[dict[str, Any]], alone: PolicyWorker
 ) -> None:

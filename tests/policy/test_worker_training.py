@@ -203,6 +203,7 @@ def test_the_ratio_stays_one_with_a_learning_rate_of_zero(worker: PolicyWorker) 
     assert worker.train(batch)["policy/ratio"] == 1.0  # the samples keep their old log-probabilities
 
 
+@pytest.mark.slow
 def test_hundreds_of_steps_capture_nothing_and_leave_no_hook(worker: PolicyWorker) -> None:
     report = worker.pool.report()
     hooked = worker.sharded.hooks.modules
@@ -243,6 +244,7 @@ def test_close_restores_the_model(options: dict[str, Any]) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())  # autograd keeps them again
 
 
+@pytest.mark.slow
 def test_whole_logits_and_chunks_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollgraph.model.logprobs.CHUNK_ELEMENTS", 7 * TINY.vocabulary)
     after = []

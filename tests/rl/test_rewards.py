@@ -343,6 +343,7 @@ def test_a_rollout_that_no_function_scores_is_counted(functions: str) -> None:
 # Failures, in workers.
 
 
+@pytest.mark.slow
 def test_functions_that_hang_crash_or_raise_beside_others(functions: str, pids: Path) -> None:
     texts = ["hang", "fine", "die", "fine", "raise", "crash", "fine", "fine"]
     samples = [rollout(text) for text in texts]

@@ -44,6 +44,7 @@ def evaluated(capsys: pytest.CaptureFixture[str], config: Path, *options: str) -
     return json.loads(found.out), found.err
 
 
+@pytest.mark.slow
 def test_generate_takes_a_model_a_checkpoint_or_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained.parent / "run"
     first, last = (run / "checkpoints" / f"step_0000000{step}" for step in (0, 1))

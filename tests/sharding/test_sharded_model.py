@@ -268,6 +268,7 @@ def lose_rank_1(world: World, how: str) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_lost_rank_is_named_by_the_others(how: str, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_check_on_cuda_without_a_gpu(targets: Path, tmp_path: Path) -> None:
     assert done.stderr == "rollgraph check: --backend cuda needs a CUDA device, and there is none; use --backend tape\n"
 
 
+@pytest.mark.slow
 def test_check_json(targets: Path, tmp_path: Path) -> None:
     clean = command(targets, "-m", "rollgraph", "check", "--json", "--replays", "2", "targets:clean")
     report = json.loads(clean.stdout)
@@ -149,6 +150,7 @@ def test_examples_are_clean(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_whole_process(targets: Path) -> None:
     script = (
         "import torch; from rollgraph.graph import capture\n"
