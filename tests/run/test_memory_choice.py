@@ -17,6 +17,7 @@ from rollgraph.run.memory_remedies import find_remedies
 from rollgraph.run.plan_lines import GIB, peak, total
 from rollgraph.run.run_shape import RunShape, shape_run
 from rollgraph.run.step_floor import Speed
+from tests.run.test_memory_plan import RUN
 
 COMMON = {"model_type": "qwen2", "max_position_embeddings": 32768, "dtype": "bfloat16"}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -27,13 +28,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
             "num_key_value_heads": 8, "vocab_size": 152064},
 }  # fmt: skip
-RUN = """
-data: {{train: t.jsonl, prompts_per_step: 32, max_prompt_tokens: 128}}
-rollout: {{samples_per_prompt: 16, max_tokens: 384, rows: 512}}
-reward: {{functions: [{{name: exact_match}}]}}
-algorithm: {{kl_coef: 0.01}}
-model: {{path: {folder}}}
-"""
 FEW = (40, 139)
 DEVICES = (4, 8, 12, 16, 24, 32, 40, 48, 60, 64, 80, 96, 139, 180, 260)
 ADAPTED = ["adapter.rank=32"]
