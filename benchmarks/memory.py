@@ -144,6 +144,20 @@ class DeviceMemory:
         return {"reserved": reserved, "allocated": allocated, "outside": outside, "peak": reserved + outside}
 
 
+def show_segments() -> None:
+    """What the allocator holds now: the memory of the graphs' pool, and that outside of it."""
+    rows = []
+    for segment in torch.cuda.memory_snapshot():
+        pool = "graphs" if tuple(segment["segment_pool_id"]) != (0, 0) else "-"
+        sizes = sorted((block["size"] for block in segment["blocks"] if block["state"] != "inactive"), reverse=True)
+        largest = " ".join(f"{size / 2**20:.1f}" for size in sizes[:6])
+        rows.append((pool, segment["total_size"] / 2**20, segment["allocated_size"] / 2**20, len(sizes), largest))
+    rows.sort(key=lambda row: -row[1])
+    held = torch.cuda.memory_reserved() / GIB
+    table(f"segments, {held:.2f} GiB", ("pool", "MiB", "in use", "blocks", "largest blocks, MiB"), rows[:40])
+    print(f"  and {len(rows) - 40} more with {sum(row[1] for row in rows[40:]):.0f} MiB" if len(rows) > 40 else "")
+
+
 def take_step(run: Run, options: argparse.Namespace, step: int) -> dict[str, float]:
     """A step as `train.py` takes it, with a random reward: the seconds of its phases."""
     policy = run.policy
@@ -183,6 +197,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.limit_gib is not None:
         budget = MemoryBudget(int(options.limit_gib * GIB), budget.host)
     chosen_memory.find_budget = lambda world: budget  # type: ignore[assignment]
+    torch.cuda.reset_peak_memory_stats = lambda device=None: None  # a run measures each phase; here, all count
     with tempfile.TemporaryDirectory() as name:
         config = make_config(Path(name), options)
         plan = _plan(config, budget, device)
@@ -195,6 +210,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         setup = time.perf_counter() - started
         after_setup = memory.peaks()
         print(f"set-up: {setup:.1f} s; {_described(after_setup)}", flush=True)
+        if options.segments:
+            show_segments()
         steps = []
         for step in range(options.steps):
             steps.append(take_step(run, options, step))
@@ -286,6 +303,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=384, help="new tokens of a sample")
     parser.add_argument("--steps", type=int, default=2, help="the last one is timed")
     parser.add_argument("--limit-s", type=float, default=400, help="seconds that one configuration may take")
+    parser.add_argument("--segments", action="store_true", help="list what the allocator holds after the set-up")
     parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), help="some of the configurations")
     parser.add_argument("--list", action="store_true", help="name the configurations and their arguments")
     parser.add_argument("--plan", action="store_true", help="print plans alone; --limit-gib is the device")
@@ -325,7 +343,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/memory.py needs a CUDA device, or --plan, or --tiny")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    extra = ["--steps", str(options.steps), *options.overrides]
+    extra = ["--steps", str(options.steps), *(["--segments"] if options.segments else []), *options.overrides]
     show(measure_each(options.only or list(CONFIGURATIONS), extra, options.limit_s))
 
 

@@ -41,6 +41,8 @@ def run(model: Decoder) -> Tensor:
 class PlainLora(torch.nn.Module):
     """A fused linear layer whose parts have adapters, as PEFT computes them."""
 
+    adapted = False  # by adapters of ours
+
     def __init__(self, layer: Linear, scale: float) -> None:
         super().__init__()
         adapter = layer.adapter

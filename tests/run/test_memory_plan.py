@@ -145,6 +145,9 @@ def test_the_memory_of_weights(folder: Path) -> None:
     of_four = make_plan(configured(folder), ranks=4)
     assert line(of_four, "copy for checkpoints") == pytest.approx(3 * PARAMETERS, rel=1e-2)
     assert line(of_four, "optimizer") == pytest.approx(3 * PARAMETERS, rel=1e-2)
+    with_peers = make_plan(configured(folder, "checkpoint.peers=1", "cluster={engine: ray, nodes: 4}"), ranks=4)
+    assert line(with_peers, "copy for checkpoints") == 2 * line(of_four, "optimizer")
+    assert line(with_peers, "copies of a neighbour") == 2 * line(of_four, "optimizer")
     assert line(of_four, "parameters") == pytest.approx(line(plan, "parameters"), rel=1e-3)
 
 

@@ -13,35 +13,50 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rollgraph.model.attention_kernels import dot_precision
+from rollgraph.model.chained_launch import can_chain
 from rollgraph.model.low_rank import LinearAdapter, expand_backward
 
-# Rows, columns and warps of a tile. In a small one, a single warp waits for no other, which counts if there are few
-# rows. A large one reads B less often.
-_SMALL, _LARGE = (16, 64, 1), (64, 128, 8)
+# Rows, columns and warps of a tile. Narrow ones make more programs, which counts if there are few rows.
+_EXPANDED = (32, 32, 1)
+_GATED, _GATED_FEW_ROWS = (32, 64, 4), (64, 32, 4)
 _FEW_ROWS = 128
 _MOST_DEPTH = 64  # along the rank, of one matrix product
 _MOST_PARTS = 3
 
 
 @triton.jit
-def _add_low_rank(
-    total, from_row, in_row, b, column, in_column, b_width, low, up,
+def load_low(from_row, in_row, low, start, RANK: tl.constexpr, DEPTH: tl.constexpr):
+    """A step along the rank of x A^T, which begins at `low` in the rows."""
+    at = start + tl.arange(0, DEPTH)[None, :]
+    return tl.load(from_row + low + at, mask=in_row & (at < RANK), other=0.0)
+
+
+@triton.jit
+def load_up(b, b_width, up, column, in_column, start, RANK: tl.constexpr, DEPTH: tl.constexpr):
+    """A step along the rank of B, from its column `up`."""
+    at = start + tl.arange(0, DEPTH)[:, None]
+    return tl.load(b + at * b_width + up + column, mask=(at < RANK) & in_column, other=0.0)
+
+
+@triton.jit
+def low_rank_product(
+    low_tile, up_tile, from_row, in_row, low, b, b_width, up, column, in_column,
     RANK: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add (x A^T) B^T of a tile, of which x A^T begins at `low` in the rows, and B at column `up`."""
-    for start in range(0, RANK, DEPTH):
-        at = start + tl.arange(0, DEPTH)
-        in_rank = at < RANK
-        x = tl.load(from_row + low + at[None, :], mask=in_row & in_rank[None, :], other=0.0)
-        y = tl.load(b + at[:, None] * b_width + up + column, mask=in_rank[:, None] & in_column, other=0.0)
-        total = tl.dot(x, y, total, input_precision=PRECISION)
+    """(x A^T) B^T of a tile, of which the first step along the rank is there already: loads do not wait for it."""
+    total = tl.dot(low_tile, up_tile, input_precision=PRECISION)
+    for start in range(DEPTH, RANK, DEPTH):
+        low_tile = load_low(from_row, in_row, low, start, RANK, DEPTH)
+        up_tile = load_up(b, b_width, up, column, in_column, start, RANK, DEPTH)
+        total = tl.dot(low_tile, up_tile, total, input_precision=PRECISION)
     return total
 
 
 @triton.jit
-def _scaled_sum(base, added, factor):
+def scaled_sum(base, added, factor):
     """Base plus factor times what is added, rounded once; the base itself if the factor is 0."""
     return tl.where(factor != 0, tl.fma(added, factor, base.to(tl.float32)).to(base.dtype), base)
 
@@ -50,7 +65,7 @@ def _scaled_sum(base, added, factor):
 def _expand_kernel(
     product, b, scale, out, rows, outputs, stride, b_width, begin_0, end_0, up_0, begin_1, end_1, up_1, begin_2, end_2,
     up_2, WHOLE: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, WAITS: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """A tile, which lies in one part or in none. WHOLE: there is an adapter in all of them."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -66,21 +81,28 @@ def _expand_kernel(
         up = first + tl.where(in_1, up_1 - begin_1, tl.where(in_2, up_2 - begin_2, up_0 - begin_0))
     from_row = product + row.to(tl.int64) * stride
     in_row, in_column = row < rows, column < outputs - first
+    up_tile = load_up(b, b_width, up, column, in_column & adapted, 0, RANK, DEPTH)
+    if WAITS:
+        gdc_wait()
+    if STARTS_NEXT:
+        gdc_launch_dependents()
     base = tl.load(from_row + first + column, mask=in_row & in_column, other=0.0)
     value = base
     if adapted:
         factor = tl.load(scale)
-        added = tl.zeros((ROWS, COLUMNS), tl.float32)
-        added = _add_low_rank(
-            added, from_row, in_row, b, column, in_column, b_width, low, up, RANK, DEPTH, PRECISION
+        low_tile = load_low(from_row, in_row, low, 0, RANK, DEPTH)
+        added = low_rank_product(
+            low_tile, up_tile, from_row, in_row, low, b, b_width, up, column, in_column, RANK, DEPTH, PRECISION
         )  # fmt: skip
-        value = _scaled_sum(base, added, factor)
+        value = scaled_sum(base, added, factor)
     tl.store(out + row.to(tl.int64) * outputs + first + column, value, mask=in_row & in_column)
 
 
-def expand(product: Tensor, b: Tensor, adapter: LinearAdapter) -> Tensor:
-    """The base of an extended product plus what the adapter adds to it, [rows, outputs]."""
+def expand(product: Tensor, b: Tensor, adapter: LinearAdapter, chained: bool = False) -> Tensor:
+    """The base of an extended product plus what the adapter adds to it, [rows, outputs]. See `Unexpanded`."""
     rows = len(product)
+    starts_next = can_chain(product.device)
+    waits = chained and starts_next
     out = product.new_empty(rows, adapter.outputs)
     bounds = []
     for index in range(_MOST_PARTS):
@@ -89,18 +111,18 @@ def expand(product: Tensor, b: Tensor, adapter: LinearAdapter) -> Tensor:
             part = adapter.parts[index]
             begin, end, up = part.columns.start, part.columns.stop, part.up.start
         bounds += [begin, end, up]
-    tile_rows, tile_columns, warps = _SMALL
+    tile_rows, tile_columns, warps = _EXPANDED
     columns = gcd(tile_columns, *(bound for bound in bounds if bound < adapter.outputs))
     grid = (triton.cdiv(adapter.outputs, columns), triton.cdiv(rows, tile_rows))
     _expand_kernel[grid](
         product, b, adapter.scale, out, rows, adapter.outputs, product.stride(0), b.shape[1], *bounds,
         WHOLE=b.shape[1] == adapter.outputs, ROWS=tile_rows, COLUMNS=columns, num_warps=warps, num_stages=1,
-        **_depth(product, adapter),
+        WAITS=waits, STARTS_NEXT=starts_next, launch_pdl=waits, **rank_constants(product, adapter),
     )  # fmt: skip
     return out
 
 
-def _depth(product: Tensor, adapter: LinearAdapter) -> dict[str, Any]:
+def rank_constants(product: Tensor, adapter: LinearAdapter) -> dict[str, Any]:
     """The constants of a product along the rank."""
     depth = max(16, min(_MOST_DEPTH, triton.next_power_of_2(adapter.rank)))
     return {"RANK": adapter.rank, "DEPTH": depth, "PRECISION": dot_precision(product)}
@@ -117,21 +139,29 @@ def _gate_and_up(
     """A tile of both, in fp32. GATE and UP say which of them have an adapter; gate's comes first."""
     in_row, in_column = row < rows, column < width
     from_row = product + row.to(tl.int64) * stride
-    gate = tl.load(from_row + column, mask=in_row & in_column, other=0.0)
-    up = tl.load(from_row + width + column, mask=in_row & in_column, other=0.0)
+    low = 2 * width
+    low_up = low + GATE * RANK
+    up = GATE * width
+    if GATE:
+        gate_low = load_low(from_row, in_row, low, 0, RANK, DEPTH)
+        gate_b = load_up(b, b_width, 0, column, in_column, 0, RANK, DEPTH)
+    if UP:
+        up_low = load_low(from_row, in_row, low_up, 0, RANK, DEPTH)
+        up_b = load_up(b, b_width, up, column, in_column, 0, RANK, DEPTH)
+    gate_base = tl.load(from_row + column, mask=in_row & in_column, other=0.0)
+    up_base = tl.load(from_row + width + column, mask=in_row & in_column, other=0.0)
     factor = tl.load(scale)
     for_gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     for_up = tl.zeros((ROWS, COLUMNS), tl.float32)
     if GATE:
-        for_gate = _add_low_rank(
-            for_gate, from_row, in_row, b, column, in_column, b_width, 2 * width, 0, RANK, DEPTH, PRECISION
+        for_gate = low_rank_product(
+            gate_low, gate_b, from_row, in_row, low, b, b_width, 0, column, in_column, RANK, DEPTH, PRECISION
         )  # fmt: skip
     if UP:
-        for_up = _add_low_rank(
-            for_up, from_row, in_row, b, column, in_column, b_width, 2 * width + GATE * RANK, GATE * width,
-            RANK, DEPTH, PRECISION,
+        for_up = low_rank_product(
+            up_low, up_b, from_row, in_row, low_up, b, b_width, up, column, in_column, RANK, DEPTH, PRECISION
         )  # fmt: skip
-    return _scaled_sum(gate, for_gate, factor).to(tl.float32), _scaled_sum(up, for_up, factor).to(tl.float32)
+    return scaled_sum(gate_base, for_gate, factor).to(tl.float32), scaled_sum(up_base, for_up, factor).to(tl.float32)
 
 
 @triton.jit
@@ -199,7 +229,7 @@ class AdaptedSwiGLU(torch.autograd.Function):
 
 def _tiles(product: Tensor, adapter: LinearAdapter) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid of a kernel of gate and up, and its constants."""
-    rows, columns, warps = _SMALL if len(product) <= _FEW_ROWS else _LARGE
+    rows, columns, warps = _GATED_FEW_ROWS if len(product) <= _FEW_ROWS else _GATED
     width = adapter.outputs // 2
     starts = [part.columns.start for part in adapter.parts]
     constants = {
@@ -210,4 +240,4 @@ def _tiles(product: Tensor, adapter: LinearAdapter) -> tuple[tuple[int, int], di
         "num_warps": warps,
         "num_stages": 1,
     }
-    return (triton.cdiv(width, columns), triton.cdiv(len(product), rows)), constants | _depth(product, adapter)
+    return (triton.cdiv(width, columns), triton.cdiv(len(product), rows)), constants | rank_constants(product, adapter)

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from rollgraph.model.adapters import Adaptable
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
-from rollgraph.model.linear import Linear
+from rollgraph.model.linear import Linear, Unexpanded, expand
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
 from rollgraph.model.products import Routes, multiply, padded_rows
 from rollgraph.model.recompute import recompute
 
 # Called with a layer's attention module, its projected qkv, cos and sin; gives the mixed values.
-Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[["Attention", Tensor | Unexpanded, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
@@ -61,12 +61,14 @@ class Attention(nn.Module):
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Project, attend as `attend` does, and project back."""
-        mixed = attend(self, self.qkv(x), cos, sin)
+        mixed = attend(self, self.qkv(x, defer=self.q_norm is None), cos, sin)
         projected: Tensor = self.out(mixed.flatten(1))
         return projected
 
-    def split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normed and rotated, and values: [tokens, heads, head_dim]."""
+        if isinstance(qkv, Unexpanded):
+            qkv = expand(qkv)
         if qkv.is_cuda:
             from rollgraph.model.head_kernels import SplitHeads
 
@@ -81,8 +83,14 @@ class Attention(nn.Module):
             k = norm(k, self.k_norm, self.eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def split_and_store(self, qkv: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor) -> Tensor:
+    def split_and_store(
+        self, qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor
+    ) -> Tensor:
         """The queries; keys and values are written to `slots` of this layer's pages."""
+        if isinstance(qkv, Unexpanded):
+            from rollgraph.model.adapted_head_kernels import rotate_and_store_adapted
+
+            return rotate_and_store_adapted(qkv, cos, sin, slots, pages, self.heads)
         if qkv.is_cuda:
             from rollgraph.model.head_kernels import rotate_and_store
 
@@ -140,16 +148,16 @@ class DecoderLayer(nn.Module):
         self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int,
         keys: Keys | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x, residual = add_norm(residual, update, self.attention_norm, self.eps)
+        x, residual = add_norm(residual, update, self.attention_norm, self.eps, chained=self.mlp.down.adapted)
         x = self.attention(x, cos, sin, cu_seqlens, max_length, keys)
-        x, residual = add_norm(residual, x, self.mlp_norm, self.eps)
+        x, residual = add_norm(residual, x, self.mlp_norm, self.eps, chained=self.attention.out.adapted)
         return residual, self.mlp(x)
 
     def run(self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Like `forward`, but with the given attention."""
-        x, residual = add_norm(residual, update, self.attention_norm, self.eps)
+        x, residual = add_norm(residual, update, self.attention_norm, self.eps, chained=self.mlp.down.adapted)
         x = self.attention.run(x, cos, sin, attend)
-        x, residual = add_norm(residual, x, self.mlp_norm, self.eps)
+        x, residual = add_norm(residual, x, self.mlp_norm, self.eps, chained=self.attention.out.adapted)
         return residual, self.mlp(x)
 
 
@@ -193,6 +201,8 @@ class Decoder(Adaptable):
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Draw random weights, as a model of this family has before its training."""
+        if self.embed.weight.is_meta:
+            return  # there are no values to draw
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
@@ -263,23 +273,29 @@ class Decoder(Adaptable):
 
 
 def _attend_packed(
-    cu_seqlens: Tensor, max_length: int, keys: Keys | None, attention: Attention, qkv: Tensor, cos: Tensor, sin: Tensor
+    cu_seqlens: Tensor,
+    max_length: int,
+    keys: Keys | None,
+    attention: Attention,
+    qkv: Tensor | Unexpanded,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     q, k, v = attention.split(qkv, cos, sin)
     return packed_attention(q, k, v, cu_seqlens, max_length, attention.window, keys)
 
 
 def _attend_prefill(
-    slots: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths: Tensor, attention: Attention, qkv: Tensor,
-    cos: Tensor, sin: Tensor,
+    slots: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths: Tensor, attention: Attention,
+    qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor,
 ) -> Tensor:  # fmt: skip
     q = attention.split_and_store(qkv, cos, sin, slots, pages)
     return paged_prefill(q, pages, table, cu_seqlens, lengths, attention.window)
 
 
 def _attend_decode(
-    slots: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, attention: Attention, qkv: Tensor, cos: Tensor,
-    sin: Tensor,
+    slots: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, attention: Attention,
+    qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor,
 ) -> Tensor:  # fmt: skip
     q = attention.split_and_store(qkv, cos, sin, slots, pages)
     return paged_decode(q, pages, table, lengths, attention.window)

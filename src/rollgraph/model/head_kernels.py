@@ -19,7 +19,7 @@ _PROGRAMS = 1056  # programs of the backward; each adds up the gradients of the 
 
 
 @triton.jit
-def _turn(first, second, c, s):
+def turn(first, second, c, s):
     """Rotate pairs. Which product is rounded is written down, so that the compiler has no choice."""
     return tl.fma(first, c, -(second * s)), tl.fma(second, c, first * s)
 
@@ -53,7 +53,7 @@ def _heads_kernel(
         second = tl.where(turned, normed_second, second)
     c = tl.load(cos + token * (DIM // 2) + at, mask=half, other=0.0)
     s = tl.load(sin + token * (DIM // 2) + at, mask=half, other=0.0)
-    turned_first, turned_second = _turn(first, second, c, s)
+    turned_first, turned_second = turn(first, second, c, s)
     first = tl.where(turned, turned_first, first).to(q_out.dtype.element_ty)
     second = tl.where(turned, turned_second, second).to(q_out.dtype.element_ty)
     target = q_out + (token * HEADS + head) * DIM + at
@@ -97,7 +97,7 @@ def _heads_backward_kernel(
         second += tl.load(from_k + DIM // 2, mask=key & half, other=0.0).to(tl.float32)
         c = tl.load(cos + row * (DIM // 2) + at, mask=half, other=0.0)
         s = tl.load(sin + row * (DIM // 2) + at, mask=half, other=0.0)
-        first, second = _turn(first, second, c, -s)
+        first, second = turn(first, second, c, -s)
         here = (row * (HEADS + 2 * KV_HEADS) + head) * DIM + at
         if NORMED:
             shown = (query | key) & half

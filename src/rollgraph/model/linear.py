@@ -28,6 +28,7 @@ class Unexpanded(NamedTuple):
     product: Tensor
     b: Tensor
     adapter: LinearAdapter
+    chained: bool = False  # the kernel of the product lets the next one start early; see `chained_launch.py`
 
 
 class Linear(nn.Linear):
@@ -46,6 +47,10 @@ class Linear(nn.Linear):
         self.adapter: LinearAdapter | None = None
 
     @property
+    def adapted(self) -> bool:
+        return self.adapter is not None
+
+    @property
     def multiplied(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias of the product that `routes` belong to."""
         if self.adapter is None:
@@ -61,7 +66,9 @@ class Linear(nn.Linear):
         """
         if self.adapter is None:
             return multiply(x, self.weight, self.bias, self.routes, rows=rows)
-        unexpanded = Unexpanded(self.extended_product(x, rows), self.lora_b, self.adapter)
+        product = self.extended_product(x, rows)
+        own_kernel = self.routes.get(len(product), LIBRARY).way == "fixed"
+        unexpanded = Unexpanded(product, self.lora_b, self.adapter, own_kernel)
         return unexpanded if defer and x.is_cuda else expand(unexpanded)
 
     def extended_product(self, x: Tensor, rows: int | None = None) -> Tensor:
@@ -141,19 +148,19 @@ class _ExtendedProduct(torch.autograd.Function):
 
 def expand(unexpanded: Unexpanded) -> Tensor:
     """The base plus what the adapter adds to it, [rows, outputs]."""
-    product, b, adapter = unexpanded
+    product, b, adapter, chained = unexpanded
     if not torch.is_grad_enabled():
-        return _expanded(product, b, adapter)
+        return _expanded(product, b, adapter, chained)
     expanded: Tensor = _Expand.apply(product, b, adapter.scale, adapter)  # type: ignore[no-untyped-call]
     return expanded
 
 
-def _expanded(product: Tensor, b: Tensor, adapter: LinearAdapter) -> Tensor:
+def _expanded(product: Tensor, b: Tensor, adapter: LinearAdapter, chained: bool = False) -> Tensor:
     if not product.is_cuda:
         return expand_by_products(product, b, adapter)
     from rollgraph.model import adapter_kernels
 
-    return adapter_kernels.expand(product, b, adapter)
+    return adapter_kernels.expand(product, b, adapter, chained)
 
 
 class _Expand(torch.autograd.Function):

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from rollgraph.model.attention_kernels import dot_precision
+from rollgraph.model.chained_launch import can_chain
 
 
 class Tiling(NamedTuple):
@@ -40,6 +42,7 @@ TILINGS = (
 def _product_kernel(
     x, weight, bias, out, rows, columns, depth, x_stride,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -55,6 +58,8 @@ def _product_kernel(
         total = tl.dot(left, right, total, input_precision=PRECISION)
         from_x += DEPTH
         from_weight += DEPTH
+    if STARTS_NEXT:
+        gdc_launch_dependents()
     if BIAS:
         total += tl.load(bias + column, mask=in_column, other=0.0).to(tl.float32)
     target = out + row.to(tl.int64)[:, None] * columns + column
@@ -71,6 +76,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, dtyp
     _product_kernel[grid](
         x, weight, weight if bias is None else bias, out, rows, columns, depth, x.stride(0),
         BIAS=bias is not None, ROWS=tiling.rows, COLUMNS=tiling.columns, DEPTH=step, PRECISION=dot_precision(x),
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        STARTS_NEXT=can_chain(x.device), num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return out

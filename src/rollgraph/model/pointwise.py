@@ -28,12 +28,17 @@ def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def add_norm(residual: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add an update to the residual stream. Gives the norm of the sum, and the sum."""
+def add_norm(
+    residual: Tensor, update: Tensor, weight: Tensor, eps: float, *, chained: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Add an update to the residual stream. Gives the norm of the sum, and the sum.
+
+    `chained` says that the update comes from a kernel that lets the next one start early; see `chained_launch.py`.
+    """
     if residual.is_cuda:
         from rollgraph.model.pointwise_kernels import AddNorm
 
-        both: tuple[Tensor, Tensor] = AddNorm.apply(residual, update, weight, eps)  # type: ignore[no-untyped-call]
+        both: tuple[Tensor, Tensor] = AddNorm.apply(residual, update, weight, eps, chained)  # type: ignore[no-untyped-call]
         return both
     residual = residual + update
     return norm(residual, weight, eps), residual
@@ -49,7 +54,7 @@ def swiglu(gate_up: Tensor | Unexpanded, rows: int = 0) -> Tensor:
     if isinstance(gate_up, Unexpanded):
         from rollgraph.model.adapter_kernels import AdaptedSwiGLU
 
-        product, b, adapter = gate_up
+        product, b, adapter, _ = gate_up
         activated = AdaptedSwiGLU.apply(product, b, adapter.scale, adapter, max(rows, len(product)))  # type: ignore[no-untyped-call]
         return activated
     if gate_up.is_cuda:

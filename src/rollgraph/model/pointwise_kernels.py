@@ -8,16 +8,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from rollgraph.model.chained_launch import can_chain
 
 _PROGRAMS = 1056  # programs in the backward of a norm; each sums the weight's gradient over its share of the rows
 _TILE = 1024
 
 
 @triton.jit
-def _add_norm_kernel(x, update, weight, out, stream, scales, width, eps, KEEP: tl.constexpr, WIDTH: tl.constexpr):
+def _add_norm_kernel(
+    x, update, weight, out, stream, scales, width, eps,
+    KEEP: tl.constexpr, WIDTH: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < width
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if WAITS:
+        gdc_wait()
     value = tl.load(x + row * width + at, mask=inside, other=0.0)
     added = value.to(tl.float32) + tl.load(update + row * width + at, mask=inside, other=0.0).to(tl.float32)
     value = added.to(value.dtype)
@@ -25,8 +34,7 @@ def _add_norm_kernel(x, update, weight, out, stream, scales, width, eps, KEEP: t
     wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
     normed = (wide * scale).to(value.dtype).to(tl.float32)
-    normed = normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, normed.to(value.dtype), mask=inside)
+    tl.store(out + row * width + at, (normed * gain).to(value.dtype), mask=inside)
     if KEEP:
         tl.store(scales + row, scale)
 
@@ -58,9 +66,12 @@ class AddNorm(torch.autograd.Function):
     """See `pointwise.add_norm`."""
 
     @staticmethod
-    def forward(ctx: Any, stream: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, stream: Tensor, update: Tensor, weight: Tensor, eps: float, chained: bool
+    ) -> tuple[Tensor, Tensor]:
         stream = stream.contiguous()
         keep = any(ctx.needs_input_grad)
+        waits = chained and can_chain(stream.device)
         width = stream.shape[-1]
         rows = stream.numel() // width
         block = triton.next_power_of_2(width)
@@ -69,7 +80,7 @@ class AddNorm(torch.autograd.Function):
         scales = torch.empty(rows if keep else 1, dtype=torch.float32, device=stream.device)
         _add_norm_kernel[(rows,)](
             stream, update.contiguous(), weight, out, total, scales, width, eps,
-            KEEP=keep, WIDTH=block, num_warps=_warps(block),
+            KEEP=keep, WIDTH=block, WAITS=waits, num_warps=_warps(block), launch_pdl=waits,
         )  # fmt: skip
         ctx.save_for_backward(total, weight, scales)
         return out, total
@@ -89,7 +100,7 @@ class AddNorm(torch.autograd.Function):
             WIDTH=block, num_warps=_warps(block),
         )  # fmt: skip
         d_weight = d_weights.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return d_x, d_x, d_weight, None
+        return d_x, d_x, d_weight, None, None
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollgraph.files import write_atomically
 from rollgraph.model.decoder import Decoder
-from rollgraph.model.products import LIBRARY, Route, Routes, compute
+from rollgraph.model.products import LIBRARY, Route, Routes, compute, prepare
 
 _PROBE = 1  # raise it when the probe or a way changes: what was found before is then not used any more
 _REPEATS = 10  # calls in one timed graph
@@ -93,6 +93,7 @@ def set_routes(
         if routes is None:
             routes = _find_routes(weight, bias, shape, counts, at_any_cost)
             cache.put(shape, counts, routes)
+        prepare(routes, weight)
         missing = [rows for rows in counts if rows not in routes]
         report.routes[shape] = routes
         if missing:

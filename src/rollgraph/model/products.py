@@ -59,6 +59,12 @@ def padded_rows(routes: Routes, rows: int) -> int:
     return max(rows, routes.get(rows, LIBRARY).rows)
 
 
+def prepare(routes: Routes, weight: Tensor) -> None:
+    """Make what the routes need beside the weight, before the memory of a graph would hold it."""
+    if any(route.way == "biased" for route in routes.values()):
+        _zeros(len(weight), weight.dtype, weight.device)
+
+
 def compute(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, count: int, wide: bool) -> Tensor:
     """The first `count` rows of the product, by a route."""
     if route.rows and len(x) != route.rows:
@@ -80,7 +86,7 @@ def _library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tens
 
 @cache
 def _zeros(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Made once, by the probe, so that no graph has to fill them."""
+    """Made once, by `prepare`, so that no graph has to fill them."""
     return torch.zeros(columns, dtype=dtype, device=device)
 
 

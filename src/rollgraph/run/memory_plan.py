@@ -23,7 +23,8 @@ from rollgraph.policy import Limits
 from rollgraph.run.layer_memory import FP32, Pass
 from rollgraph.run.plan_lines import PHASES, Phase, Place, PlanLine, total
 from rollgraph.run.run_shape import RunShape
-from rollgraph.sharding import MemoryPlan
+from rollgraph.sharding import MemoryPlan, OptimizerMemory
+from rollgraph.sharding.peer_copies import COPIES
 from rollgraph.sharding.state_memory import CHUNK
 
 SNAPSHOT = "copy for checkpoints"
@@ -69,8 +70,16 @@ def _weights(config: Config, shape: RunShape) -> list[PlanLine]:
         PlanLine("optimizer", optimizer.device, "device", PHASES),
         PlanLine("optimizer, offloaded", optimizer.host, "host", PHASES),
         PlanLine("optimizer, in transit", optimizer.streaming, "device", PHASES),
-        PlanLine(SNAPSHOT, optimizer.snapshot, "host", PHASES),  # allocated by the first save
+        *_copies(config, optimizer),
     ]
+
+
+def _copies(config: Config, optimizer: OptimizerMemory) -> list[PlanLine]:
+    """Copies of the optimizer's state in host memory, allocated by the first save, or else after the first step."""
+    if not config.checkpoint.peers:
+        return [PlanLine(SNAPSHOT, optimizer.snapshot, "host", PHASES)]
+    copies = COPIES * (optimizer.device + optimizer.host)
+    return [PlanLine(SNAPSHOT, copies, "host", PHASES), PlanLine("copies of a neighbour", copies, "host", PHASES)]
 
 
 def planned_weights(config: Config, shape: RunShape) -> MemoryPlan:
