@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from rollgraph.telemetry import SampleWriter
 from rollgraph.telemetry.samples import find_spans
+from rollgraph.telemetry.token_values import SampleDetails
 from rollgraph.types import Prompt, Rollout
 
 
@@ -133,3 +135,37 @@ def test_half_of_a_surrogate_pair_is_written_as_json_spells_it(tmp_path: Path) -
     make_writer(tmp_path).write(0, [rollout], [0.0])
     (row,) = rows_of(tmp_path)
     assert row["extra"] == {"judge": "cut \ud83d"}
+
+
+def test_values_of_tokens_and_why_some_are_absent(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, texts=lambda ids: [chr(id) for id in ids], longest=3)
+    rollouts = make_rollouts(2, size=1)
+    rollouts[0].reference_logprobs = [-0.35, 0.0, -0.1]
+    details = {0: SampleDetails([2.0, 0.0, 2.0], [-0.1 + math.log(2), -9.0, -0.2], [0.5, 0.0, 1.25])}
+    details[1] = SampleDetails(left_out="the rewards of its group are all equal")
+    rollouts[1].failures = {"exact": "raised KeyError"}
+    writer.write(0, rollouts[:1], [2.0], rollouts[1:], details)
+    trained, dropped = rows_of(tmp_path)
+    assert trained["token_values"] == {
+        "text": ["2", "=", "\n"],
+        "logprob": [-0.1, None, -0.2],  # the policy did not sample the second one
+        "advantage": [2.0, None, 2.0],
+        "ratio": [2.0, None, 1.0],
+        "kl": [0.25, None, -0.1],
+        "entropy": [0.5, None, 1.25],
+        "absent": {},
+    }
+    assert dropped["token_values"].keys() == {"text", "logprob", "absent"}
+    assert dropped["token_values"]["absent"].keys() == {"advantage", "ratio", "kl", "entropy"}
+    assert dropped["left_out"] == "the rewards of its group are all equal"
+    assert dropped["failures"] == {"exact": "raised KeyError"}
+    assert "left_out" not in trained
+    assert "failures" not in trained
+
+
+def test_long_completions_have_no_values_of_tokens(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path, texts=lambda ids: [str(id) for id in ids], longest=2)
+    writer.write(0, make_rollouts(1), [0.0, 0.0])
+    assert {str(row["token_values"]) for row in rows_of(tmp_path)} == {
+        "{'absent': {'text': 'it has more than 2 tokens, the limit of log.token_values'}}"
+    }

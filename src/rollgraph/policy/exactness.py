@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from rollgraph.errors import UserError
 from rollgraph.inference import defaults
 from rollgraph.model import Decoder
 from rollgraph.model.attention_probe import attention_agrees
@@ -20,7 +21,7 @@ from rollgraph.policy.limits import Limits
 Exactness = Literal["auto", "must", "off"]
 
 
-class ExactnessError(RuntimeError):
+class ExactnessError(UserError, RuntimeError):
     """Generation and training have to agree, and cannot."""
 
 

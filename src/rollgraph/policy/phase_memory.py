@@ -86,6 +86,10 @@ class PhaseMemory:
             self._forget_cache()
             self._cache_holds = True
 
+    def forget(self) -> None:
+        """What the cache holds is of other weights: the phase generate begins with none of it."""
+        self._cache_holds = False
+
     # -- guards ------------------------------------------------------------------------------------
 
     def cache_is_gone(self) -> str | None:

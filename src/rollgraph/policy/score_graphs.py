@@ -60,16 +60,19 @@ class ScoreGraphs:
         if not self._whole_step:
             self.buckets = limits.token_buckets[-1:]
         self._score: dict[int, Callable[..., Any]] = {}
+        self._with_entropy: Callable[..., Any] | None = None
 
     # -- inputs ------------------------------------------------------------------------------------
 
-    def plan(self, samples: Sequence[Sample]) -> list[tuple[list[int], int]]:
+    def plan(self, samples: Sequence[Sample], buckets: Sequence[int] = ()) -> list[tuple[list[int], int]]:
         """Divide samples into microbatches: the indices of the samples, and the smallest bucket they fit."""
         largest = self.buckets[-1]
         planned = []
         for indices in pack(samples, largest, self._limits.sequences(largest)):
             size = measure(samples[index] for index in indices)
-            fitting = [bucket for bucket in self.buckets if size.fits(bucket, self._limits.sequences(bucket))]
+            fitting = [
+                bucket for bucket in buckets or self.buckets if size.fits(bucket, self._limits.sequences(bucket))
+            ]
             planned.append((indices, fitting[0]))
         return planned
 
@@ -88,6 +91,14 @@ class ScoreGraphs:
             with torch.no_grad():
                 self._score[tokens] = self._capture(self._score_step, tokens, name, [])
 
+    def capture_entropy(self, progress: OnCapture) -> None:
+        """Capture scoring with the entropy, in the largest bucket alone: few samples are scored in this way."""
+        tokens = self.buckets[-1]
+        name = f"{self._label} {tokens}, entropy"
+        progress(name, 0, 1)
+        with torch.no_grad():
+            self._with_entropy = self._capture(self._entropy_step, tokens, name, [])
+
     def _capture(self, step: Callable[..., Any], tokens: int, name: str, guards: Sequence[Guard]) -> Callable[..., Any]:
         settings = self._settings
         return capture(
@@ -102,7 +113,43 @@ class ScoreGraphs:
             logprobs: Tensor = self._score[len(arrays.ids)](*self._upload(arrays))
         return logprobs
 
+    def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
+        """The log-probabilities of the tokens of each sample."""
+        return self._score_samples(samples, self.score, self.buckets)
+
+    def logprobs_and_entropies(self, samples: Sequence[Sample]) -> list[tuple[list[float], list[float]]]:
+        both = self._score_samples(samples, self._score_with_entropy, self.buckets[-1:])
+        return [(logprobs, entropies) for logprobs, entropies in both]
+
+    def _score_with_entropy(self, arrays: PackedArrays) -> Tensor:
+        """The log-probability of each token, and the entropy, [2, tokens]."""
+        assert self._with_entropy is not None, "call capture_entropy() first"
+        with torch.no_grad():
+            both: Tensor = self._with_entropy(*self._upload(arrays))
+        return both
+
+    def _score_samples(
+        self, samples: Sequence[Sample], score: Callable[[PackedArrays], Tensor], buckets: Sequence[int]
+    ) -> list[Any]:
+        """What `score` gives for the tokens of each sample, in its last dimension."""
+        scored = []
+        for indices, bucket in self.plan(samples, buckets):  # packed while the device works on the one before
+            arrays = self.fill([samples[index] for index in indices], bucket)
+            scored.append((indices, arrays.starts, score(arrays).clone()))
+        results: list[Any] = [None] * len(samples)
+        for indices, starts, values in scored:
+            on_host = values.cpu()
+            for index, start in zip(indices, starts, strict=True):
+                results[index] = on_host[..., start : start + len(samples[index].tokens)].tolist()
+        return results
+
     # -- what runs inside the graphs ---------------------------------------------------------------
+
+    @torch.no_grad()
+    def _entropy_step(self, *inputs: Tensor) -> Tensor:
+        logprobs, entropy = self._logprobs(inputs, entropy=True, whole=False)
+        assert entropy is not None
+        return torch.stack((logprobs, entropy))
 
     @torch.no_grad()
     def _score_step(self, *inputs: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,7 @@ from rollgraph.sharding import ShardedAdamW, ShardedModel
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Batch, Rollout, Sample
 
-OnCaptures = Callable[[str, str, int, int], None]  # phase, its next part, how many parts are done, and of how many
+OnCaptures = Callable[[str, str, int, int], None]  # for what, the next part of it, how many are done, of how many
 OnSamples = Callable[[int, int], None]  # how many samples are trained on, and of how many
 
 
@@ -114,37 +113,45 @@ class PolicyWorker:
         self._frozen[name] = ScoreGraphs(model, self.limits, self._graphs, self._temperature, label=name)
 
     def capture_all(
-        self, losses: Mapping[str, tuple[Loss, bool]], on_progress: OnCaptures | None = None, *, generates: bool = True
+        self,
+        losses: Mapping[str, tuple[Loss, bool]],
+        on_progress: OnCaptures | None = None,
+        *,
+        generates: bool = True,
+        entropies: bool = False,
     ) -> None:
         """Allocate the KV cache and capture every graph. `losses` are by name, with whether they need the entropy.
 
         Generation is captured last, because its cache lies in memory of the other phases (see `phase_memory.py`). If a
         loss uses the reference policy, its slot must exist by now. A worker that never `generates` has no cache,
-        and leaves products to the library: there is no generation for training to agree with.
+        and leaves products to the library: there is no generation for training to agree with. `entropies` says whether
+        `logprobs_and_entropies` will be called.
         """
         progress = on_progress or _ignore_progress
         self.sharded.raise_if_unfinished()
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
-        self._set_routes(whole_logits, generates, partial(progress, "probe products"))
+        self._set_routes(whole_logits, generates, partial(progress, "probe"))
         cache = None
         if generates:
             available = self._free_bytes() if self._on_gpu else None
             cache = CacheLayout.within(self.model, self.limits, self.sharded.flat.gradient_memory, available)
         in_pool = cache.in_pool_nbytes if cache is not None else 0
         self.pool.reserve(max(in_pool, self.limits.pool_bytes), self._device)
-        on_capture = partial(progress, "capture for scoring")
+        on_capture = partial(progress, "score")
         with self.phases.enter("score"):
             self._steps.capture_score(on_capture)
+            if entropies:
+                self._steps.capture_entropy(on_capture)
         for graphs in self._frozen.values():
             graphs.capture_score(on_capture)
         has_reference = "reference" in self.adapted or "reference" in self._frozen
         try:
-            self._steps.capture_train(losses, has_reference, whole_logits, partial(progress, "capture for training"))
+            self._steps.capture_train(losses, has_reference, whole_logits, partial(progress, "train"))
         finally:
             self.sharded.flat.zero_gradients()
         if cache is not None:
-            self._capture_generation(cache, partial(progress, "capture for generation"))
+            self._capture_generation(cache, partial(progress, "generate"))
 
     def _set_routes(self, whole_logits: bool, generates: bool, on_probe: OnCapture) -> None:
         """Make the products of all phases equal, or leave them to the library."""
@@ -249,23 +256,16 @@ class PolicyWorker:
 
         `weights` names a slot, a model that was added, or the model without its adapters.
         """
-        graphs: ScoreGraphs = self._steps
-        swapped: AbstractContextManager[object] = nullcontext()
-        if weights in self._frozen:
-            graphs = self._frozen[weights]
-        else:
-            swapped = self.adapted.use(weights)
-        scored = []
-        with self.phases.enter("score"), swapped:
-            for indices, bucket in graphs.plan(samples):  # packed while the device works on the one before
-                arrays = graphs.fill([samples[index] for index in indices], bucket)
-                scored.append((indices, arrays.starts, graphs.score(arrays).clone()))
-        results: list[list[float]] = [[] for _ in samples]
-        for indices, starts, values in scored:
-            on_host = values.cpu()
-            for index, start in zip(indices, starts, strict=True):
-                results[index] = on_host[start : start + len(samples[index].tokens)].tolist()
-        return results
+        with self.phases.enter("score"):
+            if weights in self._frozen:
+                return self._frozen[weights].logprobs(samples)
+            with self.adapted.use(weights):
+                return self._steps.logprobs(samples)
+
+    def logprobs_and_entropies(self, samples: Sequence[Sample]) -> list[tuple[list[float], list[float]]]:
+        """Of each sample's tokens: their log-probabilities, and the entropies of the distributions they come from."""
+        with self.phases.enter("score"):
+            return self._steps.logprobs_and_entropies(samples)
 
     # -- train -------------------------------------------------------------------------------------
 
@@ -370,6 +370,19 @@ class PolicyWorker:
                     save_adapter(self.model, folder, base=base[0], revision=base[1])
                 if self.tokenizer is not None:
                     self.tokenizer.save(folder)
+
+    def rejoin(self, world: World) -> None:
+        """Go on with the ranks of the next attempt; see `ShardedModel.rejoin`. Nothing is captured again.
+
+        Ranks that are new create a worker and call `capture_all` meanwhile: the same collectives in the same order.
+        """
+        self.world = world
+        self.sharded.rejoin(world)
+        self.memory.forget()
+        if self.engine is not None:
+            self.engine.reset()
+        if self.products is not None:
+            self._exact_on_all_ranks = self._holds_on_all_ranks(self.products.exact)
 
     def close(self) -> None:
         self.pool.reset()

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rollgraph.telemetry.jsonl import Note, open_to_append, tell, truncate_jsonl
+from rollgraph.telemetry.token_values import SampleDetails, TokenTexts, describe_tokens
 from rollgraph.types import Rollout
+
+NOTHING_MORE = SampleDetails()
 
 
 class SampleWriter:
@@ -18,7 +21,7 @@ class SampleWriter:
 
     The groups of a step are drawn by the seed and the step, so a resumed run writes what an undisturbed one does.
     Those of a validation are always the same, so that people see the answers to a prompt change. `weights` are those of
-    the reward functions.
+    the reward functions. With `texts`, completions of up to `longest` tokens have a value for each token.
     """
 
     def __init__(
@@ -29,6 +32,8 @@ class SampleWriter:
         groups: int,
         seed: int = 0,
         weights: Mapping[str, float] | None = None,
+        texts: TokenTexts | None = None,
+        longest: int = 0,
         resume_at: int | None = None,
         note: Note = tell,
     ) -> None:
@@ -37,48 +42,52 @@ class SampleWriter:
         self._groups = groups
         self._seed = seed
         self._weights = weights or {}
+        self._texts = texts
+        self._longest = longest
         folder.mkdir(parents=True, exist_ok=True)
         if resume_at is not None:
             truncate_jsonl(self._path, resume_at - 1, note)
 
     def write(
-        self, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float], dropped: Sequence[Rollout] = ()
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        advantages: Sequence[float],
+        dropped: Sequence[Rollout] = (),
+        details: Mapping[int, SampleDetails] | None = None,
     ) -> bool:
         """Whether anything was written for this step.
 
         `advantages` has one number per rollout. `dropped` were sampled in this step and are not trained on; their
-        groups have other numbers.
+        groups have other numbers. `details` are by place among the rollouts and then the dropped ones.
         """
         if len(rollouts) != len(advantages):
             raise ValueError(f"{len(rollouts)} rollouts with {len(advantages)} advantages")
-        if self._every == 0 or step % self._every:
-            return False
-        chosen = self._choose([*rollouts, *dropped], f"{self._seed}/{step}")
+        known = details or {}
+        everything = [*rollouts, *dropped]
+        chosen = choose_groups(everything, self._groups, every=self._every, seed=self._seed, step=step)
         rows = []
-        for rollout, advantage in zip(rollouts, advantages, strict=True):
+        for place, rollout in enumerate(everything):
             if rollout.group in chosen:
-                rows.append({"step": step, "split": "train", **self._describe(rollout), "advantage": advantage})
-        for rollout in dropped:
-            if rollout.group in chosen:
-                rows.append({"step": step, "split": "dropped", **self._describe(rollout), "advantage": None})
+                kept = place < len(rollouts)
+                row = {"step": step, "split": "train" if kept else "dropped"}
+                row |= self._describe(rollout, known.get(place, NOTHING_MORE))
+                rows.append(row | {"advantage": advantages[place] if kept else None})
         return self._append(rows)
 
     def write_validation(self, step: int, rollouts: Sequence[Rollout]) -> bool:
         """Whether anything was written for the validation after this step."""
         if self._every == 0:
             return False
-        chosen = self._choose(rollouts, f"{self._seed}/validation")
+        chosen = _draw(rollouts, self._groups, f"{self._seed}/validation")
         rows = []
         for rollout in rollouts:
             if rollout.group in chosen:
-                rows.append({"step": step, "split": "validation", **self._describe(rollout), "advantage": None})
+                described = self._describe(rollout, NOTHING_MORE)
+                rows.append({"step": step, "split": "validation", **described, "advantage": None})
         return self._append(rows)
 
-    def _choose(self, rollouts: Sequence[Rollout], seed: str) -> set[int]:
-        groups = sorted({rollout.group for rollout in rollouts})
-        return set(random.Random(seed).sample(groups, min(self._groups, len(groups))))
-
-    def _describe(self, rollout: Rollout) -> dict[str, Any]:
+    def _describe(self, rollout: Rollout, details: SampleDetails) -> dict[str, Any]:
         weighted = {name: self._weights.get(name, 1.0) * value for name, value in rollout.rewards.items()}
         described = {
             "group": rollout.group,
@@ -95,6 +104,12 @@ class SampleWriter:
         }
         if rollout.extra:
             described["extra"] = rollout.extra
+        if rollout.failures:
+            described["failures"] = rollout.failures
+        if details.left_out:
+            described["left_out"] = details.left_out
+        if self._texts is not None and self._longest:
+            described["token_values"] = describe_tokens(rollout, self._texts, self._longest, details)
         return described
 
     def _append(self, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -105,6 +120,18 @@ class SampleWriter:
                 # A column of a Parquet file can be a date or a decimal number.
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         return True
+
+
+def choose_groups(rollouts: Sequence[Rollout], count: int, *, every: int, seed: int, step: int) -> set[int]:
+    """The groups of a step that are written; none at most steps. Every rank chooses the same."""
+    if every == 0 or step % every:
+        return set()
+    return _draw(rollouts, count, f"{seed}/{step}")
+
+
+def _draw(rollouts: Sequence[Rollout], count: int, seed: str) -> set[int]:
+    groups = sorted({rollout.group for rollout in rollouts})
+    return set(random.Random(seed).sample(groups, min(count, len(groups))))
 
 
 def find_spans(sampled: Sequence[bool]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollgraph.errors import UserError
 from rollgraph.files import write_atomically
 from rollgraph.telemetry.jsonl import Note, tell, truncate_jsonl
 from rollgraph.telemetry.metrics import JsonlSink, Sink, Values
@@ -32,7 +33,7 @@ PACKAGES = {  # a sink needs any one of its packages
 }
 
 
-class SinkError(RuntimeError):
+class SinkError(UserError, RuntimeError):
     """A sink that was configured cannot be made."""
 
 

@@ -1,0 +1,81 @@
+"""One file that needs no server: everything is inside, and no completion can get out of where it stands."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rollgraph.view.catalog import Catalog
+from rollgraph.view.export import collect, write_export
+from tests.view.synthetic_run import write_group, write_run
+
+PAGE = """<!doctype html><html><head>
+<link rel="stylesheet" href="static/a.css">
+<script type="module" src="static/app.js"></script>
+</head><body></body></html>"""
+HOSTILE = "</script><script>alert(1)</script><!-- \u2028 &amp; \ud83d"
+
+
+@pytest.fixture
+def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    static = tmp_path / "static"
+    static.mkdir()
+    (static / "index.html").write_text(PAGE)
+    (static / "a.css").write_text("p { color: red }")
+    (static / "app.js").write_text('import { b } from "./b.js";\nimport "./c.js";\nconsole.log(b, "from ./b.js");\n')
+    (static / "b.js").write_text("export const b = 1;\n")
+    (static / "c.js").write_text("\n")
+    for name in ("one", "two"):
+        folder = write_run(tmp_path / "runs" / name, steps=30)
+        write_group(folder, 20, 0, completion=HOSTILE)
+    target = tmp_path / "page.html"
+    write_export(Catalog([tmp_path / "runs"]), target, static)
+    return target.read_text(encoding="utf-8")
+
+
+def test_the_file_holds_scripts_styles_and_data(exported: str) -> None:
+    assert "static/" not in exported
+    assert "<style>p { color: red }</style>" in exported
+    (import_map,) = re.findall(r'<script type="importmap">(.*?)</script>', exported, re.DOTALL)
+    modules = json.loads(import_map)["imports"]
+    assert modules.keys() == {"view/app.js", "view/b.js", "view/c.js"}
+    app = base64.b64decode(modules["view/app.js"].partition("base64,")[2]).decode()
+    assert app == 'import { b } from "view/b.js";\nimport "view/c.js";\nconsole.log(b, "from ./b.js");\n'
+    assert '<script type="module">import "view/app.js";</script>' in exported
+    assert "default-src 'none'" in exported
+
+
+def test_no_completion_ends_the_element_it_stands_in(exported: str) -> None:
+    (data,) = re.findall(r'<script type="application/json" id="rollgraph-export">(.*?)</script>', exported, re.DOTALL)
+    assert "<" not in data
+    content = json.loads(data)
+    sample = content["data"]["runs-one"]["sample"]["20.train.0.0"]
+    assert sample["completion"] == HOSTILE
+    assert exported.count("<script") == 3
+
+
+def test_all_that_the_page_asks_for_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("rollgraph.view.export.NEWEST_GROUPS", 3)
+    folder = write_run(tmp_path / "run", steps=1000)
+    for step in range(5):
+        write_group(folder, step, 0)
+    content = collect(Catalog([folder]))
+    run = content["data"]["run"]
+    assert run.keys() == {
+        "names", "series", "phases", "samples", "sample", "prompts", "prompt", "diagnosis", "machine",
+    }  # fmt: skip
+    for axis in ("step", "time"):
+        assert run["series"][axis]["series"].keys() == {entry["name"] for entry in run["names"]["names"]}
+        assert 300 < len(run["series"][axis]["series"]["reward"]["x"]) <= 600
+    assert [group["step"] for group in run["samples"]["groups"]] == [4, 3, 2]
+    assert "2 are left out" in " ".join(run["samples"]["notes"])
+    assert len(run["sample"]) == 3 * 4
+    (key,) = run["prompt"]
+    assert len(run["prompt"][key]["groups"]) == 5
+    assert content["runs"]["runs"][0]["id"] == "run"

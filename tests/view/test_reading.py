@@ -1,0 +1,317 @@
+"""Folders as they are found: half written, resumed, incomplete, damaged, of another version. A note, never an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from rollgraph.view import answers
+from rollgraph.view import catalog as catalog_module
+from rollgraph.view.catalog import Catalog
+from rollgraph.view.run_data import RunData
+from rollgraph.view.series import Range, find_phases, find_series, thin
+from tests.view.synthetic_run import HEALTHY, make_sample, open_run, write_group, write_lines, write_metrics, write_run
+
+OF_RUN = (
+    answers.answer_names,
+    answers.answer_series,
+    answers.answer_phases,
+    answers.answer_samples,
+    answers.answer_prompts,
+    answers.answer_diagnosis,
+    answers.answer_machine,
+)
+
+
+def everything(run: RunData) -> str:
+    """All answers about a run, as JSON: what cannot be written as JSON raises."""
+    found = [answer(run, {"names": ",".join(run.metrics.names)}) for answer in OF_RUN]
+    return "".join(map(answers.to_json, [*found, run.summary()]))
+
+
+def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    line = json.dumps({"step": 3, "reward": 0.75})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(line[:9])
+    run = open_run(folder)
+    assert run.step == 2
+    note = "metrics.jsonl ends in a line that is half written, and left out."
+    assert note in run.notes()
+    assert not any("damaged" in found for found in run.notes())
+    (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    assert note not in run.notes()  # it is being written
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(line[9:] + "\n")
+    run.update()
+    assert run.step == 3
+    assert run.metrics.column("reward")[-1] == 0.75
+
+
+def test_a_resumed_run_shows_what_it_wrote_last(tmp_path: Path) -> None:
+    """Steps 6 to 9 belong to a past that was given up, even where the new one has not come that far."""
+    folder = write_run(tmp_path / "run", steps=10)
+    for step in (4, 6, 8):
+        write_group(folder, step, 0, prompt="old")
+    write_lines(folder / "starts.jsonl", [{"time": "2026-11-16T11:00:00+00:00", "first_step": 6}])
+    write_metrics(folder, {**HEALTHY, "reward": lambda step: -1.0}, range(6, 8))
+    write_group(folder, 6, 0, prompt="new")
+    run = open_run(folder)
+    assert run.metrics.steps().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert run.metrics.column("reward").tolist()[5:] == [HEALTHY["reward"](5), -1.0, -1.0]
+    groups = answers.answer_samples(run, {"order": "oldest"})["groups"]
+    assert [(group["step"], group["prompt"]) for group in groups] == [(4, "old"), (6, "new")]
+    notes = " ".join(run.notes())
+    assert "resumed at step 6" in notes
+    assert "metrics.jsonl has 4 entries of steps that were taken again" in notes
+
+
+def test_a_group_that_was_written_twice_is_shown_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    for prompt in ("old", "new"):
+        for group in (0, 1):
+            write_group(folder, 2, group, prompt=prompt)
+    groups = answers.answer_samples(open_run(folder), {})["groups"]
+    assert sorted((group["group"], group["prompt"]) for group in groups) == [(0, "new"), (1, "new")]
+
+
+def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'\0\0\0\n[1, 2]\n{"reward": 1}\n\xff\xfe\n' + b'{"step": 1e999}\n' + b"[" * 5000 + b"\n")
+    with (folder / "samples.jsonl").open("ab") as file:
+        file.write(b'{"step": "x", "group": {}}\n{"step": 1, "split": "elsewhere"}\n')
+    write_metrics(folder, {"reward": lambda step: float("nan")}, range(2, 4))
+    run = open_run(folder)
+    assert run.step == 3
+    assert "metrics.jsonl has 6 lines that are damaged" in " ".join(run.notes())
+    assert "samples.jsonl has 2 lines that are damaged" in " ".join(run.notes())
+    everything(run)
+
+
+@pytest.mark.parametrize("missing", ["config.yaml", "starts.jsonl", "metrics.jsonl", "samples.jsonl", "graphs.json"])
+def test_a_missing_file_leaves_a_note(tmp_path: Path, missing: str) -> None:
+    folder = write_run(tmp_path / "run", steps=6)
+    write_group(folder, 5, 0)
+    (folder / "graphs.json").write_text('{"graphs": []}')
+    (folder / missing).unlink()
+    run = open_run(folder)
+    assert missing in everything(run)
+    for name in ("config.yaml", "starts.jsonl", "metrics.jsonl", "samples.jsonl", "graphs.json"):
+        (folder / name).unlink(missing_ok=True)
+    everything(open_run(folder))
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "a: [", "\0", "x" * 100, '{"graphs": 5}'])
+def test_files_of_another_kind_or_version_open(tmp_path: Path, content: str) -> None:
+    folder = write_run(tmp_path / "run", steps=6)
+    for name in ("config.yaml", "starts.jsonl", "graphs.json", "memory.json", "run.lock"):
+        (folder / name).write_text(content)
+    everything(open_run(folder))
+
+
+def test_fields_of_another_version_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=6)
+    write_lines(folder / "starts.jsonl", [{"versions": {"rollgraph": "99.0"}, "first_step": "later", "ranks": 8}])
+    strange = [
+        {"step": 1},
+        {"step": 1, "spans": 5, "rewards": [1], "tokens": "many", "reward": None, "token_values": []},
+        {"step": 1, "group": 1, "reward": 10**400, "advantage": 10**400, "tokens": 10**400},
+        {"step": 2, "prompt": ["a", "list"], "completion": None, "spans": [3, {"start": -1, "end": "x"}]},
+        make_sample(2, 5, 0, columns={"inf": math.inf, "list": [math.nan]}, extra={"deep": [[1]]}),
+        make_sample(3, 0, 0, token_values={"text": ["a"], "logprob": ["x"], "kl": [float("inf")], "new": [1]}),
+    ]
+    write_lines(folder / "samples.jsonl", strange)
+    write_lines(folder / "samples.jsonl", [{"step": 10**30}, {"step": 1, "group": -(10**30)}])
+    run = open_run(folder)
+    assert run.samples.damaged == 2
+    assert "rollgraph 99.0 wrote this run" in everything(run)
+    assert "8 ranks" in json.dumps(answers.answer_machine(run, {}))
+    for group in answers.answer_samples(run, {})["groups"]:
+        for sample in group["samples"]:
+            answers.to_json(answers.answer_sample(run, sample["id"]))
+
+
+def test_ranks_and_memory_by_phase(tmp_path: Path) -> None:
+    curves = {f"speed__ranks__{rank}__seconds__generate": lambda step, rank=rank: 1.0 + rank for rank in range(3)}
+    curves |= {"speed__memory_gib": lambda step: 4.0, "speed__memory_gib__train": lambda step: 2.0 + (step == 7)}
+    folder = write_run(tmp_path / "run", steps=10, **curves)
+    lines = [
+        {"name": "parameters", "nbytes": 3, "where": "device", "phases": ["generate", "train"]},
+        {"name": "activations", "nbytes": 5, "where": "device", "phases": ["train"]},
+        {"name": "optimizer, offloaded", "nbytes": 7, "where": "host", "phases": ["generate", "train"]},
+        {"name": "of another version"},
+    ]
+    record = {
+        "device": "cpu",
+        "lines": lines,
+        "chosen": {"memory.logits": "chunks"},
+        "reasons": {"memory.logits": "too large"},
+    }
+    (folder / "memory.json").write_text(json.dumps(record))
+    machine = answers.answer_machine(open_run(folder), {})
+    assert [(rank["rank"], rank["step_seconds"]) for rank in machine["ranks"]] == [(0, 1.0), (1, 2.0), (2, 3.0)]
+    assert machine["memory"]["measured"] == {"peak": 4 * 2**30, "train": 3 * 2**30}
+    assert machine["memory"]["planned"] == {
+        "lines": lines[:3],
+        "phases": {"generate": 3, "score": 0, "train": 8},
+        "peak": 8,
+        "device": "cpu",
+        "device_bytes": None,
+        "reasons": [{"key": "memory.logits", "value": "chunks", "reason": "too large"}],
+    }
+
+
+def test_the_status_of_a_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=6)  # of 60
+    summary = open_run(folder).summary()
+    assert (summary["status"], summary["step"], summary["steps"], summary["seconds_left"]) == ("stopped", 5, 60, None)
+    assert any("samples.jsonl is missing" in note for note in open_run(folder).notes())
+    (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    summary = open_run(folder).summary()
+    assert (summary["status"], summary["seconds_left"]) == ("running", 54 * 2.0)
+    assert open_run(folder).notes() == []  # a run that goes on may still write them
+    (folder / "run.lock").write_text(f"process 999999999 on {socket.gethostname()}\n")
+    assert open_run(folder).summary()["status"] == "stopped"
+    (folder / "run.lock").write_text("process 1 on another.machine\n")
+    assert open_run(folder).summary()["status"] == "running"
+    for name in ("metrics.jsonl", "run.lock"):
+        os.utime(folder / name, (1e9, 1e9))
+    assert open_run(folder).summary()["status"] == "unknown"
+    (folder / "run.lock").unlink()
+    (folder / "graphs.json").write_text("{}")
+    assert open_run(folder).summary()["status"] == "stopped"  # asked to stop before its end
+    write_metrics(folder, HEALTHY, range(6, 60))
+    assert open_run(folder).summary()["status"] == "finished"
+
+
+def test_runs_are_found_below_the_folders_that_were_named(tmp_path: Path) -> None:
+    named = tmp_path / "named"
+    write_run(named / "a" / "run", steps=1)
+    write_run(named / "b", steps=1)
+    write_run(tmp_path / "elsewhere" / "b", steps=1)
+    (named / "link").symlink_to(tmp_path / "elsewhere")
+    catalog = Catalog([named])
+    assert [(run.id, run.name) for run in catalog.find()] == [("named-b", "named/b"), ("named-a-run", "named/a/run")]
+    write_run(named / "c", steps=1)
+    assert {run.id for run in catalog.find()} == {"named-b", "named-a-run", "named-c"}
+    both = Catalog([named / "b", tmp_path / "elsewhere" / "b"])
+    first, second = both.find()
+    assert first.id == "b"
+    assert second.id.startswith("b-")
+    assert both.get(second.id) is second
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2)
+    secret = tmp_path / "secret.jsonl"
+    write_lines(secret, [make_sample(0, 0, 0, completion="secret")])
+    (folder / "samples.jsonl").symlink_to(secret)
+    (folder / "graphs.json").symlink_to(tmp_path / "secret.json")
+    (tmp_path / "secret.json").write_text('{"graphs": ["secret"]}')
+    run = open_run(folder)
+    assert "secret" not in everything(run).replace(str(tmp_path), "")
+    assert (
+        "samples.jsonl is a link to somewhere else, and is not shown, so there are no samples to show." in run.notes()
+    )
+
+
+def test_a_link_that_comes_later_is_not_followed_either(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "mine", steps=2)
+    write_group(folder, 0, 0)
+    run = open_run(folder)
+    secret = tmp_path / "secret.jsonl"
+    write_lines(secret, [make_sample(0, 0, place, completion="secret") for place in range(9)])
+    (folder / "samples.jsonl").unlink()
+    (folder / "samples.jsonl").symlink_to(secret)
+    run.update()
+    assert "secret" not in everything(run).replace(str(tmp_path), "")
+    (folder / "samples.jsonl").unlink()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    run.update()
+    assert run.step is None
+
+
+BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 20))
+
+
+@pytest.mark.parametrize("config", ["a: &a {b: *a}", "a: 2026-99-99", f"a: {'9' * 5000}", "a: !!int ''", BOMB])
+def test_a_configuration_that_cannot_be_walked_leaves_a_note(tmp_path: Path, config: str) -> None:
+    folder = write_run(tmp_path / "run", steps=2, config=config)
+    catalog = Catalog([folder])
+    assert any("the configuration is not known" in note for note in open_run(folder).notes())
+    assert answers.answer_compare(catalog, {"ids": catalog.find()[0].id})["config"] == []
+    assert answers.list_runs(catalog)["notes"] == []
+
+
+def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2)
+    os.mkfifo(folder / "run.lock")
+    assert open_run(folder).status == "stopped"
+
+
+def test_more_folders_than_are_looked_at_leave_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_module, "MOST", 3)
+    for name in "abcd":
+        write_run(tmp_path / "runs" / name, steps=1)
+    found = answers.list_runs(Catalog([tmp_path / "runs"]))
+    assert [run["name"] for run in found["runs"]] == ["runs/a", "runs/b"]
+    assert found["notes"] == ["runs has many folders, and runs are shown from the first 3 of them only."]
+
+
+def test_a_run_with_more_steps_than_it_was_given_has_no_time_left(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=6, config="steps: 4\n")
+    (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    assert open_run(folder).summary()["seconds_left"] == 0
+
+
+def test_what_is_no_file_that_can_be_read_leaves_a_note(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2)
+    os.mkfifo(folder / "samples.jsonl")  # opening it would wait for ever
+    run = open_run(folder)
+    assert any("samples.jsonl is a named pipe" in note for note in run.notes())
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    run.update()
+    assert any("metrics.jsonl is a folder" in note for note in run.notes())
+    assert run.step is None
+    everything(run)
+
+
+# -- charts ------------------------------------------------------------------------------------------
+
+
+def test_a_thinned_curve_keeps_its_extremes(tmp_path: Path) -> None:
+    spike = {"reward": lambda step: 9.0 if step == 777 else float(step % 2)}
+    folder = write_run(tmp_path / "run", steps=1000, **spike)
+    metrics = open_run(folder).metrics
+    (thinned,) = find_series(metrics, ["reward"], Range(points=10)).values()
+    assert len(thinned["x"]) == 10
+    assert max(thinned["high"]) == 9.0
+    assert thinned["low"] == [0.0] * 10
+    assert thinned["y"][0] == 0.5
+    (zoomed,) = find_series(metrics, ["reward"], Range(start=775, end=779)).values()
+    assert zoomed["x"] == [775, 776, 777, 778, 779]
+    assert zoomed["y"] == zoomed["low"] == zoomed["high"] == [1, 0, 9, 0, 1]
+    values = metrics.column("reward")
+    assert thin(values[:0], values[:0], 5) == {"x": [], "y": [], "low": [], "high": []}
+
+
+def test_time_adds_up_and_phases_fill_the_step(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    write_metrics(folder, HEALTHY, range(0, 40, 10))  # log.every: 10
+    metrics = open_run(folder).metrics
+    (series,) = find_series(metrics, ["reward"], Range("time")).values()
+    assert series["x"] == [2.0, 22.0, 42.0, 62.0]
+    write_lines(tmp_path / "untimed" / "metrics.jsonl", [{"step": step, "reward": 1.0} for step in range(3)])
+    untimed = answers.answer_series(open_run(tmp_path / "untimed"), {"names": "reward", "x": "time"})
+    assert any("no axis of time" in note for note in untimed["notes"])
+    phases = find_phases(metrics, Range())
+    assert phases["x"] == [0, 10, 20, 30]
+    assert phases["phases"] == {"generate": [1.25] * 4, "train": [0.5] * 4, "switching": [0.25] * 4}
