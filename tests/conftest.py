@@ -23,7 +23,7 @@ except ImportError:  # the tests marked gpu need no more than pytest and torch
 else:
     # Fewer examples in `make test`; `make test-all` takes "ci".
     hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=200)
-    hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=40)
+    hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
     hypothesis.settings.register_profile("thorough", deadline=None, max_examples=5000)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

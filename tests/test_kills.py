@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rollgraph.config import to_yaml
-from rollgraph.distributed.launch import LOST
+from rollgraph.distributed.exit_codes import ExitCode
 from tests.test_train import assert_same_run, config_of, folder, metrics_of, weights_of
 
 __all__ = ["folder"]
@@ -35,7 +35,7 @@ TIMEOUT = 20.0  # seconds; the cost of a rank that is stopped, or killed before 
 LONG_TIMEOUT = 200.0  # for ranks that are killed at work, which the others notice at once
 GRACE = 250.0  # more seconds, for a busy machine
 KILLS = int(os.environ.get("ROLLGRAPH_KILLS", "12"))
-NAMED = re.compile(r"rank (\d+) (?:\(last operation|did not respond|failed with)")
+NAMED = re.compile(r"rank (\d+) (?:on \S+ \(|did not join|did not respond|on \S+ failed with)")
 CONFIG = f"""
 steps: {STEPS}
 cpu_threads: 1
@@ -96,7 +96,8 @@ def begin(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "yaml", "rollgraph.train", "rollgraph.cli", "tests.test_kills"])
     path = folder / f"{output.name}.yaml"
-    given = [f"output={output}", "data.validation=null", f"ranks.timeout={timeout}", *overrides]
+    limits = f"ranks={{timeout: {timeout}, heartbeat_timeout: {timeout}}}"
+    given = [f"output={output}", "data.validation=null", limits, *overrides]
     config = config_of(folder, *given, text=CONFIG)
     path.write_text(to_yaml(config))
     environment = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0"}
@@ -119,11 +120,11 @@ def begin(
     return Attempt(output, processes, logs, store)
 
 
-def finish(attempt: Attempt) -> None:
+def finish(attempt: Attempt, code: int = 0) -> None:
     """Wait for a run that is not disturbed."""
     for rank, process in enumerate(attempt.processes):
         process.join(GRACE)
-        assert process.exitcode == 0, attempt.describe(rank)
+        assert process.exitcode == code, attempt.describe(rank)
 
 
 # -- moments ---------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def stop(attempt: Attempt, moment: Callable[[], bool]) -> None:
         time.sleep(0.002)
     for process in 2 * attempt.processes:
         os.kill(process.pid, signal.SIGTERM)
-    finish(attempt)
+    finish(attempt, ExitCode.TERMINATED)
     saved = max((attempt.output / "checkpoints").glob("step_*")).name.removeprefix("step_")
     assert f"asked to stop: saved after {int(saved) + 1} of {STEPS} steps" in attempt.describe(0)
 
@@ -222,7 +223,7 @@ def check_survivor(attempt: Attempt, rank: int, victim: int) -> None:
     if code == 0:  # it had finished
         assert (attempt.output / "checkpoints" / f"step_{STEPS - 1:08}").exists(), said
         return
-    assert code == LOST, f"rank {victim} was lost: {said}"
+    assert code == ExitCode.RANK_LOST, f"rank {victim} was lost: {said}"
     assert set(NAMED.findall(said)) == {str(victim)}, f"rank {victim} was lost: {said}"
 
 

@@ -308,7 +308,7 @@ def test_a_partial_has_the_name_of_its_function(tmp_path: Path) -> None:
 def test_the_command_says_what_a_program_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = small_trainer(tmp_path / "run").config
     (tmp_path / "run.yaml").write_text(to_yaml(config))
-    assert main(["train", str(tmp_path / "run.yaml")]) == 1
+    assert main(["train", str(tmp_path / "run.yaml")]) == 2
     assert "data.train: python:train: a Python program gave these rows: run it again" in capsys.readouterr().err
     with pytest.raises(LoadError, match="it is defined in a Python program, so run that"):
         load_object("__main__:defined_in_a_notebook")
@@ -325,7 +325,8 @@ def test_a_run_that_is_asked_to_stop_before_its_first_step_does_not_forget(tmp_p
 
     trainer = small_trainer(tmp_path, rewards=reward, validation=ROWS[:2])
     with trainer.train(steps=5) as run:
-        assert [row["step"] for row in run.metrics] == [-1, 0]
+        assert [row["step"] for row in run.metrics] == [-1]
+        assert not run.finished
 
 
 def test_a_callback_that_fails_loses_no_step(tmp_path: Path) -> None:

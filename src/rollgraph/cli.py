@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rollgraph.commands import check, config, doctor, generate, init, plan, train
+from rollgraph.commands import check, config, doctor, generate, init, plan, train, view
 from rollgraph.commands.config_arguments import find_dashed_keys, sort_words
 
 
@@ -32,7 +32,7 @@ def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rollgraph", description="Post-train language models on captured graphs.")
     parser.add_argument("--version", action="version", version=f"rollgraph {sys.modules['rollgraph'].__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for command in (init, train, generate, plan, config, check, doctor):
+    for command in (init, train, view, generate, plan, config, check, doctor):
         command.add_to(commands)
     options, rest = parser.parse_known_args(arguments)
     if problem := find_dashed_keys(options, rest, arguments):

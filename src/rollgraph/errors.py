@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 
+class UserError(Exception):
+    """What a person gave cannot be used, and trying again would not help. For errors that are no ValueErrors."""
+
+
 class InvalidInput(ValueError):
     """A value, a file or a row that cannot be used.
 

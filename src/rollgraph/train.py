@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollgraph.config import Config
 from rollgraph.distributed.world import World
+from rollgraph.errors import UserError
 from rollgraph.files import write_atomically
 from rollgraph.run.base_model import resolve_adapter
 from rollgraph.run.begin import begin
@@ -20,19 +21,48 @@ from rollgraph.run.given import NOTHING, Given, write_given_model
 from rollgraph.run.hub_pins import pin_sources
 from rollgraph.run.inputs import check_inputs, scores_old
 from rollgraph.run.learning_notes import tell_if_nothing_to_learn
-from rollgraph.run.resume import MODEL, REPORT, Finished, Fresh, find_start
+from rollgraph.run.peer_recovery import prefer_peers
+from rollgraph.run.resume import MODEL, REPORT, Finished, Fresh, FromPeers, Resume, find_start
 from rollgraph.run.rollouts import collect, evaluate
-from rollgraph.run.saving import forget_warm_start, save_after_step, save_before_stop, saved_on_error, score_of
+from rollgraph.run.sample_details import detail_samples
+from rollgraph.run.saving import (
+    forget_warm_start,
+    save_after_step,
+    save_before_stop,
+    saved_on_error,
+    score_of,
+    share_with_peers,
+    wait_for_peers,
+)
 from rollgraph.run.setup import POLICY_LOSS, Run, make_run
 from rollgraph.run.step_log import OnStep, StepLog
-from rollgraph.run.stop import StopSignals
-from rollgraph.telemetry import check_sinks, make_view
+from rollgraph.run.stop import StopRequest, StopSignals
+from rollgraph.run.tenure import Tenure
+from rollgraph.telemetry import View, check_sinks, make_view
 from rollgraph.types import Batch, Rollout
 
 
-def train(config: Config, world: World | None = None) -> Run | None:
-    """Take all steps of a run, from its last checkpoint if there is one; None if they were taken already."""
-    with open_run(config, world or World.current()) as (run, first_step):
+class NothingToLearn(UserError, RuntimeError):
+    """No step of this run could teach anything, with its rewards and settings."""
+
+
+def train(
+    config: Config,
+    world: World | None = None,
+    *,
+    stop: StopRequest | None = None,
+    view: View | None = None,
+    on_step: OnStep | None = None,
+    tenure: Tenure | None = None,
+) -> Run | None:
+    """Take all steps of a run, from its last checkpoint if there is one; None if they were taken already.
+
+    `stop` ends it early, saved, from any thread. A `view` shows its progress, in place of what `log.progress` says, and
+    on every rank that is given one. `on_step` is called on rank 0 after each step. A `tenure` keeps
+    what takes long to make for another attempt in the same process.
+    """
+    world = world or World.current()
+    with open_run(config, world, stop=stop, view=view, on_step=on_step, tenure=tenure) as (run, first_step):
         if run is not None and first_step is not None:
             for _ in take_steps(run, first_step):
                 pass
@@ -45,19 +75,24 @@ def open_run(
     world: World,
     given: Given = NOTHING,
     *,
+    stop: StopRequest | None = None,
+    view: View | None = None,
     on_step: OnStep | None = None,
-    stop: StopSignals | None = None,
+    tenure: Tenure | None = None,
     stays_open: bool = False,
 ) -> Iterator[tuple[Run | None, int | None]]:
     """A run in its locked folder, and its first step: None if all steps were taken, or it was asked to stop before.
 
     If all steps were taken, there is no run either. A run that `stays_open` can be used afterwards, until it is closed.
     """
-    view = make_view(config.log.progress if world.rank == 0 else "none", config.steps)
-    with view, stop or StopSignals(world) as stop, lock_folder(config.output, world):
+    view = view or make_view(config.log.progress if world.rank == 0 else "none", config.steps)
+    claim = None if tenure is None else tenure.claim(world)
+    with view, StopSignals(world, stop) as signals, lock_folder(config.output, world, claim) as lock:
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
-        start = find_start(config)
+        start = find_start(config, world.attempt)
+        if config.checkpoint.peers and tenure is not None:
+            start = prefer_peers(start, tenure.copies, world)
         write_given_model(config, world, given, fresh=isinstance(start, Fresh))
         view.phase("read data", 0, 0)
         config = resolve_adapter(pin_sources(config, world, note=view.note, writes=True))
@@ -73,14 +108,30 @@ def open_run(
             yield None, None
             return
         log = StepLog(config, world, view, on_step)
-        run = make_run(config, world, inputs=inputs, log=log, stop=stop)
+        if tenure is not None and not isinstance(start, Resume | FromPeers):
+            tenure.give_up_policy()  # its weights are not those that this start begins with
+        run = make_run(config, world, inputs=inputs, log=log, stop=signals, lock=lock, tenure=tenure)
         try:
-            yield run, begin(run, start)
+            with telling_others(world):
+                yield run, begin(run, start)
         except BaseException:
             run.close()
             raise
-        if not stays_open or stop.interrupted:
+        if not stays_open or signals.interrupted:
             run.close()
+
+
+@contextmanager
+def telling_others(world: World) -> Iterator[None]:
+    """Tell the other ranks of an error before anything is closed: they may be waiting for this one."""
+    try:
+        yield
+    except GeneratorExit:  # no error: the loop of whoever takes the steps was left, and all ranks end together
+        raise
+    except BaseException as error:
+        if world.liveness is not None:
+            world.liveness.report_failure(error)
+        raise
 
 
 def take_steps(run: Run, first_step: int) -> Generator[int, None, None]:
@@ -91,8 +142,11 @@ def take_steps(run: Run, first_step: int) -> Generator[int, None, None]:
     captures = run.policy.pool.report().captures
     if run.world.rank == 0:
         (Path(run.config.output) / REPORT).unlink(missing_ok=True)  # of the same run with fewer steps
-    with run.stop.in_steps():
+    with run.stop.in_steps(), run.world.in_phase("step"):
         with run.log.writing(first_step), saved_on_error(run):
+            if run.on_any_rank(run.stop.requested):
+                save_before_stop(run)
+                return
             for step in range(first_step, run.config.steps):
                 goes_on = take_step(run, step)
                 try:
@@ -114,8 +168,13 @@ def take_step(run: Run, step: int) -> bool:
     batch = make_batch(run, rollouts, step)
     tell_if_nothing_to_learn(run, step, batch)
     learned = update(run, batch, step, exact)
+    share_with_peers(run)
     validated = validate(run, step)
-    run.log.write(step, rollouts, batch, {**learned, **batch.metrics, **validated})  # an algorithm's own loss counts
+    wait_for_peers(run)
+    values = {**learned, **batch.metrics, **validated}  # an algorithm's own loss counts
+    details = detail_samples(run, step, rollouts, batch)
+    run.lock.check()
+    run.log.write(step, rollouts, batch, values, details)
     stopping = run.on_any_rank(run.stop.requested)
     save_after_step(run, step, score_of(validated), stopping)
     return not stopping
@@ -169,13 +228,13 @@ def lost_rewards(run: Run) -> bool:
 def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) -> None:
     """End the run, and leave its checkpoints alone, if it can learn nothing more."""
     if batch.metrics.get("failures/rollouts") == 1.0 or not math.isfinite(learned["loss"]):
-        raise RuntimeError(
+        raise NothingToLearn(
             f"step {step}: every rollout failed, or the loss is not finite. Resume from an earlier checkpoint with a "
             "smaller learning rate"
         )
     if step == 0 and run.log.pending.get(UNREWARDED) == 1.0:
         reasons = "; ".join(run.inputs.rewards.messages.values())
-        raise RuntimeError(f"no rollout of the first step got a reward: {reasons}")
+        raise NothingToLearn(f"no rollout of the first step got a reward: {reasons}")
 
 
 def check_agreement(run: Run, step: int, learned: dict[str, float]) -> None:
@@ -213,6 +272,7 @@ def finish(run: Run, captures_before: int) -> None:
     """Put everything on disk, and tell what the graphs did."""
     output = Path(run.config.output)
     run.checkpoints.wait()
+    run.lock.check()
     forget_warm_start(run)
     if run.config.checkpoint.export_at_end:
         run.export(output / MODEL)

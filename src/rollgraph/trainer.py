@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from rollgraph.config import Config, config_from_keywords
-from rollgraph.distributed.launch import joined
-from rollgraph.distributed.world import World
+from rollgraph.config.reader import BrokenRule
+from rollgraph.distributed.attempt import joined
 from rollgraph.errors import InvalidInput
 from rollgraph.rl.reward_loading import is_async
 from rollgraph.run.built_in_names import wrong_names
 from rollgraph.run.given import MODEL_FOLDER, Given, read_reward, read_rows
 from rollgraph.run.setup import Run
-from rollgraph.run.stop import StopSignals
+from rollgraph.run.stop import StopRequest
 from rollgraph.run.trained_run import TrainedRun
 from rollgraph.train import open_run, take_steps
 
@@ -89,7 +89,7 @@ class Trainer:
             self._sections["reward"] = {"functions": [spec for spec, _ in entries]}
         self._given = Given(rows, functions, given_model, tokenizer)
         self._run: TrainedRun | None = None
-        self._stop: StopSignals | None = None  # of the run that is open
+        self._stop: StopRequest | None = None  # of the run that is open
         self.config = self._configure(None)
 
     # -- training ----------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ class Trainer:
         self.close()
         config = self._configure(steps)
         with (
-            joined(World.current(), config.ranks.timeout) as world,
-            self._stoppable(world) as stop,
+            joined(config.ranks) as world,
+            self._stoppable() as stop,
             open_run(config, world, self._given, stop=stop) as (run, first_step),
         ):
             if run is None or first_step is None:
@@ -158,10 +158,10 @@ class Trainer:
                     self.stop()
 
         with ExitStack() as connection:
-            world = connection.enter_context(joined(World.current(), config.ranks.timeout))
+            world = connection.enter_context(joined(config.ranks))
             try:
                 with (
-                    self._stoppable(world) as stop,
+                    self._stoppable() as stop,
                     open_run(config, world, self._given, on_step=on_step, stop=stop, stays_open=True) as opened,
                 ):
                     run, first_step = opened
@@ -174,10 +174,10 @@ class Trainer:
             self._run = TrainedRun(config, world, self._given, run, connection.pop_all())
 
     @contextmanager
-    def _stoppable(self, world: World) -> Iterator[StopSignals]:
+    def _stoppable(self) -> Iterator[StopRequest]:
         """What `stop()` asks to stop, from the set-up of a run to its end."""
         before = self._stop
-        self._stop = StopSignals(world)
+        self._stop = StopRequest()
         try:
             yield self._stop
         finally:
@@ -190,7 +190,15 @@ class Trainer:
                 arguments[name] = {**self._settings[name], **self._sections[name]}
         if steps is not None:
             arguments["steps"] = steps
-        return config_from_keywords(arguments, wrong_names)
+        return config_from_keywords(arguments, wrong_names, _cluster_rules)
+
+
+def _cluster_rules(config: Config) -> list[BrokenRule]:
+    """What a script holds, such as rows and functions, is in this process, and ranks of a cluster are not."""
+    if config.cluster.engine == "none":
+        return []
+    wrong = f"{config.cluster.engine} starts ranks on a cluster, which a script cannot: use `rollgraph train`"
+    return [("cluster_by_command", "cluster.engine", wrong)]
 
 
 def _read_model(model: Any, settings: dict[str, Any]) -> tuple[Any, Any]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+ENVIRONMENT = "environment"  # the name, among rewards and failures, of what an environment gave or could not give
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -59,6 +61,7 @@ class Rollout:
     spans: list[Span] = field(default_factory=list)  # turns and replies in order; empty: all of it is one turn
     messages: list[dict[str, Any]] = field(default_factory=list)  # that followed those of the prompt
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions logged about it, by column
+    failures: dict[str, str] = field(default_factory=dict)  # what went wrong with it: by reward, or ENVIRONMENT
 
     def to_dict(self) -> dict[str, Any]:
         """The rollout as JSON can hold it, for a checkpoint or for other ranks."""

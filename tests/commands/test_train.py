@@ -34,13 +34,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder, "steps=2")))
-    assert main(["eval", str(path)]) == 1
+    assert main(["eval", str(path)]) == 2
     assert "has no checkpoint" in capsys.readouterr().err
-    assert main(["eval", str(path), "output=elsewhere"]) == 1
+    assert main(["eval", str(path), "output=elsewhere"]) == 2
     assert f"elsewhere has no checkpoint: there is no such folder in {Path.cwd()}" in capsys.readouterr().err
     assert not (folder / "run").exists()
     assert main(["train", str(path), "optimizer.lr=0.02", "data.validation=null"]) == 0
-    assert main(["export", str(path), "--which", "best", "--to", str(folder / "best")]) == 1
+    assert main(["export", str(path), "--which", "best", "--to", str(folder / "best")]) == 2
     assert "no checkpoint with a score" in capsys.readouterr().err
     capsys.readouterr()
     assert main(["eval", str(path), "validation.samples=3"]) == 0
@@ -84,7 +84,7 @@ def test_eval_and_export_report_skipped_checkpoints(folder: Path, capsys: pytest
         assert second.startswith("step 0 of")
     flip(places / "step_00000000" / "rank0.safetensors")
     capsys.readouterr()
-    assert main(["eval", str(path)]) == 1
+    assert main(["eval", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.count("is skipped") == 2
     assert "has no whole checkpoint" in error
@@ -139,10 +139,10 @@ def test_mistakes_are_reported_in_one_line(folder: Path, capsys: pytest.CaptureF
     assert "prompts_per_step" in error
     assert "config.yaml:" in error
     path.write_text(to_yaml(config_of(folder)))
-    assert main(["train", str(path), f"data.train={folder / 'nowhere.jsonl'}"]) == 1
+    assert main(["train", str(path), f"data.train={folder / 'nowhere.jsonl'}"]) == 2
     assert "nowhere.jsonl" in capsys.readouterr().err
     (folder / "demonstrations.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    assert main(["train", str(path), f"warm_start={{data: {folder / 'demonstrations.jsonl'}}}"]) == 1
+    assert main(["train", str(path), f"warm_start={{data: {folder / 'demonstrations.jsonl'}}}"]) == 2
     assert "demonstrations.jsonl:1: a demonstration needs `completion` beside `prompt`" in capsys.readouterr().err
 
 
@@ -250,7 +250,7 @@ def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeyp
     path = folder / "config.yaml"
     function = f"reward.functions=[{{name: '{folder / 'job.py'}:f'}}]"
     path.write_text(to_yaml(eager_config(folder, "steps=9", "data.validation=null", "reward.workers=1", function)))
-    assert main(["train", str(path)]) == 0
+    assert main(["train", str(path)]) == 143
     found = metrics_of(folder / "run")
     assert [line["reward"] for line in found] == [1.5, 1.5]
     assert not [name for line in found for name in line if name.startswith("failures/reward/")]

@@ -25,7 +25,7 @@ from tests.compat.megatron_world import (
 from tests.sharding.worlds import run_world
 
 pytest.importorskip("megatron.core", reason=REASON)
-pytestmark = pytest.mark.multi
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 
 def swap_weights(world: World, inside: bool) -> bool:

@@ -326,7 +326,13 @@ def list_internals() -> list[tuple[Any, str]]:
     ]
 
 
-@pytest.mark.parametrize("one", REPAIRS, ids=[one.name for one in REPAIRS])
+@pytest.mark.parametrize(
+    "one",
+    [
+        pytest.param(one, id=one.name, marks=pytest.mark.slow if one.name == "switching-graphs" else [])
+        for one in REPAIRS
+    ],
+)
 def test_without_any_of_the_internals_a_repair_works_or_is_refused_whole(
     one: Repair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,7 +232,7 @@ def run_translated(folder: Path, changes: Mapping[str, Any]) -> list[dict[str, A
         "optimizer.lr=0.01",
         "train.token_buckets=[96]",
         "rollout.rows=8",
-        "graph.warmup=1",
+        "graph.impl=none",
         "validation.temperature=1.0",
         "checkpoint.export_at_end=false",
         "memory.cache_gib=0.001",

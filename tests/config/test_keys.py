@@ -264,6 +264,8 @@ def test_scopes_by_the_number_of_ranks() -> None:
         ("checkpointing_without_dropout", ["adapter.dropout=0.1", "model.checkpointing=true"]),
         ("exact_without_filters", ["graph.exact=must", "rollout.top_p=0.9"]),
         ("greedy_or_warm", ["validation.temperature=1e-5"]),
+        ("peers_survive", ["checkpoint.peers=1"]),
+        ("peers_exist", ["checkpoint.peers=1", "cluster.engine=ray"]),
         ("warmup_ends", ["optimizer.warmup_steps=101"]),
         ("warmup_ends", ["optimizer.warmup_steps=401", "algorithm.minibatches=2", "algorithm.epochs=2"]),
         ("samples_differ", ["validation.samples=4"]),

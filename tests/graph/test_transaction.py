@@ -90,8 +90,12 @@ def test_modes_found_on_entry_are_left_in_place(backend: str, device: torch.devi
 # -- failure, everywhere ---------------------------------------------------------------------------
 
 
+# Of the runs of a capture, `make test` lets the first and the last fail: a warm-up, and what is recorded.
+FIRST_AND_LAST = [1, *(pytest.param(number, marks=pytest.mark.slow) for number in range(2, WARMUP + 1)), WARMUP + 1]
+
+
 @pytest.mark.parametrize("which", ["forward", "backward"])
-@pytest.mark.parametrize("number", range(1, WARMUP + 2))
+@pytest.mark.parametrize("number", FIRST_AND_LAST)
 def test_function_that_fails(backend: str, device: torch.device, which: str, number: int) -> None:
     trainer, twin = Trainer(device), Trainer(device)
     trainer.model[3].set(which, number)
@@ -110,7 +114,7 @@ def test_function_that_fails(backend: str, device: torch.device, which: str, num
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
-@pytest.mark.parametrize("number", range(1, WARMUP + 2))
+@pytest.mark.parametrize("number", FIRST_AND_LAST)
 def test_module_that_fails_among_others(backend: str, device: torch.device, which: str, number: int) -> None:
     trainer, twin = Trainer(device), Trainer(device)
     trainer.model[3].set(which, number)
@@ -184,7 +188,7 @@ def test_warmup_hook_that_fails(backend: str, device: torch.device, which: str) 
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
-@pytest.mark.parametrize("number", [1, 2, WARMUP + 1])
+@pytest.mark.parametrize("number", FIRST_AND_LAST)
 @pytest.mark.parametrize("whole", [True, False])
 def test_keyboard_interrupt(backend: str, device: torch.device, which: str, number: int, whole: bool) -> None:
     trainer, twin = Trainer(device), Trainer(device)

@@ -6,6 +6,7 @@ Each program is written once and run on two copies of a model, eagerly and graph
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -143,9 +144,9 @@ def test_whole_step(name: str, optimizer: str, backend: str, device: torch.devic
     assert_same(train(graphed, inputs, "whole", optimizer, set_to_none, backend), expected)
 
 
-@pytest.mark.parametrize("how", ["backward", "module"])
-@pytest.mark.parametrize(("name", "set_to_none"), combine(MODELS, [True, False]))
-def test_optimizer_outside(name: str, how: str, set_to_none: bool, backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("name", "setting"), combine(MODELS, itertools.product(["backward", "module"], [True, False])))
+def test_optimizer_outside(name: str, setting: tuple[str, bool], backend: str, device: torch.device) -> None:
+    how, set_to_none = setting
     """All three ways to capture agree, because each equals the same eager program."""
     skip_if_not_promised(name, backend)
     (graphed, eager), inputs = twins(MODELS[name]), batches()

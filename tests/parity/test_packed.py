@@ -259,8 +259,17 @@ def microbatch(tokens: int, *lengths: int) -> tuple[Tensor, ...]:
     return ids, targets, positions, cu_seqlens, weights
 
 
-@every_model
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "checkpointing"),
+    [
+        pytest.param(
+            MODELS[name], checkpointing, id=f"{name}, checkpointing={checkpointing}",
+            marks=[] if checkpointing == bool(number % 2) else pytest.mark.slow,
+        )
+        for number, name in enumerate(MODELS)
+        for checkpointing in (False, True)
+    ],
+)  # fmt: skip
 def test_a_captured_microbatch_equals_eager(architecture: Architecture, checkpointing: bool, backend: Any) -> None:
     """One graph runs forward, log-probabilities and backward, for lengths other than those it was captured with.
 

@@ -44,6 +44,7 @@ def make_worker(
     temperature: float = 1.0,
     reference: bool = True,
     adapter: AdapterSpec | None = None,
+    entropies: bool = False,
     **options: Any,
 ) -> PolicyWorker:
     """A captured worker whose reference policy equals its policy; with an adapter, it is the base."""
@@ -61,7 +62,7 @@ def make_worker(
         worker.adapted.name_base("reference")
     elif reference:
         worker.weights.save("reference")
-    worker.capture_all({"policy": (loss, False)})
+    worker.capture_all({"policy": (loss, False)}, entropies=entropies)
     return worker
 
 

@@ -13,6 +13,7 @@ from rollgraph.policy import PolicyWorker
 from tests.policy.small_worker import (
     ALGORITHM,
     make_batch,
+    make_model,
     make_samples,
     make_worker,
     parameters,
@@ -29,6 +30,24 @@ def test_scoring_gives_the_log_probabilities_of_the_rollout(worker: PolicyWorker
     scored = flat(worker.logprobs([bare(rollout) for rollout in rollouts]))
     torch.testing.assert_close(scored, recorded(rollouts), rtol=0, atol=1e-5)
     assert scored.std() > 0.5  # they differ, so an entry in the wrong place would show
+
+
+def test_entropies_are_those_of_the_distributions_of_tokens() -> None:
+    worker = make_worker(entropies=True, temperature=0.7)
+    samples = make_samples(7)  # more than one microbatch
+    captures = worker.pool.report().captures
+    found = worker.logprobs_and_entropies(samples)
+    assert worker.pool.report().captures == captures
+    scored = flat(worker.logprobs(samples))
+    torch.testing.assert_close(flat([logprobs for logprobs, _ in found]), scored, rtol=0, atol=1e-5)
+    model = make_model().double()
+    for sample, (_, entropies) in zip(samples, found, strict=True):
+        ids = torch.tensor([*sample.prompt, *sample.tokens])
+        cuts = torch.tensor([0, len(ids)], dtype=torch.int32)
+        with torch.no_grad():
+            hidden = model(ids, torch.arange(len(ids)), cuts, len(ids))[len(sample.prompt) - 1 : -1]
+            expected = torch.distributions.Categorical(logits=model.logits(hidden) / 0.7).entropy()
+        torch.testing.assert_close(torch.tensor(entropies, dtype=torch.float64), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_scoring_uses_the_sampling_temperature() -> None:

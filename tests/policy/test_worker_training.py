@@ -133,7 +133,11 @@ def test_many_calls_equal_one_with_many_minibatches(get: Callable[..., PolicyWor
     assert torch.equal(parameters(worker), twice)
 
 
-@pytest.mark.parametrize("scopes", [("layer",), ("attn",), ("mlp",), ("attn", "mlp")], ids="+".join)
+@pytest.mark.parametrize(
+    "scopes",
+    [("layer",), ("attn", "mlp"), *(pytest.param((part,), marks=pytest.mark.slow) for part in ("attn", "mlp"))],
+    ids="+".join,
+)
 def test_smaller_graphs_give_the_same_bits(worker: PolicyWorker, scopes: tuple[str, ...]) -> None:
     """With one token bucket all of them sum in the same order."""
     other = make_worker(scopes=scopes)

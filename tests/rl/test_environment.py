@@ -209,6 +209,8 @@ def test_a_reply_that_raises_ends_only_its_own_sample() -> None:
     rollouts = environment.run(Script(lambda context, key: texts[key] if context == "?" else "on"), [prompt(0)])
     assert [(r.text, r.finish_reason) for r in rollouts] == [("raise", "error"), ("number", "error"), ("go+on", "stop")]
     assert environment.failures == {"ZeroDivisionError": 1, "TokenizerError": 1}
+    assert rollouts[0].failures["environment"].startswith("ZeroDivisionError: integer division or modulo by zero (")
+    assert rollouts[2].failures == {}
     assert f"integer division or modulo by zero ({__file__}:" in environment.messages["ZeroDivisionError"]
 
 

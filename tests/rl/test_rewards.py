@@ -254,6 +254,8 @@ def test_values_that_are_not_numbers(functions: str) -> None:
     values, rewards = score([f"{functions}:odd"], *samples, on_failure=-1.0)
     assert values == [1.0, -1.0, -1.0, -1.0, -1.0]
     assert rewards.failures == {"not_finite": 4}
+    assert samples[0].failures == {}
+    assert samples[1].failures == {"odd": "nan is not a finite number"}
 
 
 def test_any_sequence_or_generator_of_numbers_is_accepted(functions: str) -> None:

@@ -124,14 +124,14 @@ def test_the_export_is_the_adapter_or_the_merged_model(
     expected, merged, base = (likelihood(capsys, place) for place in (run, tmp_path / "merged", run / "base"))
     assert merged == pytest.approx(expected, abs=1e-5)
     assert base != pytest.approx(expected, abs=1e-2)
-    assert main(["export", str(trained), "--to", str(tmp_path / "merged"), "--force"]) == 1
+    assert main(["export", str(trained), "--to", str(tmp_path / "merged"), "--force"]) == 2
     assert "merged: holds the weights of a model" in capsys.readouterr().err
 
 
 def test_merging_a_run_without_adapters_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "config.yaml").write_text(to_yaml(eager_config(folder)))
     (folder / "run" / "checkpoints").mkdir(parents=True)
-    assert main(["export", str(folder / "config.yaml"), "--to", str(folder / "to"), "--merge"]) == 1
+    assert main(["export", str(folder / "config.yaml"), "--to", str(folder / "to"), "--merge"]) == 2
     assert "--merge: the run has no adapter (adapter: null), so all its weights are" in capsys.readouterr().err
     assert not (folder / "to").exists()
 

@@ -11,7 +11,7 @@ import pytest
 from rollgraph.config import Config, parse_config
 from rollgraph.distributed.world import World
 from rollgraph.run import chosen_memory, setup
-from rollgraph.run.chosen_memory import CHOICES, find_budget, keep_choices
+from rollgraph.run.chosen_memory import RECORD, find_budget, keep_choices
 from rollgraph.run.memory_choice import MemoryBudget
 from rollgraph.run.memory_remedies import DoesNotFit
 from rollgraph.run.plan import make_plan
@@ -50,7 +50,8 @@ def test_a_run_keeps_what_its_first_start_chose(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("rollgraph.run.step_log.StepLog.note", lambda log, text: notes.append(text))
     run = train(config, ONE)
     assert run is not None
-    chosen = json.loads((tmp_path / "run" / CHOICES).read_text())["chosen"]
+    record = json.loads((tmp_path / "run" / RECORD).read_text())
+    chosen = record["chosen"]
     tokens = chosen["train.microbatch_tokens"]
     assert tokens < 16384
     assert run.config.train.microbatch_tokens == tokens
@@ -65,6 +66,8 @@ def test_a_run_keeps_what_its_first_start_chose(tmp_path: Path, monkeypatch: pyt
     assert resumed is not None
     assert resumed.inputs.limits.token_buckets == run.inputs.limits.token_buckets
     assert [change.key for change in resumed.inputs.changes] == ["steps"]
+    later = json.loads((tmp_path / "run" / RECORD).read_text())
+    assert later == record | {"device_bytes": None}  # the reasons of the first start, and the same plan
     # What is written wins, and so does the wish to choose again.
     assert keep_choices(configured(tmp_path, "train.microbatch_tokens=640")).train.microbatch_tokens == 640
     assert keep_choices(configured(tmp_path, "allow_changes=memory")).train.microbatch_tokens is None
@@ -83,7 +86,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(
     with pytest.raises(DoesNotFit, match=r"memory: this run needs at least .* \[memory_fits\]") as caught:
         train(config, ONE)
     assert [remedy.setting for remedy in caught.value.remedies][:1] == ["train.microbatch_tokens: null"]
-    assert not (tmp_path / "run" / CHOICES).exists()
+    assert not (tmp_path / "run" / RECORD).exists()
 
 
 def test_a_resumed_run_that_no_longer_fits_may_choose_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +106,7 @@ def test_nothing_is_chosen_where_memory_is_enough(tmp_path: Path) -> None:
     run = train(configured(tmp_path), ONE)
     assert run is not None
     assert run.config.train.microbatch_tokens is None
-    assert not (tmp_path / "run" / CHOICES).exists()
+    assert json.loads((tmp_path / "run" / RECORD).read_text())["chosen"] == {}
 
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

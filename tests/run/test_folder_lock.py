@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rollgraph.distributed.world import World
-from rollgraph.run.folder_lock import LOCK, FolderError, lock_folder
+from rollgraph.run.folder_lock import LOCK, Claim, FolderError, TakenOver, lock_folder
 from rollgraph.train import train
 from tests.test_train import ONE, config_of, folder
 
@@ -116,6 +116,36 @@ def test_files_that_only_look_like_locks_stay(tmp_path: Path) -> None:
     lock.write_text("process 7 on a.machine\n")  # left by a killed run
     with lock_folder(tmp_path, ONE):
         assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+@pytest.mark.parametrize("file_locks", [True, False])
+def test_a_newer_attempt_takes_the_folder_over_and_the_older_one_writes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_locks: bool
+) -> None:
+    """The older one is alive and holds its lock, as a rank 0 does whose network is down."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError("no locks")
+
+    if not file_locks:
+        monkeypatch.setattr("fcntl.flock", unsupported)
+    with lock_folder(tmp_path, ONE, Claim("ab12", 1)) as older:
+        older.check()
+        with lock_folder(tmp_path, ONE, Claim("ab12", 2)) as newer:
+            with pytest.raises(TakenOver):
+                older.check()
+            newer.check()
+            older.release()  # leaves what is not its own
+            newer.check()
+            assert (tmp_path / LOCK).read_text().endswith("attempt 2 of run ab12\n")
+
+
+@pytest.mark.parametrize("claim", [None, Claim("ab12", 2), Claim("ab12", 1), Claim("cd34", 9)])
+def test_nobody_else_takes_the_folder_of_an_attempt_over(tmp_path: Path, claim: Claim | None) -> None:
+    with lock_folder(tmp_path, ONE, Claim("ab12", 2)) as held:
+        with pytest.raises(FolderError, match="attempt 2 of run ab12"), lock_folder(tmp_path, ONE, claim):
+            pass
+        held.check()
 
 
 def refused(rank: int, folder: str, out: Any) -> None:

@@ -177,12 +177,12 @@ def test_an_id_that_cannot_be_used_names_its_key_and_leaves_nothing(
         ("data.validation=org/none", "data.validation: org/none: there is no such file here, and the cache ("),
         ("warm_start={data: org/data:a/b}", "warm_start.data: org/data:a/b: has no config 'a'; it has digits"),
     ):
-        assert main(["train", str(path), override]) == 1
+        assert main(["train", str(path), override]) == 2
         assert message in capsys.readouterr().err
         assert not (folder / "run").exists()
     (folder / "run").mkdir()
     (folder / "run" / PINS).write_text('{"hf://org/model@main": "main"}')
-    assert main(["train", str(path)]) == 1
+    assert main(["train", str(path)]) == 2
     assert f"{PINS}: hf://org/model@main: expected a commit, got 'main'" in capsys.readouterr().err
 
 

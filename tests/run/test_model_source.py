@@ -100,11 +100,13 @@ def test_eval_uses_the_model_and_the_tokenizer_of_the_other_run(
     assert "the checkpoint is of another model" in capsys.readouterr().err
 
 
-def refused(capsys: pytest.CaptureFixture[str], config: Path, folder: Path, message: str, *options: str) -> None:
-    """Both commands refuse the folder in the same words."""
+def refused(
+    capsys: pytest.CaptureFixture[str], config: Path, folder: Path, message: str, *options: str, code: int = 2
+) -> None:
+    """Both commands refuse the folder in the same words; `code` is that of `eval`."""
     capsys.readouterr()
-    for code, words in ((2, ["generate", str(folder), "--prompt", "a"]), (1, ["eval", str(config), "--model", folder])):
-        assert main([*map(str, words), *options]) == code
+    for wanted, words in ((2, ["generate", folder, "--prompt", "a"]), (code, ["eval", config, "--model", folder])):
+        assert main([*map(str, words), *options]) == wanted
         found = capsys.readouterr()
         assert found.out == ""
         assert found.err.startswith(f"rollgraph {words[0]}: ")
@@ -131,7 +133,7 @@ def test_damaged_checkpoints(trained: Path, tmp_path: Path, capsys: pytest.Captu
     first, last = (run / "checkpoints" / f"step_0000000{step}" for step in (0, 1))
     expected = generated(capsys, first)
     flip(last / "rank0.safetensors")
-    refused(capsys, trained, last, "rank0.safetensors is not what was written: its checksum differs")
+    refused(capsys, trained, last, "rank0.safetensors is not what was written: its checksum differs", code=1)
     assert generated(capsys, run) == expected
     assert main(["generate", str(run), "--prompt", "a", "--max-tokens", "1", "--quiet"]) == 0
     assert f"{last} is skipped: " in capsys.readouterr().err
@@ -153,7 +155,7 @@ def test_a_checkpoint_whose_base_model_is_gone(
     config = eager_config(trained.parent, "steps=1", "model={path: base}", "model.tiny=null", f"output={run}")
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
-    assert main(["eval", str(path)]) == 1
+    assert main(["eval", str(path)]) == 2
     assert f"{run} has no checkpoint; for the model that training begins with, add --model base" in (
         capsys.readouterr().err
     )

@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ import pytest
 
 from rollgraph.cli import main
 from rollgraph.config import to_yaml
-from rollgraph.distributed.lost_ranks import StoppedInSetup
+from rollgraph.distributed.exit_codes import ExitCode
+from rollgraph.distributed.lost_ranks import RankLost, StoppedInSetup
 from rollgraph.distributed.world import World
 from rollgraph.run.checkpoints import Checkpoints
-from rollgraph.run.stop import StopSignals
+from rollgraph.run.stop import StopRequest, StopSignals
+from rollgraph.telemetry import View
 from rollgraph.telemetry.plain_view import PlainView
 from rollgraph.train import train
+from tests.distributed.test_liveness import connected, found, vanish
 from tests.run.test_checkpoints import Run
 from tests.test_kills import begin, finish
 from tests.test_train import ONE, config_of, folder
@@ -123,6 +127,22 @@ def test_an_interrupted_wait_can_be_repeated(tmp_path: Path) -> None:
     run.checkpoints.close()
 
 
+def test_a_slow_disk_is_not_waited_for_once_a_rank_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollgraph.run.checkpoints._PAUSE", 0.01)
+    monkeypatch.setattr("rollgraph.run.checkpoints._GRACE_SECONDS", 0.05)
+    run, gate = Run(tmp_path / "run"), threading.Event()
+    assert run.checkpoints._writer is not None
+    run.checkpoints._writer.submit(gate.wait, 300)  # simulates a disk that hangs
+    run.save()
+    with connected(2) as ranks:
+        run.sharded.collectives.liveness = ranks[0]
+        vanish(ranks[1])
+        for wait in (run.checkpoints.settle, run.checkpoints.close):
+            with pytest.raises(RankLost, match="rank 1 on node-1"):
+                wait()
+    gate.set()
+
+
 def wait_after(start: Callable[[], None], wait: Callable[[], None]) -> None:
     start()
     wait()
@@ -141,12 +161,12 @@ def test_ctrl_c_before_the_first_step_ends_at_once() -> None:
         (
             "read data",
             signal.SIGTERM,
-            0,
+            143,
             "stopped before the first step, as SIGTERM asked; saved checkpoints are whole",
         ),
         ("load model", signal.SIGINT, 130, "interrupted; saved checkpoints are whole"),
-        ("capture for scoring", signal.SIGTERM, 0, "stopped before the first step, as SIGTERM asked"),
-        ("validate", signal.SIGTERM, 0, "stopped before the first step, as SIGTERM asked"),
+        ("capture for scoring", signal.SIGTERM, 143, "stopped before the first step, as SIGTERM asked"),
+        ("validate", signal.SIGTERM, 143, "stopped before the first step, as SIGTERM asked"),
     ],
 )
 def test_a_signal_during_set_up_acts_at_once(
@@ -189,12 +209,95 @@ def test_ranks_that_are_asked_to_stop_during_set_up_do_not_wait_for_each_other(f
     rewards.write_text(asks + rewards.read_text())
     attempt = begin(folder, folder / "stopped", timeout=3600)
     try:
-        finish(attempt)
+        finish(attempt, ExitCode.TERMINATED)
     finally:
         attempt.end()
     for log in attempt.logs:
         assert "stopped before the first step" in log.read_text()
     assert not (folder / "stopped" / "metrics.jsonl").exists()
+
+
+def test_sigterm_ends_a_step_at_once_if_a_rank_is_lost() -> None:
+    """No other rank will finish the step. A second signal does not disturb what cleans up."""
+    with connected(2) as ranks:
+        vanish(ranks[1])
+        found(ranks[0])
+        world = World(0, 2, "cpu", liveness=ranks[0])
+        with StopSignals(world) as stop, stop.in_steps():
+            with pytest.raises(RankLost, match="rank 1 on node-1"):
+                signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_loss_that_becomes_known_after_sigterm_is_still_named() -> None:
+    """`torchrun` may find out first, and stop the others in a step. Their collectives then raise the loss."""
+    with connected(2) as ranks:
+        world = World(0, 2, "cpu", liveness=ranks[0])
+        with pytest.raises(RankLost, match="rank 1 on node-1"), StopSignals(world) as stop, stop.in_steps():
+            signal.raise_signal(signal.SIGTERM)
+            vanish(ranks[1])
+            found(ranks[0])
+            ranks[0].check()
+
+
+@pytest.mark.parametrize("setup_goes_on", [False, True])
+def test_sigterm_after_the_steps_leaves_a_finished_run_alone(setup_goes_on: bool) -> None:
+    """After the steps of a warm start, however, there is more to come."""
+    reached_the_end = False
+    with suppress(StoppedInSetup), StopSignals(ONE) as stop:
+        with stop.in_steps(setup_goes_on=setup_goes_on):
+            pass
+        signal.raise_signal(signal.SIGTERM)
+        reached_the_end = True
+    assert stop.requested
+    assert reached_the_end != setup_goes_on
+
+
+def test_a_set_up_that_is_stopped_names_the_rank_whose_loss_is_the_reason() -> None:
+    """`torchrun` stops the other ranks if it finds out first."""
+    with connected(2) as ranks:
+        vanish(ranks[1])
+        stop = StopSignals(World(0, 2, "cpu", liveness=ranks[0]))
+        with pytest.raises(StoppedInSetup, match="as SIGTERM asked: rank 1 on node-1") as raised, stop:
+            signal.raise_signal(signal.SIGTERM)
+    assert raised.value.cause.endswith("disappeared without notice")
+
+
+def test_sigterm_ends_the_patience_with_a_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollgraph.distributed.liveness._HURRIED_SECONDS", 0.0)
+    with connected(2) as ranks:
+        world = World(0, 2, "cpu", liveness=ranks[0])
+        with StopSignals(world) as stop, stop.in_steps():
+            signal.raise_signal(signal.SIGTERM)
+        assert found(ranks[0])[0] == 1  # with the usual patience, it would have ten minutes more
+
+
+def test_a_run_in_another_thread_is_stopped_by_its_request(folder: Path) -> None:
+    """Signals reach the main thread alone. What the run shows goes to the view that it is given."""
+    stop, shown, noted = StopRequest(), set(), []
+
+    class Watching(View):
+        def phase(self, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False) -> None:
+            shown.add(name)
+
+        def note(self, text: str) -> None:
+            noted.append(text)
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        if step == 1:
+            stop.request("the test")
+
+    with ThreadPoolExecutor(1) as threads:
+        run = threads.submit(
+            train, config_of(folder, *QUICK), ONE, stop=stop, view=Watching(), on_step=on_step
+        ).result()
+        assert run is not None
+        assert run.progress.taken == 2
+        assert saved_steps(folder) == ["step_00000001"]
+        assert {"read data", "load model", "generate", "train"} <= shown
+        assert "asked to stop: saved after 2 of 4 steps" in noted
+        with pytest.raises(StoppedInSetup, match="as the test asked"):
+            threads.submit(train, config_of(folder, *QUICK, f"output={folder / 'other'}"), ONE, stop=stop).result()
 
 
 def test_a_signal_that_torchrun_forwards_counts_once() -> None:

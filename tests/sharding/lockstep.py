@@ -141,9 +141,9 @@ class RoomCollectives(Collectives):
 
         return PendingCollective(check_and_wait, copy_out)
 
-    def sum(self, value: Tensor) -> Tensor:
+    def sum(self, value: Tensor, what: str = "the sum of a scalar") -> Tensor:
         self.before_blocking()
-        parts = self._begin("the sum of a scalar", value.clone())()
+        parts = self._begin(what, value.clone())()
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

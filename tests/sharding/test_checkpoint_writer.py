@@ -224,7 +224,8 @@ def test_a_rank_that_is_lost_during_a_save_is_named_at_once(writers: Writers, lo
     wait_until(lambda: len(list(writers.temporary.glob("rank*.json"))) == 2)
     vanish(writers._ranks[lost])
     for one in writing:
-        assert f"rank {lost} (last operation: startup) disappeared without notice" in error_of(one, RankLost)
+        named = f"rank {lost} on node-{lost} (set-up; last operation: startup)"
+        assert f"{named} disappeared without notice" in error_of(one, RankLost)
     assert not writers.target.exists()
 
 

@@ -18,6 +18,7 @@ from rollgraph.tokenizer import (
     TokenizerError,
     TokenizerFiles,
 )
+from rollgraph.tokenizer.detokenizer import make_token_texts
 from tests.tokenizer.kinds import BYTES, CONFIG, CORPUS, JSON, KINDS, byte_fallback, of_kind, peer_of, token, write
 
 STREAMED: dict[str, Tokenizer] = {kind: of_kind(kind) for kind in KINDS} | {"bytes": BYTES}
@@ -176,3 +177,14 @@ def test_a_stream_costs_the_same_for_each_id(kind: str, tokens: list[str]) -> No
     tokenizer.decoded = 0
     assert "".join(stream(tokenizer, ids)) == Tokenizer.decode(tokenizer, ids)
     assert tokenizer.decoded < 20 * len(ids)
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+def test_the_texts_of_tokens_are_the_text_of_all(kind: str) -> None:
+    tokenizer = STREAMED[kind]
+    ids = tokenizer.encode("Grüße, 日本 🎉!")
+    texts = make_token_texts(tokenizer)(ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == tokenizer.decode(ids, skip_special=False)
+    assert make_token_texts(tokenizer)([]) == []
+    assert make_token_texts(tokenizer)([ids[-1], 10**6])[1].startswith("<1000000>")

@@ -8,19 +8,21 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollgraph.commands.config_arguments import add_words
 from rollgraph.commands.streams import print_to_stderr, printing_to_stderr
+from rollgraph.commands.view import missing_packages, viewed
 from rollgraph.config import Config, ConfigError, load_config
+from rollgraph.distributed.exit_codes import ExitCode, is_users
+from rollgraph.errors import UserError
 from rollgraph.files import FileError, check_path
 from rollgraph.run.built_in_names import wrong_names
 
 if TYPE_CHECKING:
     from rollgraph.run.model_source import ModelSource
-
-DONE, FAILED, WRONG = 0, 1, 2
 
 
 def add_to(commands: Any) -> None:
@@ -29,9 +31,9 @@ def add_to(commands: Any) -> None:
         help="post-train a model",
         description="Run a YAML configuration, from its last checkpoint if there is one. With several processes: "
         "torchrun --nproc-per-node N -m rollgraph train FILE. SIGTERM ends the run after the current step, saved, with "
-        "exit code 0. Ctrl-C does the same with exit code 130; press it again to end at once. Before the first step, "
-        "either ends the run at once. Exit code 75 means that another rank was lost; start the run again to go on from "
-        "its last checkpoint.",
+        "exit code 143. Ctrl-C does the same with exit code 130; press it again to end at once. Before the first step, "
+        "either ends the run at once. Exit code 2 means that something given cannot be used, and 75 that another rank "
+        "was lost; start the run again to go on from its last checkpoint.",
     )
     evaluate = commands.add_parser(
         "eval",
@@ -64,6 +66,7 @@ def add_to(commands: Any) -> None:
         "checkpoint, or the output folder of another run, with its tokenizer; data, rewards, sampling and, for a model "
         "folder or an adapter, tokenizer.path are the configuration's",
     )
+    train.add_argument("--view", action="store_true", help="serve a page that shows the run, as `rollgraph view` does")
     for parser in (evaluate, export):
         parser.add_argument("--which", choices=("latest", "best"), help="checkpoint of a run (default: latest)")
 
@@ -79,38 +82,78 @@ def _load(options: argparse.Namespace) -> Config | None:
 def run_train(options: argparse.Namespace) -> int:
     config = _load(options)
     if config is None:
-        return WRONG
-    from rollgraph.distributed.launch import joined
-    from rollgraph.distributed.world import World
+        return ExitCode.REFUSED
+    if options.view and (problem := missing_packages()):
+        print(f"rollgraph train: --view: {problem}", file=sys.stderr)
+        return ExitCode.REFUSED
+    if config.cluster.engine != "none":
+        return _train_on_cluster(options, config)
+    from rollgraph.distributed.attempt import joined
+    from rollgraph.run.stop import SIGTERM, StopRequest, sigterm_ignored_at_the_end, sigterm_restored
     from rollgraph.train import train
 
-    def run() -> None:
-        with joined(World.current(), config.ranks.timeout) as world:
-            train(config, world)
+    stop = StopRequest()
+    unfinished = False
 
-    return _told(options, run)
+    def run() -> None:
+        nonlocal unfinished
+        with joined(config.ranks) as world, sigterm_ignored_at_the_end(world):
+            shown = viewed(config.output) if options.view and world.rank == 0 else nullcontext()
+            with shown:
+                trained = train(config, world, stop=stop)
+        unfinished = trained is not None and trained.progress.taken < config.steps
+
+    with sigterm_restored():
+        code = _told(options, run)
+    terminated = code == ExitCode.FINISHED and unfinished and stop.asked_by == SIGTERM
+    return ExitCode.TERMINATED if terminated else code
+
+
+def _train_on_cluster(options: argparse.Namespace, config: Config) -> int:
+    from rollgraph.cluster.launch import Ending, train_on_cluster
+    from rollgraph.run.stop import SIGTERM, StopRequest
+
+    stop = StopRequest()
+    endings: list[Ending] = []
+    with viewed(config.output) if options.view else nullcontext():
+        code = _told(options, lambda: endings.append(train_on_cluster(config, stop=stop)))
+    for ending in endings:
+        code = ending.code
+        if ending.verdict:
+            print(f"rollgraph {options.command}: {ending.verdict}", file=sys.stderr)
+        if code == ExitCode.FINISHED and stop.asked_by == SIGTERM:
+            code = ExitCode.TERMINATED
+    return code
 
 
 def _told(options: argparse.Namespace, run: Callable[[], None]) -> int:
-    """Run, and report an error in one line."""
-    from rollgraph.distributed.launch import LOST, end_process
-    from rollgraph.distributed.lost_ranks import RankLost, StoppedInSetup
+    """Run, and report an error in one line. Returns the exit code."""
+    from rollgraph.distributed.attempt import end_process
+    from rollgraph.distributed.lost_ranks import StoppedInSetup
 
     try:
         run()
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
+    except (UserError, ValueError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get("ROLLGRAPH_TRACEBACK"):
             traceback.print_exc()
         else:
             print(f"rollgraph {options.command}: {error}\n(ROLLGRAPH_TRACEBACK=1 shows where)", file=sys.stderr)
-        return end_process(LOST if isinstance(error, RankLost) else FAILED)
+        return end_process(exit_code_of(error))
     except StoppedInSetup as stopped:
         print(f"rollgraph {options.command}: {stopped}; saved checkpoints are whole", file=sys.stderr)
-        return end_process(DONE)
+        return end_process(ExitCode.TERMINATED)
     except KeyboardInterrupt:
         print(f"rollgraph {options.command}: interrupted; saved checkpoints are whole", file=sys.stderr)
-        return end_process(130)
-    return DONE
+        return end_process(ExitCode.INTERRUPTED)
+    return ExitCode.FINISHED
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    from rollgraph.distributed.lost_ranks import RankLost
+
+    if isinstance(error, RankLost):
+        return ExitCode.REFUSED if error.loss.refused else ExitCode.RANK_LOST
+    return ExitCode.REFUSED if is_users(error) else ExitCode.FAILED
 
 
 def run_eval(options: argparse.Namespace) -> int:
@@ -135,16 +178,16 @@ def run_export(options: argparse.Namespace) -> int:
         full = False
     except OSError as error:
         print(f"rollgraph export: --to {options.to}: {error.strerror}", file=sys.stderr)
-        return WRONG
+        return ExitCode.REFUSED
     except FileError as error:
         print(f"rollgraph export: --to {error}", file=sys.stderr)
-        return WRONG
+        return ExitCode.REFUSED
     if full and not options.force:
         print(
             f"rollgraph export: --to {options.to}: is not empty; choose another folder, or overwrite it with --force",
             file=sys.stderr,
         )
-        return WRONG
+        return ExitCode.REFUSED
     return _with_checkpoint(options, lambda run, options: run.export(Path(options.to), merge=options.merge))
 
 
@@ -165,15 +208,15 @@ def _with_checkpoint(options: argparse.Namespace, act: Callable[[Any, argparse.N
     """Load a checkpoint, or the model of --model, and act on it."""
     config = _load(options)
     if config is None:
-        return WRONG
-    from rollgraph.distributed.launch import joined
+        return ExitCode.REFUSED
+    from rollgraph.distributed.attempt import joined
     from rollgraph.distributed.world import World
     from rollgraph.run.hub_pins import share_model_folder
     from rollgraph.run.model_source import CHECKPOINTS, ModelSource, recognize, with_model
     from rollgraph.run.setup import make_run
 
     def run() -> None:
-        with joined(World.current(), config.ranks.timeout) as world:
+        with joined(config.ranks) as world:
             look(world)
 
     def look(world: World) -> None:

@@ -6,8 +6,8 @@ their types. Importing this package is instant.
 """
 
 from rollgraph.config.field_types import Key, spell
+from rollgraph.config.key_types import COLDEST, SinkName
 from rollgraph.config.keys import (
-    COLDEST,
     MICROBATCH_TOKENS,
     AdapterConfig,
     AlgorithmConfig,
@@ -16,7 +16,6 @@ from rollgraph.config.keys import (
     LogConfig,
     ModelConfig,
     RolloutConfig,
-    SinkName,
     TinyModelConfig,
 )
 from rollgraph.config.keywords import config_from_keywords

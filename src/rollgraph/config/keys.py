@@ -6,34 +6,36 @@ Owns what can be configured; code that uses a value does not check it again. Rul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from rollgraph.config.field_types import COMMAS, PATH, Limit
-from rollgraph.config.limits import LARGEST
+from rollgraph.config.cluster_keys import ClusterConfig
+from rollgraph.config.field_types import COMMAS
+from rollgraph.config.key_types import (
+    TARGETS,
+    Beta,
+    Count,
+    File,
+    Heads,
+    Layers,
+    Natural,
+    Neighbours,
+    NotNegative,
+    Options,
+    Positive,
+    Rank,
+    Scope,
+    Share,
+    ShareAboveZero,
+    SinkName,
+    Target,
+    Temperature,
+    Width,
+    WidthOfMlp,
+)
+from rollgraph.config.reward_keys import RewardConfig
 
 MICROBATCH_TOKENS = 16_384  # the largest microbatch where neither the user nor memory says otherwise
-COLDEST = 0.01  # the lowest temperature: logits are divided by it
-Count = Annotated[int, Limit("minimum", 1)]
-Natural = Annotated[int, Limit("minimum", 0)]
-Layers = Annotated[Count, Limit("maximum", LARGEST["layers"])]
-Width = Annotated[Count, Limit("maximum", LARGEST["hidden"])]
-Heads = Annotated[Count, Limit("maximum", LARGEST["heads"])]
-WidthOfMlp = Annotated[Count, Limit("maximum", LARGEST["mlp"])]
-Positive = Annotated[float, Limit("exclusiveMinimum", 0)]
-Temperature = Annotated[float, Limit("minimum", COLDEST)]
-NotNegative = Annotated[float, Limit("minimum", 0)]
-Share = Annotated[float, Limit("minimum", 0), Limit("maximum", 1)]
-ShareAboveZero = Annotated[float, Limit("exclusiveMinimum", 0), Limit("maximum", 1)]
-Beta = Annotated[float, Limit("minimum", 0), Limit("exclusiveMaximum", 1)]
-Rank = Annotated[Count, Limit("maximum", LARGEST["rank"])]
-Scope = Literal["step", "layer", "attn", "mlp"]
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
-Options = Mapping[str, Any]
-File = Annotated[str, PATH]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,35 +155,6 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardFunctionConfig:
-    name: Annotated[File, "A built-in reward, package.module:function, or path/file.py:function."]
-    weight: Annotated[float, "Factor of this function in the weighted sum."] = 1.0
-    options: Annotated[Options, "Keyword arguments for the function."] = field(default_factory=dict)
-    label: Annotated[str, "Name in the metrics. Empty: the function's own name."] = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    functions: Annotated[
-        tuple[RewardFunctionConfig, ...], "Reward functions; the reward is the weighted sum of their values."
-    ] = ()
-    chat: Annotated[
-        Literal["messages", "text"],
-        "What your functions get for rows with `messages`. messages: lists of messages, as in TRL; text: the prompt as "
-        "the chat template renders it, and the completion as text. Built-in rewards always read text.",
-    ] = "messages"
-    workers: Annotated[Natural, "Number of processes that compute rewards. 0: compute them in the run's process."] = 0
-    timeout: Annotated[
-        Positive,
-        "Seconds that one call of a function may take for all its completions. Without workers, only async functions "
-        "can be stopped.",
-    ] = 10.0
-    on_failure: Annotated[float, "Value of a function that raises or runs out of time; such failures are counted."] = (
-        0.0
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     name: Annotated[File, "A built-in algorithm, package.module:name, or path/file.py:name."] = "grpo"
     options: Annotated[Options, "Settings of the algorithm."] = field(default_factory=dict)
@@ -292,18 +265,26 @@ class CheckpointConfig:
     keep_last: Annotated[Count, "How many of the latest regular checkpoints to keep."] = 2
     keep_best: Annotated[
         Natural,
+        Neighbours,
         "How many of the best checkpoints to keep, by validation reward, or by validation loss where nothing is "
         "rewarded. A new best is saved at once.",
     ] = 1
     asynchronous: Annotated[bool, "Write checkpoints while training continues."] = True
+    peers: Annotated[
+        Neighbours,
+        "How many other ranks keep a copy of each rank's state in host memory after every step, preferably on another "
+        "node, so that a lost rank costs no step. Needs `cluster.engine: ray`: torchrun replaces all processes, and "
+        "their memory with them.",
+    ] = 0
     export_at_end: Annotated[bool, "Write a model folder for other tools after the last step."] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    timeout: Annotated[
-        Positive, "Seconds that ranks wait for one another before the run ends and names the ranks that are lost."
-    ] = 600.0
+    timeout: Annotated[Positive, "Seconds that ranks wait for each other; then the run ends and names the lost."] = (
+        600.0
+    )
+    heartbeat_timeout: Annotated[Positive, "Seconds without a heartbeat after which a rank counts as lost."] = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +316,7 @@ class LogConfig:
     sample_groups: Annotated[
         Count, "Groups in each set: prompts with all their completions, drawn by the seed and the step."
     ] = 4
+    token_values: Annotated[Natural, "Longest completion with values of each token in samples.jsonl; 0: none."] = 4096
     sinks: Annotated[
         tuple[SinkName, ...] | None, "Where metrics are written. null: jsonl, and tensorboard if it is installed."
     ] = None
@@ -387,6 +369,9 @@ class Config:
         default_factory=CheckpointConfig
     )
     ranks: Annotated[RanksConfig, "Runs with several processes."] = field(default_factory=RanksConfig)
+    cluster: Annotated[ClusterConfig, "Runs on a Ray cluster; see docs/cluster.md."] = field(
+        default_factory=ClusterConfig
+    )
     memory: Annotated[MemoryConfig, "How device memory is used. What is left open is chosen: see docs/memory.md."] = (
         field(default_factory=MemoryConfig)
     )

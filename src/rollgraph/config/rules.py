@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from rollgraph.config.algorithm_names import GROUP_RELATIVE, ONE_UPDATE, SUPERVISED, TAUGHT
 from rollgraph.config.field_types import keys_of
-from rollgraph.config.keys import COLDEST, Config, Scope
+from rollgraph.config.key_types import COLDEST, Scope
+from rollgraph.config.keys import Config
 from rollgraph.config.problems import ConfigError, ConfigProblem
 from rollgraph.config.reader import BrokenRule
 from rollgraph.errors import suggest
@@ -49,6 +50,7 @@ def broken_rules(config: Config) -> list[BrokenRule]:
         *_schedule_rules(config),
         *_graph_rules(config),
         *_log_rules(config),
+        *_cluster_rules(config),
         *_resume_rules(config),
     ]
 
@@ -210,6 +212,23 @@ def _log_rules(config: Config) -> Iterator[BrokenRule]:
         yield "wandb_used", "log.wandb", "wandb is not in log.sinks"
     if config.log.mlflow and "mlflow" not in sinks:
         yield "mlflow_used", "log.mlflow", "mlflow is not in log.sinks"
+
+
+def _cluster_rules(config: Config) -> Iterator[BrokenRule]:
+    cluster = config.cluster
+    if cluster.gpus_per_node and cluster.ranks_per_node > 1:
+        wrong = "each GPU has one rank (cluster.gpus_per_node); set that to 0 for ranks on CPUs, or leave this out"
+        yield "one_rank_per_gpu", "cluster.ranks_per_node", wrong
+    if config.reward.place == "cluster" and not config.reward.workers:
+        wrong = "needs reward.workers: the number of processes on the cluster that compute rewards for each rank"
+        yield "cluster_workers", "reward.place", wrong
+    peers = config.checkpoint.peers
+    if peers and cluster.engine == "none":
+        wrong = "needs cluster.engine: ray; whoever else starts the ranks replaces all processes, with their memory"
+        yield "peers_survive", "checkpoint.peers", wrong
+    elif peers and cluster.ranks <= peers:
+        wrong = f"needs at least {peers + 1} ranks, but the cluster has {cluster.ranks} (cluster.nodes)"
+        yield "peers_exist", "checkpoint.peers", wrong
 
 
 def _resume_rules(config: Config) -> Iterator[BrokenRule]:

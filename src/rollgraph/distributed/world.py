@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ class World:
 
     `group` is its process group; None means the default group of torch.distributed. `liveness` knows which other ranks
     are alive; if it is None, the first user that communicates with them creates one. `local_rank` counts the processes
-    of one machine.
+    of one machine. `attempt` counts from 0 how often all ranks were started for the same run.
     """
 
     rank: int
@@ -25,16 +26,32 @@ class World:
     group: Any = None
     liveness: Liveness | None = None
     local_rank: int = 0
+    attempt: int = 0
 
     @classmethod
     def current(cls, environ: Mapping[str, str] = os.environ) -> World:
         """This process as `torchrun` describes it in the environment; without `torchrun`, the only process."""
-        import torch
-
         rank = int(environ.get("RANK", 0))
         size = int(environ.get("WORLD_SIZE", 1))
         if not 0 <= rank < size:
             raise ValueError(f"RANK={rank} is not within WORLD_SIZE={size}")
         local_rank = int(environ.get("LOCAL_RANK", 0))
-        device = f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
-        return cls(rank, size, device, local_rank=local_rank)
+        return cls(rank, size, own_device(local_rank), local_rank=local_rank)
+
+    @contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Tell the other ranks what this one is doing, should it be lost meanwhile."""
+        if self.liveness is None:
+            yield
+            return
+        before = self.liveness.phase
+        self.liveness.enter_phase(phase)
+        yield  # not in a `finally`: after an exception, the phase it came from is the one to name
+        self.liveness.enter_phase(before)
+
+
+def own_device(local_rank: int) -> str:
+    """The GPU of a process, if there are GPUs."""
+    import torch
+
+    return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"

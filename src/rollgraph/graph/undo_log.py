@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from rollgraph.graph.surface import Span, spanned
 
 # Positions of arguments that an operation writes although its schema does not mark them as written.
 _UNMARKED_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
+_SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)  # kinds of arguments that hold no tensor
 _HOST_WRITES = ("apply_", "map_", "map2_")  # methods that run Python for each element
 _UNINITIALISED = ("aten::empty", "aten::new_empty")  # name prefixes; the first write gives the initial value
 _FACTORIES = tuple(
@@ -51,20 +52,33 @@ def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
+    """The tensors of a tree. The arguments of every operation pass through here, so plain containers skip pytree."""
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        yield tree
+    elif kind in (tuple, list, dict):
+        for item in tree.values() if kind is dict else tree:
+            yield from tensors_in(item)
+    elif kind not in _SCALARS:
+        yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+@cache
+def _written_positions(func: Any) -> tuple[tuple[int, str], ...]:
+    """Index and name of each argument that an operation writes in place."""
+    unmarked = _UNMARKED_WRITES.get(func._schema.name, ())
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if index in unmarked or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors an operation writes in place."""
     written: list[Tensor] = []
-    unmarked = _UNMARKED_WRITES.get(func._schema.name, ())
-    for index, argument in enumerate(func._schema.arguments):
-        marked = argument.alias_info is not None and argument.alias_info.is_write
-        if marked or index in unmarked:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written += tensors_in(value)
+    for index, name in _written_positions(func):
+        written += tensors_in(args[index] if index < len(args) else kwargs.get(name))
     return written
 
 

@@ -31,7 +31,7 @@ from rollgraph.rl.turns import (
 )
 from rollgraph.rl.worker_messages import line_of
 from rollgraph.tokenizer import Tokenizer
-from rollgraph.types import Prompt, Rollout, Span
+from rollgraph.types import ENVIRONMENT, Prompt, Rollout, Span
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ class Conversations:
         """Append the reply to a turn and ask for the next turn, if there is room for one."""
         rollout = episode.rollout
         if reply.error is not None:
-            self._count_failure(type(reply.error).__name__, f"{reply.error}{line_of(reply.error)}")
+            kind, message = type(reply.error).__name__, f"{reply.error}{line_of(reply.error)}"
+            self._count_failure(kind, message)
+            rollout.failures[ENVIRONMENT] = f"{kind}: {message}"
             rollout.finish_reason = "error"
             return
         answer: Answer = reply.value

@@ -17,20 +17,27 @@ from rollgraph.rl.reward_calls import RewardCaller, RewardJob, Score, Scored
 from rollgraph.rl.reward_loading import Reward, RewardSpec, load_reward
 from rollgraph.rl.reward_pickling import pack
 from rollgraph.rl.worker_messages import Failure
-from rollgraph.rl.workers import WorkerPool
+from rollgraph.rl.workers import MakePool, WorkerPool
 
 PackedSpec = tuple[RewardSpec, bytes | None]  # without its Python function, and that function with its options
 _GRACE_SECONDS = 5.0  # for a worker to end coroutines itself, before it is killed for taking too long
 
 
 class RewardWorkers:
-    """Calls functions in `count` processes; a call that takes longer than `timeout` seconds is ended."""
+    """Calls functions in `count` processes of a pool; a call that takes longer than `timeout` seconds is ended."""
 
-    def __init__(self, specs: Sequence[RewardSpec], rewards: Sequence[Reward], count: int, timeout: float) -> None:
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        rewards: Sequence[Reward],
+        count: int,
+        timeout: float,
+        make_pool: MakePool = WorkerPool,
+    ) -> None:
         self._rewards = rewards
         self._timeout = timeout
         packed = [_pack_spec(index, spec) for index, spec in enumerate(specs)]
-        self._pool = WorkerPool(count, "rollgraph.rl.reward_workers:make_caller", (packed, timeout), timeout=timeout)
+        self._pool = make_pool(count, "rollgraph.rl.reward_workers:make_caller", (packed, timeout), timeout=timeout)
 
     def run(self, jobs: Sequence[RewardJob]) -> list[Scored]:
         results: dict[int, Scored] = {}

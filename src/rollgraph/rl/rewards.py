@@ -22,11 +22,11 @@ from rollgraph.rl.reward_calls import RewardCaller, RewardJob, Scored, check_sco
 from rollgraph.rl.reward_loading import LARGEST, Reward, RewardSpec, is_allowed, load_reward
 from rollgraph.rl.reward_workers import RewardWorkers
 from rollgraph.rl.worker_messages import Failure, show
-from rollgraph.types import Rollout
+from rollgraph.rl.workers import MakePool, WorkerPool
+from rollgraph.types import ENVIRONMENT, Rollout
 
 __all__ = ["ENVIRONMENT", "RewardFunctions", "RewardSpec", "TrainerState", "load_reward"]
 
-ENVIRONMENT = "environment"  # the label of the reward that an environment gave
 MOST_MESSAGES = 5  # how many different failures people are told about
 ROUNDING = 1e-6  # of weights that add up
 _ABOUT_ONE_ROLLOUT = ("not_finite", "too_large")  # failures of one value rather than of a whole call
@@ -36,7 +36,8 @@ class RewardFunctions:
     """Scores rollouts with several functions: `reward` is the weighted sum of what they return.
 
     With `workers`, functions run in that many processes, with at most `timeout` seconds per call, and may hang or
-    crash; without, they run here and may not, and only coroutine functions have a time limit. One call is for
+    crash; without, they run here and may not, and only coroutine functions have a time limit. `make_pool` may start
+    the processes elsewhere. One call is for
     `batch_size` rollouts, or for as many as spread a batch evenly over the workers. Prompts that came as messages are
     given as such, with the completion as a message, unless `chat` is "text". With `adds`, the sum includes the reward a
     rollout already has from its environment.
@@ -57,6 +58,7 @@ class RewardFunctions:
         batch_size: int | None = None,
         chat: ChatForm = "messages",
         adds: bool = False,
+        make_pool: MakePool = WorkerPool,
     ) -> None:
         if not functions and not adds:
             raise LoadError("there are no reward functions", argument="functions")
@@ -90,7 +92,7 @@ class RewardFunctions:
         self._rewarded: set[int] = set()  # rollouts of the present call that some function has a reward for
         self._caller: RewardCaller | RewardWorkers
         if workers:
-            self._caller = RewardWorkers(specs, self._rewards, workers, timeout)
+            self._caller = RewardWorkers(specs, self._rewards, workers, timeout, make_pool)
         else:
             self._caller = RewardCaller(self._rewards, timeout)
 
@@ -129,6 +131,7 @@ class RewardFunctions:
         for rollout in rollouts:
             rollout.rewards = {}
             rollout.extra = {}
+            rollout.failures = {name: why for name, why in rollout.failures.items() if name == ENVIRONMENT}
             self._begin(rollout)
         for job, found in zip(jobs, results, strict=True):
             self._add_scores(self._rewards[job.reward], shares[job.share], found)
@@ -192,6 +195,7 @@ class RewardFunctions:
                 if score.kind in _ABOUT_ONE_ROLLOUT:
                     message += f" ({_name(rollout)})"
                 self._count(score.kind, message)
+                rollout.failures[reward.label] = score.message
                 score = self._on_failure
             elif score is not None:
                 self._rewarded.add(id(rollout))

@@ -10,12 +10,25 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rollgraph.rl.worker_handle import NOT_YET, WorkerHandle, wait_for_any
 from rollgraph.rl.worker_messages import Failure
 
-__all__ = ["Failure", "WorkerHandle", "WorkerPool"]
+__all__ = ["Failure", "MakePool", "Pool", "WorkerHandle", "WorkerPool"]
+
+
+class Pool(Protocol):
+    """Processes that make calls for us, here or elsewhere."""
+
+    def run(self, calls: Sequence[tuple[Any, ...]], timeouts: Sequence[float] | None = None) -> list[Any]: ...
+    def close(self) -> None: ...
+
+
+class MakePool(Protocol):
+    """How a pool is made: `WorkerPool`, or something with the same arguments."""
+
+    def __call__(self, count: int, factory: str, arguments: tuple[Any, ...], *, timeout: float) -> Pool: ...
 
 
 class WorkerPool:

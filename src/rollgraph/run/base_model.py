@@ -6,6 +6,7 @@ own folder if the base is random. Also decides what adapters a run has, for `ada
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,14 @@ from rollgraph.model import Decoder, load_weights, save_model, weight_files
 from rollgraph.model.adapter_files import read_adapter
 from rollgraph.model.adapters import AdapterSpec
 from rollgraph.model.hf_weights import CONFIG
-from rollgraph.run.checkpoints import Saved
 from rollgraph.run.config_changes import covers
 from rollgraph.run.fingerprints import fingerprint_weights
 from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.hub_ids import find_id
 from rollgraph.run.inputs import make_tokenizer, read_architecture
 from rollgraph.run.key_errors import about
-from rollgraph.sharding import CheckpointError
-from rollgraph.sharding.manifest import FileRecord, check_files, read_states, record_files
+from rollgraph.run.resume import CannotResume
+from rollgraph.sharding.manifest import FileRecord, check_files, record_files
 from rollgraph.tokenizer import Tokenizer
 
 BASE = "base"  # in the folder of a run: a base with random weights
@@ -96,31 +96,33 @@ def keep_base(config: Config, model: Decoder, tokenizer: Tokenizer) -> list[File
     return record_files(folder, [folder / CONFIG, *weight_files(folder)])
 
 
-def find_base(config: Config, saved: Saved) -> Path:
-    """The folder with the base of a checkpoint; raises if that is not the base which its run began with."""
-    state = read_states(saved.path)[0]
+def find_base(config: Config, source: Path, state: Mapping[str, Any]) -> Path:
+    """The folder with the base of a checkpoint, given with what rank 0 saved in it.
+
+    Raises if that is not the base which its run began with.
+    """
     if config.model.path is None:
-        places = (saved.path.parent.parent / BASE, Path(state["config"]["output"]) / BASE)
+        places = (source.parent.parent / BASE, Path(state["config"]["output"]) / BASE)
         folder = next((place for place in places if place.is_dir()), None)
         if folder is None:
-            raise CheckpointError(f"{saved.path} needs the base model of its run, but there is no folder {places[0]}")
+            raise CannotResume(f"{source} needs the base model of its run, but there is no folder {places[0]}")
         check_files(folder, state[RECORDED])
         return folder
     folder = model_folder(config.model.path)
     before = state.get("fingerprints", {}).get("model.path", "")
     may_change = covers(config.allow_changes, "model.path")
     if before and not may_change and Path(config.model.path).is_dir() and fingerprint_weights(folder) != before:
-        raise CheckpointError(f"{folder} has changed: it is not the base model that {saved.path} was trained on")
+        raise CannotResume(f"{folder} has changed: it is not the base model that {source} was trained on")
     return folder
 
 
-def restore_base(config: Config, model: Decoder, saved: Saved) -> list[FileRecord]:
+def restore_base(config: Config, model: Decoder, source: Path, state: Mapping[str, Any]) -> list[FileRecord]:
     """Give the model the base of a checkpoint, which is loaded next; gives what `keep_base` gave."""
     if config.adapter is None:
         return []
-    folder = find_base(config, saved)
+    folder = find_base(config, source, state)
     if config.model.path is not None:  # then the model was loaded from there
         return []
     load_weights(model, folder)
-    records: list[FileRecord] = read_states(saved.path)[0][RECORDED]
+    records: list[FileRecord] = state[RECORDED]
     return records

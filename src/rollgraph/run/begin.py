@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from rollgraph.run.base_model import keep_base
+from rollgraph.run.base_model import keep_base, restore_base
 from rollgraph.run.record import record_start, tell_changes
 from rollgraph.run.reference import keep_reference, restore_reference
-from rollgraph.run.resume import Resume, ResumeWarmStart, Start, none_whole
+from rollgraph.run.resume import FromPeers, Resume, ResumeWarmStart, Start, none_whole
 from rollgraph.run.rollouts import evaluate
-from rollgraph.run.saving import show_checkpoint_problems
+from rollgraph.run.saving import save_if_missing, show_checkpoint_problems
 from rollgraph.run.setup import Run
 from rollgraph.run.warm_start import warm_start
+from rollgraph.sharding.manifest import read_states
 
 
 def begin(run: Run, start: Start) -> int | None:
     """Bring the run to its first step and return its number, or None if the run was asked to stop on the way."""
     if isinstance(start, Resume):
         return _load_checkpoint(run, start)
+    if isinstance(start, FromPeers):
+        return _load_from_peers(run, start)
     if not isinstance(start, ResumeWarmStart):
         _keep_base(run)
     record_start(run, 0)
     if run.config.warm_start is not None:
-        with run.stop.in_steps():
+        with run.stop.in_steps(setup_goes_on=True):
             if not warm_start(run, start):
                 return None
     keep_reference(run)
@@ -45,8 +48,9 @@ def _load_checkpoint(run: Run, start: Resume) -> int:
     if saved is None:
         raise none_whole(start.folder.checkpoint_folder, run.checkpoints.broken.values())
     with run.log.phase("load checkpoint"):
-        restore_reference(run, saved)
-        run.progress.load_state(run.load_weights(saved))
+        restore_reference(run, saved.path, read_states(saved.path)[0])
+        state = run.load_weights(saved)
+        run.progress.load_state(state)
     run.checkpoints.clear_surplus(saved)
     show_checkpoint_problems(run)
     run.log.note(f"resumed after {saved.step + 1} of {run.config.steps} steps")
@@ -54,4 +58,27 @@ def _load_checkpoint(run: Run, start: Resume) -> int:
     if any(change.is_fixed for change in run.inputs.changes):
         run.progress.surplus = []  # these groups were sampled, rewarded or kept in another way
     record_start(run, saved.step + 1)
+    if run.peers is not None:
+        run.peers.keep(saved.step, state)
+        run.peers.linger()
     return saved.step + 1
+
+
+def _load_from_peers(run: Run, start: FromPeers) -> int:
+    """Restore what the ranks hold."""
+    assert run.peers is not None
+    step = start.version.step
+    with run.log.phase("load checkpoint"):
+        copy, state_of_rank_0 = run.peers.find(start.version)
+        place = run.checkpoints.path_of(step)  # where it would be on the disk
+        restore_reference(run, place, state_of_rank_0)
+        run.progress.base_files = restore_base(run.config, run.policy.model, place, state_of_rank_0)
+        run.peers.load(copy)
+        run.progress.taken = step + 1
+        run.progress.load_state(copy.about["state"])
+    run.log.note(f"went on after {step + 1} of {run.config.steps} steps, with what the ranks had in memory")
+    record_start(run, step + 1)
+    run.peers.keep(step, copy.about["state"])
+    run.peers.linger()
+    save_if_missing(run, step)
+    return step + 1

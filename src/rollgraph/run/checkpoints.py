@@ -30,9 +30,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
+from rollgraph.distributed.lost_ranks import RankLost
 from rollgraph.sharding import CheckpointError, ShardedAdamW, ShardedModel, checkpoint_loader, checkpoint_writer
 from rollgraph.sharding.manifest import read_manifest, verify
 from rollgraph.sharding.shard_snapshot import ShardSnapshot, take_snapshot
+
+_PAUSE = 0.5  # seconds between two looks at the other ranks, while the disk is at work
+_GRACE_SECONDS = 5.0  # for a save to give up after a rank was lost
 
 _COMPLETE = re.compile(r"step_\d{8,}")
 _LEFT_OVER = re.compile(r"step_\d{8,}\.([0-9a-f]{8})-\d+\.(incomplete|deleted)")
@@ -85,6 +89,8 @@ class Checkpoints:
     All ranks create it, save and load together. `problems` tells people what was skipped or not written, and why;
     `unread()` returns the new ones. Ranks wait for each other for `timeout` seconds, by default those of the model's
     collectives. Without `writes` nothing can be saved, and the folder, which must exist, may be read-only.
+    `before_commit` is called on rank 0 before a checkpoint gets its name; if it raises, there is none.
+    `kept` gives a snapshot of the end of a step, if there is one already.
     """
 
     def __init__(
@@ -98,6 +104,8 @@ class Checkpoints:
         asynchronous: bool = True,
         timeout: float | None = None,
         writes: bool = True,
+        before_commit: Callable[[], None] | None = None,
+        kept: Callable[[int], ShardSnapshot | None] | None = None,
     ) -> None:
         if keep_last < 1 or keep_best < 0:
             raise ValueError(f"keep_last={keep_last}, keep_best={keep_best}: the newest one is always kept")
@@ -111,6 +119,8 @@ class Checkpoints:
         self._saves = 0
         self._memory: ShardSnapshot | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous and writes else None
+        self._before_commit = before_commit
+        self._kept = kept
         self._running: Future[None] | None = None
         self._being_saved: Saved | None = None
         self._lock: IO[str] | None = None
@@ -133,11 +143,13 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} was opened for reading only")
         self.settle()
         state = _plain(state, "state")
-        target = self.folder / f"step_{step:08d}"
+        target = self.path_of(step)
         if any(saved.path == target for saved in self.complete()):
             raise CheckpointError(f"{target} exists already")
         self._saves += 1
-        self._memory = snapshot = take_snapshot(self._model, self._optimizer, self._memory)
+        snapshot = None if self._kept is None else self._kept(step)
+        if snapshot is None:
+            self._memory = snapshot = take_snapshot(self._model, self._optimizer, self._memory)
         about = {"step": step, "score": None if score is None or math.isnan(score) else float(score), "due": due}
         self._being_saved = Saved(step, target, about["score"], due)
         if self._writer is None:
@@ -149,18 +161,30 @@ class Checkpoints:
             self._running = self._writer.submit(self._write, snapshot, target, state, about)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk for all ranks; raise what it raised, once."""
+        """Wait until the last save is on disk for all ranks; raise what it raised, once. RankLost if a rank is lost."""
         if self._running is not None:
-            concurrent.futures.wait([self._running])  # after Ctrl-C it can be waited for again
+            self._wait_for_disk(self._running)  # after Ctrl-C it can be waited for again
         running, self._running = self._running, None
         self._being_saved = None
         if running is not None:
             running.result()
 
+    def _wait_for_disk(self, running: Future[None]) -> None:
+        """Wait without end for a slow disk, but not once a rank is lost: the save ends by itself then, if it can."""
+        liveness = self._model.collectives.liveness
+        patience = _GRACE_SECONDS
+        while concurrent.futures.wait([running], timeout=_PAUSE).not_done:
+            if liveness is not None and liveness.loss is not None:
+                patience -= _PAUSE
+                if patience < 0:
+                    liveness.check()
+
     def settle(self) -> None:
         """Wait. If the last save failed, that becomes one of the `problems`: the disk may have room for the next."""
         try:
             self.wait()
+        except RankLost:
+            raise
         except Exception as error:
             self._note(str(error))
 
@@ -170,7 +194,7 @@ class Checkpoints:
             self.wait()
         finally:
             if self._writer is not None:
-                self._writer.shutdown()
+                self._writer.shutdown(wait=self._running is None)
             if self._lock is not None:
                 with suppress(OSError):
                     self._lock_file(self._run).unlink()
@@ -190,6 +214,7 @@ class Checkpoints:
             about=about,
             timeout=self._timeout,
             liveness=self._model.collectives.liveness,
+            before_commit=self._before_commit,
         )
         self.broken.pop(target, None)
         self._prune(target)
@@ -223,6 +248,9 @@ class Checkpoints:
     def complete(self) -> list[Saved]:
         """The checkpoints that have all their files, by step. The contents of the files are not read."""
         return find_complete(self.folder, self.broken, self._distrust)
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
 
     def has(self, step: int) -> bool:
         """Whether the end of this step is saved, or being saved."""

@@ -2,7 +2,8 @@
 
 What fits is decided by the rank with the least free memory, so that all ranks choose alike. Results depend on these
 settings in their last bits, so the first start records what it chose, and a resumed run keeps that; with
-`allow_changes: memory` it chooses again. A run that cannot fit is refused here.
+`allow_changes: memory` it chooses again. A run that cannot fit is refused here. The record also has the plan, for
+whoever compares it with what the run took.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rollgraph.run.plan_lines import gib, peak, peak_phase
 from rollgraph.run.run_shape import RunShape, shape_run
 from rollgraph.run.shared_work import work_on_some
 
-CHOICES = "memory.json"  # in the folder of a run: what its first start chose
+RECORD = "memory.json"  # in the folder of a run: what its first start chose, and what its last one planned
 Note = Callable[[str], None]
 
 
@@ -36,14 +37,14 @@ def keep_choices(config: Config) -> Config:
     """The configuration of a resumed run with what its first start chose, as far as it leaves that open."""
     if covers(config.allow_changes, "memory"):
         return config
-    recorded = _read_choices(config)
+    recorded = _recorded_choices(config)
     return with_values(config, {key: value for key, value in recorded.items() if is_unset(config, key)})
 
 
-def choose_memory(config: Config, world: World, inputs: Inputs, *, note: Note, writes: bool) -> tuple[Config, Inputs]:
-    """The configuration with everything chosen, and the inputs with the limits that follow from it.
+def choose_memory(config: Config, world: World, inputs: Inputs, note: Note) -> tuple[Choice, Inputs]:
+    """What was chosen, with a configuration that says so, and the inputs with the limits that follow from it.
 
-    Raises DoesNotFit if nothing fits. Without `writes`, nothing is recorded.
+    Raises DoesNotFit if nothing fits.
     """
     shape = shape_run(config, ranks=world.size, device="cpu" if world.device == "cpu" else "cuda", inputs=inputs)
     budget = find_budget(world)
@@ -57,23 +58,29 @@ def choose_memory(config: Config, world: World, inputs: Inputs, *, note: Note, w
     elif choice.reasons:
         inputs = replace(inputs, limits=shape.limits(choice.config))
     if choice.reasons:
-        _tell(choice, config, note, writes=writes and world.rank == 0)
-    return choice.config, inputs
+        for line in describe(choice):
+            note(line)
+    return choice, inputs
 
 
-def _tell(choice: Choice, config: Config, note: Note, *, writes: bool) -> None:
-    """Say what was chosen, and record it."""
-    for line in describe(choice):
-        note(line)
-    if writes:
-        kept = {key: value for key, value in _read_choices(config).items() if value_of(config, key) == value}
-        record = {"chosen": {**kept, **choice.values}, "reasons": choice.reasons, "device_bytes": choice.budget.device}
-        write_atomically(Path(config.output) / CHOICES, json.dumps(record, indent=2) + "\n")
+def record_memory(choice: Choice) -> None:
+    """Write what was chosen and planned into the folder of the run."""
+    before = _read_record(choice.config)
+    kept = _kept_choices(choice.config)
+    reasons = {key: why for key, why in before.get("reasons", {}).items() if key in kept}
+    record = {
+        "chosen": {**kept, **choice.values},
+        "reasons": {**reasons, **choice.reasons},
+        "device": "cuda" if choice.settings.shape.cuda else "cpu",
+        "device_bytes": choice.budget.device,
+        "lines": [line.to_dict() for line in choice.settings.lines],
+    }
+    write_atomically(Path(choice.config.output) / RECORD, json.dumps(record, indent=2) + "\n")
 
 
 def _choose_again(config: Config, shape: RunShape, budget: MemoryBudget) -> list[Remedy]:
     """A remedy for a run that does not fit with what its first start chose, perhaps on a larger device."""
-    kept = [key for key, value in _read_choices(config).items() if value_of(config, key) == value]
+    kept = _kept_choices(config)
     opened = with_values(config, {key: OPEN[key] for key in kept})
     choice = choose(opened, shape, budget)
     if not kept or not choice.fits:
@@ -81,13 +88,22 @@ def _choose_again(config: Config, shape: RunShape, budget: MemoryBudget) -> list
     return [Remedy("allow_changes: [memory], to choose again", opened, needed_bytes(choice))]
 
 
-def _read_choices(config: Config) -> dict[str, Any]:
+def _kept_choices(config: Config) -> dict[str, Any]:
+    """What the first start chose, as far as the configuration still says so."""
+    return {key: value for key, value in _recorded_choices(config).items() if value_of(config, key) == value}
+
+
+def _recorded_choices(config: Config) -> dict[str, Any]:
     """What the run's folder says that its first start chose."""
+    chosen = _read_record(config).get("chosen", {})
+    return {key: value for key, value in chosen.items() if key in CHOSEN}
+
+
+def _read_record(config: Config) -> dict[str, Any]:
     try:
-        chosen = read_object(Path(config.output) / CHOICES)["chosen"]
+        return read_object(Path(config.output) / RECORD)
     except MissingFile:
         return {}
-    return {key: value for key, value in chosen.items() if key in CHOSEN}
 
 
 def describe(choice: Choice) -> list[str]:

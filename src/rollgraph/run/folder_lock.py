@@ -2,6 +2,10 @@
 
 The lock is taken before anything else, and the kernel releases it when the process ends, however that happens. Readers
 of a folder (`rollgraph eval`, `rollgraph export`) do not take it; `checkpoints.py` protects what they read.
+
+A driver that replaces lost ranks cannot always end them: one whose network is down runs on, and holds the lock. So each
+attempt of a run leaves its number in the lock, a newer attempt takes the lock over from an older one, and whoever is
+about to write checks that it still has it.
 """
 
 from __future__ import annotations
@@ -12,32 +16,87 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import torch
 
 from rollgraph.distributed.world import World
+from rollgraph.errors import UserError
 from rollgraph.files import FileError, open_own
 from rollgraph.sharding import Collectives
 
 LOCK = "run.lock"
-_OWNER = re.compile(r"(process \d+ on .*\n)?")  # the text of a lock, even one whose owner was killed
+# The text of a lock, even one whose owner was killed.
+_OWNER = re.compile(r"(process \d+ on .*\n(attempt (?P<attempt>\d+) of run (?P<run>[0-9a-f]+)\n)?)?")
 
 
-class FolderError(RuntimeError):
+class FolderError(UserError, RuntimeError):
     """The folder of a run cannot be written, or another run is using it."""
 
 
+class TakenOver(RuntimeError):
+    """A newer attempt of the same run has the folder: this one must not write to it any more."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Which attempt of a run wants a folder. `run` is hexadecimal, and no other run has the same."""
+
+    run: str
+    attempt: int
+
+    def comes_after(self, owner: str) -> bool:
+        """Whether a lock with this text is of an older attempt of the same run."""
+        found = _OWNER.fullmatch(owner)
+        return found is not None and found["run"] == self.run and int(found["attempt"]) < self.attempt
+
+
+@dataclass(frozen=True)
+class FolderLock:
+    """The lock of a folder, which rank 0 holds for all ranks."""
+
+    path: Path
+    file: IO[str] | None = None  # None on other ranks
+    owner: str = ""  # the text in it
+    claimed: bool = False  # a newer attempt may take it over
+
+    def check(self) -> None:
+        """Call this on rank 0 before anything is written that a newer attempt could write as well."""
+        if self.claimed and not self._is_held():
+            raise TakenOver(f"{self.path.parent} belongs to a newer attempt of this run now: nothing more is written")
+
+    def _is_held(self) -> bool:
+        """Whether the lock is still this one; where files cannot be locked, only its text tells."""
+        if self.file is None:
+            return True
+        try:
+            return _is_at(self.path, self.file) and self.path.read_text(encoding="utf-8") == self.owner
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Remove the lock, and the folder too if it is empty. A lock that was taken over stays."""
+        if self.file is None:
+            return
+        with suppress(OSError):
+            if self._is_held():
+                self.path.unlink()
+        self.file.close()
+        with suppress(OSError):
+            self.path.parent.rmdir()
+
+
 @contextmanager
-def lock_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]:
+def lock_folder(folder: str | os.PathLike[str], world: World, claim: Claim | None = None) -> Iterator[FolderLock]:
     """Make the folder and keep other runs out of it. Rank 0 holds the lock for all ranks."""
     path = Path(folder)
-    lock = None
+    lock = FolderLock(path / LOCK)
     problem = ""
     if world.rank == 0:
         try:
-            lock = _take(path)
+            lock = _take(path, claim)
         except FolderError as error:
             problem = str(error)
         except (FileError, OSError) as error:
@@ -47,23 +106,28 @@ def lock_folder(folder: str | os.PathLike[str], world: World) -> Iterator[None]:
     if problem:
         raise FolderError(problem)
     try:
-        yield
+        yield lock
     finally:
-        if lock is not None:
-            _release(path, lock)
+        lock.release()
 
 
-def _take(folder: Path) -> IO[str]:
+def _take(folder: Path, claim: Claim | None) -> FolderLock:
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         lock = os.fdopen(open_own(folder / LOCK, os.O_RDWR), "r+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it when the process ends
         except BlockingIOError:
-            owner = lock.read().strip() or "another process"
+            owner = lock.read()
+            if claim is not None and claim.comes_after(owner):
+                if _is_at(folder / LOCK, lock):
+                    (folder / LOCK).unlink()
+                lock.close()
+                continue
             lock.close()
+            name = owner.strip().replace("\n", ", ") or "another process"
             raise FolderError(
-                f"output: {folder} is in use by another run ({owner}): wait for it to end, or choose another output"
+                f"output: {folder} is in use by another run ({name}): wait for it to end, or choose another output"
             ) from None
         except OSError:
             pass  # this file system has no locks, so nobody can be kept out
@@ -73,11 +137,14 @@ def _take(folder: Path) -> IO[str]:
     if not _OWNER.fullmatch(lock.read()):
         lock.close()
         raise FolderError(f"output: {folder / LOCK} is not the lock of a run: move it away, or choose another output")
+    owner = f"process {os.getpid()} on {socket.gethostname()}\n"
+    if claim is not None:
+        owner += f"attempt {claim.attempt} of run {claim.run}\n"
     lock.seek(0)
     lock.truncate()
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.write(owner)
     lock.flush()
-    return lock
+    return FolderLock(folder / LOCK, lock, owner, claimed=claim is not None)
 
 
 def _is_at(path: Path, file: IO[str]) -> bool:
@@ -85,12 +152,3 @@ def _is_at(path: Path, file: IO[str]) -> bool:
         return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
-
-
-def _release(folder: Path, lock: IO[str]) -> None:
-    """Remove the lock, and the folder too if it is empty."""
-    with suppress(OSError):
-        (folder / LOCK).unlink()
-    lock.close()
-    with suppress(OSError):
-        folder.rmdir()

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from rollgraph.cluster.reward_pool import ClusterPool
 from rollgraph.config import Config, ConfigError, ConfigProblem, training_scopes
 from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
@@ -21,6 +23,7 @@ from rollgraph.rl.data import PromptData
 from rollgraph.rl.demonstrations import COLUMNS, WrittenData
 from rollgraph.rl.environment import Environment, SingleTurn, load_environment
 from rollgraph.rl.rewards import RewardFunctions
+from rollgraph.rl.workers import MakePool, WorkerPool
 from rollgraph.run.checkpoints import Saved
 from rollgraph.run.config_changes import Change, check_changes
 from rollgraph.run.demonstrations import chat_settings, load_training_rows, load_validation_rows, load_warm_start
@@ -323,7 +326,14 @@ def make_rewards(
             on_failure=config.reward.on_failure,
             chat=config.reward.chat,
             adds=adds,
+            make_pool=_make_pool(config),
         )
+
+
+def _make_pool(config: Config) -> MakePool:
+    if config.reward.place == "local":
+        return WorkerPool
+    return partial(ClusterPool, address=config.cluster.address)
 
 
 def _reward_spec(reward: Any, function: Any) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def open_model(folder: str, which: Which | None, problems: list[str]) -> StoredM
     else:
         saved = check_checkpoint(source.path)
     config = read_config(saved.path)
-    found = None if config.adapter is None else find_base(config, saved)
+    found = None if config.adapter is None else find_base(config, saved.path, read_states(saved.path)[0])
     return StoredModel(saved.path, make_tokenizer(config), config, saved.step, found)
 
 

@@ -2,6 +2,7 @@
 
 config.yaml     the configuration with all defaults, as of the last start; `rollgraph train` takes it as it is
 starts.jsonl    one line for each start, which is never changed: when, how, on what, with which configuration
+memory.json     the settings of memory that were chosen, and what was planned: see `chosen_memory.py`
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from rollgraph.config import to_dict, to_yaml
 from rollgraph.distributed.world import World
 from rollgraph.files import append_line, write_atomically
+from rollgraph.run.chosen_memory import record_memory
 from rollgraph.run.setup import Run
 
 CONFIG = "config.yaml"
@@ -33,6 +35,7 @@ def record_start(run: Run, first_step: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     append_line(folder / STARTS, json.dumps(describe_start(run, first_step), ensure_ascii=False))
     write_atomically(folder / CONFIG, to_yaml(run.config))
+    record_memory(run.memory)
 
 
 def tell_changes(run: Run) -> None:

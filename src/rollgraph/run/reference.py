@@ -8,7 +8,9 @@ checksums of the files that a resumed run will read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rollgraph.config import Config
 from rollgraph.model import load_weights, save_model, weight_files
@@ -16,11 +18,11 @@ from rollgraph.model.adapter_files import ADAPTER_WEIGHTS, load_adapter, save_ad
 from rollgraph.model.hf_weights import CONFIG
 from rollgraph.model.peft_config import ADAPTER_CONFIG
 from rollgraph.run.base_model import BASE, base_is_reference, describe_base
-from rollgraph.run.checkpoints import Saved
 from rollgraph.run.hub_cache import model_folder
+from rollgraph.run.resume import CannotResume
 from rollgraph.run.setup import Run
 from rollgraph.sharding import CheckpointError
-from rollgraph.sharding.manifest import FileRecord, check_files, read_states, record_files
+from rollgraph.sharding.manifest import FileRecord, check_files, record_files
 
 
 def keep_reference(run: Run) -> None:
@@ -38,19 +40,20 @@ def keep_reference(run: Run) -> None:
         run.progress.reference_files = _record(run)
 
 
-def restore_reference(run: Run, saved: Saved) -> None:
+def restore_reference(run: Run, source: Path, state: Mapping[str, Any]) -> None:
     """Load the reference of a run that goes on; raise on all ranks if its files have changed since the run began.
 
-    Afterwards the policy has the weights of the reference: the checkpoint must be loaded next.
+    `state` is what rank 0 saved in the checkpoint `source`. Afterwards the policy may have the weights of the
+    reference: the checkpoint must be loaded next.
     """
     problem = ""
     if run.world.rank == 0:
         try:
-            _check(run, saved)
+            _check(run, source, state)
         except (CheckpointError, ValueError, OSError) as error:
             problem = str(error)
     if found := run.policy.sharded.collectives.all_gather_text(problem)[0]:
-        raise CheckpointError(f"{found}. It holds the reference policy: restore it, or choose another output")
+        raise CannotResume(f"{found}. It holds the reference policy: restore it, or choose another output")
     if run.inputs.teacher is not None:
         _load_teacher(run)
         return
@@ -59,9 +62,11 @@ def restore_reference(run: Run, saved: Saved) -> None:
     if base_is_reference(run.config):
         return
     folder = _own_folder(run.config)
-    if folder is not None and run.config.adapter is not None:
+    if folder is None:
+        return  # it was saved when the model had been loaded
+    if run.config.adapter is not None:
         load_adapter(run.policy.model, folder)
-    elif folder is not None:
+    else:
         load_weights(run.policy.model, folder)
     run.policy.weights.save("reference")
 
@@ -81,8 +86,8 @@ def _load_teacher(run: Run) -> None:
             load_weights(run.policy.model, _folder(run.config), cast=True)
 
 
-def _check(run: Run, saved: Saved) -> None:
-    run.progress.reference_files = read_states(saved.path)[0].get("reference", [])
+def _check(run: Run, source: Path, state: Mapping[str, Any]) -> None:
+    run.progress.reference_files = state.get("reference", [])
     if not run.inputs.algorithm.needs_reference:
         return
     folder = _folder(run.config)
@@ -93,7 +98,7 @@ def _check(run: Run, saved: Saved) -> None:
         check_files(folder, run.progress.reference_files)
         return
     else:
-        run.log.note(f"{saved.path} has no checksums of the reference policy: {folder} was not checked")
+        run.log.note(f"{source} has no checksums of the reference policy: {folder} was not checked")
     run.progress.reference_files = _record(run)
 
 

@@ -11,17 +11,23 @@ from pathlib import Path
 from typing import Literal
 
 from rollgraph.config import Config
+from rollgraph.errors import UserError
 from rollgraph.rl.data import DataError, PromptData
 from rollgraph.rl.demonstrations import WrittenData
 from rollgraph.run.checkpoints import Saved, find_complete
 from rollgraph.run.config_changes import DEMONSTRATION_ORDER, allows_other_data
 from rollgraph.sharding import CheckpointError
 from rollgraph.sharding.manifest import read_states
+from rollgraph.sharding.peer_choice import Version
 
 REPORT = "graphs.json"  # the last file that a run writes
 MODEL = "model"  # the exported model, beside it
 DEMONSTRATIONS = "demonstrations"  # in the state of a checkpoint: how far a warm start has come in its data
 WARM_START = "warm_start"  # the checkpoints of a warm start, until the run has one of its own
+
+
+class CannotResume(UserError, CheckpointError):
+    """What the folder of a run holds does not go with what is asked for, or has been changed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,15 @@ class Finished:
     newest: Saved
 
 
-Start = Fresh | Resume | ResumeWarmStart | Finished
+@dataclass(frozen=True)
+class FromPeers:
+    """Go on after a step whose state the ranks hold in their memory."""
+
+    version: Version
+    newest: Saved | None  # on the disk, and older
+
+
+Start = Fresh | Resume | ResumeWarmStart | Finished | FromPeers
 
 
 def scan_folder(output: str | Path) -> RunFolder:
@@ -87,14 +101,14 @@ def decide_start(folder: RunFolder, *, resume: Literal["auto", "never", "must"],
     """Raise CheckpointError if `resume` forbids what the folder holds, or if none of its checkpoints can be read."""
     place = folder.checkpoint_folder
     if resume == "never" and (folder.checkpoints or folder.broken or folder.warm_start):
-        raise CheckpointError(f"resume: never, but {place} has checkpoints: choose another output")
+        raise CannotResume(f"resume: never, but {place} has checkpoints: choose another output")
     if folder.warm_start:
         return ResumeWarmStart(folder.warm_start[-1], folder)
     if folder.broken and not folder.checkpoints:
         raise none_whole(place, folder.broken.values())
     if not folder.checkpoints:
         if resume == "must":
-            raise CheckpointError(f"resume: must, but {place} has no whole checkpoint")
+            raise CannotResume(f"resume: must, but {place} has no whole checkpoint")
         return Fresh()
     newest = folder.checkpoints[-1]
     everything_written = folder.has_report and (folder.has_model or not exports)
@@ -103,16 +117,17 @@ def decide_start(folder: RunFolder, *, resume: Literal["auto", "never", "must"],
     return Resume(newest, folder)
 
 
-def find_start(config: Config) -> Start:
+def find_start(config: Config, attempt: int = 0) -> Start:
+    """How a run starts. An `attempt` after the first goes on with what those before it have saved, in any case."""
     start = decide_start(
         scan_folder(config.output),
-        resume=config.resume,
+        resume=config.resume if attempt == 0 else "auto",
         steps=config.steps,
         exports=config.checkpoint.export_at_end,
     )
     if isinstance(start, ResumeWarmStart) and config.warm_start is None:
         path = start.newest.path
-        raise CheckpointError(f"{path} is of a warm start, but warm_start is null: choose another output")
+        raise CannotResume(f"{path} is of a warm start, but warm_start is null: choose another output")
     return start
 
 
@@ -134,10 +149,10 @@ def check_data(saved: Saved, config: Config, data: PromptData, warm_start: Writt
         raise DataError(f"{keys} do not match {saved.path}: {error}; choose another output") from None
 
 
-def none_whole(folder: Path, problems: Iterable[object]) -> CheckpointError:
+def none_whole(folder: Path, problems: Iterable[object]) -> CannotResume:
     """There are checkpoints and none can be read. Starting over would overwrite what somebody may still repair."""
     listed = "; ".join(map(str, problems))
-    return CheckpointError(
+    return CannotResume(
         f"{folder} has no whole checkpoint; nothing was changed there. Choose another output, or move these away: "
         f"{listed}"
     )

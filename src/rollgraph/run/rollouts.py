@@ -16,6 +16,7 @@ from rollgraph.rl.demonstrations import WrittenData
 from rollgraph.run.demonstrations import share_of
 from rollgraph.run.failures import count_failures, share_failures, show_reward_failures
 from rollgraph.run.progress import Group
+from rollgraph.run.rank_times import share_rank_times
 from rollgraph.run.reward_state import share_logged, trainer_state
 from rollgraph.run.setup import Run
 from rollgraph.run.step_log import OnProgress
@@ -71,6 +72,7 @@ def sample_groups(run: Run, step: int) -> list[Rollout]:
     run.log.pending |= _describe(run, sampled)
     run.log.pending |= share_failures(run, failures_before, len(sampled))
     run.log.pending |= share_logged(run)
+    run.log.pending |= share_rank_times(run)
     show_reward_failures(run)
     if not groups:
         why = "; ".join(run.inputs.rewards.messages.values()) or "the rewards within each group are all equal"

@@ -22,6 +22,14 @@ def save_after_step(run: Run, step: int, score: float | None, stopping: bool) ->
     show_checkpoint_problems(run)
 
 
+def save_if_missing(run: Run, step: int) -> None:
+    """Save a step that was taken by an earlier attempt, if it was due and that attempt did not get to save it."""
+    saved = run.world.rank == 0 and run.checkpoints.has(step)  # rank 0 decides: all ranks save together
+    if not run.on_any_rank(saved):
+        run.progress.finish_step(step, run.policy.optimizer.steps)
+        save_after_step(run, step, score=None, stopping=False)
+
+
 def score_of(validated: Mapping[str, float]) -> float | None:
     """What the best checkpoints are kept by, the higher the better: a reward, or a loss where nothing is rewarded."""
     if "validation/loss" in validated:
@@ -48,6 +56,19 @@ def save(run: Run, score: float | None = None, due: bool = True) -> None:
             except Exception:
                 run.progress.save_failed = True
                 raise
+
+
+def share_with_peers(run: Run) -> None:
+    """Begin to copy the end of the last step into the memory of a neighbour, if there are to be such copies."""
+    if run.peers is not None:
+        assert run.progress.end is not None
+        run.peers.keep(run.progress.end.step, run.progress.state())
+
+
+def wait_for_peers(run: Run) -> None:
+    """Give those copies a moment, before people hear of the step: it is not lost any more once they are made."""
+    if run.peers is not None:
+        run.peers.linger()
 
 
 def forget_warm_start(run: Run) -> None:
@@ -97,7 +118,8 @@ def _save_unsaved(run: Run) -> None:
     if end is None or any(saved.step == end.step for saved in run.checkpoints.complete()):
         return
     if run.world.size > 1:
-        run.log.note(f"several ranks do not save after an error: {LOST}")
+        if run.peers is None:
+            run.log.note(f"several ranks do not save after an error: {LOST}")
         return
     if run.progress.save_failed:  # that is the exception, or it was reported
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,32 @@ from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.run.base_model import adapter_spec, base_is_reference, describe_base, resolve_adapter, restore_base
 from rollgraph.run.checkpoints import Checkpoints, Saved
 from rollgraph.run.chosen_memory import choose_memory
+from rollgraph.run.folder_lock import LOCK, FolderLock
 from rollgraph.run.given import NOTHING, Given
 from rollgraph.run.host_memory import returning_freed_memory
 from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.hub_pins import fetch_weights, pin_sources
 from rollgraph.run.inputs import Inputs, check_inputs, read_architecture
+from rollgraph.run.memory_choice import Choice
 from rollgraph.run.progress import RunProgress
 from rollgraph.run.shapes import recomputed_layers
 from rollgraph.run.step_log import OnProgress, StepLog
 from rollgraph.run.stop import StopSignals
+from rollgraph.run.tenure import Tenure
 from rollgraph.sharding import constant, cosine, linear, warm_up
+from rollgraph.sharding.manifest import read_states
+from rollgraph.sharding.peer_exchange import PeerExchange
 from rollgraph.tokenizer import Tokenizer
+from rollgraph.tokenizer.detokenizer import make_token_texts
 
 SUPERVISED = "sft"  # the loss of the warm start
 POLICY_LOSS = "policy"
+_CAPTURES = {  # what people are told, by phase
+    "probe": "probe products",
+    "score": "capture for scoring",
+    "train": "capture for training",
+    "generate": "capture for generation",
+}
 
 
 @dataclass(frozen=True)
@@ -46,13 +59,17 @@ class Run:
     """The parts of a run. None of them is ever replaced; what changes is inside `progress` and `log`."""
 
     config: Config
+    memory: Choice  # how the run uses memory, and what was planned
     world: World
     inputs: Inputs
     policy: PolicyWorker
     checkpoints: Checkpoints
+    peers: PeerExchange | None  # with checkpoint.peers
     progress: RunProgress
     log: StepLog
     stop: StopSignals
+    lock: FolderLock  # of the run's folder, if this run writes
+    close_policy: Callable[[], None]
     threads_before: int  # PyTorch's, restored when the run is closed
 
     def on_any_rank(self, flag: bool) -> bool:
@@ -63,7 +80,8 @@ class Run:
 
     def restore_base(self, saved: Saved) -> None:
         """With adapters, put the base model of a checkpoint in place, or make sure that it is there."""
-        self.progress.base_files = restore_base(self.config, self.policy.model, saved)
+        state = read_states(saved.path)[0] if self.config.adapter is not None else {}
+        self.progress.base_files = restore_base(self.config, self.policy.model, saved.path, state)
 
     def load_weights(self, saved: Saved) -> dict[str, Any]:
         """Put the weights and the optimizer of a checkpoint in place, and return the rest of what it holds."""
@@ -79,9 +97,11 @@ class Run:
     def close(self) -> None:
         with contextlib.ExitStack() as parts:  # each is closed even if another one fails
             parts.callback(torch.set_num_threads, self.threads_before)
-            parts.callback(self.policy.close)
+            parts.callback(self.close_policy)
             parts.callback(self.inputs.rewards.close)
             parts.callback(self.checkpoints.close)
+            if self.peers is not None:
+                parts.callback(self.peers.close)
 
 
 def make_run(
@@ -92,6 +112,8 @@ def make_run(
     given: Given = NOTHING,
     log: StepLog | None = None,
     stop: StopSignals | None = None,
+    lock: FolderLock | None = None,
+    tenure: Tenure | None = None,
     writes: bool = True,
     load: Callable[..., Decoder] = load_model,
 ) -> Run:
@@ -99,34 +121,45 @@ def make_run(
 
     The run closes its `inputs`, which come from `check_inputs`; without them, they are made with what is `given`.
     Without `writes` nothing can be saved, and nothing in the output folder changes. `load` loads the model's folder.
+    With a `tenure`, a policy that it kept is used again, and the policy is given back to it when the run is closed.
+    `checkpoint.peers` needs one: what is to survive an attempt is kept there.
     """
     if inputs is None:
         config = resolve_adapter(pin_sources(config, world))
         inputs = check_inputs(config, world, given=given)
     log = log or StepLog(config, world)
     log.reward_weights = inputs.rewards.weights
+    if inputs.written is None:
+        log.token_texts = make_token_texts(inputs.tokenizer)
     torch.manual_seed(config.seed)  # for random weights
     threads = torch.get_num_threads()
     with contextlib.ExitStack() as undo:
         undo.callback(torch.set_num_threads, threads)
         undo.callback(inputs.rewards.close)
-        config, inputs = choose_memory(config, world, inputs, note=log.note, writes=writes)
+        choice, inputs = choose_memory(config, world, inputs, log.note)
+        config = choice.config
         log.config = config
         if config.cpu_threads is not None and world.device == "cpu":
             torch.set_num_threads(config.cpu_threads)
         fetch_weights(config.model.path, world, log.note)
         fetch_weights(config.algorithm.teacher, world, log.note)
-        with log.phase("load model", in_bytes=True) as show:
-            model = make_model(config, inputs.tokenizer, world.device, show, load)
-            policy = make_policy(config, world, inputs, model)
-        undo.callback(policy.close)
-        if inputs.teacher is not None and (config.adapter or inputs.teacher != policy.model.architecture):
-            policy.add_frozen("reference", load_teacher(config, world.device))
-        elif inputs.algorithm.needs_reference and base_is_reference(config):
-            policy.adapted.name_base("reference")
-        elif inputs.algorithm.needs_reference:
-            policy.weights.save("reference", "host" if config.memory.reference == "host" else "device")
-        capture_graphs(config, inputs, policy, log)
+        stop = stop or StopSignals(world)
+        kept = None if tenure is None else tenure.take((config, inputs.limits))
+        if kept is None:
+            policy = make_captured_policy(config, world, inputs, log, stop, load)
+        else:
+            policy = kept
+        close_policy = policy.close
+        if tenure is not None:
+            close_policy = partial(tenure.keep, policy, (config, inputs.limits))
+        undo.callback(close_policy)
+        if kept is not None:
+            rejoin(config, world, policy)
+        lock = lock or FolderLock(Path(config.output) / LOCK)
+        peers = None
+        if config.checkpoint.peers and tenure is not None:
+            peers = PeerExchange(policy.sharded, policy.optimizer, tenure.copies)
+            undo.callback(peers.close)
         checkpoints = Checkpoints(
             Path(config.output) / "checkpoints",
             policy.sharded,
@@ -135,32 +168,76 @@ def make_run(
             keep_best=config.checkpoint.keep_best,
             asynchronous=config.checkpoint.asynchronous,
             writes=writes,
+            before_commit=lock.check,
+            kept=None if peers is None else peers.snapshot,
         )
         undo.pop_all()
     return Run(
         config=config,
+        memory=choice,
         world=world,
         inputs=inputs,
         policy=policy,
         checkpoints=checkpoints,
+        peers=peers,
         progress=RunProgress(config, inputs.data, inputs.fingerprints),
         log=log,
-        stop=stop or StopSignals(world),
+        stop=stop,
+        lock=lock,
+        close_policy=close_policy,
         threads_before=threads,
     )
 
 
-def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: StepLog) -> None:
+def make_captured_policy(
+    config: Config, world: World, inputs: Inputs, log: StepLog, stop: StopSignals, load: Callable[..., Decoder]
+) -> PolicyWorker:
+    """Load the model, allocate everything, and capture every graph."""
+    with contextlib.ExitStack() as undo:
+        with log.phase("load model", in_bytes=True) as show:
+            model = make_model(config, inputs.tokenizer, world.device, show, load)
+            policy = make_policy(config, world, inputs, model)
+        undo.callback(policy.close)
+        stop.check_in_setup()
+        if inputs.teacher is not None and (config.adapter or inputs.teacher != policy.model.architecture):
+            policy.add_frozen("reference", load_teacher(config, world.device))
+        elif inputs.algorithm.needs_reference and base_is_reference(config):
+            policy.adapted.name_base("reference")
+        elif inputs.algorithm.needs_reference:
+            policy.weights.save("reference", "host" if config.memory.reference == "host" else "device")
+        with world.in_phase("capture"):
+            capture_graphs(config, inputs, policy, log, stop)
+        undo.pop_all()
+    return policy
+
+
+def rejoin(config: Config, world: World, policy: PolicyWorker) -> None:
+    """Bring a policy of an earlier attempt to where a new one would be, but for its weights: those are loaded next."""
+    policy.rejoin(world)
+    settings = optimizer_settings(config)
+    policy.optimizer.restart(settings["lr"], settings["schedule"])
+
+
+def describes_tokens(config: Config, inputs: Inputs) -> bool:
+    """Whether samples are written with values of their tokens."""
+    log = config.log
+    return inputs.written is None and min(log.sample_groups, log.samples_every, log.token_values) > 0
+
+
+def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: StepLog, stop: StopSignals) -> None:
     """Capture every graph of every phase, and show how far this has come."""
     losses = {POLICY_LOSS: (inputs.algorithm.loss, inputs.algorithm.needs_entropy)}
     if config.warm_start is not None:
         losses[SUPERVISED] = (load_algorithm(SUPERVISED).loss, False)
 
     def show(phase: str, part: str, done: int, total: int) -> None:
-        log.view.phase(phase, done, total, part)
+        log.view.phase(_CAPTURES[phase], done, total, part)
+        log.memory.capture(phase)
+        stop.check_in_setup()
 
     with returning_freed_memory(policy.world.device):
-        policy.capture_all(losses, show, generates=inputs.written is None)
+        policy.capture_all(losses, show, generates=inputs.written is None, entropies=describes_tokens(config, inputs))
+    log.memory.end_captures()
     log.view.end_phase()
     if config.adapter is not None and config.adapter.dropout:
         log.note("generation and training differ by what adapter.dropout leaves out in training")

@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 import torch
 
+from rollgraph.distributed.exit_codes import is_users
 from rollgraph.distributed.world import World
+from rollgraph.errors import UserError
 from rollgraph.sharding import Collectives
 
 _PAUSE = 1.0  # seconds between two rounds, at most
@@ -26,6 +28,10 @@ class FailedElsewhere(RuntimeError):
         self.rank = rank
 
 
+class RefusedElsewhere(UserError, FailedElsewhere):
+    """The same, because of what a person gave."""
+
+
 def work_on_some(world: World, works_here: bool, work: Callable[[], str]) -> list[str]:
     """What `work` returns on each rank with `works_here`, and "" on the others. If it fails on one, all raise."""
     if world.size == 1 or not torch.distributed.is_initialized():  # a missing process group is reported later
@@ -35,13 +41,14 @@ def work_on_some(world: World, works_here: bool, work: Callable[[], str]) -> lis
     while True:
         done = task.wait(min(_PAUSE, collectives.timeout / 10))
         failed = "" if task.error is None else str(task.error) or type(task.error).__name__
-        states = map(json.loads, collectives.all_gather_text(json.dumps([done, task.result, failed])))
-        dones, results, failures = zip(*states, strict=True)
+        refused = task.error is not None and is_users(task.error)
+        states = map(json.loads, collectives.all_gather_text(json.dumps([done, task.result, failed, refused])))
+        dones, results, failures, refusals = zip(*states, strict=True)
         if task.error is not None:
             raise task.error
         for rank, reason in enumerate(failures):
             if reason:
-                raise FailedElsewhere(rank, reason)
+                raise (RefusedElsewhere if refusals[rank] else FailedElsewhere)(rank, reason)
         if all(dones):
             return list(results)
 

@@ -5,8 +5,6 @@ Owns the view, the sinks, and the metrics and times of the step in progress. Onl
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +16,10 @@ import torch
 
 from rollgraph.config import Config, to_dict
 from rollgraph.distributed.world import World
+from rollgraph.run.memory_meter import MemoryMeter
 from rollgraph.telemetry import SampleWriter, View, close_sinks, make_sinks
 from rollgraph.telemetry.metrics import Metrics, Sink
+from rollgraph.telemetry.token_values import SampleDetails, TokenTexts
 from rollgraph.types import Batch, Rollout
 
 OnStep = Callable[[int, dict[str, float]], None]  # is given the number of a step and its metrics
@@ -33,11 +33,13 @@ class StepLog:
     def __init__(self, config: Config, world: World, view: View | None = None, on_step: OnStep | None = None) -> None:
         self.view = view or View()
         self.reward_weights: Mapping[str, float] = {}  # by the label of the function
+        self.token_texts: TokenTexts | None = None  # None: no policy sampled the tokens that are logged
         self.examined: Sequence[Rollout] = ()  # by the last validation
         self.dropped: Sequence[Rollout] = ()  # sampled in the step in progress, and not trained on
         self.baseline: dict[str, float] = {}  # the validation before the first step, where there was one
         self.pending: dict[str, float] = {}  # metrics of the step in progress
         self.seconds: dict[str, float] = defaultdict(float)  # of the step in progress, by phase
+        self.memory = MemoryMeter(world.device)
         self._on_step = on_step
         self.config = config  # of the run; replaced once everything in it is chosen
         self._world = world
@@ -61,12 +63,15 @@ class StepLog:
                 groups=log.sample_groups,
                 seed=self.config.seed,
                 weights=self.reward_weights,
+                texts=self.token_texts,
+                longest=log.token_values,
                 resume_at=resume_at,
             )
             if self.baseline:
                 self._metrics.log(BASELINE, self.baseline)
                 self._samples.write_validation(BASELINE, self.examined)
         self.seconds.clear()  # a warm start and the validation before the first step are not part of it
+        self.memory.by_phase.clear()
         self._started = time.perf_counter()
         try:
             yield
@@ -76,18 +81,22 @@ class StepLog:
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        self.memory.begin()
         try:
-            yield
+            with self._world.in_phase(phase):
+                yield
         finally:
             if self._world.device.startswith("cuda"):
                 torch.cuda.synchronize()
             self.seconds[phase] += time.perf_counter() - start
+            self.memory.end(phase)
 
     @contextmanager
     def phase(self, name: str, *, in_bytes: bool = False) -> Iterator[OnProgress]:
         """Show a phase outside of steps. It is given a function to call with how much is done, and of how much."""
         self.view.phase(name, 0, 0)
-        yield partial(self.view.phase, name, in_bytes=in_bytes)
+        with self._world.in_phase(name):
+            yield partial(self.view.phase, name, in_bytes=in_bytes)
         self.view.end_phase()
 
     def note(self, text: str) -> None:
@@ -102,8 +111,15 @@ class StepLog:
         elif not holds:
             self._noted.discard(condition)
 
-    def write(self, step: int, rollouts: Sequence[Rollout], batch: Batch, values: Mapping[str, float]) -> None:
-        """Log a finished step. The time of the next one begins here."""
+    def write(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        batch: Batch,
+        values: Mapping[str, float],
+        details: Mapping[int, SampleDetails] | None = None,
+    ) -> None:
+        """Log a finished step. The time of the next one begins here. `details` are of samples that are written."""
         now = time.perf_counter()
         values = {**self.pending, **batch.metrics, **values}
         values |= self._speed(rollouts, values, now - self._started)
@@ -112,11 +128,12 @@ class StepLog:
             self._metrics.log(step, values)
         self.view.step(step, values, self.seconds)
         if self._samples is not None:
-            self._samples.write(step, rollouts, advantages_of(rollouts, batch), self.dropped)
+            self._samples.write(step, rollouts, advantages_of(rollouts, batch), self.dropped, details)
             if validated:
                 self._samples.write_validation(step, self.examined)
         self.pending.clear()
         self.seconds.clear()
+        self.memory.by_phase.clear()
         self._started = now
         if self._on_step is not None and self._world.rank == 0:
             self._on_step(step, dict(values))
@@ -129,7 +146,9 @@ class StepLog:
             found[f"speed/seconds/{phase}"] = taken
             if f"tokens/{phase}" in values:
                 found[f"speed/tokens_per_second/{phase}"] = values[f"tokens/{phase}"] / taken
-        found["speed/memory_gib"] = peak_memory(self._world.device) / 2**30
+        found["speed/memory_gib"] = self.memory.peak / 2**30
+        for phase, taken in self.memory.by_phase.items():
+            found[f"speed/memory_gib/{phase}"] = taken / 2**30
         return found
 
 
@@ -140,11 +159,3 @@ def advantages_of(rollouts: Sequence[Rollout], batch: Batch) -> list[float]:
         if sample.rollout is not None:
             found[sample.rollout] = max(sample.advantages, key=abs, default=0.0)
     return found
-
-
-def peak_memory(device: str) -> int:
-    """The most bytes this process has used, on its GPU or else on the host."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

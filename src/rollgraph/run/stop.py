@@ -1,9 +1,11 @@
-"""Requests to stop a run: SIGTERM and Ctrl-C.
+"""Requests to stop a run, by a program or by a signal.
 
-Owns both signals while a run lasts. During set-up there is nothing to save, so both end the run at once. Inside
-`in_steps()`, SIGTERM asks the run to end after the current step, saved; repeated signals change nothing, because
-`torchrun` forwards its own to every rank. The first Ctrl-C asks for the same. The second one ends the run at once,
-except inside `uninterrupted()`.
+A `StopRequest` is made by whoever starts a run, and may be used from any thread. `StopSignals` owns SIGTERM and Ctrl-C
+while a run lasts, if it is started in the main thread, and turns them into requests. During set-up there is nothing to
+save, so a request ends the run at once. Inside `in_steps()` it ends the run after the current step, saved; repeated
+signals change nothing, because `torchrun` forwards its own to every rank. The second Ctrl-C ends the run at once,
+except inside `uninterrupted()`. If a rank is lost, no step can be finished, and SIGTERM ends the run at once. After the
+steps, the run is ending anyway: SIGTERM only ends the patience with ranks that hang.
 
 Python raises KeyboardInterrupt between any two operations, for example between an update and the record of it, where
 neither the previous step nor the current one could be saved. Here it is raised only where something can be saved.
@@ -15,52 +17,115 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
-from rollgraph.distributed.lost_ranks import RankLost, StoppedInSetup
+from rollgraph.distributed.liveness import Liveness
+from rollgraph.distributed.lost_ranks import LossReport, RankLost, StoppedInSetup
 from rollgraph.distributed.world import World
 
 _REPEATED = 5.0  # seconds: torchrun forwards to every rank what the terminal has already sent to all of them
+_CAUSE_SECONDS = 1.0  # for the loss of a rank to become known, on a busy machine
+SIGTERM = "SIGTERM"
+CTRL_C = "Ctrl-C"
+
+
+@contextmanager
+def sigterm_ignored_at_the_end(world: World) -> Iterator[None]:
+    """Afterwards SIGTERM does not end this process, which ends anyway: it has to say why, or to wait for the others.
+
+    `torchrun` sends it to all ranks when it finds one lost. It ends the patience with ranks that hang.
+    """
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, lambda number, frame: _hurry(world))
+
+
+def _hurry(world: World) -> None:
+    if world.liveness is not None:
+        world.liveness.hurry()
+
+
+@contextmanager
+def sigterm_restored() -> Iterator[None]:
+    """Afterwards SIGTERM does what it did before."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, before)
+
+
+class StopRequest:
+    """Whether a run is to save and end after its current step, and who asked for that."""
+
+    def __init__(self) -> None:
+        self.asked_by: str | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.asked_by is not None
+
+    def request(self, asked_by: str = "the program") -> None:
+        """Ask for it. May be called from any thread, and again; the first one who asked is the one to name."""
+        self.asked_by = self.asked_by or asked_by
 
 
 class StopSignals:
-    """A context that turns signals into `requested`.
+    """A context that turns signals into a request to stop.
 
-    Outside of `in_steps()`, SIGTERM raises StoppedInSetup and Ctrl-C raises KeyboardInterrupt. If Ctrl-C was pressed
-    once in a step and nothing else was raised, leaving the context raises KeyboardInterrupt. Signals that somebody else
-    handles, and signals outside the main thread, are left alone; `request()` works from anywhere.
+    During set-up SIGTERM raises StoppedInSetup; outside of `in_steps()` Ctrl-C raises KeyboardInterrupt. If Ctrl-C was
+    pressed once in a step and nothing else was raised, leaving the context raises KeyboardInterrupt. Signals that
+    somebody else handles, and signals outside the main thread, are left alone.
     """
 
-    def __init__(self, world: World) -> None:
-        self.requested = False
+    def __init__(self, world: World, request: StopRequest | None = None) -> None:
         self._world = world
+        self._request = request or StopRequest()
         self._presses = 0
         self._first_press = 0.0
+        self._in_setup = True
         self._in_steps = False
         self._owns_sigint = False
         self._sigterm_before: Any = None
         self._uninterrupted_depth = 0
         self._postponed = False
+        self._gave_up = False  # because a rank is lost
+
+    @property
+    def requested(self) -> bool:
+        return self._request.requested
 
     @property
     def interrupted(self) -> bool:
         """Whether leaving the context will raise KeyboardInterrupt."""
         return self._presses > 0
 
-    def request(self) -> None:
+    def request(self, asked_by: str = "the program") -> None:
         """Ask the run to save and end after the current step."""
-        self.requested = True
+        self._request.request(asked_by)
+
+    def check_in_setup(self) -> None:
+        """End the set-up if somebody asked for that, other than by a signal, which does it by itself."""
+        if self.requested and self._in_setup:
+            raise StoppedInSetup(self._request.asked_by or SIGTERM)
 
     @contextmanager
-    def in_steps(self) -> Iterator[None]:
-        """Inside, a signal is a request that waits for the end of a step: whoever takes steps looks at `requested`."""
-        before = self._in_steps
+    def in_steps(self, *, setup_goes_on: bool = False) -> Iterator[None]:
+        """Inside, a signal is a request that waits for the end of a step: whoever takes steps looks at `requested`.
+
+        What comes afterwards is the end of the run or, if `setup_goes_on`, more set-up.
+        """
+        self._in_setup = False
         self._in_steps = True
         try:
             yield
         finally:
-            self._in_steps = before
+            self._in_steps = False
+        self._in_setup = setup_goes_on
 
     def __enter__(self) -> Self:
         try:
@@ -80,8 +145,10 @@ class StopSignals:
             signal.signal(signal.SIGTERM, self._sigterm_before)
         if self.interrupted and kind is None:
             raise KeyboardInterrupt
-        if isinstance(error, RankLost) and not self._in_steps and (self.requested or self._another_stopped):
-            raise StoppedInSetup from None
+        loss = self._loss
+        another_stopped = loss is not None and loss.stopped  # during set-up, and has gone
+        if isinstance(error, RankLost) and self._in_setup and (self.requested or another_stopped):
+            raise StoppedInSetup(self._request.asked_by or SIGTERM) from None
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -99,16 +166,31 @@ class StopSignals:
             raise KeyboardInterrupt
 
     @property
-    def _another_stopped(self) -> bool:
-        """Whether another rank was asked to stop during set-up, and has gone."""
-        liveness = self._world.liveness
-        return liveness is not None and liveness.loss is not None and liveness.loss.stopped
+    def _liveness(self) -> Liveness | None:
+        return self._world.liveness
+
+    @property
+    def _loss(self) -> LossReport | None:
+        return None if self._liveness is None else self._liveness.loss
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         is_first = not self.requested
-        self.request()
-        if is_first and not self._in_steps:
-            raise StoppedInSetup
+        self.request(SIGTERM)
+        if self._in_setup:
+            if is_first:
+                raise StoppedInSetup(SIGTERM, self._find_cause())
+        elif self._loss is None:
+            _hurry(self._world)
+        elif not self._gave_up:  # once: what cleans up after it goes on
+            self._gave_up = True
+            raise RankLost(self._loss.text, self._loss)
+
+    def _find_cause(self) -> str:
+        """Why the other ranks are being stopped, if one of them is lost; `torchrun` may know of that first."""
+        if self._liveness is not None:
+            self._liveness.wait_for_loss(_CAUSE_SECONDS)
+        loss = self._loss
+        return "" if loss is None or loss.stopped else loss.text
 
     def _on_sigint(self, number: int, frame: Any) -> None:
         if not self._in_steps:
@@ -119,7 +201,7 @@ class StopSignals:
         self._presses += 1
         if self._presses == 1:
             self._first_press = time.monotonic()
-            self.request()
+            self.request(CTRL_C)
             again = f"again after {_REPEATED:g} s" if several else "again"
             self._say(f"Ctrl-C: the run will save and end after this step; press {again} to end it at once")
         elif self._presses == 2 and self._uninterrupted_depth:

@@ -113,6 +113,12 @@ class BucketSync:
             self._reduction = None
             pending.wait()
 
+    def abandon(self) -> None:
+        """Forget what is in flight, whose process group is gone. What is in the parameters has to be loaded anew."""
+        self._gather = None
+        self._reduction = None
+        self.version = self.shard_version
+
     def reset_reduction(self) -> None:
         """The reduced gradients were used or dropped; new ones may arrive."""
         assert self._reduction is None, "a reduction in flight reads the gradients"

@@ -66,13 +66,15 @@ def write(
     about: Mapping[str, Any] | None = None,
     timeout: float = 600.0,
     liveness: Liveness | None = None,
+    before_commit: Callable[[], None] | None = None,
 ) -> None:
     """Write this rank's part. Returns when the checkpoint of all ranks is at `target`, or raises on all of them.
 
     All ranks name the same `temporary` folder, which must be new. Each rank writes its shard and a note about it there.
     Rank 0 waits for all notes, writes the rest and renames the folder. If a rank cannot write, it tells the others
     through `liveness`, which is required with several ranks, and the folder is deleted. No wait takes longer than
-    `timeout` seconds. `about` has more fields for the manifest; `state` is JSON and may differ between ranks.
+    `timeout` seconds. `before_commit` is called just before the folder is renamed, and may raise. `about` has more
+    fields for the manifest; `state` is JSON and may differ between ranks.
     """
     outcome = _SaveOutcome(liveness, temporary.name, timeout)
     try:
@@ -81,7 +83,11 @@ def write(
         _write_shard(snapshot, temporary, state)
         snapshot.release()
         if snapshot.rank == 0:
-            _publish(snapshot, temporary, target, about or {}, outcome)
+            _complete(snapshot, temporary, about or {}, outcome)
+            if before_commit is not None:
+                before_commit()
+            os.replace(temporary, target)
+            sync(target.parent)
             outcome.announce(_WRITTEN)
         else:
             outcome.wait_for_rank_0()
@@ -97,7 +103,7 @@ def write(
             elif failure != mine:
                 shutil.rmtree(temporary)  # rank 0 may have deleted it before this rank created it
         if liveness is not None and liveness.loss is not None:
-            raise RankLost(failure, liveness.lost_rank) from error
+            raise RankLost(failure, liveness.loss) from error
         if _is_disk_error(error) or isinstance(error, CheckpointError):
             raise CheckpointError(failure) from error
         raise
@@ -180,10 +186,8 @@ def _write_shard(snapshot: ShardSnapshot, temporary: Path, state: Any) -> None:
     os.replace(unfinished, note)
 
 
-def _publish(
-    snapshot: ShardSnapshot, temporary: Path, target: Path, about: Mapping[str, Any], outcome: _SaveOutcome
-) -> None:
-    """On rank 0: wait for all shards, write the rest and the manifest, and give the folder its name."""
+def _complete(snapshot: ShardSnapshot, temporary: Path, about: Mapping[str, Any], outcome: _SaveOutcome) -> None:
+    """On rank 0: wait for all shards, and write the rest and the manifest."""
     paths = [temporary / f"rank{rank}.json" for rank in range(snapshot.ranks)]
     outcome.wait_while(lambda: ", ".join(path.stem for path in paths if not path.exists()))
     notes = [json.loads(path.read_text()) for path in paths]
@@ -196,8 +200,6 @@ def _publish(
     for path in paths:
         path.unlink()
     sync(temporary)
-    os.replace(temporary, target)
-    sync(target.parent)
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> FileRecord:

@@ -5,6 +5,7 @@ Owns every call into torch.distributed. Does not know buckets, modules or hooks.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,11 +27,12 @@ Reduction = Literal["library", "ordered"]
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_GIVE_UP_SECONDS = 5.0  # for a collective to fail after its process group was aborted
 _CHECK_INTERVAL = timedelta(seconds=0.25)  # a wait checks this often whether a rank is lost
 
 
 class CommunicationError(RankLost):
-    """A collective failed or timed out. The message says which bucket and which rank; so does `lost_rank`."""
+    """A collective failed or timed out. The message says which bucket and which rank; so does `loss`."""
 
 
 @dataclass
@@ -65,11 +67,11 @@ class Collectives:
             raise CommunicationError(f"there are {world.size} ranks, but torch.distributed is not initialised")
         self._world = world
         self._reduction = reduction
+        self._unfinished: set[Any] = set()  # what was started and not waited for
+        self.timeout = timeout
         self.liveness = world.liveness
         if world.size > 1 and self.liveness is None:
-            self.liveness = Liveness(world.rank, world.size, self.store, timeout)
-            weakref.finalize(self, self.liveness.close)
-        self.timeout = timeout
+            self.liveness = self._watch_others()
         if self.liveness is not None:
             self.timeout = self.liveness.timeout
         self.before_starting: Callable[[], None] = _do_nothing  # called before each collective
@@ -80,6 +82,42 @@ class Collectives:
         """The key-value store of the process group, where ranks leave messages without a collective."""
         group: Any = self._world.group or dist.group.WORLD
         return dist.distributed_c10d._get_process_group_store(group)
+
+    def _watch_others(self) -> Liveness:
+        """A liveness check for a world that has none. All ranks create theirs in the same order."""
+        rank = self._world.rank
+        generation = self.store.add(f"rollgraph/liveness/{rank}", 1)
+        key = f"rollgraph/liveness/at/{generation}"
+        liveness = Liveness(rank, self._world.size, self.store, self.timeout, key=key)
+        weakref.finalize(self, liveness.close)
+        return liveness
+
+    def rejoin(self, world: World) -> None:
+        """Go on in the process group and with the liveness check of the next attempt, as the same rank of as many."""
+        if (world.rank, world.size) != (self._world.rank, self._world.size):
+            raise ValueError(
+                f"rank {self._world.rank} of {self._world.size} cannot go on as {world.rank} of {world.size}"
+            )
+        if not self.settle(_GIVE_UP_SECONDS):
+            raise CommunicationError("a lost rank may still write to the memory of this one: start it anew")
+        self._world = world
+        self.liveness = world.liveness
+        if self.liveness is not None:
+            self.timeout = self.liveness.timeout
+
+    def settle(self, seconds: float) -> bool:
+        """Wait for what was begun with a rank that is lost to fail: until then it may still write to memory.
+
+        With gloo it fails once the connections to the lost rank are closed, so somebody has to end that process.
+        Returns whether all of it has failed within so many seconds, and is forgotten.
+        """
+        deadline = time.monotonic() + seconds
+        while any(not work.is_completed() for work in self._unfinished):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        self._unfinished.clear()
+        return True
 
     def gather(self, full: Tensor, shard: Tensor, what: str) -> PendingCollective:
         """Fill `full` with the shards of all ranks. `what` names the collective in errors."""
@@ -103,12 +141,12 @@ class Collectives:
         wait = self._start(what, lambda: dist.all_to_all_single(parts, gradients, group=group, async_op=True))
         return PendingCollective(wait, lambda: sum_in_order(shard, parts.view(size, -1)), (parts,))
 
-    def sum(self, value: Tensor) -> Tensor:
+    def sum(self, value: Tensor, what: str = "the sum of a scalar") -> Tensor:
         """The sum of a scalar over all ranks, in their order."""
         if self._world.size == 1:
             return value
         self.before_blocking()
-        values = self._all_gather_now(value.view(1), "the sum of a scalar")
+        values = self._all_gather_now(value.view(1), what)
         total = values[0].clone()
         for part in values[1:]:
             total += part
@@ -151,10 +189,12 @@ class Collectives:
             self.liveness.check()
             self.liveness.report_progress(what)
             work = call()
+        self._unfinished.add(work)
 
         def wait() -> None:
             with self._explain_errors(what):
                 self._wait(work, what)
+            self._unfinished.discard(work)
 
         return wait
 
@@ -163,6 +203,7 @@ class Collectives:
         assert self.liveness is not None
         if not self._world.device.startswith("cpu"):
             work.wait(timedelta(seconds=self.timeout))  # one wait only: NCCL aborts a collective whose wait times out
+            self.liveness.check()  # it also ends, with any result, if it was aborted because a rank is lost
             return
         deadline = self.liveness.clock() + self.timeout
         while True:
@@ -176,7 +217,7 @@ class Collectives:
             self.liveness.check()
             if self.liveness.clock() > deadline:
                 reason = self.liveness.report_timeout(what)
-                raise RankLost(reason, self.liveness.lost_rank)
+                raise RankLost(reason, self.liveness.loss)
 
     @contextmanager
     def _explain_errors(self, what: str) -> Iterator[None]:
@@ -184,12 +225,12 @@ class Collectives:
             yield
         except RankLost as error:
             message = f"rank {self._world.rank}: {what} failed: {error}"
-            raise CommunicationError(message, error.lost_rank) from error
+            raise CommunicationError(message, error.loss) from error
         except RuntimeError as error:
             assert self.liveness is not None
             reason = self.liveness.wait_for_loss() or "all ranks are alive"
             message = f"rank {self._world.rank}: {what} failed: {reason} ({_last_line(error)})"
-            raise CommunicationError(message, self.liveness.lost_rank) from error
+            raise CommunicationError(message, self.liveness.loss) from error
 
 
 def _last_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ collectives in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -217,6 +217,14 @@ class GradientReductions:
             self._aborts.next_step()
         finally:
             self._joining_abort = False
+
+    def rejoin(self, begin_aborts: Callable[[], StepAborts | None]) -> None:
+        """Forget the gradients of this step and how far the other ranks had come with it; then agree with new ones."""
+        self._aborts = None
+        for parameter in self._flat.grad_buffers:
+            parameter.grad = None
+        self._forget()
+        self._aborts = begin_aborts()
 
     def _drop_if_aborted(self) -> None:
         if self._aborts is None:

@@ -140,6 +140,7 @@ class ShardedAdamW:
             self.rate.fill_(self.base * self.schedule(self.steps))
         self.check_finite(loss)
         self._model.wait_for_gathers()
+        self.state.wait_for_reader()
         self.steps += 1  # before anything changes: an unchanged count means unchanged weights and moments
         self.update()
         self._model.flat.zero_gradients()

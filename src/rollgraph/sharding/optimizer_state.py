@@ -53,7 +53,7 @@ class OptimizerState:
         self.fields = state_fields(state)
         self._device = torch.device(device)
         self._elements = list(shards)
-        self._reader: threading.Event | None = None  # set once whoever reads the state on the host has finished
+        self._reader: threading.Event | None = None  # set once whoever reads the state has finished
         self._copies: CopyStreams | None = None
         if offload == "host":
             self.shards = self._allocate_on_host()
@@ -121,7 +121,7 @@ class OptimizerState:
             for chunk in self.chunks:
                 yield chunk, chunk.kept
             return
-        self._wait_for_reader()
+        self.wait_for_reader()
         self._refuse_capture()
         ahead = STREAM_BUFFERS - 1
         for number in range(min(ahead, len(self.chunks))):
@@ -153,15 +153,16 @@ class OptimizerState:
     def before_writing(self) -> None:
         """Call this before the state is changed elsewhere than in an update."""
         self.synchronize()
-        self._wait_for_reader()
+        self.wait_for_reader()
 
     def lend(self) -> threading.Event:
-        """Let somebody read the state on the host until they set the event. Until then, it does not change."""
+        """Let somebody read the state until they set the event. Until then, it does not change."""
         self.synchronize()
         self._reader = threading.Event()
         return self._reader
 
-    def _wait_for_reader(self) -> None:
+    def wait_for_reader(self) -> None:
+        """Wait until nobody reads the state that was lent. An update does so before it begins."""
         if self._reader is not None:
             self._reader.wait()
             self._reader = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from rollgraph.sharding.optimizer import ShardedAdamW
 from rollgraph.sharding.optimizer_state import OptimizerState, ShardState
 from rollgraph.sharding.pinned_memory import allocate_on_host
 from rollgraph.sharding.sharded_model import ShardedModel
+
+ShardLayout = list[dict[str, tuple[int, torch.dtype]]]  # the entries and the type of each field of each shard
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,36 @@ class ShardSnapshot:
 def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: ShardSnapshot | None = None) -> ShardSnapshot:
     """Copy the contents of a checkpoint, into the memory of an earlier snapshot if one is given."""
     model.raise_if_swapped()
-    world = model.world
     state = optimizer.state
-    lent = state.offload == "host"
-    copies = [] if lent else _copy_shards(state, memory.copies if memory else (), world.device)
+    rest = memory.rest if memory else {}
+    if state.offload == "host":
+        return snapshot_of(model, optimizer, state.shards, rest=rest, written=state.lend())
+    copies = memory.copies if memory else allocate_copies(layout_of(state.shards), model.world.device)
+    copy_shards(state, copies)
+    return snapshot_of(model, optimizer, copies, rest=rest, copies=copies)
+
+
+def snapshot_of(
+    model: ShardedModel,
+    optimizer: ShardedAdamW,
+    shards: Sequence[ShardState],
+    *,
+    rest: Mapping[str, Tensor] = MappingProxyType({}),
+    copies: Sequence[ShardState] = (),
+    written: Event | None = None,
+) -> ShardSnapshot:
+    """The contents of a checkpoint whose shards are in host memory, or are being copied there in the current stream.
+
+    `rest` is memory for frozen parameters and buffers.
+    """
+    world = model.world
     shard = {}
     parts = []
-    for piece in optimizer.pieces_of(copies or state.shards):
+    for piece in optimizer.pieces_of(shards):
         for field, tensor in piece.fields.items():
             shard[f"{field}/{piece.parameter.name}"] = tensor
         parts.append((piece.parameter.name, piece.start, piece.elements))
-    rest = unsharded_tensors(model.model) if world.rank == 0 else {}
-    rest_copy = _copy_to_host(rest, memory.rest if memory else {})
+    rest_copy = _copy_to_host(unsharded_tensors(model.model) if world.rank == 0 else {}, rest)
     if torch.device(world.device).type == "cuda":
         torch.cuda.current_stream(world.device).synchronize()
     header = {
@@ -63,22 +84,27 @@ def take_snapshot(model: ShardedModel, optimizer: ShardedAdamW, memory: ShardSna
         "steps": optimizer.steps,
         "skipped": int(optimizer.skipped),
         "updates": int(optimizer.updates),
-        "optimizer_state": state.format,
+        "optimizer_state": optimizer.state.format,
         "parameters": describe_parameters(model.model),
     }
-    written = state.lend() if lent else None
     return ShardSnapshot(world.rank, world.size, shard, parts, rest_copy, header, copies, written)
 
 
-def _copy_shards(state: OptimizerState, memory: Sequence[ShardState], device: str) -> Sequence[ShardState]:
+def layout_of(shards: Sequence[ShardState]) -> ShardLayout:
+    return [{name: (tensor.numel(), tensor.dtype) for name, tensor in shard.items()} for shard in shards]
+
+
+def allocate_copies(layout: ShardLayout, device: str) -> list[ShardState]:
+    """Host memory for shards of these sizes."""
+    tensors = iter(allocate_on_host([size for shard in layout for size in shard.values()], device))
+    return [{name: next(tensors) for name in shard} for shard in layout]
+
+
+def copy_shards(state: OptimizerState, copies: Sequence[ShardState]) -> None:
     """Start copies of the whole state."""
-    if not memory:
-        tensors = iter(allocate_on_host([(t.numel(), t.dtype) for s in state.shards for t in s.values()], device))
-        memory = [{name: next(tensors) for name in shard} for shard in state.shards]
-    for shard, copy in zip(state.shards, memory, strict=True):
+    for shard, copy in zip(state.shards, copies, strict=True):
         for name, tensor in shard.items():
             copy[name].copy_(tensor, non_blocking=True)
-    return memory
 
 
 def unsharded_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -75,8 +76,8 @@ class ShardedModel:
             "reduction": reduction,
             "overlap": (overlap_gather, overlap_reduce),
         }
-        name = check_same_on_all_ranks(self.collectives, world.rank, settings, specs)
-        aborts = StepAborts(world, self.collectives, name) if world.size > 1 else None
+        self._agree_on_model = partial(check_same_on_all_ranks, self.collectives, world.rank, settings, specs)
+        aborts = self._begin_aborts()
 
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype)
         self.buckets = [
@@ -94,6 +95,26 @@ class ShardedModel:
         self.flat.before_writing = self.wait_for_gathers
         self.flat.before_zeroing = self._gradients.before_zeroing
         self._model_hooks = ModelHooks(model, self._gathers.bucket_of, self)
+
+    def _begin_aborts(self) -> StepAborts | None:
+        name = self._agree_on_model()
+        return StepAborts(self.world, self.collectives, name) if self.world.size > 1 else None
+
+    def rejoin(self, world: World) -> None:
+        """Go on with the ranks of the next attempt, as the same rank of as many, after the last one was left broken.
+
+        What was in flight is forgotten. All memory stays where it is, so graphs stay valid, but what is in it may be of
+        half a step: load a checkpoint next.
+        """
+        self.abandon()
+        self.collectives.rejoin(world)
+        self.world = world
+        self._gradients.rejoin(self._begin_aborts)
+
+    def abandon(self) -> None:
+        """Forget what was in flight when the ranks of an attempt were lost: nothing waits for it any more."""
+        for bucket in self.buckets:
+            bucket.abandon()
 
     @property
     def hooks(self) -> HookSet:
@@ -253,7 +274,7 @@ class ShardedModel:
 
     def any_rank(self, flag: Tensor) -> Tensor:
         """1 if the flag is set on any rank, otherwise 0."""
-        return (self.collectives.sum(flag.float()) > 0).float()
+        return (self.collectives.sum(flag.float(), "an agreement of all ranks") > 0).float()
 
     def graph_hooks(self, module: nn.Module) -> GraphHooks:
         """Hooks for a graph of `module` that was captured with `grad_buffers=self.flat.grad_buffers`.

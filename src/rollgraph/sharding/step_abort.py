@@ -61,6 +61,8 @@ class StepAborts:
             return
         self.aborted = True
         error = sys.exception()
+        if self._liveness is not None and self._liveness.loss is not None:
+            return  # nobody will follow, and the store may have gone with the rank that is lost
         with suppress(RuntimeError):  # the store is gone: the next collective says so, and `error` matters more
             self._store.set(self._key(_REACHED, self._rank), "aborted")
             self._store.set(self._key(_ABORTED, self._rank), "aborted")
@@ -97,7 +99,7 @@ class StepAborts:
         while not self._wait_briefly(list(keys.values()), deadline):
             loss = None if self._liveness is None else self._liveness.loss
             if loss is not None:
-                raise CommunicationError(f"{here}, and {loss.text}", loss.rank)
+                raise CommunicationError(f"{here}, and {loss.text}", loss)
             if time.monotonic() > deadline:
                 missing = self._find_missing(keys)
                 limit = f"within {self._timeout:g} s: all ranks must abort the same step"

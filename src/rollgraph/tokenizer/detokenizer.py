@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollgraph.tokenizer.files import TokenizerError
 from rollgraph.tokenizer.tokenizer import Tokenizer
@@ -68,3 +68,21 @@ class Detokenizer:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special)
+
+
+def make_token_texts(tokenizer: Tokenizer) -> Callable[[Sequence[int]], list[str]]:
+    """A function that gives the text of each of some ids; together they are the text of all.
+
+    A text may be empty: a character of several ids is given with the one that completes it. A model may have more ids
+    than its tokenizer; those are shown as numbers.
+    """
+    known = frozenset(tokenizer.vocab.values())
+
+    def token_texts(ids: Sequence[int]) -> list[str]:
+        stream = Detokenizer(tokenizer, skip_special=False)
+        texts = [stream.push(id) if id in known else f"<{id}>" for id in ids]
+        if texts:
+            texts[-1] += stream.finish()
+        return texts
+
+    return token_texts

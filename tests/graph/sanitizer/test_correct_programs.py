@@ -36,7 +36,13 @@ def total(output: Any) -> Tensor:
     return sum(leaf.float().square().mean() for leaf in leaves if torch.is_tensor(leaf) and leaf.is_floating_point())  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", MODELS)
+GRAPHED = ["mlp", "dropout", "batch_norm", "lstm", "tied", "checkpointed_dropout", "transformer_layer"]
+QUICK = {*GRAPHED, "in_place", "constants", "embedding", "tensor_lists", "autocast_checkpoint", "spectral_norm"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
+)
 def test_training_steps_are_clean(name: str) -> None:
     def program() -> Any:
         torch.manual_seed(0)
@@ -57,9 +63,7 @@ def test_training_steps_are_clean(name: str) -> None:
     check_clean(program)
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "dropout", "batch_norm", "lstm", "tied", "checkpointed_dropout", "transformer_layer"]
-)
+@pytest.mark.parametrize("name", GRAPHED)
 def test_modules_as_graphs_are_clean(name: str) -> None:
     def program() -> Any:
         torch.manual_seed(0)

@@ -1,0 +1,67 @@
+"""A rank that is lost at chosen moments, in the process of an actor: killed, stopped, cut off, or with its node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rollgraph.cluster.rank_worker import RankPlace, RankWorker
+from rollgraph.config import Config
+from rollgraph.distributed.liveness import Liveness
+
+PLAN = "losses.json"  # beside the output folder: [[rank, phase, how often it is entered before, how], ...]
+
+
+def read_plan(output: str) -> list[list[Any]]:
+    try:
+        plan: list[list[Any]] = json.loads((Path(output).parent / PLAN).read_text())
+    except FileNotFoundError:
+        return []
+    return plan
+
+
+def marks(output: str) -> list[Path]:
+    """One file for each loss that has happened."""
+    return sorted(Path(output).parent.glob("loss_*"))
+
+
+class LosingWorker(RankWorker):
+    """Carries out the losses of a plan, one after the other, whichever process has the rank by then."""
+
+    def __init__(self, config: Config, place: RankPlace, folder: str | None) -> None:
+        super().__init__(config, place, folder)
+        plan = read_plan(config.output)
+        counts: Counter[tuple[int, str]] = Counter()
+        enter_phase = Liveness.enter_phase
+
+        def enter(liveness: Liveness, phase: str) -> None:
+            enter_phase(liveness, phase)
+            happened = len(marks(config.output))
+            if happened == len(plan):
+                return
+            rank, when, before, how = plan[happened]
+            if rank == place.rank and phase == when:
+                counts[happened, phase] += 1
+                if counts[happened, phase] > before:
+                    (Path(config.output).parent / f"loss_{happened:03}").write_text(f"{os.getpid()} {os.getppid()}")
+                    lose(how)
+
+        Liveness.enter_phase = enter  # type: ignore[method-assign]
+
+
+def lose(how: str) -> None:
+    """kill: the process; node: the process and its node; cut: the node alone, so that nobody reaches the process; stop:
+    it hangs.
+    """
+    sys.stderr.flush()
+    if how in ("node", "cut"):
+        os.kill(os.getppid(), signal.SIGKILL)  # the raylet
+    if how == "cut":
+        time.sleep(3600)
+    os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)

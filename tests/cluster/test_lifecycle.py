@@ -1,0 +1,248 @@
+"""The decisions of the driver, on a cluster in memory: no order of losses leads to a deadlock, a stale write or a lost
+step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from rollgraph.cluster.lifecycle import Phase
+from tests.cluster.simulated_cluster import PATIENCE, SimulatedCluster, SimulatedWorker
+
+RANKS, NODES, STEPS = 3, 4, 6
+
+
+def started(**options: Any) -> SimulatedCluster:
+    """A run whose first attempt has taken two steps."""
+    cluster = SimulatedCluster(RANKS, NODES, STEPS, **options)
+    advance_to(cluster, 2)
+    return cluster
+
+
+def advance_to(cluster: SimulatedCluster, saved: int) -> None:
+    for _ in range(100):
+        if cluster.folder.saved >= saved:
+            return
+        cluster.find_room()
+        for worker in list(cluster.workers.values()):
+            cluster.obey(worker)
+            cluster.deliver(worker)
+        cluster.take_step(cluster.lifecycle.attempt)
+    raise AssertionError(f"no step {saved}: {cluster.lifecycle.seats}")
+
+
+def seated(cluster: SimulatedCluster, rank: int) -> SimulatedWorker:
+    return cluster.workers[cluster.lifecycle.seats[rank].worker]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_survivors_stay_and_only_the_lost_rank_is_placed_anew(rank: int) -> None:
+    cluster = started()
+    before = [seat.worker for seat in cluster.lifecycle.seats]
+    cluster.kill(seated(cluster, rank))
+    cluster.run_undisturbed()
+    after = [seat.worker for seat in cluster.lifecycle.seats]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [other != rank for other in range(RANKS)]
+    assert cluster.lifecycle.code == 0
+    assert cluster.folder.writers == [1, 1, 2, 2, 2, 2]
+    assert f"rank {rank} on node{rank} was lost: killed" in cluster.told
+
+
+def test_a_rank_that_hangs_is_replaced_once_the_others_miss_it() -> None:
+    cluster = started()
+    hung = seated(cluster, 1)
+    hung.hung = True
+    cluster.run_undisturbed()
+    assert not hung.alive
+    assert cluster.folder.saved == STEPS
+    assert cluster.now < PATIENCE.silence  # the others named it, so that its silence was not waited for
+
+
+def test_without_a_spare_node_the_run_waits_and_says_for_which_rank() -> None:
+    cluster = started()
+    cluster.nodes["node3"] = False
+    cluster.lose_node("node1")
+    for _ in range(100):
+        for worker in list(cluster.workers.values()):
+            cluster.answer(worker)
+            cluster.obey(worker)
+            cluster.deliver(worker)
+        cluster.find_room()
+        cluster.pass_time(1.0)
+    assert cluster.lifecycle.phase is Phase.PLACING
+    assert set(cluster.waited_for) == {(1,)}
+    assert len(cluster.waited_for) >= 5
+    cluster.run_undisturbed()
+    assert cluster.folder.saved == STEPS
+
+
+def test_an_error_of_the_user_ends_the_run_and_names_its_rank_rather_than_the_echoes() -> None:
+    cluster = started()
+    cluster.user_error = "reward.functions: no such file"
+    cluster.run_undisturbed()
+    assert cluster.lifecycle.code == 2
+    assert cluster.lifecycle.verdict == "rank 1 on node1 failed: reward.functions: no such file"
+    assert cluster.lifecycle.attempt == 1
+
+
+def test_a_run_that_never_gets_to_a_step_gives_up() -> None:
+    cluster = SimulatedCluster(RANKS, NODES, STEPS, most=3)
+    for _ in range(100):
+        cluster.find_room()
+        for worker in list(cluster.workers.values()):
+            cluster.obey(worker)
+            cluster.deliver(worker)
+        victim = seated(cluster, 2)
+        if victim.attempt:
+            cluster.kill(victim)
+            cluster.take_step(cluster.lifecycle.attempt)
+        if cluster.over:
+            break
+    assert cluster.lifecycle.code == 75
+    assert cluster.lifecycle.attempt == 4
+    assert "4 attempts in a row without a finished step" in cluster.lifecycle.verdict
+
+
+def test_a_worker_that_cannot_be_started_ends_the_run_with_the_reason() -> None:
+    cluster = SimulatedCluster(RANKS, NODES, STEPS, most=3)
+    for _ in range(4):
+        cluster.kill(seated(cluster, 0))
+        for worker in list(cluster.workers.values()):
+            cluster.deliver(worker)
+    assert cluster.over
+    assert "could not be started" in cluster.lifecycle.verdict
+    assert "killed" in cluster.lifecycle.verdict
+
+
+def test_a_rank_0_that_was_cut_off_in_a_save_cannot_finish_it_in_a_newer_attempt() -> None:
+    cluster = started()
+    old = seated(cluster, 0)
+    cluster.cut_off(old)
+    advance_to(cluster, 3)
+    assert old.alive
+    assert not cluster.write_late(old)
+    cluster.run_undisturbed()
+    assert cluster.folder.writers == [1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+def test_a_request_to_stop_ends_the_run_saved(moment: int) -> None:
+    cluster = started() if moment else SimulatedCluster(RANKS, NODES, STEPS)
+    cluster.carry_out(cluster.lifecycle.stop(cluster.now))
+    cluster.run_undisturbed()
+    assert cluster.lifecycle.code == 0
+    assert cluster.lifecycle.verdict.startswith("stopped")
+    assert cluster.folder.saved == 2 * moment
+
+
+class RandomLosses(RuleBasedStateMachine):
+    """Messages, losses and time in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = SimulatedCluster(RANKS, NODES, STEPS)
+        self.attempts = 0
+
+    def pick(self, index: int) -> SimulatedWorker:
+        workers = [worker for worker in self.cluster.workers.values() if worker.alive or worker.outbox]
+        return workers[index % len(workers)] if workers else next(iter(self.cluster.workers.values()))
+
+    @rule()
+    def find_room(self) -> None:
+        self.cluster.find_room()
+
+    @rule(index=st.integers(0, 5))
+    def obey(self, index: int) -> None:
+        self.cluster.obey(self.pick(index))
+
+    @rule(index=st.integers(0, 5))
+    def deliver(self, index: int) -> None:
+        self.cluster.deliver(self.pick(index))
+
+    @rule(back=st.integers(0, 1))
+    def take_step(self, back: int) -> None:
+        self.cluster.take_step(self.cluster.lifecycle.attempt - back)
+
+    @rule(rounds=st.integers(1, 6))
+    def go_on(self, rounds: int) -> None:
+        """Several things that go well, so that long runs get somewhere."""
+        for _ in range(rounds):
+            self.cluster.find_room()
+            for worker in list(self.cluster.workers.values()):
+                self.cluster.answer(worker)
+                self.cluster.obey(worker)
+                self.cluster.deliver(worker)
+            self.cluster.take_step(self.cluster.lifecycle.attempt)
+
+    @rule(index=st.integers(0, 5))
+    def kill(self, index: int) -> None:
+        self.cluster.kill(self.pick(index))
+
+    @rule(index=st.integers(0, 5))
+    def hang(self, index: int) -> None:
+        self.pick(index).hung = True
+
+    @rule(index=st.integers(0, 5))
+    def cut_off(self, index: int) -> None:
+        self.cluster.cut_off(self.pick(index))
+
+    @rule(index=st.integers(0, 9))
+    def write_late(self, index: int) -> None:
+        workers = [worker for worker in self.cluster.workers.values() if worker.cut_off]
+        if workers:
+            worker = workers[index % len(workers)]
+            is_newest = worker.last_attempt == self.cluster.folder.attempt
+            assert not self.cluster.write_late(worker) or is_newest
+
+    @precondition(lambda self: sum(self.cluster.nodes.values()) > 1)
+    @rule(index=st.integers(0, 5))
+    def lose_node(self, index: int) -> None:
+        alive = [node for node, is_alive in self.cluster.nodes.items() if is_alive]
+        self.cluster.lose_node(alive[index % len(alive)])
+
+    @rule()
+    def add_node(self) -> None:
+        self.cluster.nodes[f"added{len(self.cluster.nodes)}"] = True
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 12.0, 40.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.cluster.pass_time(seconds)
+
+    @invariant()
+    def attempts_only_grow(self) -> None:
+        attempt = self.cluster.lifecycle.attempt
+        assert attempt >= self.attempts
+        self.attempts = attempt
+
+    @invariant()
+    def each_rank_has_one_worker(self) -> None:
+        seats = self.cluster.lifecycle.seats
+        assert [seat.rank for seat in seats] == list(range(RANKS))
+        assert len({seat.worker for seat in seats}) == RANKS
+
+    def teardown(self) -> None:
+        for worker in self.cluster.workers.values():
+            worker.stopping = False
+        self.cluster.run_undisturbed()
+        assert self.cluster.lifecycle.code == 0, self.cluster.lifecycle.verdict
+        assert self.cluster.folder.saved == STEPS
+
+
+def run_random(runs: int, transitions: int) -> None:
+    run_state_machine_as_test(
+        RandomLosses, settings=settings(max_examples=runs, stateful_step_count=transitions, deadline=None)
+    )
+
+
+def test_a_few_hundred_random_transitions() -> None:
+    run_random(runs=8, transitions=40)
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_transitions() -> None:
+    run_random(runs=200, transitions=50)

@@ -1,0 +1,55 @@
+"""`checkpoint.peers` on a Ray cluster of simulated nodes: lost ranks and nodes cost no step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgraph.cluster.launch import Ending, train_on_cluster
+from rollgraph.cluster.rank_worker import RankPlace
+from rollgraph.config import Config
+from rollgraph.sharding import peer_exchange
+from tests.cluster.losing_worker import PLAN, LosingWorker, marks
+from tests.cluster.ray_nodes import SimulatedNodes
+from tests.cluster.test_ray_run import Watcher, make_config, nodes, undisturbed
+from tests.test_kills import STEPS
+from tests.test_train import assert_same_run
+
+__all__ = ["nodes", "undisturbed"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.multi]
+
+LOSSES: list[list[Any]] = [
+    [2, "generate", 1, "kill"],
+    [1, "train", 1, "node"],  # there is one to spare
+    [0, "load checkpoint", 0, "kill"],
+    [1, "score", 1, "kill"],
+    [0, "reward", 1, "kill"],
+    [2, "save", 0, "kill"],
+]
+
+
+class PatientWorker(LosingWorker):
+    """Waits for its state to arrive before a step counts: a busy machine is slow to send even a small one."""
+
+    def __init__(self, config: Config, place: RankPlace, folder: str | None) -> None:
+        super().__init__(config, place, folder)
+        peer_exchange._LINGER_SECONDS = 100.0
+
+
+def test_a_lost_rank_or_node_costs_no_step(nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path) -> None:
+    """Only the last step is saved, so nothing but memory can have brought the run back."""
+    config = make_config(nodes, tmp_path, "checkpoint.peers=1", "checkpoint.every=100")
+    (Path(config.output).parent / PLAN).write_text(json.dumps(LOSSES))
+    watcher = Watcher()
+    ending = train_on_cluster(config, view=watcher, worker=PatientWorker)
+    assert ending == Ending(0, ""), watcher.all_notes()
+    assert len(marks(config.output)) == len(LOSSES), watcher.all_notes()
+    assert_same_run(undisturbed, Path(config.output), STEPS - 1)
+    steps = [step for _, step in watcher.steps]
+    assert len(steps) == len(set(steps)), watcher.all_notes()  # the driver may miss what a killed rank 0 said last
+    starts = (Path(config.output) / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["first_step"] for line in starts].count(0) == 1

@@ -1,0 +1,209 @@
+"""Whole runs on a Ray cluster of simulated nodes: ranks and nodes are lost at every moment, and the result is the same
+bit for bit.
+
+ROLLGRAPH_KILLS sets the number of losses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgraph.cluster.launch import Ending, train_on_cluster
+from rollgraph.config import Config
+from rollgraph.run.stop import StopRequest
+from rollgraph.telemetry import View
+from rollgraph.train import train
+from tests.cluster.losing_worker import PLAN, LosingWorker, marks
+from tests.cluster.ray_nodes import SimulatedNodes
+from tests.test_kills import CONFIG, STEPS
+from tests.test_train import ONE, assert_same_run, config_of, metrics_of, write_inputs
+
+ray: Any = pytest.importorskip("ray", reason="needs Ray: pip install 'rollgraph[ray]'")
+pytestmark = [pytest.mark.slow, pytest.mark.multi]
+
+RANKS = 3
+LOSSES = int(os.environ.get("ROLLGRAPH_KILLS", "6"))
+# In the order in which they come: a rank, the phase, how often it enters that before, and what happens to it. Ten each
+# come in one run. Ranks load and capture before there is a checkpoint, and after they were lost themselves.
+ALL_LOSSES = [
+    [1, "load model", 0, "kill"],
+    [0, "capture", 0, "kill"],
+    [2, "generate", 1, "kill"],
+    [1, "train", 1, "node"],
+    [0, "save", 1, "kill"],
+    [1, "load checkpoint", 0, "kill"],
+    [0, "train", 1, "kill"],
+    [2, "save", 0, "kill"],
+    [0, "load checkpoint", 0, "kill"],
+    [1, "score", 0, "kill"],
+    [2, "capture", 0, "kill"],
+    [1, "load model", 0, "kill"],
+    [2, "reward", 1, "kill"],
+    [0, "generate", 0, "node"],
+    [0, "score", 1, "kill"],
+    [1, "generate", 0, "kill"],
+    [2, "train", 0, "kill"],
+    [1, "save", 1, "node"],
+    [2, "load checkpoint", 0, "kill"],
+    [0, "reward", 1, "kill"],
+    [0, "load model", 0, "kill"],
+    [1, "capture", 0, "kill"],
+    [2, "score", 0, "node"],
+    [0, "save", 0, "kill"],
+    [1, "reward", 1, "kill"],
+    [2, "save", 1, "kill"],
+    [0, "train", 0, "node"],
+    [1, "load checkpoint", 0, "node"],
+    [2, "generate", 0, "kill"],
+    [0, "save", 1, "kill"],
+]
+
+
+class Watcher(View):
+    """Remembers what a driver shows, and when."""
+
+    def __init__(self, on_note: Callable[[str], None] = lambda text: None) -> None:
+        self.notes: list[str] = []
+        self.steps: list[tuple[float, int]] = []
+        self._on_note = on_note
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self._on_note(text)
+
+    def step(self, step: int, values: Mapping[str, float], seconds_by_phase: Mapping[str, float]) -> None:
+        self.steps.append((time.monotonic(), step))
+
+    def all_notes(self) -> str:
+        return "\n".join(self.notes)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[SimulatedNodes]:
+    simulated = SimulatedNodes(RANKS + 1)
+    yield simulated
+    simulated.close()
+
+
+def make_config(nodes: SimulatedNodes, folder: Path, *overrides: str) -> Config:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_inputs(folder)
+    given = [
+        "data.validation=null",
+        "ranks.heartbeat_timeout=20",
+        "ranks.timeout=200",
+        "cluster.engine=ray",
+        f"cluster.address={nodes.address}",
+        f"cluster.nodes={RANKS}",
+        "cluster.gpus_per_node=0",
+        "cluster.attempts=50",
+    ]
+    return config_of(folder, *given, *overrides, text=CONFIG)
+
+
+def run(config: Config, watcher: Watcher, plan: list[list[Any]] | None = None, **options: Any) -> Ending:
+    (Path(config.output).parent / PLAN).write_text(json.dumps(plan or []))
+    return train_on_cluster(config, view=watcher, worker=LosingWorker, **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nodes: SimulatedNodes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = make_config(nodes, tmp_path_factory.mktemp("undisturbed"))
+    watcher = Watcher()
+    assert run(config, watcher) == Ending(0, "")
+    assert [step for _, step in watcher.steps] == list(range(STEPS))
+    return Path(config.output)
+
+
+def test_ranks_and_nodes_are_lost_in_every_phase(nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path) -> None:
+    plan = ALL_LOSSES[:LOSSES]
+    for number, start in enumerate(range(0, len(plan), 10)):
+        part = plan[start : start + 10]
+        for _ in range(sum(how == "node" for *_, how in part)):
+            nodes.add()
+        config = make_config(nodes, tmp_path / str(number))
+        watcher = Watcher()
+        assert run(config, watcher, part) == Ending(0, ""), watcher.all_notes()
+        assert len(marks(config.output)) == len(part)
+        assert_same_run(undisturbed, Path(config.output), STEPS - 1)
+
+
+def test_survivors_capture_nothing_and_a_rank_that_hangs_is_named(
+    nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path
+) -> None:
+    config = make_config(nodes, tmp_path)
+    watcher = Watcher()
+    assert run(config, watcher, [[1, "train", 2, "stop"]]) == Ending(0, "")
+    assert "rank 1 on " in watcher.all_notes()
+    assert "0 captures after warm-up" in watcher.notes[-1]
+    assert not any("generation and training agree" in note for note in watcher.notes[2:]), "rank 0 captured again"
+    assert_same_run(undisturbed, Path(config.output), STEPS - 1)
+
+
+def test_a_rank_0_that_nobody_reaches_cannot_write(nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path) -> None:
+    """Its node is gone for Ray, but the process lives on with the folder's lock."""
+    config = make_config(nodes, tmp_path)
+    assert run(config, Watcher(), [[0, "save", 2, "cut"]]) == Ending(0, "")
+    assert_same_run(undisturbed, Path(config.output), STEPS - 1)
+    nodes.add()
+
+
+def test_without_a_spare_node_a_run_waits_says_for_what_and_goes_on(
+    nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path
+) -> None:
+    config = make_config(nodes, tmp_path, "cluster.nodes=3")
+
+    def add_node(text: str) -> None:
+        if text.startswith("waiting for rank"):
+            nodes.add()
+
+    watcher = Watcher(add_node)
+    losses: list[list[Any]] = [[1, "train", 2, "node"], [2, "train", 1, "node"]]
+    assert run(config, watcher, losses) == Ending(0, "")
+    assert "until there is a node with 1 free CPU;" in watcher.all_notes()
+    assert_same_run(undisturbed, Path(config.output), STEPS - 1)
+    nodes.add()
+
+
+def test_an_error_of_the_user_is_told_once_and_not_retried(nodes: SimulatedNodes, tmp_path: Path) -> None:
+    config = make_config(nodes, tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"no_prompt": 1}\n')
+    watcher = Watcher()
+    ending = run(config, watcher)
+    assert ending.code == 2
+    assert "train.jsonl" in ending.verdict
+    assert not any("was lost" in note for note in watcher.notes)
+
+
+def test_a_request_to_stop_saves_and_the_run_goes_on_later(
+    nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path
+) -> None:
+    config = make_config(nodes, tmp_path)
+    stop = StopRequest()
+
+    class Stopping(Watcher):
+        def step(self, step: int, values: Mapping[str, float], seconds_by_phase: Mapping[str, float]) -> None:
+            super().step(step, values, seconds_by_phase)
+            stop.request("the test")
+
+    ending = run(config, Stopping(), stop=stop)
+    assert ending.code == 0
+    assert ending.verdict.startswith("stopped")
+    assert 0 < len(metrics_of(Path(config.output))) < STEPS
+    assert run(config, Watcher()) == Ending(0, "")
+    assert_same_run(undisturbed, Path(config.output), STEPS - 1)
+
+
+def test_rewards_from_other_nodes_are_those_of_a_run_on_this_machine(nodes: SimulatedNodes, tmp_path: Path) -> None:
+    there = make_config(nodes, tmp_path / "there", "cluster.nodes=1", "reward.workers=2", "reward.place=cluster")
+    assert run(there, Watcher()) == Ending(0, "")
+    here = make_config(nodes, tmp_path / "here", "cluster.engine=none")
+    train(here, ONE)
+    assert_same_run(Path(here.output), Path(there.output), STEPS - 1)

@@ -1,0 +1,81 @@
+"""A rank of `torchrun` that is killed, or stopped, in a phase of its own choosing: `torchrun -m tests.doomed_rank`.
+
+DOOM is a JSON list with one entry for each attempt: which rank, in which phase, at which entry into it in that attempt,
+how many seconds later, and by which signal. Attempts beyond the list are not disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rollgraph.cli import main
+from rollgraph.distributed.liveness import Liveness
+from rollgraph.distributed.lost_ranks import LossReport
+
+START = "start"  # not a phase of a run: before the rank has joined the others
+
+
+def doom_of(attempt: int, rank: int) -> dict[str, Any] | None:
+    dooms = json.loads(os.environ["DOOM"])
+    if attempt < len(dooms) and dooms[attempt]["rank"] == rank:
+        found: dict[str, Any] = dooms[attempt]
+        return found
+    return None
+
+
+leaving = threading.RLock()  # held for ever by a rank that says goodbye: from then on nobody misses it
+
+
+def carry_out(doom: dict[str, Any], note: Path) -> None:
+    def end() -> None:
+        time.sleep(doom["delay"])
+        with leaving:
+            note.write_text(str(time.time()))
+            os.kill(os.getpid(), getattr(signal, doom["how"]))
+
+    if doom["delay"]:
+        threading.Thread(target=end, daemon=True).start()
+    else:
+        end()
+
+
+def watch(attempt: int, rank: int, notes: Path) -> None:
+    """Note when this rank is doomed and when it knows of a loss, and carry out the doom."""
+    doom, entries = doom_of(attempt, rank), 0
+    killed, known = notes / f"killed{attempt}", notes / f"known{attempt}.{rank}"
+    enter, accept, leave = Liveness.enter_phase, Liveness._accept_verdict, Liveness.leave
+
+    def enter_phase(self: Liveness, phase: str) -> None:
+        nonlocal entries
+        enter(self, phase)
+        if doom is not None and phase == doom["phase"]:
+            entries += 1
+            if entries == doom["entry"]:
+                carry_out(doom, killed)
+
+    def accept_verdict(self: Liveness, report: LossReport, seconds_left: float) -> None:
+        if not known.exists() and not report.stopped:  # that one is of `torchrun`, which may know first
+            known.write_text(json.dumps({"at": time.time(), "rank": report.rank, "phase": report.phase}))
+        accept(self, report, seconds_left)
+
+    def say_goodbye(self: Liveness, error: BaseException | None = None) -> None:
+        leaving.acquire()
+        leave(self, error)
+
+    Liveness.leave = say_goodbye  # type: ignore[method-assign]
+    Liveness.enter_phase = enter_phase  # type: ignore[method-assign]
+    Liveness._accept_verdict = accept_verdict  # type: ignore[method-assign]
+    if doom is not None and doom["phase"] == START:
+        carry_out(doom, killed)
+
+
+if __name__ == "__main__":
+    watch(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"]), Path(os.environ["NOTES"]))
+    sys.exit(main(["train", *sys.argv[1:]]))
