@@ -15,7 +15,6 @@ from rollgraph.run.chosen_memory import RECORD, find_budget, keep_choices
 from rollgraph.run.memory_choice import MemoryBudget
 from rollgraph.run.memory_remedies import DoesNotFit
 from rollgraph.run.plan import make_plan
-from rollgraph.run.plan_lines import GIB
 from rollgraph.train import train
 
 ONE = World(0, 1, "cpu")
@@ -39,7 +38,7 @@ def configured(folder: Path, *overrides: str) -> Config:
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, nbytes: float) -> None:
     """Leave so much of a machine, beside the reserve."""
-    device = int((nbytes + GIB // 2) * 32 / 31) + 1
+    device = int(nbytes * 32 / 31) + 32
     monkeypatch.setattr(chosen_memory, "find_budget", lambda world: MemoryBudget(device))
 
 

@@ -14,7 +14,7 @@ from rollgraph.config import Config, parse_config
 from rollgraph.run.memory_choice import CHOSEN, Choice, MemoryBudget, MemorySettings, choose, value_of, with_values
 from rollgraph.run.memory_plan import plan_lines
 from rollgraph.run.memory_remedies import find_remedies
-from rollgraph.run.plan_lines import GIB, peak, total
+from rollgraph.run.plan_lines import GIB, peak
 from rollgraph.run.run_shape import RunShape, shape_run
 from rollgraph.run.step_floor import Speed
 from tests.run.test_memory_plan import RUN
@@ -167,9 +167,9 @@ def test_a_short_cache_decodes_fewer_rows_at_a_time(tmp_path: Path) -> None:
     assert (small.config.memory.cache_gib or 0) < (large.config.memory.cache_gib or 0)
     assert "64.00 GiB would need" in small.reasons["memory.cache_gib"]
     assert small.settings.time.floor["decode"] > large.settings.time.floor["decode"]
-    budget = small.budget.device or 0
-    left = budget - small.budget.reserve - total(small.settings.lines, "generate")
-    assert 0 <= left < GIB // 2  # it is as large as possible
+    assert small.budget.holds(small.settings.lines)
+    larger = (small.config.memory.cache_gib or 0) + 0.5
+    assert not small.budget.holds(small.settings.changed({"memory.cache_gib": larger}).lines)
 
 
 @pytest.mark.slow

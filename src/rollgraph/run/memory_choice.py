@@ -44,8 +44,8 @@ class MemoryBudget:
 
     @property
     def reserve(self) -> int:
-        """Kept free on the device for what no plan knows: memory in pieces that are too small, and workspaces."""
-        return 0 if self.device is None else GIB // 2 + self.device // 32
+        """Kept free on the device for what no plan knows, such as memory in pieces that are too small."""
+        return 0 if self.device is None else self.device // 32
 
     def holds(self, lines: Sequence[PlanLine]) -> bool:
         fits_device = self.device is None or peak(lines) + self.reserve <= self.device
