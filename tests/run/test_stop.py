@@ -232,12 +232,16 @@ def test_sigterm_ends_a_step_at_once_if_a_rank_is_lost() -> None:
 def test_a_loss_that_becomes_known_after_sigterm_is_still_named() -> None:
     """`torchrun` may find out first, and stop the others in a step. Their collectives then raise the loss."""
     with connected(2) as ranks:
-        world = World(0, 2, "cpu", liveness=ranks[0])
-        with pytest.raises(RankLost, match="rank 1 on node-1"), StopSignals(world) as stop, stop.in_steps():
-            signal.raise_signal(signal.SIGTERM)
-            vanish(ranks[1])
-            found(ranks[0])
-            ranks[0].check()
+
+        def lose_a_rank_in_a_step() -> None:
+            with StopSignals(World(0, 2, "cpu", liveness=ranks[0])) as stop, stop.in_steps():
+                signal.raise_signal(signal.SIGTERM)
+                vanish(ranks[1])
+                found(ranks[0])
+                ranks[0].check()
+
+        with pytest.raises(RankLost, match="rank 1 on node-1"):
+            lose_a_rank_in_a_step()
 
 
 @pytest.mark.parametrize("setup_goes_on", [False, True])
