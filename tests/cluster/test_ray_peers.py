@@ -1,4 +1,7 @@
-"""`checkpoint.peers` on a Ray cluster of simulated nodes: lost ranks and nodes cost no step."""
+"""`checkpoint.peers` on a Ray cluster of simulated nodes: lost ranks and nodes cost no step.
+
+ROLLGRAPH_KILLS sets the number of losses.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from rollgraph.config import Config
 from rollgraph.sharding import peer_exchange
 from tests.cluster.losing_worker import PLAN, LosingWorker, marks
 from tests.cluster.ray_nodes import SimulatedNodes
-from tests.cluster.test_ray_run import Watcher, make_config, nodes, undisturbed
+from tests.cluster.test_ray_run import LOSSES as MOST
+from tests.cluster.test_ray_run import RANKS, Watcher, make_config, nodes, undisturbed
 from tests.test_kills import STEPS
 from tests.test_train import assert_same_run
 
@@ -40,14 +44,17 @@ class PatientWorker(LosingWorker):
         peer_exchange._LINGER_SECONDS = 100.0
 
 
-def test_a_lost_rank_or_node_costs_no_step(nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path) -> None:
-    """Only the last step is saved, so nothing but memory can have brought the run back."""
+@pytest.mark.parametrize("turn", range(max(1, MOST // len(LOSSES))))
+def test_a_lost_rank_or_node_costs_no_step(nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path, turn: int) -> None:
+    """Only the last step is saved, so nothing but memory can have brought the run back. Ranks take turns."""
     config = make_config(nodes, tmp_path, "checkpoint.peers=1", "checkpoint.every=100")
-    (Path(config.output).parent / PLAN).write_text(json.dumps(LOSSES))
+    losses = [[(rank + turn) % RANKS, *rest] for rank, *rest in LOSSES]
+    (Path(config.output).parent / PLAN).write_text(json.dumps(losses))
     watcher = Watcher()
     ending = train_on_cluster(config, view=watcher, worker=PatientWorker)
+    nodes.add()  # in place of the one that is lost
     assert ending == Ending(0, ""), watcher.all_notes()
-    assert len(marks(config.output)) == len(LOSSES), watcher.all_notes()
+    assert len(marks(config.output)) == len(losses), watcher.all_notes()
     assert_same_run(undisturbed, Path(config.output), STEPS - 1)
     steps = [step for _, step in watcher.steps]
     assert len(steps) == len(set(steps)), watcher.all_notes()  # the driver may miss what a killed rank 0 said last
