@@ -19,13 +19,16 @@ from rollgraph.sharding import (
     ShardedModel,
     StaleWeights,
     StepAborted,
+    load,
     names_in,
     plan_buckets,
     plan_memory,
     plan_ring,
     plan_units,
+    save,
     specs_of,
 )
+from rollgraph.sharding.checkpoint_loader import load_parameters
 from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
 from tests.sharding.small_net import DECAY, RATE, loss, microbatch, same, values
 from tests.sharding.worlds import run_world
@@ -395,6 +398,56 @@ def test_a_full_copy_is_read_only_while_it_is_current() -> None:
         assert "the full copy does not hold layer 0" in str(reasons[3])
 
     simulated(run)
+
+
+def pieces(optimizer: ShardedAdamW) -> dict[tuple[str, str, int], Tensor]:
+    """A copy of the optimizer's state, by the parameter, the field and where it starts."""
+    found = {}
+    for piece in optimizer.pieces:
+        for name, tensor in piece.fields.items():
+            found[piece.parameter.name, name, piece.start] = tensor.clone()
+    return found
+
+
+def join(ranks: Iterable[dict[tuple[str, str, int], Tensor]]) -> dict[tuple[str, str], Tensor]:
+    """The optimizer's state of all ranks."""
+    together = {place: tensor for own in ranks for place, tensor in own.items()}
+    joined: dict[tuple[str, str], list[Tensor]] = {}
+    for name, field_name, start in sorted(together):
+        joined.setdefault((name, field_name), []).append(together[name, field_name, start])
+    return {place: torch.cat(parts) for place, parts in joined.items()}
+
+
+def test_checkpoints_load_in_every_layout_with_any_number_of_ranks(tmp_path: Path) -> None:
+    """From three ranks with shards to two with whole parameters, to two with shards, to one, and to three again."""
+
+    def begin(mine: Rank) -> tuple[Any, Any]:
+        mine.step(0)
+        with torch.no_grad():
+            mine.model.frozen.weight.fill_(0.5)
+        save(tmp_path / "0", mine.sharded, mine.optimizer)
+        return mine.values(), pieces(mine.optimizer)
+
+    def go_on(mine: Rank, source: str, target: str) -> tuple[Any, Any]:
+        mine.loss(5).backward()
+        mine.sharded.drop_gradients()
+        load(tmp_path / source, mine.sharded, mine.optimizer)
+        save(tmp_path / target, mine.sharded, mine.optimizer)
+        return mine.values(), pieces(mine.optimizer)
+
+    first = simulated(begin, ranks=3)
+    weights, state = first[0][0], join(own for _, own in first)
+    layouts = [(2, "optimizer"), (2, "parameters"), (1, "parameters"), (3, "parameters")]
+    for number, (ranks, shard) in enumerate(layouts):
+        move = partial(go_on, source=str(number), target=str(number + 1))
+        found = simulated(move, ranks=ranks, shard=shard)
+        assert join(own for _, own in found).keys() == state.keys()
+        assert same(join(own for _, own in found), state)  # type: ignore[arg-type]
+        for values_there, _ in found:
+            assert same(values_there, weights)
+    mine = build()
+    load_parameters(tmp_path / "4", mine)
+    assert same(values(mine), weights)
 
 
 def storages(tensors: Iterable[Tensor]) -> int:

@@ -229,9 +229,11 @@ def _make_ring(plan: RingPlan, grad_dtype: torch.dtype, device: torch.device, ra
             nbytes = bucket.numel * bucket.dtype.itemsize
             parameters = memory[unit.slot][start : start + nbytes].view(bucket.dtype)
             start += nbytes
-            own = parameters.narrow(0, rank * bucket.shard_numel, bucket.shard_numel)
+            own: Tensor | None = None  # nothing else lies where frozen parameters do, which are outside of layers
             if index < plan.turning:
-                own = torch.zeros_like(own)
+                own = torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=device)
+            elif bucket.trainable:
+                own = parameters.narrow(0, rank * bucket.shard_numel, bucket.shard_numel)
             gradients = own_gradients = None
             if bucket.trainable:
                 gradients = gradient_memory.narrow(0, gradient_start, bucket.numel)
