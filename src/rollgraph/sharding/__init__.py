@@ -15,7 +15,7 @@ from rollgraph.sharding.manifest import CheckpointError
 from rollgraph.sharding.optimizer import ShardedAdamW
 from rollgraph.sharding.ring_plan import RingPlan, names_in, plan_ring, plan_units
 from rollgraph.sharding.schedules import constant, cosine, linear, warm_up
-from rollgraph.sharding.sharded_model import ShardedModel
+from rollgraph.sharding.sharded_model import Sharded, ShardedModel
 from rollgraph.sharding.state_memory import (
     MemoryPlan,
     Offload,
@@ -39,6 +39,7 @@ __all__ = [
     "Offload",
     "OptimizerMemory",
     "RingPlan",
+    "Sharded",
     "ShardedAdamW",
     "ShardedModel",
     "StaleWeights",

@@ -7,7 +7,7 @@ views of that memory; what is outside of layers, and every buffer, it has in com
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from rollgraph.distributed.world import World
 from rollgraph.sharding.collectives import Collectives
 from rollgraph.sharding.ring import Ring, Unit
 
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 
-def allocate_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(numel, dtype=dtype, device=device)
+def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
 
 class FullCopy:
@@ -40,7 +40,7 @@ class FullCopy:
                 parameters = iter(unit.parameters)
                 self._memory[unit] = []
                 for bucket in unit.buckets:
-                    memory = allocate(bucket.plan.numel, bucket.plan.dtype, bucket.parameters.device)
+                    memory = allocate((bucket.plan.numel,), bucket.plan.dtype, bucket.parameters.device)
                     self._memory[unit].append(memory)
                     for slot in bucket.plan.slots:
                         view = memory.narrow(0, slot.start, slot.numel).view(slot.parameter.shape)
@@ -59,6 +59,15 @@ class FullCopy:
         for collective in pending:
             collective.complete()
         self._versions |= {unit: unit.version for unit in stale}
+
+    def keep(self) -> None:
+        """Take the shards of this rank from the copy, which was written on all ranks alike."""
+        for unit, memory in self._memory.items():
+            for bucket, full in zip(unit.buckets, memory, strict=True):
+                shard = bucket.shard(self._rank)
+                shard.copy_(full.narrow(0, self._rank * len(shard), len(shard)))
+        self._ring.after_writing()
+        self._versions = {unit: unit.version for unit in self._memory}
 
     def forget(self) -> None:
         """Something else uses the memory of the copy: what is in it does not count any more."""

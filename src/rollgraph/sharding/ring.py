@@ -100,6 +100,19 @@ class Ring:
         for index in sorted(needed):
             self.ensure(self.units[index])
 
+    def ensure_outside(self) -> None:
+        """Bring what is outside of layers into its slot."""
+        for unit in self.units[self._plan.turning :]:
+            self.ensure(unit)
+
+    def refusal_outside(self) -> str | None:
+        """Why what is outside of layers must not be read now; None if it may."""
+        for unit in self.units[self._plan.turning :]:
+            reason = self.refusal(unit)
+            if reason is not None:
+                return reason
+        return None
+
     def refusal(self, unit: Unit) -> str | None:
         """Why a unit must not run now; None if it may. As a guard of a graph, no pause switches it off."""
         slot = unit.slot
@@ -124,8 +137,8 @@ class Ring:
             if reason is not None:
                 raise StaleWeights(f"{reason}: hooks bring it there, and they are off")
 
-    def wait_for_gathers(self) -> None:
-        """Call this before shards are written."""
+    def wait(self) -> None:
+        """Wait for all gathers in flight: shards may be written afterwards."""
         for slot in self.slots:
             self._finish_gathers(slot)
 

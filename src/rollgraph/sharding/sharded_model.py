@@ -39,6 +39,7 @@ from rollgraph.sharding.state_memory import MemoryPlan, Offload, StateFormat, pl
 from rollgraph.sharding.step_abort import StepAborts
 
 Sharded = Literal["optimizer", "parameters"]
+_ONLY_SHARDS = "each rank has a shard of the parameters: call make_reader() first"
 
 
 class ShardedModel:
@@ -100,32 +101,31 @@ class ShardedModel:
 
         plan = self._ring_plan or plan_buckets(specs, ranks=world.size, bucket_bytes=bucket_bytes)
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype, rank=world.rank)
-        self.buckets: list[BucketSync] = []
+        self.has_copies = self._ring_plan is not None  # what reads all parameters at once reads a full copy of them
         self._ring: Ring | None = None
         self._copy: FullCopy | None = None
+        self.buckets: list[BucketSync] = []
+        if self._ring_plan is None:
+            for index, bucket in enumerate(self.flat.buckets):
+                parameters = self.flat.parameters_of(bucket)
+                self.buckets.append(BucketSync(index, bucket, parameters, world, self.collectives))
+        self._gathers = ParameterGathers(self.buckets)
         self._gradients: GradientReductions
         if self._ring_plan is None:
-            self.buckets = [
-                BucketSync(index, bucket, self.flat.parameters_of(bucket), world, self.collectives)
-                for index, bucket in enumerate(self.flat.buckets)
-            ]
             trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
-            self._gathers = ParameterGathers(self.buckets)
             self._gradients = GradientReductions(
                 self.flat, trained, self._gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts
             )
+            self.flat.before_reading = lambda: self.require_full_parameters("raise")
         else:
-            self._gathers = ParameterGathers([])
             self._ring = Ring(self._ring_plan, self.flat, world, self.collectives, prefetches=overlap_gather)
             self._gradients = RingReductions(self.flat, self._ring, world, self.collectives, aborts)
             self.flat.after_writing = self._ring.after_writing
         self.collectives.before_starting = self._gradients.join_abort
         self.collectives.before_blocking = self._before_blocking
-        if self._ring is None:  # otherwise each rank reads its shards, which are never stale
-            self.flat.before_reading = lambda: self.require_full_parameters("raise")
         self.flat.before_writing = self.wait_for_gathers
         self.flat.before_zeroing = self._gradients.before_zeroing
-        known = self._gathers.bucket_of if self._ring is None else self._ring.unit_of
+        known = self._ring.unit_of if self._ring is not None else self._gathers.bucket_of
         self._model_hooks = ModelHooks(model, known, self, units)
 
     def _begin_aborts(self) -> StepAborts | None:
@@ -162,10 +162,7 @@ class ShardedModel:
         return plan_memory((bucket.plan for bucket in self.flat.buckets), self._grad_dtype, state, offload)
 
     def close(self) -> None:
-        """Wait for what is in flight and remove all hooks. The parameters stay where they are.
-
-        After an aborted step it waits for nothing: the other ranks may be gone.
-        """
+        """Wait for what is in flight, unless a step was aborted (other ranks may be gone), and remove all hooks."""
         if not self._gradients.aborted:
             self._before_blocking()
             self.wait_for_gathers()
@@ -178,8 +175,7 @@ class ShardedModel:
         self._before_blocking()
         self.wait_for_gathers()
         if self._ring is not None and self._copy is not None:
-            for unit in self._ring.units[len(self._ring.turning) :]:
-                self._ring.ensure(unit)
+            self._ring.ensure_outside()
             self._copy.gather()
 
     def _before_blocking(self) -> None:
@@ -189,9 +185,7 @@ class ShardedModel:
 
     def wait_for_gathers(self) -> None:
         """Call this before parameters are written: afterwards no gather in flight can overwrite them."""
-        self._gathers.wait()
-        if self._ring is not None:
-            self._ring.wait_for_gathers()
+        (self._ring or self._gathers).wait()
 
     def ensure_gathered(self, parameters: Sequence[Tensor]) -> None:
         """Call this before reading a parameter directly. Modules do it in a hook."""
@@ -217,18 +211,11 @@ class ShardedModel:
         if self._ring is None:
             return self._gathers.stale()
         if self._copy is None:
-            return "each rank has a shard of the parameters: make_reader() first"
-        for unit in self._ring.units[len(self._ring.turning) :]:
-            reason = self._ring.refusal(unit)
-            if reason is not None:
-                return reason
-        return self._copy.stale()
+            return _ONLY_SHARDS
+        return self._ring.refusal_outside() or self._copy.stale()
 
     def raise_if_stale(self, parameters: Sequence[Tensor]) -> None:
-        if self._ring is not None:
-            self._ring.raise_if_stale(parameters)
-        else:
-            self._gathers.raise_if_stale(parameters)
+        (self._ring or self._gathers).raise_if_stale(parameters)
 
     def require_full_parameters(self, if_stale: Literal["raise", "gather"]) -> None:
         """Call this before reading all parameters, for generation, scoring, export or a checkpoint."""
@@ -246,6 +233,17 @@ class ShardedModel:
         if self._copy is None:
             self._copy = FullCopy(self.model, self._ring, self.world, self.collectives, allocate)
         return self._copy.model
+
+    def refresh_copy(self) -> None:
+        """Bring a full copy up to date, if there is one."""
+        if self._copy is not None:
+            self.gather()
+
+    def keep_reader(self) -> None:
+        """All parameters of `make_reader()` were written, alike on all ranks: they are the model's from now on."""
+        if self._copy is not None:
+            self.wait_for_gathers()
+            self._copy.keep()
 
     def forget_copy(self) -> None:
         """Let the memory of a full copy hold something else, until the next `gather()`."""
@@ -267,12 +265,12 @@ class ShardedModel:
 
     def before_state_dict(self) -> None:
         if self._ring is not None:
-            raise StaleWeights("each rank has a shard of the parameters: use state_dict() of make_reader()")
+            raise StaleWeights(f"{_ONLY_SHARDS}, and take its state_dict()")
         self.require_full_parameters("raise")
 
     def before_load_state_dict(self) -> None:
         if self._ring is not None:
-            raise StaleWeights("each rank has a shard of the parameters: use flat.load(), which knows which")
+            raise StaleWeights(f"{_ONLY_SHARDS}, or use flat.load()")
         self.wait_for_gathers()
 
     @contextmanager
