@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.distributed.world import World
-from rollgraph.graph import GraphError, StaleGraph
+from rollgraph.graph import GraphError
 from rollgraph.inference import SamplingParams
 from rollgraph.model import load_model
 from rollgraph.policy import PolicyWorker
@@ -115,6 +115,8 @@ def everything(world: World, folder: Path) -> dict[str, Any]:
         found["in one phase"] = [worker.logprobs(SCORED, name) for name in ("policy", "reference", "policy")]
     if world.size > 1:
         found["refused"] = refusals(worker)
+        generate = worker.generator(seed="of one rank")
+        found["generated"] = [turn.tokens for turn in generate([([1, 2], 0)])] if world.rank == 0 else []
         found["raised"] = fail_on_one_rank(worker)
         save(folder / "checkpoint", worker.sharded, worker.optimizer)
         kept = parameters(worker)

@@ -310,6 +310,28 @@ def test_shards_are_not_read_or_written_as_a_whole_model() -> None:
     simulated(run)
 
 
+def test_a_write_to_a_layer_in_its_slot_is_not_lost_silently() -> None:
+    def run(mine: Rank) -> None:
+        before = mine.values()
+        with torch.no_grad():
+            mine.loss(0)
+            mine.layers[4][0].weight.mul_(2)
+            with pytest.raises(RuntimeError, match="a parameter of layer 4 was written, and the write is lost"):
+                mine.loss(0)
+            found = mine.loss(0)
+            reader = mine.sharded.make_reader()
+            assert torch.equal(found, loss(reader, microbatch(0, mine.rank, 0)))
+        mine.loss(1).backward()
+        mine.sharded.finish_gradients()
+        with torch.no_grad():
+            mine.layers[0][0].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="a parameter of layer 0 was written"):
+            mine.optimizer.step()
+        assert same(before, values(build()))
+
+    simulated(run)
+
+
 # -- steps that are not finished --------------------------------------------------------------------
 
 

@@ -242,6 +242,7 @@ class PolicyWorker:
     ) -> TurnGenerator:
         """What an environment calls: `generate` with these arguments, which also serves requests as they come."""
         assert self.engine is not None, "call capture_all() first"
+        self.sharded.refresh_copy()  # all ranks are here, but some may have nothing to generate
         return TurnGenerator(
             self.engine, self.phases, seed, params or self.sampling, self.limits.max_length, on_progress
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rollgraph.distributed.world import World
 from rollgraph.sharding.collectives import Collectives
+from rollgraph.sharding.flat_buffer import Bucket
 from rollgraph.sharding.ring import Ring, Unit
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
@@ -35,16 +36,13 @@ class FullCopy:
         self._memory: dict[Unit, list[Tensor]] = {}
         self._versions: dict[Unit, int] = {}  # of the units that are in the copy
         replaced: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        with torch.no_grad():
-            for unit in ring.turning:
-                parameters = iter(unit.parameters)
-                self._memory[unit] = []
-                for bucket in unit.buckets:
-                    memory = allocate((bucket.plan.numel,), bucket.plan.dtype, bucket.parameters.device)
-                    self._memory[unit].append(memory)
-                    for slot in bucket.plan.slots:
-                        view = memory.narrow(0, slot.start, slot.numel).view(slot.parameter.shape)
-                        replaced[id(next(parameters))] = nn.Parameter(view, requires_grad=False)
+        for unit in ring.turning:
+            parameters = iter(unit.parameters)
+            self._memory[unit] = [_allocate(allocate, bucket, ring) for bucket in unit.buckets]
+            for bucket, memory in zip(unit.buckets, self._memory[unit], strict=True):
+                for slot in bucket.plan.slots:
+                    view = memory.narrow(0, slot.start, slot.numel).view(slot.parameter.shape)
+                    replaced[id(next(parameters))] = nn.Parameter(view, requires_grad=False)
         self.model = copy.deepcopy(model, replaced)
 
     def gather(self) -> None:
@@ -85,3 +83,13 @@ class FullCopy:
                     f"{unit.version}"
                 )
         return None
+
+
+def _allocate(allocate: Allocate, bucket: Bucket, ring: Ring) -> Tensor:
+    try:
+        return allocate((bucket.plan.numel,), bucket.plan.dtype, bucket.parameters.device)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"there is no memory for a full copy of all layers ({ring.copy_nbytes / 2**30:.1f} GiB), which generation "
+            "and scoring read: divide each layer among ranks (tensor_parallel), or take more memory from somewhere else"
+        ) from error

@@ -34,6 +34,7 @@ class Slot:
     owner: Unit | None = None  # the unit whose parameters it holds, or will hold when `gathers` are complete
     version: int = 0  # of these parameters
     gathers: list[PendingCollective] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)  # version counters of the owner's parameters since they are there
     gradients_of: Unit | None = None
     arrived: set[Tensor] = field(default_factory=set)  # parameters whose gradients are in it and not reduced
     reductions: list[PendingCollective] = field(default_factory=list)
@@ -82,6 +83,11 @@ class Ring:
     def turning(self) -> Sequence[Unit]:
         """The units that share slots, in the order of a forward."""
         return self.units[: self._plan.turning]
+
+    @property
+    def copy_nbytes(self) -> int:
+        """Bytes of a full copy of these units."""
+        return self._plan.copy_nbytes
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -141,18 +147,22 @@ class Ring:
         """Wait for all gathers in flight: shards may be written afterwards."""
         for slot in self.slots:
             self._finish_gathers(slot)
+            self._refuse_lost_writes(slot)
 
     def after_writing(self) -> None:
         """The shards of this rank were written, as those of all other ranks: nothing that was gathered counts."""
         for unit in self.units:
             unit.version += 1
             increment_version(unit.parameters)  # so that the backward of an earlier forward raises, as it should
+        for slot in self.slots:
+            slot.writes = _count_writes(slot)
 
     def _start_gather(self, unit: Unit) -> None:
         slot = unit.slot
         if slot.owner is unit and slot.version == unit.version:
             return
         self._finish_gathers(slot)
+        self._refuse_lost_writes(slot)
         slot.owner = None
         for number, bucket in enumerate(unit.buckets):
             what = f"the all-gather of {unit.name}"
@@ -160,6 +170,17 @@ class Ring:
             self.started.append(f"gather {unit.index} {number}")
         slot.owner = unit
         slot.version = unit.version
+        slot.writes = _count_writes(slot)
+
+    def _refuse_lost_writes(self, slot: Slot) -> None:
+        """Raise if somebody wrote to parameters in a slot whose contents are about to be replaced."""
+        unit = slot.owner
+        if slot.index < self._plan.size and unit is not None and _count_writes(slot) != slot.writes:
+            slot.owner = None
+            raise RuntimeError(
+                f"a parameter of {unit.name} was written, and the write is lost, because slot {slot.index} is not "
+                "where it is kept: use flat.load()"
+            )
 
     def _finish_gathers(self, slot: Slot) -> None:
         while slot.gathers:
@@ -273,6 +294,10 @@ class Ring:
             slot.arrived.clear()
             slot.gradients_of = None
         self.started.clear()
+
+
+def _count_writes(slot: Slot) -> list[int]:
+    return [] if slot.owner is None else [parameter._version for parameter in slot.owner.parameters]
 
 
 def _in_backward() -> bool:

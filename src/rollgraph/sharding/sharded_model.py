@@ -182,6 +182,8 @@ class ShardedModel:
         """All ranks are about to wait for each other: take part in everything that comes before."""
         self._gradients.join_abort()
         self._gathers.start()
+        if self._ring is not None:
+            self._ring.started.clear()  # all ranks have started as much by now
 
     def wait_for_gathers(self) -> None:
         """Call this before parameters are written: afterwards no gather in flight can overwrite them."""
