@@ -65,10 +65,11 @@ LAYERS = (
         "graph/sanitizer/diagnosis.py", "graph/sanitizer/interceptors.py", "graph/sanitizer/sanitizer.py",
     ), packages=BASE),
     Layer("parts", (
-        "sharding/bucket_plan.py", "sharding/state_memory.py", "sharding/flat_buffer.py", "sharding/collectives.py",
-        "sharding/same_model.py",
+        "sharding/bucket_plan.py", "sharding/state_memory.py", "sharding/ring_plan.py", "sharding/flat_buffer.py",
+        "sharding/collectives.py", "sharding/same_model.py",
         "sharding/bucket_sync.py", "sharding/step_abort.py", "sharding/parameter_gathers.py",
-        "sharding/gradient_reductions.py", "sharding/gradient_sums.py", "sharding/hook_set.py",
+        "sharding/gradient_reductions.py", "sharding/gradient_sums.py", "sharding/ring.py",
+        "sharding/ring_gradients.py", "sharding/full_copy.py", "sharding/hook_set.py",
         "sharding/model_hooks.py", "sharding/sharded_model.py", "sharding/schedules.py",
         "sharding/moment_kernels.py", "sharding/moment_codecs.py", "sharding/pinned_memory.py",
         "sharding/copy_streams.py", "sharding/optimizer_state.py", "sharding/optimizer.py", "sharding/manifest.py",
@@ -105,7 +106,7 @@ LAYERS = (
     Layer("policy", (
         "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/adapted_weights.py",
         "policy/phases.py", "policy/phase_memory.py", "policy/cache_layout.py", "policy/packing.py",
-        "policy/packed_arrays.py", "policy/score_graphs.py", "policy/step_graphs.py", "policy/exactness.py",
+        "policy/packed_arrays.py", "policy/rollout_texts.py", "policy/score_graphs.py", "policy/step_graphs.py", "policy/exactness.py",
         "policy/agreement_layout.py", "policy/agreement_check.py",
         "policy/train_metrics.py", "policy/turn_session.py", "policy/worker.py",
     ), packages=None),

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from rollgraph.graph import GraphHooks, GraphPool, StaleGraph, capture
+from rollgraph.graph import CaptureError, GraphHooks, GraphPool, StaleGraph, capture
 from rollgraph.graph import make_graphed_callables as graph
 from tests.graph.hook_logs import layers, sample
 
@@ -73,3 +73,68 @@ def test_a_guard_is_not_a_mismatch_to_act_on(backend: str, device: torch.device,
     graph(layer, (sample(),), backend=backend, guards=[lambda: "stale"], on_mismatch=policy)
     with pytest.raises(StaleGraph, match="stale"):
         layer(sample())
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+def test_own_guards_come_after_the_hooks_and_again_before_the_backward(
+    backend: str, device: torch.device, step: str
+) -> None:
+    """A slot that three layers take turns in: without the hook that fills it again, a replay would read another one."""
+    modules, held = layers(3), [-1]
+    skipped: list[tuple[str, int]] = []
+
+    def fill(index: int, when: str) -> None:
+        if (when, index) not in skipped:
+            held[0] = index
+
+    hooks, guards = [], []
+    for index in range(3):
+        pre_forward = [lambda *_, index=index: fill(index, "forward")]
+        pre_backward = [lambda *_, index=index: fill(index, "backward")]
+        hooks.append(GraphHooks(pre_forward=pre_forward, pre_backward=pre_backward, when=("replay",)))
+        guards.append([lambda index=index: None if held[0] == index else f"slot 0 holds layer {held[0]}, not {index}"])
+    pool = GraphPool()
+    graph(tuple(modules), ((sample(),),) * 3, backend=backend, hooks=hooks, guards=guards, pool=pool)
+
+    def run() -> torch.Tensor:
+        x = sample()
+        for module in modules:
+            x = module(x)
+        return x.sum()
+
+    run().backward()
+    expected = [module.weight.grad.clone() for module in modules]
+    for module in modules:
+        module.weight.grad = None
+    skipped.append((step, 1))
+    with pytest.raises(StaleGraph, match=f"slot 0 holds layer {0 if step == 'forward' else 2}, not 1"):
+        run().backward()
+    assert modules[1].weight.grad is None
+    skipped.clear()
+    for module in modules:
+        module.weight.grad = None
+    run().backward()
+    assert all(torch.equal(module.weight.grad, before) for module, before in zip(modules, expected, strict=True))
+
+
+def test_a_backward_that_a_guard_refused_can_run_once_the_reason_is_gone(backend: str, device: torch.device) -> None:
+    (layer,), reason = layers(1), [None]
+    twin = copy.deepcopy(layer)
+    pool = GraphPool()
+    graph((layer,), ((sample(),),), backend=backend, guards=[[lambda: reason[0]]], pool=pool)
+    output = layer(sample()).sum()
+    reason[0] = "gone"
+    with pytest.raises(StaleGraph, match="gone"):
+        output.backward(retain_graph=True)
+    reason[0] = None
+    output.backward()
+    twin(sample()).sum().backward()
+    assert torch.equal(layer.weight.grad, twin.weight.grad)
+    assert pool.arena.open_intervals() == []
+
+
+def test_lists_of_guards_are_as_many_as_callables(backend: str, device: torch.device) -> None:
+    with pytest.raises(CaptureError, match="3 lists of guards for 2 callables"):
+        graph(tuple(layers(2)), ((sample(),),) * 2, backend=backend, guards=[[], [], []])
+    with pytest.raises(CaptureError, match="either functions"):
+        graph(tuple(layers(2)), ((sample(),),) * 2, backend=backend, guards=[[], lambda: None])

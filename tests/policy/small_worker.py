@@ -76,7 +76,7 @@ def share_nothing(patch: pytest.MonkeyPatch) -> None:
 def parameters(worker: PolicyWorker) -> Tensor:
     """A copy of all parameters in one tensor."""
     worker.sharded.require_full_parameters("gather")
-    return torch.cat([parameter.detach().flatten() for parameter in worker.model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in worker.reader.parameters()])
 
 
 def gradient_pieces(worker: PolicyWorker) -> dict[tuple[str, int], Tensor]:

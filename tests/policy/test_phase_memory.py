@@ -41,6 +41,9 @@ class Simulation:
         self.lent = False
         self.garbage_in_gradients = False
 
+    def forget_copy(self) -> None:
+        pass
+
     def forget_cache(self) -> None:
         self.cached = False
 

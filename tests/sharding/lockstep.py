@@ -7,6 +7,7 @@ with a different collective, and notice if their input is written while they are
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from rollgraph.distributed.liveness import Liveness
 from rollgraph.sharding.collectives import Collectives, CommunicationError, PendingCollective, sum_in_order
 
 PATIENCE = 120.0  # seconds until a rank that does not take part is an error
+CHECK_INTERVAL = 0.05  # seconds: a wait checks this often whether it is to end
 
 
 class Room:
@@ -36,10 +38,17 @@ class Room:
             self._inputs.setdefault(number, {})[rank] = (what, value)
             self._changed.notify_all()
 
-    def take(self, number: int) -> list[Any]:
+    def take(self, number: int, while_waiting: Callable[[], None]) -> list[Any]:
         """Wait for the inputs of all ranks; return them in the order of ranks."""
         with self._changed:
-            complete = self._changed.wait_for(lambda: self._failed or len(self._inputs[number]) == self.size, PATIENCE)
+            complete = False
+            deadline = time.monotonic() + PATIENCE
+            while not complete and time.monotonic() < deadline:
+                complete = self._changed.wait_for(
+                    lambda: bool(self._failed) or len(self._inputs[number]) == self.size, CHECK_INTERVAL
+                )
+                if not complete:
+                    while_waiting()
             if self._failed is not None:
                 raise AssertionError("another rank failed") from self._failed
             assert complete, f"ranks {sorted(self._inputs[number])} wait for the other ranks: {self._inputs[number]}"
@@ -80,6 +89,7 @@ class RoomCollectives(Collectives):
         self._number = 0  # of the next collective
         self.before_starting: Callable[[], None] = lambda: None
         self.before_blocking: Callable[[], None] = lambda: None
+        self.while_waiting: Callable[[], None] = lambda: None
         self._failure: tuple[Literal["start", "wait"], int] | None = None
 
     @property
@@ -111,7 +121,7 @@ class RoomCollectives(Collectives):
         self._room.put(self._rank, number, what, value)
 
         def wait() -> list[Any]:
-            found = self._room.take(number)
+            found = self._room.take(number, self.while_waiting)
             self._count_down("wait", what)
             return found
 
@@ -126,7 +136,7 @@ class RoomCollectives(Collectives):
 
         return PendingCollective(lambda: found.extend(wait()), copy_out)
 
-    def reduce(self, gradients: Tensor, shard: Tensor, what: str) -> PendingCollective:
+    def reduce(self, gradients: Tensor, shard: Tensor, what: str, *, onto: bool = False) -> PendingCollective:
         sent = gradients.clone()
         wait = self._begin(what, sent)
         found: list[Tensor] = []
@@ -137,7 +147,7 @@ class RoomCollectives(Collectives):
 
         def copy_out() -> None:
             parts = [part.view(self._room.size, -1)[self._rank] for part in found]
-            sum_in_order(shard, torch.stack(parts))
+            sum_in_order(shard, torch.stack(parts), onto)
 
         return PendingCollective(check_and_wait, copy_out)
 

@@ -347,6 +347,14 @@ class Config:
     cpu_threads: Annotated[
         Count | None, "Number of PyTorch threads on a CPU. null: PyTorch decides; 1 is best for tiny models."
     ] = None
+    shard: Annotated[
+        Literal["optimizer", "parameters"],
+        "What the ranks divide among themselves. optimizer: gradients and the optimizer's state, while each rank has all "
+        "parameters; parameters: those as well, and layers are gathered when they are needed.",
+    ] = "optimizer"
+    tensor_parallel: Annotated[
+        Count, "Number of ranks of a node that divide each layer among themselves. 1: each rank computes whole layers."
+    ] = 1
     model: Annotated[ModelConfig, "The model to train."] = field(default_factory=ModelConfig)
     adapter: Annotated[
         AdapterConfig | None, "Train low-rank adapters (LoRA), and no other weight. null: train all weights."

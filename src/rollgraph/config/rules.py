@@ -49,6 +49,7 @@ def broken_rules(config: Config) -> list[BrokenRule]:
         *_exactness_rules(config),
         *_schedule_rules(config),
         *_graph_rules(config),
+        *_shard_rules(config),
         *_log_rules(config),
         *_cluster_rules(config),
         *_resume_rules(config),
@@ -202,6 +203,17 @@ def _graph_rules(config: Config) -> Iterator[BrokenRule]:
     if len(scope) > 1 and sorted(scope) != ["attn", "mlp"]:
         wrong = "one scope contains another; give step, layer, attn, mlp or attn,mlp"
         yield "scopes_apart", "graph.scope", wrong
+
+
+def _shard_rules(config: Config) -> Iterator[BrokenRule]:
+    if config.shard != "parameters":
+        return
+    if config.adapter is not None:
+        wrong = "what is trained are adapters, and their base is whole on each rank; use shard: optimizer"
+        yield "base_is_whole", "shard", wrong
+    if config.tensor_parallel > 1:
+        wrong = "each layer is divided already (tensor_parallel); use shard: optimizer, or tensor_parallel: 1"
+        yield "divided_once", "shard", wrong
 
 
 def _log_rules(config: Config) -> Iterator[BrokenRule]:

@@ -18,7 +18,7 @@ from rollgraph.graph.capture import BackendName, choose_backend
 from rollgraph.graph.capture_steps import static_copies
 from rollgraph.graph.captured import Captured, OnMismatch, callable_name, identity, refuse_nesting
 from rollgraph.graph.errors import CaptureError, GraphError
-from rollgraph.graph.hooks import GraphHooks, Guard, hooks_per_callable
+from rollgraph.graph.hooks import GraphHooks, Guard, guards_per_callable, hooks_per_callable
 from rollgraph.graph.passes import CallableSpec
 from rollgraph.graph.pool import Arena, GraphPool
 from rollgraph.graph.pool_memory import PoolHandle
@@ -91,7 +91,7 @@ class GraphedCallable(Captured[..., Any, ReplayableSegment]):
         super().adopt(variant)
         self._short_way = None
         if self._records:
-            if len(self._variants) == 1 and not self._guards and not self._hooked:
+            if len(self._variants) == 1 and not self._guards and not self._own_guards and not self._hooked:
                 self._short_way = variant.short_way()
             self._note_inner_hooks()
 
@@ -157,7 +157,7 @@ def make_graphed_callables(
     layers_per_chunk: int | Sequence[int] | None = None,
     reuse_buffers: bool = True,
     hooks: GraphHooks | Sequence[GraphHooks | None] | None = None,
-    guards: Sequence[Guard] = (),
+    guards: Sequence[Guard] | Sequence[Sequence[Guard]] = (),
     pre_warmup_hook: WarmupHook | None = None,
     post_warmup_hook: WarmupHook | None = None,
     grad_buffers: Mapping[Tensor, Tensor] | None = None,
@@ -177,6 +177,9 @@ def make_graphed_callables(
     `grad_buffers` maps parameters to tensors, of any dtype, to which the backward graph adds their gradient;
     `param.grad` stays untouched.
 
+    `guards` are asked before each replay of a forward, and before its hooks. With a list of guards for each callable,
+    its guards are asked after its pre_forward hooks and, again, after its pre_backward hooks.
+
     With `retain_graph` a backward can run again as long as autograd retains its graph; the memory that a forward
     leaves for it is then never given to another graph.
     """
@@ -190,6 +193,7 @@ def make_graphed_callables(
     schedule = sequential(len(targets)) if order is None else parse_order(order, len(targets), layers_per_chunk)
     samples = _spread(schedule, args, kwargs)
     per_callable = hooks_per_callable(hooks, len(targets))
+    common_guards, own_guards = guards_per_callable(guards, len(targets))
     graphs: list[GraphedCallable] = []
     for chunk, microbatch, layer in _entries(schedule):
         index = schedule.callable_index(chunk, layer)
@@ -199,8 +203,9 @@ def make_graphed_callables(
         record = GraphRecord(pool.unique_name(name), chosen.name)
         buffers = dict(grad_buffers or {})
         spec = CallableSpec(
-            targets[index], chosen, record, per_callable[index], guards, on_mismatch, num_warmup_iters,
-            allow_unused=allow_unused_input, grad_buffers=buffers, retain_graph=retain_graph,
+            targets[index], chosen, record, per_callable[index], common_guards, on_mismatch, num_warmup_iters,
+            own_guards=own_guards[index], allow_unused=allow_unused_input, grad_buffers=buffers,
+            retain_graph=retain_graph,
         )  # fmt: skip
         graphs.append(GraphedCallable(spec))
     reuse = reuse_buffers and order is not None and not retain_graph  # a backward that runs again reads its inputs

@@ -45,6 +45,7 @@ class GraphSpec:
     on_mismatch: OnMismatch
     warmup: int  # runs before the recording
     warmup_in_pool: bool = False  # these runs allocate from the pool, too
+    own_guards: Sequence[Guard] = ()  # asked after the hooks, and again before a backward
 
     def __post_init__(self) -> None:
         if self.on_mismatch not in ("raise", "eager", "recapture"):
@@ -104,6 +105,7 @@ class Captured(ABC, Generic[P, R, V]):
         self._original: Callable[..., R] = spec.original
         self._hooked = spec.hooked
         self._guards = list(spec.guards)
+        self._own_guards = list(spec.own_guards)
         self._records = spec.backend.records
         self._observer = current_observer.get()
         self._variants: list[V] = []  # the most recently used one first
@@ -141,6 +143,8 @@ class Captured(ABC, Generic[P, R, V]):
         if self._hooked:
             variant.arena.admit(variant.forward_number, self.name)  # before a hook has changed anything
             self._spec.hooks.run("pre_forward", "replay", self.target, args, kwargs)
+        if self._own_guards:
+            check_guards(self._own_guards, self.name)
         try:
             variant.check()
         except GraphError as error:

@@ -1,7 +1,8 @@
 """Hooks and guards: user code that runs around a graph and is never part of it.
 
 Hooks get the same arguments in warm-up, capture and replay, and can be paused. Guards are checks before
-every replay, and cannot be paused.
+every replay, and cannot be paused. Guards of one callable come after its hooks, which may be what makes a replay right,
+and are asked again before its backward.
 """
 
 from __future__ import annotations
@@ -93,6 +94,26 @@ def hooks_per_callable(hooks: GraphHooks | Sequence[GraphHooks | None] | None, c
     if len(hooks) != callables:
         raise CaptureError(f"{len(hooks)} GraphHooks for {callables} callables")
     return [NO_HOOKS if h is None else h for h in hooks]
+
+
+def guards_per_callable(
+    guards: Sequence[Guard] | Sequence[Sequence[Guard]], callables: int
+) -> tuple[list[Guard], list[list[Guard]]]:
+    """The guards of all callables, and those of each. Raises CaptureError if there are lists for other numbers."""
+    common: list[Guard] = []
+    own: list[list[Guard]] = []
+    for entry in guards:
+        if callable(entry):
+            common.append(entry)
+        else:
+            own.append(list(entry))
+    if not own:
+        return common, [[] for _ in range(callables)]
+    if common:
+        raise CaptureError("guards are either functions, for all callables, or lists of them, one for each callable")
+    if len(own) != callables:
+        raise CaptureError(f"{len(own)} lists of guards for {callables} callables")
+    return [], own
 
 
 def run_warmup_hook(hook: Callable[[Any], None] | None, kind: str, target: Any) -> None:

@@ -21,6 +21,7 @@ from rollgraph.graph.backend import Recording
 from rollgraph.graph.binding import Binding
 from rollgraph.graph.capture_steps import Bind, checked_bind, own_outputs
 from rollgraph.graph.errors import GraphError, MemoryInUse, ReplayMismatch, StaleGraph
+from rollgraph.graph.hooks import check_guards
 from rollgraph.graph.output_tree import OutputTree
 from rollgraph.graph.passes import CallableSpec, GradientTargets
 from rollgraph.graph.pool import FOREVER, Arena
@@ -258,6 +259,8 @@ class ReplayableSegment:
             self._admit_backward(ctx, again)
         if spec.hooked:
             spec.hooks.run("pre_backward", "replay", spec.target)
+        if spec.own_guards:
+            self._ask_guards(ctx, again)
         if static is not None and static.referenced():
             static.preserve({*leaves_under(ctx), *self._passed})
         assert self.backward is not None
@@ -300,6 +303,15 @@ class ReplayableSegment:
         try:
             self.arena.admit(self.backward_number, self.spec.name)
         except MemoryInUse:
+            if not again:
+                self.arena.open(self.spec.name, self.forward_number, self._needed_until, ctx)
+            raise
+
+    def _ask_guards(self, ctx: Any, again: bool) -> None:
+        """What is refused now can still run, once the reason is gone."""
+        try:
+            check_guards(self.spec.own_guards, self.spec.name)
+        except BaseException:
             if not again:
                 self.arena.open(self.spec.name, self.forward_number, self._needed_until, ctx)
             raise

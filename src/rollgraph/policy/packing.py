@@ -109,3 +109,17 @@ def _longest_first(samples: Sequence[Sample], indices: Iterable[int]) -> list[in
 
 def _flatten(lists: Iterable[list[int]]) -> list[int]:
     return [index for indices in lists for index in indices]
+
+
+def share_of(minibatch: Sequence[Sample], rank: int, ranks: int) -> list[Sample]:
+    """A rank's samples: as many as on any other rank, give or take one, those of one prompt side by side."""
+    ordered = sorted(minibatch, key=lambda sample: tuple(sample.prompt))
+    start = len(ordered) * rank // ranks
+    end = len(ordered) * (rank + 1) // ranks
+    return ordered[start:end]
+
+
+def unweighted(prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> Sample:
+    """A sample to be scored, not trained on."""
+    zeros = [0.0] * len(tokens)
+    return Sample(prompt, tokens, zeros, zeros, logprobs)

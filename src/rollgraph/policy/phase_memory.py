@@ -7,6 +7,7 @@ Owns the turns and touches no tensor: it decides what a phase takes and has `Sha
 |---|---|---|---|
 | gradients: `flat.gradient_memory`, fp32, one allocation | pages of the first layers, as many as fit | | gradients |
 | pool of graphs, on a GPU | pages of the other layers, and temporaries | activations | activations, logits |
+| the same, if parameters are sharded | a full copy of them | the same copy | activations |
 
 So on a GPU the pool takes the larger of what training or scoring uses at once and of what generation does, pages
 included; warm-up takes its memory from there, too. On a CPU there is no pool: the other pages are ordinary memory, and
@@ -19,7 +20,7 @@ Nothing in the cache outlives a phase, and neither do gradients that no optimize
 |---|---|
 | generate | is refused if there are such gradients; has the engine forget its cache if another phase used its memory |
 | score | ends the use of the cache: its graphs overwrite a part of it |
-| train | ends the use of the cache, zeroes the gradients if their memory held it |
+| train | ends the use of the cache and of a full copy, zeroes the gradients if their memory held the cache |
 | save | |
 
 Guards of the graphs refuse what happens outside of the phases: a decode after training, a training step on a cache.
@@ -44,6 +45,7 @@ class SharedGradients(Protocol):
     def has_gradients(self) -> bool: ...
     def lend_gradients(self) -> None: ...
     def take_back_gradients(self) -> None: ...
+    def forget_copy(self) -> None: ...
 
 
 class PhaseMemory:
@@ -67,9 +69,11 @@ class PhaseMemory:
             self._give_to_cache()
         elif phase in ("score", "train"):
             self._cache_holds = False
-        if phase == "train" and self._gradients_are_lent:
-            self._gradients.take_back_gradients()
-            self._gradients_are_lent = False
+        if phase == "train":
+            self._gradients.forget_copy()
+            if self._gradients_are_lent:
+                self._gradients.take_back_gradients()
+                self._gradients_are_lent = False
 
     def _give_to_cache(self) -> None:
         if self._forget_cache is None:

@@ -48,7 +48,7 @@ class ScoreGraphs:
         label: str = "score",
         guards: Sequence[Guard] = (),
     ) -> None:
-        self._model = model
+        self.reader = model  # what scores
         self._limits = limits
         self._settings = settings
         self._temperature = temperature
@@ -147,22 +147,24 @@ class ScoreGraphs:
 
     @torch.no_grad()
     def _entropy_step(self, *inputs: Tensor) -> Tensor:
-        logprobs, entropy = self._logprobs(inputs, entropy=True, whole=False)
+        logprobs, entropy = self._logprobs(self.reader, inputs, entropy=True, whole=False)
         assert entropy is not None
         return torch.stack((logprobs, entropy))
 
     @torch.no_grad()
     def _score_step(self, *inputs: Tensor) -> Tensor:
-        logprobs, _ = self._logprobs(inputs, entropy=False, whole=False)
+        logprobs, _ = self._logprobs(self.reader, inputs, entropy=False, whole=False)
         return logprobs
 
-    def _logprobs(self, inputs: Sequence[Tensor], entropy: bool, whole: bool) -> tuple[Tensor, Tensor | None]:
+    def _logprobs(
+        self, model: Decoder, inputs: Sequence[Tensor], entropy: bool, whole: bool
+    ) -> tuple[Tensor, Tensor | None]:
         ids, positions, targets, _, cu_seqlens, *keys, _ = inputs
-        hidden = self._model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), Keys(*keys))
-        head = self._model.head_weight
+        hidden = model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), Keys(*keys))
+        head = model.head_weight
         self._gather(head)
         chunk = len(ids) if whole else None
-        routes = self._model.head_routes
+        routes = model.head_routes
         result = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk, routes=routes)
         return result if isinstance(result, tuple) else (result, None)
 

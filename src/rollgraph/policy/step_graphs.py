@@ -43,7 +43,8 @@ class _TrainedLoss:
 class StepGraphs(ScoreGraphs):
     """The captured steps of a model. `weights` has the guards that are checked before every replay.
 
-    `training_guards` are checked before those that train, too.
+    `training_guards` are checked before those that train, too. If parameters are sharded, `reader` is a full copy of
+    the model, and whoever makes it sets it before scoring is captured.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class StepGraphs(ScoreGraphs):
         training_guards: Sequence[Guard] = (),
     ) -> None:
         super().__init__(model, limits, settings, temperature, guards=[weights.stale])
+        self._model = model
         self._sharded = sharded
         self._weights = weights
         self._training_guards: list[Guard] = [weights.not_the_policy, *training_guards]
@@ -112,10 +114,12 @@ class StepGraphs(ScoreGraphs):
         units, samples = self._units(tokens)
         # The eager backend records nothing, so generation and scoring run the same modules in other shapes.
         on_mismatch: Any = "eager" if settings.backend == "eager" else settings.on_mismatch
+        common = [*self._training_guards, self._weights.stale_copies]
         make_graphed_callables(
             tuple(units), tuple(samples), pool=settings.pool, backend=settings.backend, on_mismatch=on_mismatch,
             hooks=[self._sharded.graph_hooks(unit) for unit in units], grad_buffers=self._sharded.flat.grad_buffers,
-            num_warmup_iters=max(1, settings.warmup), guards=[*self._training_guards, self._weights.stale_copies],
+            num_warmup_iters=max(1, settings.warmup),
+            guards=[[*common, *self._sharded.graph_guards(unit)] for unit in units],
         )  # fmt: skip
 
     def _units(self, tokens: int) -> tuple[list[torch.nn.Module], list[tuple[Any, ...]]]:
@@ -159,7 +163,7 @@ class StepGraphs(ScoreGraphs):
     def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a microbatch, and one tensor of values: the agreement of log-probabilities, then its metrics."""
         trained = self._losses[name]
-        logprobs, entropy = self._logprobs(inputs, trained.entropy, self._whole_logits)
+        logprobs, entropy = self._logprobs(self._model, inputs, trained.entropy, self._whole_logits)
         streams = dict(zip(STREAMS, inputs[7].unbind(), strict=True))
         loss, metrics = trained.loss(
             TokenStreams(

@@ -3,7 +3,8 @@
 `policy` is what is in the model, and what the graphs point to. Every other slot, such as the reference policy, is a
 snapshot on the device or in host memory. `use` exchanges the two in place, bucket by bucket, so it needs memory for one
 more bucket (two for a slot in host memory, whose copies overlap). On leaving, the policy is what it was, bit for bit.
-Addresses never move, so no graph has to be captured again.
+Addresses never move, so no graph has to be captured again. If parameters are sharded, so are slots: shards are
+exchanged, and what was gathered from them is gathered anew.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class WeightSlots:
         if self.current != POLICY:
             raise SlotError(f"cannot save the policy as {name!r} while {self.current!r} is in the model")
         self._model.flat.check_memory()
-        self._model.require_full_parameters("gather")
+        self._model.before_exchange()
         buckets = self._buckets()
         if name not in self._slots:
             self._slots[name] = self._allocate(buckets, place)
@@ -56,7 +57,7 @@ class WeightSlots:
             slot.copy_(bucket)
 
     def _buckets(self) -> list[Tensor]:
-        return [bucket.parameters for bucket in self._model.flat.buckets]
+        return [bucket.kept for bucket in self._model.flat.buckets]
 
     def _allocate(self, buckets: list[Tensor], place: Place) -> list[Tensor]:
         if place == "device" or not buckets[0].is_cuda:
@@ -73,7 +74,7 @@ class WeightSlots:
 
     def nbytes(self, place: Place) -> int:
         """The bytes of all slots on the device or in host memory."""
-        device = self._model.flat.buckets[0].parameters.device
+        device = self._model.flat.buckets[0].kept.device
         total = 0
         for slot in self._slots.values():
             for tensor in slot:
@@ -85,6 +86,7 @@ class WeightSlots:
     def use(self, name: str) -> Iterator[None]:
         """Put the weights of a slot into the model; afterwards restore those it had before, exception or not."""
         if name == self.current:
+            self._model.refresh_copy()
             yield
             return
         if self.current != POLICY:
@@ -92,7 +94,7 @@ class WeightSlots:
         if name not in self._slots:
             raise SlotError(f"there is no slot {name!r}: save() it first (slots: {', '.join(self._slots) or 'none'})")
         self._model.flat.check_memory()
-        self._model.require_full_parameters("gather")
+        self._model.before_exchange()
         before = self.checksum() if self._verify else None
         exchanged = 0
         try:
@@ -100,6 +102,8 @@ class WeightSlots:
                 for index in range(len(self._slots[name])):
                     self._exchange(name, index)
                     exchanged = index + 1
+            self._model.after_exchange()
+            self._model.refresh_copy()
             self.current = name
             self._model.swapped_in = name
             yield
@@ -107,6 +111,7 @@ class WeightSlots:
             with self._copies(name):
                 for index in range(exchanged):
                     self._exchange(name, index)
+            self._model.after_exchange()
             self.current = POLICY
             self._model.swapped_in = None
             if before is not None and self.checksum() != before:
@@ -119,12 +124,12 @@ class WeightSlots:
 
     def _exchange_of(self, name: str) -> HostExchange | None:
         """How to exchange with a slot in host memory; None for a slot on the device."""
-        on_device = self._slots[name][0].device == self._model.flat.buckets[0].parameters.device
+        on_device = self._slots[name][0].device == self._model.flat.buckets[0].kept.device
         return None if on_device else self._host_exchange
 
     def _exchange(self, name: str, index: int) -> None:
         """Swap the weights of a bucket and of a slot. If that fails, the bucket keeps its own."""
-        bucket = self._model.flat.buckets[index].parameters
+        bucket = self._model.flat.buckets[index].kept
         slot = self._slots[name][index]
         host_exchange = self._exchange_of(name)
         if host_exchange is not None:
@@ -142,7 +147,7 @@ class WeightSlots:
         """A checksum of all bits that are in the model now."""
         total = 0
         for bucket in self._model.flat.buckets:
-            bits = bucket.parameters.view(torch.uint8).view(-1, 8).view(torch.int64).reshape(-1)
+            bits = bucket.kept.view(torch.uint8).view(-1, 8).view(torch.int64).reshape(-1)
             bits = bits ^ (bits >> 32 & 0xFFFFFFFF)  # so that no difference is in the high bits alone, which overflow
             positions = torch.arange(1, bits.numel() + 1, device=bits.device)
             total = (total * 31 + int((bits * (2 * positions + 1)).sum())) % (1 << 64)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,22 +22,24 @@ from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.inference.kv_cache import CachePlan
-from rollgraph.model import Decoder, save_model
+from rollgraph.model import Decoder, load_weights, save_model
 from rollgraph.model.adapter_files import save_adapter
 from rollgraph.model.product_probe import ProductReport, clear_routes
 from rollgraph.policy.adapted_weights import AdaptedWeights
 from rollgraph.policy.cache_layout import CacheLayout
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
+from rollgraph.policy.packing import share_of, unweighted
 from rollgraph.policy.phase_memory import PhaseMemory
 from rollgraph.policy.phases import Phases
+from rollgraph.policy.rollout_texts import join_rollouts
 from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
 from rollgraph.policy.step_graphs import Loss, StepGraphs
 from rollgraph.policy.train_metrics import TrainTotals, summarize
 from rollgraph.policy.turn_session import OnProgress, TurnGenerator
 from rollgraph.policy.weights import POLICY, WeightSlots
 from rollgraph.rl.turns import Request, Turn
-from rollgraph.sharding import ShardedAdamW, ShardedModel
+from rollgraph.sharding import Sharded, ShardedAdamW, ShardedModel
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Batch, Rollout, Sample
 
@@ -67,6 +67,7 @@ class PolicyWorker:
         reduction: Any = "library",
         verify_weights: bool = False,
         exact: Exactness = "auto",
+        shard: Sharded = "optimizer",
     ) -> None:
         if world.size > 1 and "step" in scopes:
             raise ValueError(
@@ -76,12 +77,15 @@ class PolicyWorker:
         if self._dropout and (model.checkpointing or exact == "must"):
             raise ValueError("dropout of adapters goes neither with checkpointing nor with exact: must")
         model.checkpoint_layers(model.checkpointing, parts=not {"step", "layer"} & set(scopes))
+        if shard == "parameters" and model.adapters is not None:
+            raise ValueError("the base of adapters is whole on each rank: use shard: optimizer")
         self.model = model
+        self.reader = model  # what generates and scores; with sharded parameters, a full copy for these phases
         self.tokenizer = tokenizer
         self.world = world
         self.limits = limits
         self.sampling = sampling
-        self.sharded = ShardedModel(model, world, reduction=reduction)
+        self.sharded = ShardedModel(model, world, reduction=reduction, shard=shard, units=list(model.layers))
         self.optimizer = ShardedAdamW(self.sharded, **optimizer)
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
         self.adapted = AdaptedWeights(model.adapters, self.sharded, self.weights)
@@ -103,6 +107,7 @@ class PolicyWorker:
             model, self.sharded, limits, self._graphs, self._temperature, self.adapted, [self.memory.gradients_are_lent]
         )
         self._frozen: dict[str, ScoreGraphs] = {}  # other models that score, by name
+        self._share = partial(share_of, rank=world.rank, ranks=world.size)  # of the samples of a minibatch
 
     def add_frozen(self, name: str, model: Decoder) -> None:
         """Let another model, which is never trained, score in place of a slot of this name.
@@ -137,21 +142,30 @@ class PolicyWorker:
             available = self._free_bytes() if self._on_gpu else None
             cache = CacheLayout.within(self.model, self.limits, self.sharded.flat.gradient_memory, available)
         in_pool = cache.in_pool_nbytes if cache is not None else 0
-        self.pool.reserve(max(in_pool, self.limits.pool_bytes), self._device)
-        on_capture = partial(progress, "score")
+        self.pool.reserve(max(in_pool, self.limits.pool_bytes), self.model.embed.weight.device)
+        has_reference = "reference" in self.adapted or "reference" in self._frozen
+        train = partial(self._steps.capture_train, losses, has_reference, whole_logits, partial(progress, "train"))
+        score = partial(self._capture_scoring, entropies, partial(progress, "score"))
+        try:
+            if self.sharded.has_copies:  # a full copy lies in memory of training, and scoring reads it
+                train()
+                self.reader = self._steps.reader = cast(Decoder, self.sharded.make_reader(self.pool.allocate))
+                score()
+            else:
+                score()
+                train()
+        finally:
+            self.sharded.flat.zero_gradients()
+        if cache is not None:
+            self._capture_generation(cache, partial(progress, "generate"))
+
+    def _capture_scoring(self, entropies: bool, on_capture: OnCapture) -> None:
         with self.phases.enter("score"):
             self._steps.capture_score(on_capture)
             if entropies:
                 self._steps.capture_entropy(on_capture)
         for graphs in self._frozen.values():
             graphs.capture_score(on_capture)
-        has_reference = "reference" in self.adapted or "reference" in self._frozen
-        try:
-            self._steps.capture_train(losses, has_reference, whole_logits, partial(progress, "train"))
-        finally:
-            self.sharded.flat.zero_gradients()
-        if cache is not None:
-            self._capture_generation(cache, partial(progress, "generate"))
 
     def _set_routes(self, whole_logits: bool, generates: bool, on_probe: OnCapture) -> None:
         """Make the products of all phases equal, or leave them to the library."""
@@ -159,6 +173,7 @@ class PolicyWorker:
             clear_routes(self.model)
             return
         must = self._exact == "must"
+        self.sharded.ensure_gathered(list(self.model.parameters()))  # products are compared over weights
         self.products = make_exact(self.model, self.limits, self._steps.buckets, whole_logits, must, on_probe=on_probe)
         self.pool.notes += self.products.lines()
         self._exact_on_all_ranks = self._holds_on_all_ranks(self.products.exact)
@@ -175,7 +190,7 @@ class PolicyWorker:
 
     def _make_engine(self, plan: CachePlan, pages: Sequence[Tensor], on_capture: OnCapture) -> Engine:
         return Engine(
-            self.model,
+            self.reader,
             self.tokenizer,
             rows=self.limits.rows,
             max_length=self.limits.max_length,
@@ -200,10 +215,6 @@ class PolicyWorker:
         if self.world.size == 1:
             return mine
         return all(json.loads(text) for text in self.sharded.collectives.all_gather_text(json.dumps(mine)))
-
-    @property
-    def _device(self) -> torch.device:
-        return self.model.embed.weight.device
 
     @property
     def _on_gpu(self) -> bool:
@@ -231,6 +242,7 @@ class PolicyWorker:
     ) -> TurnGenerator:
         """What an environment calls: `generate` with these arguments, which also serves requests as they come."""
         assert self.engine is not None, "call capture_all() first"
+        self.sharded.refresh_copy()  # all ranks are here, but some may have nothing to generate
         return TurnGenerator(
             self.engine, self.phases, seed, params or self.sampling, self.limits.max_length, on_progress
         )
@@ -242,7 +254,7 @@ class PolicyWorker:
 
         Tokens that were not sampled get 0.
         """
-        samples = [_unweighted(rollout.prompt.tokens, rollout.tokens, rollout.logprobs) for rollout in rollouts]
+        samples = [unweighted(rollout.prompt.tokens, rollout.tokens, rollout.logprobs) for rollout in rollouts]
         for rollout, logprobs in zip(rollouts, self.logprobs(samples, weights), strict=True):
             pairs = zip(logprobs, rollout.sampled, strict=True)
             found = [logprob if sampled else 0.0 for logprob, sampled in pairs]
@@ -264,7 +276,7 @@ class PolicyWorker:
 
     def logprobs_and_entropies(self, samples: Sequence[Sample]) -> list[tuple[list[float], list[float]]]:
         """Of each sample's tokens: their log-probabilities, and the entropies of the distributions they come from."""
-        with self.phases.enter("score"):
+        with self.phases.enter("score"), self.adapted.use(POLICY):
             return self._steps.logprobs_and_entropies(samples)
 
     # -- train -------------------------------------------------------------------------------------
@@ -292,7 +304,7 @@ class PolicyWorker:
             )
         if score_old:
             self._score_old(batch)
-        shares = [self._local_samples(minibatch) for minibatch in batch.minibatches]
+        shares = [self._share(minibatch) for minibatch in batch.minibatches]
         wanted = epochs * sum(map(len, shares))
 
         def report(samples: int) -> None:
@@ -310,7 +322,7 @@ class PolicyWorker:
     def _score_old(self, batch: Batch) -> None:
         local: list[Sample] = []
         for minibatch in batch.minibatches:
-            local += self._local_samples(minibatch)
+            local += self._share(minibatch)
         for sample, logprobs in zip(local, self.logprobs(local), strict=True):
             sample.old_logprobs = logprobs
 
@@ -336,26 +348,14 @@ class PolicyWorker:
         self.optimizer.step()
         totals.updates += 1
 
-    def _local_samples(self, minibatch: Sequence[Sample]) -> list[Sample]:
-        """This rank's samples: as many as on any other rank, give or take one, those of one prompt side by side."""
-        ordered = sorted(minibatch, key=lambda sample: tuple(sample.prompt))
-        start = len(ordered) * self.world.rank // self.world.size
-        end = len(ordered) * (self.world.rank + 1) // self.world.size
-        return ordered[start:end]
-
     # -- several ranks, and the end ----------------------------------------------------------------
 
     def gather_rollouts(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts of all ranks, in the order of ranks, on every rank. Groups are renumbered."""
         if self.world.size == 1:
             return rollouts
-        gathered: list[Rollout] = []
         mine = json.dumps([rollout.to_dict() for rollout in rollouts])
-        for text in self.sharded.collectives.all_gather_text(mine):
-            offset = 1 + max((rollout.group for rollout in gathered), default=-1)
-            theirs = [Rollout.from_dict(entry) for entry in json.loads(text)]
-            gathered += [replace(rollout, group=rollout.group + offset) for rollout in theirs]
-        return gathered
+        return join_rollouts(self.sharded.collectives.all_gather_text(mine))
 
     def export(self, folder: Path, *, merge: bool = False, base: tuple[str | None, str | None] = (None, None)) -> None:
         """Write a folder that other tools can load: the model, or its adapter alone unless that is to be merged.
@@ -365,11 +365,16 @@ class PolicyWorker:
         with self.phases.enter("save"):
             if self.world.rank == 0:
                 if self.model.adapters is None or merge:
-                    save_model(self.model, folder, merge=merge)
+                    save_model(self.reader, folder, merge=merge)
                 else:
                     save_adapter(self.model, folder, base=base[0], revision=base[1])
                 if self.tokenizer is not None:
                     self.tokenizer.save(folder)
+
+    def load_weights(self, folder: Path, *, cast: bool = False) -> None:
+        """Copy the weights of a folder into the model, on all ranks. The optimizer does not learn of it."""
+        load_weights(self.reader, folder, cast=cast)
+        self.sharded.keep_reader()
 
     def rejoin(self, world: World) -> None:
         """Go on with the ranks of the next attempt; see `ShardedModel.rejoin`. Nothing is captured again.
@@ -391,9 +396,3 @@ class PolicyWorker:
 
 def _ignore_progress(phase: str, part: str, done: int, total: int) -> None:
     pass
-
-
-def _unweighted(prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> Sample:
-    """A sample to be scored, not trained on."""
-    zeros = np.zeros(len(tokens), np.float32)
-    return Sample(prompt, tokens, zeros, zeros, logprobs)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollgraph.config import Config
-from rollgraph.model import load_weights, save_model, weight_files
+from rollgraph.model import save_model, weight_files
 from rollgraph.model.adapter_files import ADAPTER_WEIGHTS, load_adapter, save_adapter
 from rollgraph.model.hf_weights import CONFIG
 from rollgraph.model.peft_config import ADAPTER_CONFIG
@@ -67,13 +67,13 @@ def restore_reference(run: Run, source: Path, state: Mapping[str, Any]) -> None:
     if run.config.adapter is not None:
         load_adapter(run.policy.model, folder)
     else:
-        load_weights(run.policy.model, folder)
+        run.policy.load_weights(folder)
     run.policy.weights.save("reference")
 
 
 def _write(run: Run, folder: Path) -> None:
     if run.config.adapter is None:
-        save_model(run.policy.model, folder)
+        save_model(run.policy.reader, folder)
     else:
         base, revision = describe_base(run.config)
         save_adapter(run.policy.model, folder, base=base, revision=revision)
@@ -83,7 +83,7 @@ def _load_teacher(run: Run) -> None:
     """Put the weights of the teacher into the slot; one that is a model of its own has been loaded already."""
     if "reference" in run.policy.weights:
         with run.policy.weights.use("reference"):
-            load_weights(run.policy.model, _folder(run.config), cast=True)
+            run.policy.load_weights(_folder(run.config), cast=True)
 
 
 def _check(run: Run, source: Path, state: Mapping[str, Any]) -> None:

@@ -261,6 +261,7 @@ def make_policy(config: Config, world: World, inputs: Inputs, model: Decoder) ->
         reduction="ordered" if world.device == "cpu" else "library",
         verify_weights=config.memory.verify_weights,
         exact=config.graph.exact,
+        shard=config.shard,
     )
 
 

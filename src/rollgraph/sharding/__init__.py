@@ -13,8 +13,9 @@ from rollgraph.sharding.gradient_sums import add_gradients
 from rollgraph.sharding.hook_set import HookSet, HookState
 from rollgraph.sharding.manifest import CheckpointError
 from rollgraph.sharding.optimizer import ShardedAdamW
+from rollgraph.sharding.ring_plan import RingPlan, names_in, plan_ring, plan_units
 from rollgraph.sharding.schedules import constant, cosine, linear, warm_up
-from rollgraph.sharding.sharded_model import ShardedModel
+from rollgraph.sharding.sharded_model import Sharded, ShardedModel
 from rollgraph.sharding.state_memory import (
     MemoryPlan,
     Offload,
@@ -37,6 +38,8 @@ __all__ = [
     "MemoryPlan",
     "Offload",
     "OptimizerMemory",
+    "RingPlan",
+    "Sharded",
     "ShardedAdamW",
     "ShardedModel",
     "StaleWeights",
@@ -48,9 +51,12 @@ __all__ = [
     "execution_order",
     "linear",
     "load",
+    "names_in",
     "plan_buckets",
     "plan_memory",
     "plan_optimizer",
+    "plan_ring",
+    "plan_units",
     "save",
     "specs_of",
     "warm_up",

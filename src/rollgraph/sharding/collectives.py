@@ -35,6 +35,10 @@ class CommunicationError(RankLost):
     """A collective failed or timed out. The message says which bucket and which rank; so does `loss`."""
 
 
+class WaitEnded(RuntimeError):
+    """A wait ended before its collective did, which is still in flight."""
+
+
 @dataclass
 class PendingCollective:
     """A collective that was started: how to wait for it, and what to do with its result then."""
@@ -76,6 +80,7 @@ class Collectives:
             self.timeout = self.liveness.timeout
         self.before_starting: Callable[[], None] = _do_nothing  # called before each collective
         self.before_blocking: Callable[[], None] = _do_nothing  # called before those that wait for all ranks at once
+        self.while_waiting: Callable[[], None] = _do_nothing  # called now and then; WaitEnded ends the wait
 
     @property
     def store(self) -> Any:
@@ -127,8 +132,8 @@ class Collectives:
         wait = self._start(what, lambda: _all_gather(full, mine, group=self._world.group, async_op=True))
         return PendingCollective(wait, _do_nothing, (mine,))
 
-    def reduce(self, gradients: Tensor, shard: Tensor, what: str) -> PendingCollective:
-        """Leave in `shard` the sum of that part of the gradients over all ranks."""
+    def reduce(self, gradients: Tensor, shard: Tensor, what: str, *, onto: bool = False) -> PendingCollective:
+        """Leave in `shard` the sum of that part of the gradients over all ranks, or add it `onto` what is there."""
         size = self._world.size
         group = self._world.group
         if size == 1:
@@ -136,10 +141,10 @@ class Collectives:
         if self._reduction == "library":
             total = torch.empty_like(shard)
             wait = self._start(what, lambda: _reduce_scatter(total, gradients, group=group, async_op=True))
-            return PendingCollective(wait, lambda: _copy(shard, total), (total,))
+            return PendingCollective(wait, lambda: sum_in_order(shard, total.unsqueeze(0), onto), (total,))
         parts = torch.empty_like(gradients)
         wait = self._start(what, lambda: dist.all_to_all_single(parts, gradients, group=group, async_op=True))
-        return PendingCollective(wait, lambda: sum_in_order(shard, parts.view(size, -1)), (parts,))
+        return PendingCollective(wait, lambda: sum_in_order(shard, parts.view(size, -1), onto), (parts,))
 
     def sum(self, value: Tensor, what: str = "the sum of a scalar") -> Tensor:
         """The sum of a scalar over all ranks, in their order."""
@@ -215,6 +220,7 @@ class Collectives:
                     work.wait()
                     return
             self.liveness.check()
+            self.while_waiting()
             if self.liveness.clock() > deadline:
                 reason = self.liveness.report_timeout(what)
                 raise RankLost(reason, self.liveness.loss)
@@ -223,6 +229,8 @@ class Collectives:
     def _explain_errors(self, what: str) -> Iterator[None]:
         try:
             yield
+        except WaitEnded:
+            raise
         except RankLost as error:
             message = f"rank {self._world.rank}: {what} failed: {error}"
             raise CommunicationError(message, error.loss) from error
@@ -238,12 +246,13 @@ def _last_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def _copy(shard: Tensor, total: Tensor) -> None:
-    shard.copy_(total)
+def sum_in_order(shard: Tensor, parts: Tensor, onto: bool = False) -> None:
+    """Add up the rows of `parts` from the first to the last, one by one `onto` what is in the shard if that is asked.
 
-
-def sum_in_order(shard: Tensor, parts: Tensor) -> None:
-    """Add up the rows of `parts` from the first to the last."""
-    shard.copy_(parts[0])
-    for part in parts[1:]:
+    Microbatches that are reduced one after another then give the sum of a process that runs all of them by itself.
+    """
+    if not onto:
+        shard.copy_(parts[0])
+        parts = parts[1:]
+    for part in parts:
         shard.add_(part)

@@ -1,6 +1,7 @@
 """Flat buffers: the parameters of a bucket in one allocation, all gradients in another, at addresses that never move.
 
-Owns the memory. Loading, taking a snapshot and restoring it copy into the same place. Knows nothing about communication
+Owns the memory. A rank keeps all parameters of a bucket, or its shard; `ring_plan.py` says where they lie in that case.
+Loading, taking a snapshot and restoring it copy into the same place. Knows nothing about communication
 or hooks; code that changes the contents in the background sets the `before_...` callbacks.
 """
 
@@ -13,58 +14,82 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.sharding.bucket_plan import BucketPlan, ParameterSlice, ParameterSpec, specs_of
+from rollgraph.sharding.ring_plan import RingPlan
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The memory of one bucket."""
+    """The memory of one bucket.
+
+    Other buckets may use the memory of `parameters` and `gradients`, too; `own` and `own_gradients` are then the shards
+    that stay. Where nothing else uses it, they are None, and a shard is a part of the whole.
+    """
 
     plan: BucketPlan
     parameters: Tensor  # [numel]
     gradients: Tensor | None  # [numel]; None if the parameters are frozen
+    own: Tensor | None = None  # [numel of a shard]
+    own_gradients: Tensor | None = None  # [numel of a shard]
 
     def shard(self, rank: int) -> Tensor:
         """The part of the parameters that a rank owns."""
+        if self.own is not None:
+            return self.own
         return self.parameters.narrow(0, rank * self.plan.shard_numel, self.plan.shard_numel)
 
     def gradient_shard(self, rank: int) -> Tensor:
+        if self.own_gradients is not None:
+            return self.own_gradients
         if self.gradients is None:
             raise ValueError("a frozen bucket has no gradients")
         return self.gradients.narrow(0, rank * self.plan.shard_numel, self.plan.shard_numel)
 
+    @property
+    def kept(self) -> Tensor:
+        """What a rank keeps of the parameters between their uses: all of them, or its shard."""
+        return self.parameters if self.own is None else self.own
 
-Snapshot = tuple[Tensor, ...]  # the parameters of each bucket
+
+Snapshot = tuple[Tensor, ...]  # what a rank keeps of the parameters of each bucket
 
 
 class FlatBuckets:
-    """The buckets of a model. Creating them moves the model's parameters into them, once and for all."""
+    """The buckets of a model. Creating them moves the model's parameters into them, once and for all.
+
+    With a `RingPlan`, this rank keeps shards, and a parameter is in its slot only while that holds its unit.
+    """
 
     def __init__(
-        self, model: nn.Module, plan: Sequence[BucketPlan], *, grad_dtype: torch.dtype = torch.float32
+        self,
+        model: nn.Module,
+        plan: Sequence[BucketPlan] | RingPlan,
+        *,
+        grad_dtype: torch.dtype = torch.float32,
+        rank: int = 0,
     ) -> None:
         self._model = model
+        self._rank = rank
         by_name = dict(model.named_parameters(remove_duplicate=False))
-        _check_plan(plan, specs_of(model))
+        _check_plan(plan.buckets if isinstance(plan, RingPlan) else plan, specs_of(model))
         devices = {parameter.device for parameter in by_name.values()}
         if len(devices) != 1:
             raise ValueError(f"the parameters are on {len(devices)} devices; move the model to one device first")
         (device,) = devices
-        trained = sum(bucket_plan.numel for bucket_plan in plan if bucket_plan.trainable)
-        self.gradient_memory = torch.zeros(
-            trained, dtype=grad_dtype, device=device
-        )  # of all buckets, one after another
-        self.buckets = _make_buckets(plan, self.gradient_memory)
+        if isinstance(plan, RingPlan):
+            self.buckets, self.gradient_memory = _make_ring(plan, grad_dtype, device, rank)
+        else:
+            self.buckets, self.gradient_memory = _make_buckets(plan, grad_dtype, device)
         # Called before the contents are read, written or zeroed. Code that changes them in the background sets these.
         self.before_reading: Callable[[], None] = _do_nothing
         self.before_writing: Callable[[], None] = _do_nothing
+        self.after_writing: Callable[[], None] = _do_nothing  # called after the contents were written
         self.before_zeroing: Callable[[], None] = _do_nothing
         self._views: dict[str, tuple[Tensor, Tensor]] = {}  # first name -> parameter, its view of the buffer
         self.grad_buffers: dict[Tensor, Tensor] = {}  # parameter -> its view of the gradients, for the graphs
         for bucket, slot in self._slots():
             parameter = by_name[slot.parameter.name]
             view = _view(bucket.parameters, slot)
-            with torch.no_grad():
-                view.copy_(parameter)
+            self._store(bucket, slot, view, parameter)
             parameter.data = view
             self._views[slot.parameter.name] = (parameter, view)
             if bucket.gradients is not None:
@@ -74,6 +99,18 @@ class FlatBuckets:
         for bucket in self.buckets:
             for slot in bucket.plan.slots:
                 yield bucket, slot
+
+    @torch.no_grad()
+    def _store(self, bucket: Bucket, slot: ParameterSlice, view: Tensor, value: Tensor) -> None:
+        """Put the value of a parameter where this rank keeps it."""
+        if bucket.own is None or _within(bucket.own, bucket.parameters):
+            view.copy_(value)
+            return
+        flat = value.reshape(-1)
+        for owned, start, end in bucket.plan.owned(self._rank):
+            if owned is slot:
+                first = self._rank * bucket.plan.shard_numel + start - slot.start
+                bucket.own[start:end].copy_(flat[first : first + end - start])
 
     def parameters_of(self, bucket: Bucket) -> list[Tensor]:
         return [self._views[slot.parameter.name][0] for slot in bucket.plan.slots]
@@ -108,11 +145,11 @@ class FlatBuckets:
         self._check_weights(weights)
         self.check_memory()
         self.before_writing()
-        with torch.no_grad():
-            for _, slot in self._slots():
-                given = [name for name in slot.parameter.names if name in weights]
-                _, view = self._views[slot.parameter.name]
-                view.copy_(weights[given[0]])
+        for bucket, slot in self._slots():
+            given = [name for name in slot.parameter.names if name in weights]
+            _, view = self._views[slot.parameter.name]
+            self._store(bucket, slot, view, weights[given[0]])
+        self.after_writing()
 
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
         known: dict[str, ParameterSpec] = {}
@@ -136,38 +173,79 @@ class FlatBuckets:
             raise ValueError("the weights do not fit the model: " + "; ".join(problems))
 
     def snapshot(self) -> Snapshot:
-        """A copy of all parameters."""
+        """A copy of what this rank keeps of the parameters."""
         self.check_memory()
         self.before_reading()
-        return tuple(bucket.parameters.clone() for bucket in self.buckets)
+        return tuple(bucket.kept.clone() for bucket in self.buckets)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Copy the parameters of a snapshot back into the buffers."""
         given = [(saved.shape, saved.dtype) for saved in snapshot]
-        expected = [(bucket.parameters.shape, bucket.parameters.dtype) for bucket in self.buckets]
+        expected = [(bucket.kept.shape, bucket.kept.dtype) for bucket in self.buckets]
         if given != expected:
             raise ValueError("the snapshot belongs to another model or plan")
         self.check_memory()
         self.before_writing()
         for bucket, saved in zip(self.buckets, snapshot, strict=True):
-            bucket.parameters.copy_(saved)
+            bucket.kept.copy_(saved)
+        self.after_writing()
 
 
 def _do_nothing() -> None:
     pass
 
 
-def _make_buckets(plan: Iterable[BucketPlan], gradient_memory: Tensor) -> list[Bucket]:
+def _make_buckets(
+    plan: Sequence[BucketPlan], grad_dtype: torch.dtype, device: torch.device
+) -> tuple[list[Bucket], Tensor]:
+    """Buckets with memory of their own, and the memory of all gradients, one after another."""
+    trained = sum(bucket_plan.numel for bucket_plan in plan if bucket_plan.trainable)
+    gradient_memory = torch.zeros(trained, dtype=grad_dtype, device=device)
     buckets = []
     start = 0
     for bucket_plan in plan:
-        parameters = torch.zeros(bucket_plan.numel, dtype=bucket_plan.dtype, device=gradient_memory.device)
+        parameters = torch.zeros(bucket_plan.numel, dtype=bucket_plan.dtype, device=device)
         gradients = None
         if bucket_plan.trainable:
             gradients = gradient_memory.narrow(0, start, bucket_plan.numel)
             start += bucket_plan.numel
         buckets.append(Bucket(bucket_plan, parameters, gradients))
-    return buckets
+    return buckets, gradient_memory
+
+
+def _make_ring(plan: RingPlan, grad_dtype: torch.dtype, device: torch.device, rank: int) -> tuple[list[Bucket], Tensor]:
+    """Buckets in slots, with their shards; the memory of gradients is that of all slots, then that of all shards."""
+    slots = range(plan.slots)
+    memory = [torch.zeros(plan.slot_nbytes(slot), dtype=torch.uint8, device=device) for slot in slots]
+    sizes = [plan.slot_gradients(slot) for slot in slots]
+    shards = sum(bucket.shard_numel for bucket in plan.buckets if bucket.trainable)
+    gradient_memory = torch.zeros(sum(sizes) + shards, dtype=grad_dtype, device=device)
+    next_shard = sum(sizes)
+    buckets = []
+    for index, unit in enumerate(plan.units):
+        start = 0
+        gradient_start = sum(sizes[: unit.slot])
+        for bucket in unit.buckets:
+            nbytes = bucket.numel * bucket.dtype.itemsize
+            parameters = memory[unit.slot][start : start + nbytes].view(bucket.dtype)
+            start += nbytes
+            own: Tensor | None = None  # nothing else lies where frozen parameters do, which are outside of layers
+            if index < plan.turning:
+                own = torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=device)
+            elif bucket.trainable:
+                own = parameters.narrow(0, rank * bucket.shard_numel, bucket.shard_numel)
+            gradients = own_gradients = None
+            if bucket.trainable:
+                gradients = gradient_memory.narrow(0, gradient_start, bucket.numel)
+                gradient_start += bucket.numel
+                own_gradients = gradient_memory.narrow(0, next_shard, bucket.shard_numel)
+                next_shard += bucket.shard_numel
+            buckets.append(Bucket(bucket, parameters, gradients, own, own_gradients))
+    return buckets, gradient_memory
+
+
+def _within(part: Tensor, whole: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def _same_layout(left: Tensor, right: Tensor) -> bool:

@@ -73,7 +73,7 @@ class GradientReductions:
             return False
         self.join_abort()
         self.raise_if_lent()
-        self._check_not_late(parameter)
+        self._admit(parameter)
         buffer.add_(parameter.grad)
         parameter.grad = None
         return True
@@ -81,7 +81,7 @@ class GradientReductions:
     def arrive(self, parameter: Tensor) -> None:
         """A gradient is in the flat buffer: reduce its bucket if it was the last one."""
         self.raise_if_lent()
-        self._check_not_late(parameter)
+        self._admit(parameter)
         self._unfinished = True
         if not self._synchronize:
             return
@@ -109,7 +109,8 @@ class GradientReductions:
             self._aborts.announce_reduction()
         bucket.start_reduction()
 
-    def _check_not_late(self, parameter: Tensor) -> None:
+    def _admit(self, parameter: Tensor) -> None:
+        """Raise if a gradient must not be added to the buffer now."""
         bucket = self._gathers.bucket_of[parameter]
         if bucket.reduction_started:
             raise RuntimeError(
@@ -127,9 +128,7 @@ class GradientReductions:
         self._flat.check_memory()
         self._check_all_known(model)
         self._collect_missed()
-        self._gathers.start()
-        for bucket in self.buckets:
-            self._start_reduction(bucket)
+        self._reduce_remaining()
         self.wait()
         self._drop_if_aborted()
         if average:
@@ -138,6 +137,12 @@ class GradientReductions:
                 shard.div_(count)
         self._unfinished = False
         self._finished = True
+
+    def _reduce_remaining(self) -> None:
+        """Start all reductions of this step that were not started yet."""
+        self._gathers.start()
+        for bucket in self.buckets:
+            self._start_reduction(bucket)
 
     def wait(self) -> None:
         """Wait for all reductions in flight."""
@@ -200,7 +205,11 @@ class GradientReductions:
         if self._aborts is None:
             self._forget()
         else:
-            self._aborts.abort(self._finished)
+            self._aborts.abort(self._finished, self._describe_started())
+
+    def _describe_started(self) -> str:
+        """The collectives of this step, if their order depends on what this rank has run."""
+        return ""
 
     def join_abort(self) -> None:
         """If this rank aborted a step: take part in what the others may wait for, until all have aborted it."""
@@ -208,15 +217,19 @@ class GradientReductions:
             return
         self._joining_abort = True
         try:
-            self._gathers.start()
-            self._aborts.wait_until_all_reached()
-            for bucket in self.buckets:
-                bucket.start_reduction()
-            self._aborts.wait_until_all_aborted()
+            self._catch_up(self._aborts)
             self._forget()
             self._aborts.next_step()
         finally:
             self._joining_abort = False
+
+    def _catch_up(self, aborts: StepAborts) -> None:
+        """Start what other ranks have started and this one has not, until all ranks have aborted the step."""
+        self._gathers.start()
+        aborts.wait_until_all_reached()
+        for bucket in self.buckets:
+            bucket.start_reduction()
+        aborts.wait_until_all_aborted()
 
     def rejoin(self, begin_aborts: Callable[[], StepAborts | None]) -> None:
         """Forget the gradients of this step and how far the other ranks had come with it; then agree with new ones."""

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from rollgraph.graph.hooks import GraphHooks, Moment
 from rollgraph.sharding.hook_set import HookSet, HookState, InertWhenCopied
+from rollgraph.sharding.ring import BACKWARD, FORWARD
 
 
 class HookActions(Protocol):
     """What the hooks call. `ShardedModel` implements it."""
 
     def ensure_gathered(self, parameters: Sequence[Tensor]) -> None: ...
+    def enter_unit(self, parameters: Sequence[Tensor], toward: int) -> None: ...
     def accumulate_gradient(self, parameter: Tensor) -> None: ...
     def gradient_arrived(self, parameter: Tensor) -> None: ...
     def raise_if_stale(self, parameters: Sequence[Tensor]) -> None: ...
@@ -32,12 +34,15 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class ModelHooks:
-    """The hooks on `model`, for the parameters in `known`."""
+    """The hooks on `model`, for the parameters in `known`. `units` are modules whose parameters come and go."""
 
-    def __init__(self, model: nn.Module, known: Mapping[Tensor, Any], actions: HookActions) -> None:
+    def __init__(
+        self, model: nn.Module, known: Mapping[Tensor, Any], actions: HookActions, units: Sequence[nn.Module] = ()
+    ) -> None:
         self._model = model
         self._known = known
         self._actions = actions
+        self._units = {unit: [p for p in unit.parameters() if p in known] for unit in units}
         self.hooks = HookSet(model, self._choose_hooks)
         self._guards = HookSet(model, self._choose_guards)  # never paused: they only check
         before_state_dict = InertWhenCopied(lambda module, prefix, keep_vars: actions.before_state_dict())
@@ -74,6 +79,8 @@ class ModelHooks:
         return [p for p in module._parameters.values() if p is not None and p in self._known]
 
     def _choose_hooks(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
+        if module in self._units:
+            return self._hooks_of_unit(self._units[module])
         own = self._own_parameters(module)
         if not own and module is not self._model:
             return {}
@@ -83,22 +90,44 @@ class ModelHooks:
 
         return {"forward_pre": gather, "gradient": self._actions.accumulate_gradient}
 
+    def _hooks_of_unit(self, parameters: Sequence[Tensor]) -> dict[Any, Callable[..., Any]]:
+        def before_forward(module: nn.Module, args: Any) -> None:
+            self._actions.enter_unit(parameters, FORWARD)
+
+        def before_backward(module: nn.Module, gradients: Any) -> None:
+            self._actions.enter_unit(parameters, BACKWARD)
+
+        return {
+            "forward_pre": before_forward,
+            "backward_pre": before_backward,
+            "gradient": self._actions.accumulate_gradient,
+        }
+
     def _choose_guards(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
         own = self._own_parameters(module)
-        if not own and module is not self._model:
+        if not own and module is not self._model and module not in self._units:
             return {}
 
         def check(module: nn.Module, args: Any) -> None:
             if module not in self.hooks:  # otherwise its hook gathers, before or after this one
                 self._actions.raise_if_stale(self._own_parameters(module) or own)
 
+        def check_unit(module: nn.Module, args: Any) -> None:
+            if module not in self.hooks:
+                self._actions.raise_if_stale(self._units[module])
+
+        if module in self._units:
+            return {"forward_pre": check_unit, "backward_pre": check_unit}
         return {"forward_pre": check}
 
     def graph_hooks(self, module: nn.Module) -> GraphHooks:
         own = [parameter for parameter in module.parameters() if parameter in self._known]
 
         def gather(target: Any, args: Any, kwargs: Any) -> None:
-            self._actions.ensure_gathered(own)
+            self._actions.enter_unit(own, FORWARD)
+
+        def gather_again(target: Any) -> None:
+            self._actions.enter_unit(own, BACKWARD)
 
         def reduce(target: Any) -> None:
             for parameter in own:
@@ -106,7 +135,10 @@ class ModelHooks:
                     self._actions.gradient_arrived(parameter)
 
         always: tuple[Moment, ...] = ("warmup", "capture", "replay")
-        return GraphHooks([gather], (), (), [reduce], when={"pre_forward": always, "post_backward": ("replay",)})
+        when: dict[str, tuple[Moment, ...]] = {"pre_forward": always, "post_backward": ("replay",)}
+        if not self._units:
+            return GraphHooks([gather], (), (), [reduce], when=when)
+        return GraphHooks([gather], (), [gather_again], [reduce], when={**when, "pre_backward": always})
 
 
 class TreeView:

@@ -1,12 +1,13 @@
 """A model whose gradients and optimizer state are sharded, and whose communication overlaps with computation.
 
 Owns the parts: flat buffers, hooks, gathers and reductions. `parameter_gathers.py` decides when a bucket is gathered,
-`gradient_reductions.py` when it is reduced, and `model_hooks.py` which modules ask for that.
+`gradient_reductions.py` when it is reduced, and `model_hooks.py` which modules ask for that. If the parameters are
+sharded, too, `ring.py` and `ring_gradients.py` decide instead, and ranks start what the modules they run ask for.
 
-Between two optimizer steps every rank starts the same collectives in the same order, whatever it runs: the gathers of
-all stale buckets, then the reductions of all trained ones. Collectives that block all ranks (sums, exchanged strings)
-come before, between or after these, never among them. So a rank that fails knows what the others wait for. Nothing
-writes a parameter or a gradient while a collective in flight reads or writes it.
+Otherwise, between two optimizer steps, every rank starts the same collectives in the same order, whatever it runs: the
+gathers of all stale buckets, then the reductions of all trained ones. Collectives that block all ranks (sums, exchanged
+strings) come before, between or after these, never among them. So a rank that fails knows what the others wait for.
+Nothing writes a parameter or a gradient while a collective in flight reads or writes it.
 """
 
 from __future__ import annotations
@@ -20,22 +21,33 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.distributed.world import World
-from rollgraph.graph.hooks import GraphHooks
+from rollgraph.graph.hooks import GraphHooks, Guard
 from rollgraph.sharding.bucket_plan import BUCKET_BYTES, plan_buckets, specs_of
 from rollgraph.sharding.bucket_sync import BucketSync, StaleWeights
 from rollgraph.sharding.collectives import Collectives, Reduction
 from rollgraph.sharding.flat_buffer import FlatBuckets
+from rollgraph.sharding.full_copy import Allocate, FullCopy, allocate_zeros
 from rollgraph.sharding.gradient_reductions import GradientReductions
 from rollgraph.sharding.hook_set import HookSet
 from rollgraph.sharding.model_hooks import ModelHooks, is_sharded
 from rollgraph.sharding.parameter_gathers import ParameterGathers
+from rollgraph.sharding.ring import BACKWARD, Ring
+from rollgraph.sharding.ring_gradients import RingReductions
+from rollgraph.sharding.ring_plan import SLOTS, RingPlan, names_in, plan_ring, plan_units
 from rollgraph.sharding.same_model import check_same_on_all_ranks
 from rollgraph.sharding.state_memory import MemoryPlan, Offload, StateFormat, plan_memory
 from rollgraph.sharding.step_abort import StepAborts
 
+Sharded = Literal["optimizer", "parameters"]
+_ONLY_SHARDS = "each rank has a shard of the parameters: call make_reader() first"
+
 
 class ShardedModel:
     """Data parallel over `world`: full parameters on every rank, gradients reduced into shards.
+
+    With `shard="parameters"` each rank keeps a shard of the parameters, too. `units`, the layers in the order of a
+    forward, are gathered into a ring of `slots` when they run. With one rank there is nothing to divide, and the layout
+    is that of "optimizer".
 
     Call the model itself as before. One step is: forward and backward of each microbatch (all but the last inside
     `no_sync()`), `finish_gradients()`, the optimizer's step. `order` names the parameters in the order in which a
@@ -56,6 +68,9 @@ class ShardedModel:
         timeout: float = 600.0,
         order: Sequence[str] = (),
         collectives: Collectives | None = None,
+        shard: Sharded = "optimizer",
+        units: Sequence[nn.Module] = (),
+        slots: int = SLOTS,
     ) -> None:
         if next(model.parameters(), None) is None:
             raise ValueError(f"{type(model).__name__} has no parameters to shard")
@@ -68,33 +83,50 @@ class ShardedModel:
         self._overlap_gather = overlap_gather
         self._grad_dtype = grad_dtype
         specs = specs_of(model, order)
-        plan = plan_buckets(specs, ranks=world.size, bucket_bytes=bucket_bytes)
+        self._ring_plan: RingPlan | None = None
+        if shard == "parameters" and world.size > 1:
+            self._ring_plan = plan_units(specs, names_in(model, units), ranks=world.size, slots=slots)
+        else:
+            units = ()
         settings = {
             "torch": torch.__version__,
             "bucket_bytes": bucket_bytes,
             "grad_dtype": grad_dtype,
             "reduction": reduction,
             "overlap": (overlap_gather, overlap_reduce),
+            "shard": (shard, len(units), slots),
         }
         self._agree_on_model = partial(check_same_on_all_ranks, self.collectives, world.rank, settings, specs)
         aborts = self._begin_aborts()
 
-        self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype)
-        self.buckets = [
-            BucketSync(index, bucket, self.flat.parameters_of(bucket), world, self.collectives)
-            for index, bucket in enumerate(self.flat.buckets)
-        ]
-        trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
+        plan = self._ring_plan or plan_buckets(specs, ranks=world.size, bucket_bytes=bucket_bytes)
+        self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype, rank=world.rank)
+        self.has_copies = self._ring_plan is not None  # what reads all parameters at once reads a full copy of them
+        self._ring: Ring | None = None
+        self._copy: FullCopy | None = None
+        self.buckets: list[BucketSync] = []
+        if self._ring_plan is None:
+            for index, bucket in enumerate(self.flat.buckets):
+                parameters = self.flat.parameters_of(bucket)
+                self.buckets.append(BucketSync(index, bucket, parameters, world, self.collectives))
         self._gathers = ParameterGathers(self.buckets)
-        self._gradients = GradientReductions(
-            self.flat, trained, self._gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts
-        )
+        self._gradients: GradientReductions
+        if self._ring_plan is None:
+            trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
+            self._gradients = GradientReductions(
+                self.flat, trained, self._gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts
+            )
+            self.flat.before_reading = lambda: self.require_full_parameters("raise")
+        else:
+            self._ring = Ring(self._ring_plan, self.flat, world, self.collectives, prefetches=overlap_gather)
+            self._gradients = RingReductions(self.flat, self._ring, world, self.collectives, aborts)
+            self.flat.after_writing = self._ring.after_writing
         self.collectives.before_starting = self._gradients.join_abort
         self.collectives.before_blocking = self._before_blocking
-        self.flat.before_reading = lambda: self.require_full_parameters("raise")
         self.flat.before_writing = self.wait_for_gathers
         self.flat.before_zeroing = self._gradients.before_zeroing
-        self._model_hooks = ModelHooks(model, self._gathers.bucket_of, self)
+        known = self._ring.unit_of if self._ring is not None else self._gathers.bucket_of
+        self._model_hooks = ModelHooks(model, known, self, units)
 
     def _begin_aborts(self) -> StepAborts | None:
         name = self._agree_on_model()
@@ -115,6 +147,8 @@ class ShardedModel:
         """Forget what was in flight when the ranks of an attempt were lost: nothing waits for it any more."""
         for bucket in self.buckets:
             bucket.abandon()
+        if self._ring is not None:
+            self._ring.abandon()
 
     @property
     def hooks(self) -> HookSet:
@@ -123,44 +157,67 @@ class ShardedModel:
 
     def plan(self, state: StateFormat = "fp32", offload: Offload = "none") -> MemoryPlan:
         """The memory on this rank, with optimizer state of this format in this place."""
+        if self._ring_plan is not None:
+            return plan_ring(self._ring_plan, self._grad_dtype, state, offload)
         return plan_memory((bucket.plan for bucket in self.flat.buckets), self._grad_dtype, state, offload)
 
     def close(self) -> None:
-        """Wait for what is in flight and remove all hooks. The parameters stay where they are.
-
-        After an aborted step it waits for nothing: the other ranks may be gone.
-        """
+        """Wait for what is in flight, unless a step was aborted (other ranks may be gone), and remove all hooks."""
         if not self._gradients.aborted:
-            self.gather()
+            self._before_blocking()
+            self.wait_for_gathers()
         self._model_hooks.remove()
 
     # -- parameters --------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Bring the full parameters up to date with the last optimizer step."""
+        """Bring the full parameters up to date with the last optimizer step; with a ring, those of the full copy."""
         self._before_blocking()
         self.wait_for_gathers()
+        if self._ring is not None and self._copy is not None:
+            self._ring.ensure_outside()
+            self._copy.gather()
 
     def _before_blocking(self) -> None:
         """All ranks are about to wait for each other: take part in everything that comes before."""
         self._gradients.join_abort()
         self._gathers.start()
+        if self._ring is not None:
+            self._ring.started.clear()  # all ranks have started as much by now
 
     def wait_for_gathers(self) -> None:
         """Call this before parameters are written: afterwards no gather in flight can overwrite them."""
-        self._gathers.wait()
+        (self._ring or self._gathers).wait()
 
     def ensure_gathered(self, parameters: Sequence[Tensor]) -> None:
         """Call this before reading a parameter directly. Modules do it in a hook."""
         self._gradients.join_abort()
-        self._gathers.ensure(parameters)
+        if self._ring is not None:
+            self._ring.ensure_parameters(parameters)
+        else:
+            self._gathers.ensure(parameters)
+
+    def enter_unit(self, parameters: Sequence[Tensor], toward: int) -> None:
+        """A unit, or a part of it, with these parameters is about to run forward or backward."""
+        if self._ring is None:
+            self.ensure_gathered(parameters)
+            return
+        self._gradients.join_abort()
+        for unit in dict.fromkeys(self._ring.unit_of[parameter] for parameter in parameters):
+            self._ring.ensure(unit, toward)
+            if toward == BACKWARD:
+                self._ring.claim(unit)
 
     def stale(self) -> str | None:
         """Why parameters must not be read now, None if they may. As a guard of a graph, no pause switches it off."""
-        return self._gathers.stale()
+        if self._ring is None:
+            return self._gathers.stale()
+        if self._copy is None:
+            return _ONLY_SHARDS
+        return self._ring.refusal_outside() or self._copy.stale()
 
     def raise_if_stale(self, parameters: Sequence[Tensor]) -> None:
-        self._gathers.raise_if_stale(parameters)
+        (self._ring or self._gathers).raise_if_stale(parameters)
 
     def require_full_parameters(self, if_stale: Literal["raise", "gather"]) -> None:
         """Call this before reading all parameters, for generation, scoring, export or a checkpoint."""
@@ -171,10 +228,51 @@ class ShardedModel:
         if reason is not None:
             raise StaleWeights(f"{reason}: call gather() first")
 
+    def make_reader(self, allocate: Allocate = allocate_zeros) -> nn.Module:
+        """What reads all parameters at once after `gather()`: the model, or a full copy of it in memory of its own."""
+        if self._ring is None:
+            return self.model
+        if self._copy is None:
+            self._copy = FullCopy(self.model, self._ring, self.world, self.collectives, allocate)
+        return self._copy.model
+
+    def refresh_copy(self) -> None:
+        """Bring a full copy up to date, if there is one."""
+        if self._copy is not None:
+            self.gather()
+
+    def keep_reader(self) -> None:
+        """All parameters of `make_reader()` were written, alike on all ranks: they are the model's from now on."""
+        if self._copy is not None:
+            self.wait_for_gathers()
+            self._copy.keep()
+
+    def forget_copy(self) -> None:
+        """Let the memory of a full copy hold something else, until the next `gather()`."""
+        if self._copy is not None:
+            self._copy.forget()
+
+    def before_exchange(self) -> None:
+        """Every rank is about to exchange what it keeps of the parameters, `kept` of each bucket, for others."""
+        if self._ring is None:
+            self.require_full_parameters("gather")
+        else:
+            self._before_blocking()
+            self.wait_for_gathers()
+
+    def after_exchange(self) -> None:
+        """Every rank has exchanged what it keeps of the parameters: shards have to be gathered anew."""
+        if self._ring is not None:
+            self._ring.after_writing()
+
     def before_state_dict(self) -> None:
+        if self._ring is not None:
+            raise StaleWeights(f"{_ONLY_SHARDS}, and take its state_dict()")
         self.require_full_parameters("raise")
 
     def before_load_state_dict(self) -> None:
+        if self._ring is not None:
+            raise StaleWeights(f"{_ONLY_SHARDS}, or use flat.load()")
         self.wait_for_gathers()
 
     @contextmanager
@@ -203,6 +301,9 @@ class ShardedModel:
 
     def after_update(self) -> None:
         """The optimizer has written the shards of all trained buckets, after `before_update()`."""
+        if self._ring is not None:
+            self._ring.after_writing()
+            return
         self._gathers.after_update(self._gradients.buckets)
         if self._overlap_gather:
             self._gathers.prefetch()
@@ -283,3 +384,10 @@ class ShardedModel:
         warm-up and capture are rolled back, so only replays reduce.
         """
         return self._model_hooks.graph_hooks(module)
+
+    def graph_guards(self, module: nn.Module) -> list[Guard]:
+        """Guards of a graph of `module`, for `make_graphed_callables`: its slot holds what it is bound to."""
+        if self._ring is None:
+            return []
+        units = dict.fromkeys(self._ring.unit_of[parameter] for parameter in module.parameters())
+        return [partial(self._ring.refusal, unit) for unit in units]

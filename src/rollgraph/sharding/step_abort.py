@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from rollgraph.distributed.world import World
-from rollgraph.sharding.collectives import Collectives, CommunicationError
+from rollgraph.sharding.collectives import Collectives, CommunicationError, WaitEnded
 
 _CHECK_INTERVAL = 0.25  # seconds: a wait checks this often whether a rank is lost
 
@@ -24,9 +24,10 @@ _CHECK_INTERVAL = 0.25  # seconds: a wait checks this often whether a rank is lo
 _REACHED = "reached"  # this rank started its reductions or aborted the step
 _ABORTED = "aborted"  # this rank aborted the step
 _CAUSE = "cause"  # which rank failed, and why
+_STARTED = "started"  # the collectives that this rank has started in the step, if their order depends on the program
 
 
-class StepAborted(RuntimeError):
+class StepAborted(WaitEnded):
     """Another rank aborted this optimizer step, so all ranks drop its gradients."""
 
 
@@ -51,8 +52,8 @@ class StepAborts:
             with suppress(RuntimeError):  # the store died with rank 0: the reduction will say so
                 self._store.set(self._key(_REACHED, self._rank), "reducing")
 
-    def abort(self, finished: bool) -> None:
-        """Announce that this rank aborts the step, and why, if an exception is being handled.
+    def abort(self, finished: bool, started: str = "") -> None:
+        """Announce that this rank aborts the step, what it has `started`, and why, if an exception is being handled.
 
         If this rank has finished its gradients, ranks that are about to finish theirs are not told the cause: whether
         they would read it in time is a race.
@@ -64,6 +65,7 @@ class StepAborts:
         if self._liveness is not None and self._liveness.loss is not None:
             return  # nobody will follow, and the store may have gone with the rank that is lost
         with suppress(RuntimeError):  # the store is gone: the next collective says so, and `error` matters more
+            self._store.set(self._key(_STARTED, self._rank), started)
             self._store.set(self._key(_REACHED, self._rank), "aborted")
             self._store.set(self._key(_ABORTED, self._rank), "aborted")
             if not finished and not isinstance(error, StepAborted):  # the rank that failed first is the one to name
@@ -86,6 +88,10 @@ class StepAborts:
 
     def wait_until_all_aborted(self) -> None:
         self._wait(_ABORTED, "did not")
+
+    def read_started(self) -> list[str]:
+        """What each rank had started when it aborted this step, after all of them have."""
+        return [self._store.get(self._key(_STARTED, rank)).decode() for rank in range(self._size)]
 
     def next_step(self) -> None:
         self._step += 1

@@ -1,0 +1,84 @@
+"""Runs with `shard: parameters` on gloo: they give the bits of runs with whole parameters, go on in any layout, and
+survive kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollgraph.config import Config
+from rollgraph.distributed.world import World
+from rollgraph.model import load_model
+from rollgraph.train import train
+from tests.sharding.worlds import run_world
+from tests.test_kills import a_save, a_step, assert_same, begin, finish, kill_rank
+from tests.test_train import config_of, folder, metrics_of
+
+__all__ = ["folder"]
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+
+LAYERS = "model.tiny.layers=4"  # more than there are slots
+SHARDED = "shard=parameters"
+
+
+def train_on_a_rank(world: World, config: Config, output: Path) -> None:
+    """As the command does: with the ranks of this attempt in the environment."""
+    os.environ["RANK"] = str(world.rank)
+    with output.open("a") as file, redirect_stdout(file):
+        train(config, world)
+
+
+def run(folder: Path, name: str, ranks: int, *overrides: str) -> Path:
+    config = config_of(folder, LAYERS, f"output={folder / name}", *overrides)
+    found = run_world(ranks, folder, train_on_a_rank, config, folder / "output")
+    assert found == [None] * ranks, found
+    return folder / name
+
+
+def assert_same_run(one: Path, other: Path, steps: int) -> None:
+    """Compare metrics, and what the runs exported at their ends."""
+    assert metrics_of(one) == metrics_of(other)
+    assert [entry["step"] for entry in metrics_of(one)] == list(range(steps))
+    ours, theirs = (dict(load_model(path / "model").named_parameters()) for path in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("graphs", ["auto", "none"])
+def test_a_run_with_shards_gives_the_bits_of_one_with_whole_parameters(folder: Path, graphs: str) -> None:
+    """With a KL term, so that the reference is exchanged in each step; with validation and saves."""
+    options = [f"graph.impl={graphs}", "checkpoint={every: 2, export_at_end: true}"]
+    sharded = run(folder, "sharded", 2, SHARDED, *options)
+    whole = run(folder, "whole", 2, *options)
+    assert_same_run(sharded, whole, 4)
+    alone = metrics_of(run(folder, "alone", 1, SHARDED, *options))
+    assert alone[0]["reward"] == pytest.approx(metrics_of(sharded)[0]["reward"])  # the same samples
+    assert alone[3]["loss"] == pytest.approx(metrics_of(sharded)[3]["loss"], abs=1e-4)
+
+
+def test_a_run_goes_on_in_another_layout_with_another_number_of_ranks(folder: Path) -> None:
+    """One rank, then three with shards, two with shards, and two with whole parameters."""
+    stages = [(1, SHARDED), (3, SHARDED), (2, SHARDED), (2, "shard=optimizer")]
+    options = ["optimizer.schedule=constant", "graph.impl=none", "checkpoint={every: 1, export_at_end: true}"]
+    for name in ("sharded", "whole"):
+        for taken, (ranks, shard) in enumerate(stages, 1):
+            layout = shard if name == "sharded" else "shard=optimizer"
+            run(folder, name, ranks, layout, f"steps={taken}", *options)
+    assert_same_run(folder / "sharded", folder / "whole", len(stages))
+
+
+@pytest.mark.timeout(1200)
+def test_a_killed_rank_is_named_and_the_run_can_be_resumed(folder: Path) -> None:
+    options = [LAYERS, SHARDED]
+    finish(begin(folder, folder / "undisturbed", "graph.impl=none", *options))
+    output = folder / "killed"
+    assert kill_rank(begin(folder, output, *options), a_save(output, 0), victim=1, how=signal.SIGKILL)
+    assert kill_rank(begin(folder, output, *options), a_step(output, 1, 0), victim=0, how=signal.SIGKILL)
+    finish(begin(folder, output, *options))
+    assert_same(folder / "undisturbed", output)
