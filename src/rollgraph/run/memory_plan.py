@@ -31,6 +31,8 @@ SNAPSHOT = "copy for checkpoints"
 CACHE = "key/value cache"
 GRADIENTS = "gradients, fp32"
 FRAGMENTS = "fragments"
+GATHERED = "parameters, gathered"
+RING_SLOTS = 2  # layers that are gathered at a time, with `shard: parameters`
 _GRAPH_OF_LAYER = 48 << 10  # bytes that the driver needs for one layer in one CUDA graph
 _LOADED_KERNELS = 200 << 20  # bytes of modules that the libraries and our kernels load when they are first used
 # Memory of the graphs' pool in pieces that are too small for anything, measured on an H200: so many times the widest
@@ -42,7 +44,7 @@ _FRAGMENTED_PAGES = 5
 def plan_lines(config: Config, shape: RunShape) -> tuple[PlanLine, ...]:
     """The lines of one rank. The settings of memory must have been chosen: none of them is `auto`."""
     limits = shape.limits(config)
-    lines = [*_weights(config, shape), *_reference(config, shape)]
+    lines = [*_weights(config, shape), *_gathered(shape), *_reference(config, shape)]
     if not shape.samples_nothing:
         lines += _generation(config, shape, limits)
     training = _training_pass(config, shape, limits)
@@ -71,6 +73,25 @@ def _weights(config: Config, shape: RunShape) -> list[PlanLine]:
         PlanLine("optimizer, offloaded", optimizer.host, "host", PHASES),
         PlanLine("optimizer, in transit", optimizer.streaming, "device", PHASES),
         *_copies(config, optimizer),
+    ]
+
+
+def _gathered(shape: RunShape) -> list[PlanLine]:
+    """With `shard: parameters`: what a phase has gathered beside the parts that a rank keeps.
+
+    Generation has all parameters. Scoring and training have a ring of layers, and what belongs to no layer. Both lie in
+    one piece of memory, which the graphs' pool does not share.
+    """
+    if not shape.layout.shards_parameters:
+        return []
+    ring, rest = RING_SLOTS * shape.largest_layer, shape.outside_layers
+    generated = 0 if shape.samples_nothing else shape.whole_parameters
+    return [
+        PlanLine(GATHERED, generated, "device", ("generate",)),
+        PlanLine("ring of layers", ring * shape.itemsize, "device", ("score", "train")),
+        PlanLine("embedding and head, gathered", rest * shape.itemsize, "device", ("score", "train")),
+        PlanLine("gradients of the ring, fp32", ring * FP32, "device", ("train",)),
+        PlanLine("gradients of embedding and head, fp32", rest * FP32, "device", ("train",)),
     ]
 
 
@@ -255,14 +276,19 @@ def _outside_graphs(config: Config, shape: RunShape) -> list[PlanLine]:
     if shape.keeps_reference and config.memory.reference == "host":
         exchange = 2 * _largest_bucket(shape)
     elif shape.keeps_reference:  # a copy of each bucket in turn: one that is larger than all before it is new memory
-        sizes = [bucket.numel * bucket.dtype.itemsize for bucket in shape.buckets]
-        exchange = sum(set(accumulate(sizes, max)))
+        exchange = sum(set(accumulate(_kept_buckets(shape), max)))
     norm = 2 * 8 * CHUNK  # gradients in fp64, and their squares
     return [PlanLine("outside of graphs", max(exchange, norm), "device", PHASES)]
 
 
 def _largest_bucket(shape: RunShape) -> int:
-    return max(bucket.numel * bucket.dtype.itemsize for bucket in shape.buckets)
+    return max(_kept_buckets(shape))
+
+
+def _kept_buckets(shape: RunShape) -> list[int]:
+    """The bytes of each bucket that a rank keeps."""
+    parts = shape.layout.data if shape.layout.shards_parameters else 1
+    return [bucket.numel * bucket.dtype.itemsize // parts for bucket in shape.buckets]
 
 
 def _graphs(config: Config, shape: RunShape, limits: Limits) -> PlanLine:
@@ -289,7 +315,8 @@ def _fragments(config: Config, shape: RunShape, training: Pass) -> int:
 def _not_shared(shape: RunShape, lines: Sequence[PlanLine]) -> PlanLine:
     """What cannot be shared although no phase needs all of it at once."""
     working, pages = _working_memory(shape, lines)
-    held = {line.name: line.nbytes for line in lines}[GRADIENTS] + max(working.values())
+    gathered = _gathered_memory(shape)
+    held = {line.name: line.nbytes for line in lines}[GRADIENTS] + max(gathered.values()) + max(working.values())
     if not shape.cuda:
         held += pages
     always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
@@ -303,8 +330,14 @@ def pool_bytes(shape: RunShape, lines: Sequence[PlanLine]) -> int:
     return max(working.values()) + {line.name: line.nbytes for line in lines}[FRAGMENTS]
 
 
+def _gathered_memory(shape: RunShape) -> dict[Phase, int]:
+    lines = _gathered(shape)
+    return {phase: total(lines, phase) for phase in PHASES}
+
+
 def _working_memory(shape: RunShape, lines: Sequence[PlanLine]) -> tuple[dict[Phase, int], int]:
-    """What each phase needs beside what all need and beside the gradients, and the pages that do not lie over those.
+    """What each phase needs beside what all need, beside the gradients and beside what it has gathered; and the pages
+    that do not lie over the gradients.
 
     The pages of whole layers lie over the gradients. The others are part of what generation needs on CUDA, where they
     lie in the pool; on a CPU they have memory of their own.
@@ -314,7 +347,8 @@ def _working_memory(shape: RunShape, lines: Sequence[PlanLine]) -> tuple[dict[Ph
     layer = max(1, cache // shape.architecture.layers)
     within = min(cache, gradients // layer * layer)
     always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
-    working = {phase: total(lines, phase) - always for phase in PHASES}
+    gathered = _gathered_memory(shape)
+    working = {phase: total(lines, phase) - always - gathered[phase] for phase in PHASES}
     working["train"] -= gradients
     working["generate"] -= within if shape.cuda else cache
     return working, cache - within
