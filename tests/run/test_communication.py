@@ -32,17 +32,20 @@ def test_a_ring_over_nodes_by_hand() -> None:
 
 
 def test_the_slower_of_two_kinds_of_links_counts() -> None:
-    """Eight ranks send over eight adapters: 400 GB/s together, less than the 450 GB/s inside of a node."""
+    """Eight ranks send over eight adapters: 400 GB/s together, less than the 450 GB/s inside of a node. Sixteen have
+    800 GB/s, and in fifteen of sixteen rings a rank sends inside of its node.
+    """
     network = Network(replace(NVLINK, latency=0.0), replace(INFINIBAND, latency=0.0))
     assert Group(16, 2, network).all_gather(16e9) == pytest.approx(15e9 / 400e9)
-    assert Group(32, 2, network).all_gather(32e9) == pytest.approx(31e9 / 450e9)
+    assert Group(32, 2, network).all_gather(32e9) == pytest.approx(31e9 * 15 / 16 / 450e9)
 
 
 def test_a_tree_by_hand() -> None:
-    """Eight ranks on two nodes: two doublings inside of a node and one between nodes; as many bytes as in a ring."""
+    """Eight ranks on two nodes: 100 bytes from the other node, and then three times 200 in two rounds."""
     group = Group(8, 2, SLOW)
-    assert group.all_gather(800, "tree") == pytest.approx(2 * 0.5 + 2.0 + 700 / 4 / 10)
-    assert group.all_reduce(800, "tree") == pytest.approx(2 * (3.0 + 17.5))
+    gathered = (2.0 + 100 / 10) + (2 * 0.5 + 600 / 100)
+    assert group.all_gather(800, "tree") == pytest.approx(gathered)
+    assert group.all_reduce(800, "tree") == pytest.approx(2 * gathered)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -1,12 +1,13 @@
 """A model of communication: how long a collective takes among ranks that are spread over nodes.
 
-Owns the formulas, and knows neither models nor runs: bytes in, seconds out. A link has a bandwidth and a latency. A
-collective moves its data in rounds, and a round takes what its slowest link takes:
+Owns the formulas, and knows neither models nor runs: bytes in, seconds out. A link has a bandwidth and a latency.
 
 - *ring*: n - 1 rounds, in each of which every rank sends the n-th part of the data to the next rank. There are as many
   rings as a node has ranks, each with its share of the data, and each leaves the node by the link of another rank, so
-  that a node sends over all of its links at once, as NCCL does. The latencies are those of the hops on the way around.
-- *tree*: the same bytes in log2(n) rounds, by halving and doubling. First the ranks of a node, then the nodes.
+  that a node sends over all of its links at once, as NCCL does. The busiest link counts, and the latencies of the hops
+  on the way around.
+- *tree*: log2(n) rounds, by doubling: first the ranks of different nodes, each with its share, then those of a node.
+  Less latency than a ring, but links inside and between nodes are used one after the other.
 
 Nothing is added for the work on the data, and no link is shared with anybody else, so a real collective takes longer.
 """
@@ -68,9 +69,7 @@ class Group:
 
     def all_gather(self, nbytes: float, algorithm: Algorithm = "ring") -> float:
         """Seconds until every rank has all of `nbytes`, of which each had its part."""
-        if self.ranks == 1:
-            return 0.0
-        return self._rounds_latency(algorithm) + self._transfer(nbytes)
+        return self._ring(nbytes) if algorithm == "ring" else self._tree(nbytes)
 
     def reduce_scatter(self, nbytes: float, algorithm: Algorithm = "ring") -> float:
         """Seconds until every rank has its part of the sum of `nbytes`: a gather with its arrows turned around."""
@@ -84,22 +83,23 @@ class Group:
 
     # -- what they are made of -----------------------------------------------------------------------
 
-    def _transfer(self, nbytes: float) -> float:
-        """The seconds in which the busiest link moves what has to pass over it."""
-        passes = nbytes * (self.ranks - 1) / self.ranks
+    def _ring(self, nbytes: float) -> float:
+        inside, between = self.network.inside, self.network.between
+        hops = self.ranks - 1
+        passes = nbytes * hops / self.ranks  # over the links of a rank
         if self.nodes == 1:
-            return passes / self.network.inside.bandwidth
-        over_network = passes / self.per_node / self.network.between.bandwidth
-        if self.per_node == 1:
-            return over_network
-        return max(over_network, passes / self.network.inside.bandwidth)
+            return hops * inside.latency + passes / inside.bandwidth
+        crossings = min(self.nodes, hops)
+        latency = crossings * between.latency + (hops - crossings) * inside.latency
+        leaving = passes / self.per_node  # in the one ring in which the rank is the last of its node
+        return latency + max(leaving / between.bandwidth, (passes - leaving) / inside.bandwidth)
 
-    def _rounds_latency(self, algorithm: Algorithm) -> float:
-        inside, between = self.network.inside.latency, self.network.between.latency
-        if algorithm == "tree":
-            return _doublings(self.per_node) * inside + _doublings(self.nodes) * between
-        crossings = 0 if self.nodes == 1 else min(self.nodes, self.ranks - 1)
-        return crossings * between + (self.ranks - 1 - crossings) * inside
+    def _tree(self, nbytes: float) -> float:
+        inside, between = self.network.inside, self.network.between
+        from_nodes = nbytes / self.per_node * (self.nodes - 1) / self.nodes
+        from_node = nbytes * (self.per_node - 1) / self.per_node
+        latency = _doublings(self.nodes) * between.latency + _doublings(self.per_node) * inside.latency
+        return latency + from_nodes / between.bandwidth + from_node / inside.bandwidth
 
 
 def _doublings(count: int) -> int:
