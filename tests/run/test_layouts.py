@@ -88,28 +88,27 @@ def planned(folder: Path, *overrides: str, **options: Any) -> Plan:
 
 def test_ranks_that_shard_parameters_keep_a_part_and_gather_the_rest(folder: Path) -> None:
     plan = planned(folder, "shard=parameters", ranks=8)
-    assert line(plan, "parameters") == pytest.approx(2 * PARAMETERS / 8, rel=1e-3)
-    assert line(plan, "gradients, fp32") == 2 * line(plan, "parameters")
-    assert line(plan, "optimizer") == 6 * line(plan, "parameters")
-    assert line(plan, "reference") == line(plan, "parameters")
-    assert line(plan, "parameters, gathered") == 8 * line(plan, "parameters")
-    assert line(plan, "ring of layers") == 2 * LAYER * 2
-    assert line(plan, "gradients of the ring, fp32") == 2 * LAYER * 4
-    assert line(plan, "embedding and head, gathered") == REST * 2
-    assert line(plan, "gradients of embedding and head, fp32") == REST * 4
+    assert line(plan, "parameters") == 2 * 64 * LAYER // 8
+    assert line(plan, "ring of layers") == 2 * 2 * LAYER
+    assert line(plan, "embedding and head") == 2 * REST
+    assert line(plan, "parameters, gathered") == 2 * 64 * LAYER
+    assert line(plan, "gradients, fp32") == 4 * (PARAMETERS // 8 + 2 * LAYER + REST)
+    assert line(plan, "optimizer") == pytest.approx(12 * PARAMETERS / 8, rel=1e-3)
+    assert line(plan, "reference") == pytest.approx(2 * PARAMETERS / 8, rel=1e-3)
 
 
-def test_what_is_gathered_belongs_to_the_phase_that_needs_it(folder: Path) -> None:
+def test_all_layers_are_there_to_generate_and_to_score(folder: Path) -> None:
     plan = planned(folder, "shard=parameters", ranks=8)
     phases = {entry.name: entry.phases for entry in plan.lines}
-    assert phases["parameters, gathered"] == ("generate",)
-    assert phases["ring of layers"] == phases["embedding and head, gathered"] == ("score", "train")
-    assert phases["gradients of the ring, fp32"] == ("train",)
-    assert phases["gradients of embedding and head, fp32"] == ("train",)
+    assert phases["parameters, gathered"] == ("generate", "score")
+    assert phases["ring of layers"] == phases["embedding and head"] == PHASES
+    assert phases["gradients, fp32"] == ("train",)
+    written = planned(folder, "shard=parameters", "algorithm={name: sft}", "reward.functions=[]", ranks=8)
+    assert line(written, "parameters, gathered") == 0  # it does neither
 
 
-def test_the_ring_lies_in_the_memory_of_the_gathered_parameters(folder: Path) -> None:
-    """The graphs' pool has neither: the peak is what is always there, gradients, the larger of both, and the pool."""
+def test_gathered_parameters_lie_beside_the_pool(folder: Path) -> None:
+    """The peak is what is always there, gradients, all layers, and the pool of graphs."""
     plan = planned(folder, "shard=parameters", ranks=8)
     always = [entry for entry in plan.lines if entry.where == "device" and entry.phases == PHASES]
     others = sum(entry.nbytes for entry in always if entry.name not in ("fragments", "not shared"))
@@ -123,11 +122,11 @@ def test_one_rank_has_nothing_to_shard(folder: Path) -> None:
 
 def test_what_a_rank_keeps_falls_with_the_ranks_and_what_it_gathers_does_not(folder: Path) -> None:
     plans = [planned(folder, "shard=parameters", ranks=ranks, nodes=ranks // 4) for ranks in (4, 8, 16, 32)]
-    for name in ("parameters", "gradients, fp32", "optimizer", "reference", "copy for checkpoints"):
+    for name in ("parameters", "optimizer", "reference", "copy for checkpoints"):
         sizes = [line(plan, name) for plan in plans]
         for more, fewer in zip(sizes[1:], sizes, strict=False):
             assert more == pytest.approx(fewer / 2, rel=1e-3)
-    for name in ("ring of layers", "embedding and head, gathered", "gradients of the ring, fp32", "activations"):
+    for name in ("ring of layers", "embedding and head", "parameters, gathered", "activations"):
         assert len({line(plan, name) for plan in plans}) == 1
     peaks = [plan.peak for plan in plans]
     assert peaks == sorted(peaks, reverse=True)
@@ -143,7 +142,7 @@ def test_ranks_of_a_tensor_group_divide_the_layers(folder: Path, tensor: int) ->
     assert line(plan, "reference") == line(plan, "parameters")
     # The state is divided among the ranks that have the same part: with 8 ranks in groups of 8, there is one.
     assert line(plan, "optimizer") == pytest.approx(12 * local * tensor / 8, rel=1e-3)
-    # Logits are whole. The cache was given in GiB, so it holds as many times more tokens.
+    # Logits are whole.
     assert line(plan, "logits, train") == line(whole, "logits, train")
     assert line(plan, "logits, score") == line(whole, "logits, score")
 
@@ -165,6 +164,15 @@ def test_activations_of_a_tensor_group_are_whole_only_where_the_stream_is() -> N
     assert kept[0] - kept[1] == 2 * (kept[1] - kept[2]) == 4 * (kept[2] - kept[3])
     stream = 1024 * 2 * (5120 * 2 * 2 + 4)  # inputs and outputs of two norms, and their scales
     assert kept[0] - stream == 8 * (kept[3] - stream)
+
+
+def test_a_sum_of_a_tensor_group_has_the_parts_of_all_ranks() -> None:
+    for tensor in (2, 8):
+        divided = Pass(divide(ARCHITECTURE, tensor), 1024, 2, cuda=True, tensor=tensor)
+        summed = 1024 * 5120 * (tensor * 2 + 2 * 4 + 2 * 2)
+        mlp = 1024 * 2 * (2 * 5120 + 3 * 27648 // tensor)
+        assert divided.inside_layer() == max(summed, mlp)
+    assert summed > mlp  # with eight ranks
 
 
 def test_key_value_heads_are_repeated_where_there_are_fewer_than_ranks() -> None:
@@ -199,9 +207,10 @@ def test_both_ways_to_divide_compose(folder: Path) -> None:
     """Each rank keeps a part, by data, of its part, by layers."""
     plan = planned(folder, "shard=parameters", "tensor_parallel=4", ranks=16, nodes=2)
     local = 64 * (NORMS + (QKV + OUT + MLP) // 4) + REST
-    assert line(plan, "parameters") == pytest.approx(2 * local / 4, rel=1e-3)
-    assert line(plan, "parameters, gathered") == pytest.approx(2 * local, rel=1e-3)
-    assert line(plan, "ring of layers") == 2 * 2 * (NORMS + (QKV + OUT + MLP) // 4)
+    assert line(plan, "parameters") == 2 * (local - REST) // 4
+    assert line(plan, "parameters, gathered") == 2 * (local - REST)
+    assert line(plan, "ring of layers") == 2 * 2 * (local - REST) // 64
+    assert line(plan, "optimizer") == pytest.approx(12 * local / 4, rel=1e-3)
 
 
 # -- proposals ---------------------------------------------------------------------------------------
@@ -229,7 +238,7 @@ def test_sharded_parameters_that_do_not_fit_to_generate_are_told_so(folder: Path
     assert plan.fits is False
     assert plan.peak_phase == "generate"
     needed = plan.proposal.removeprefix("shard: parameters needs ").partition(" GiB to generate on each of 8 ranks")
-    assert float(needed[0]) > 2 * PARAMETERS / 2**30  # for all parameters are there to generate
+    assert float(needed[0]) > 2 * PARAMETERS / 2**30  # all parameters are there to generate
     assert ": use shard: optimizer, tensor_parallel: " in plan.proposal
 
 
@@ -279,9 +288,10 @@ def test_more_gpus_shorten_a_step_as_long_as_there_are_prompts(folder: Path) -> 
     ]  # fmt: skip
     times = [point.seconds for point in points]
     assert times == sorted(times, reverse=True)
-    found = [plan.scaling.efficiency(point) for point in points]
-    assert found[0] == 1
-    assert found == sorted(found, reverse=True)  # type: ignore[type-var]
+    assert plan.scaling.efficiency(points[0]) == 1
+    last = plan.scaling.efficiency(points[-1])
+    assert last is not None
+    assert 0 < last < 0.7  # few samples on each rank read all weights for every token
 
 
 def test_a_step_that_grows_with_its_gpus_takes_hardly_longer(folder: Path) -> None:

@@ -22,7 +22,7 @@ from rollgraph.model import Decoder
 from rollgraph.policy import Limits
 from rollgraph.run.layer_memory import FP32, Pass
 from rollgraph.run.plan_lines import PHASES, Phase, Place, PlanLine, total
-from rollgraph.run.run_shape import RunShape
+from rollgraph.run.run_shape import RING_SLOTS, RunShape
 from rollgraph.sharding import MemoryPlan, OptimizerMemory
 from rollgraph.sharding.peer_copies import COPIES
 from rollgraph.sharding.state_memory import CHUNK
@@ -32,7 +32,6 @@ CACHE = "key/value cache"
 GRADIENTS = "gradients, fp32"
 FRAGMENTS = "fragments"
 GATHERED = "parameters, gathered"
-RING_SLOTS = 2  # layers that are gathered at a time, with `shard: parameters`
 _GRAPH_OF_LAYER = 48 << 10  # bytes that the driver needs for one layer in one CUDA graph
 _LOADED_KERNELS = 200 << 20  # bytes of modules that the libraries and our kernels load when they are first used
 # Memory of the graphs' pool in pieces that are too small for anything, measured on an H200: so many times the widest
@@ -77,21 +76,18 @@ def _weights(config: Config, shape: RunShape) -> list[PlanLine]:
 
 
 def _gathered(shape: RunShape) -> list[PlanLine]:
-    """With `shard: parameters`: what a phase has gathered beside the parts that a rank keeps.
+    """With `shard: parameters`: what is gathered beside the parts that a rank keeps.
 
-    Generation has all parameters. Scoring and training have a ring of layers, and what belongs to no layer. Both lie in
-    one piece of memory, which the graphs' pool does not share.
+    Training has a ring of layers, whose addresses graphs know, so it is there all the time, like what belongs to no
+    layer. Generation and scoring have a copy of all layers, in memory that the graphs' pool does not share.
     """
     if not shape.layout.shards_parameters:
         return []
-    ring, rest = RING_SLOTS * shape.largest_layer, shape.outside_layers
-    generated = 0 if shape.samples_nothing else shape.whole_parameters
+    layers = shape.trained - shape.outside_layers if shape.reads_all_parameters else 0
     return [
-        PlanLine(GATHERED, generated, "device", ("generate",)),
-        PlanLine("ring of layers", ring * shape.itemsize, "device", ("score", "train")),
-        PlanLine("embedding and head, gathered", rest * shape.itemsize, "device", ("score", "train")),
-        PlanLine("gradients of the ring, fp32", ring * FP32, "device", ("train",)),
-        PlanLine("gradients of embedding and head, fp32", rest * FP32, "device", ("train",)),
+        PlanLine("ring of layers", RING_SLOTS * shape.largest_layer * shape.itemsize, "device", PHASES),
+        PlanLine("embedding and head", shape.outside_layers * shape.itemsize, "device", PHASES),
+        PlanLine(GATHERED, layers * shape.itemsize, "device", ("generate", "score")),
     ]
 
 
@@ -115,7 +111,7 @@ def _reference(config: Config, shape: RunShape) -> list[PlanLine]:
     if not shape.keeps_reference:
         return []
     where: Place = "host" if config.memory.reference == "host" else "device"
-    return [PlanLine("reference", planned_weights(config, shape).parameters, where, PHASES)]
+    return [PlanLine("reference", sum(_kept_buckets(shape)), where, PHASES)]
 
 
 # -- generation -------------------------------------------------------------------------------------
@@ -150,7 +146,7 @@ def _generation(config: Config, shape: RunShape, limits: Limits) -> list[PlanLin
     pinned = 2 * (batches[-1] + state + history + 8 * rows) + 2 * results
     copies = 1 if shape.cuda else 3  # plain PyTorch makes intermediate results, kernels do not
     drawn = rows * a.vocabulary * FP32 * (8 if rollout.filtered else copies)  # filtering sorts
-    prefill = Pass(a, limits.prefill_tokens, shape.itemsize, shape.cuda, adapters=shape.adapters).inside_layer()
+    prefill = _prefill_pass(shape, limits).inside_layer()
     if shape.cuda:
         drawn = max(0, drawn - prefill)  # one after the other, in the same memory
     return [
@@ -160,6 +156,18 @@ def _generation(config: Config, shape: RunShape, limits: Limits) -> list[PlanLin
         PlanLine("inside a layer, prefill", prefill, "device", ("generate",)),
         PlanLine("logits, decode", drawn, "device", ("generate",)),
     ]
+
+
+def _prefill_pass(shape: RunShape, limits: Limits) -> Pass:
+    assert limits.prefill_tokens is not None
+    return Pass(
+        shape.architecture,
+        limits.prefill_tokens,
+        shape.itemsize,
+        shape.cuda,
+        adapters=shape.adapters,
+        tensor=shape.layout.tensor,
+    )
 
 
 def _blocks_of_row(limits: Limits) -> int:
@@ -180,6 +188,7 @@ def _training_pass(config: Config, shape: RunShape, limits: Limits) -> Pass:
         parts=not {"step", "layer"} & set(training_scopes(config, shape.ranks)),
         sequences=limits.sequences(tokens),
         adapters=shape.adapters,
+        tensor=shape.layout.tensor,
     )
 
 
@@ -315,8 +324,8 @@ def _fragments(config: Config, shape: RunShape, training: Pass) -> int:
 def _not_shared(shape: RunShape, lines: Sequence[PlanLine]) -> PlanLine:
     """What cannot be shared although no phase needs all of it at once."""
     working, pages = _working_memory(shape, lines)
-    gathered = _gathered_memory(shape)
-    held = {line.name: line.nbytes for line in lines}[GRADIENTS] + max(gathered.values()) + max(working.values())
+    sizes = {line.name: line.nbytes for line in lines}
+    held = sizes[GRADIENTS] + sizes.get(GATHERED, 0) + max(working.values())
     if not shape.cuda:
         held += pages
     always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
@@ -330,13 +339,8 @@ def pool_bytes(shape: RunShape, lines: Sequence[PlanLine]) -> int:
     return max(working.values()) + {line.name: line.nbytes for line in lines}[FRAGMENTS]
 
 
-def _gathered_memory(shape: RunShape) -> dict[Phase, int]:
-    lines = _gathered(shape)
-    return {phase: total(lines, phase) for phase in PHASES}
-
-
 def _working_memory(shape: RunShape, lines: Sequence[PlanLine]) -> tuple[dict[Phase, int], int]:
-    """What each phase needs beside what all need, beside the gradients and beside what it has gathered; and the pages
+    """What each phase needs beside what all need, beside the gradients and beside gathered parameters; and the pages
     that do not lie over the gradients.
 
     The pages of whole layers lie over the gradients. The others are part of what generation needs on CUDA, where they
@@ -347,8 +351,8 @@ def _working_memory(shape: RunShape, lines: Sequence[PlanLine]) -> tuple[dict[Ph
     layer = max(1, cache // shape.architecture.layers)
     within = min(cache, gradients // layer * layer)
     always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
-    gathered = _gathered_memory(shape)
-    working = {phase: total(lines, phase) - always - gathered[phase] for phase in PHASES}
+    shared = [line for line in lines if line.name != GATHERED]
+    working = {phase: total(shared, phase) - always for phase in PHASES}
     working["train"] -= gradients
     working["generate"] -= within if shape.cuda else cache
     return working, cache - within

@@ -37,6 +37,7 @@ from rollgraph.sharding import (
 )
 
 Device = Literal["cuda", "cpu"]
+RING_SLOTS = 2  # layers that are gathered at a time, with `shard: parameters`: one is computed, and one arrives
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,17 @@ class RunShape:
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def weights(self, state: StateFormat, offload: Offload) -> MemoryPlan:
-        """Parameters, gradients and optimizer state, as far as a rank keeps them from phase to phase."""
+        """Parameters, gradients and optimizer state.
+
+        With `shard: parameters`, the parameters are this rank's part of the layers, and the gradients are those of its
+        part of everything and of what is gathered at a time.
+        """
         if (state, offload) not in self._weights:
             found = plan_memory(self.buckets, torch.float32, state, offload)
             if self.layout.shards_parameters:
-                parts = self.layout.data
-                found = replace(found, parameters=found.parameters // parts, gradients=found.gradients // parts)
+                kept = (self.trained - self.outside_layers) * self.itemsize // self.layout.data
+                gradients = self.trained // self.layout.data + self.gathered_weights
+                found = replace(found, parameters=kept, gradients=gradients * torch.float32.itemsize)
             self._weights[state, offload] = found
         return self._weights[state, offload]
 
@@ -113,6 +119,11 @@ class RunShape:
     def largest_layer(self) -> int:
         """The trained weights of a layer."""
         return max(sum(parameter.numel() for parameter in layer.parameters()) for layer in self.model.layers)
+
+    @property
+    def gathered_weights(self) -> int:
+        """With `shard: parameters`, those that training has gathered at a time: a ring of layers, and the rest."""
+        return RING_SLOTS * self.largest_layer + self.outside_layers
 
     @cached_property
     def outside_layers(self) -> int:
@@ -157,6 +168,11 @@ class RunShape:
     def recomputed(self, config: Config) -> int:
         """How many layers are recomputed."""
         return recomputed_layers(config, self.architecture)
+
+    @property
+    def reads_all_parameters(self) -> bool:
+        """Whether the run generates or scores."""
+        return not self.samples_nothing or self.algorithm.needs_reference or self.algorithm.source == "pairs"
 
     @property
     def samples_nothing(self) -> bool:

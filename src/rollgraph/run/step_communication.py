@@ -5,10 +5,12 @@
 - *shard: optimizer*: gradients are reduced during the backward of the last microbatch of an update, all but those that
   arrive last. Parameters are gathered during the forward that follows, all but the first; after the last update of a
   step, generation follows, which needs all of them, so nothing hides that.
-- *shard: parameters*: generation begins with a gather of everything, which nothing hides. In scoring and training, a
-  layer is gathered while the one before it computes, in the forward and again in the backward, and its gradients are
-  reduced while the next one computes, for every microbatch.
-- *tensor_parallel*: two sums in the forward of each layer and two in its backward. The layer waits for all of them.
+- *shard: parameters*: generation begins with a gather of everything, which nothing hides, and so does scoring by the
+  reference policy. In training, a layer is gathered while the one before it computes, in the forward and again in the
+  backward, and its gradients are reduced while the next one computes, for every microbatch.
+- *tensor_parallel*: two sums in the forward of each layer and two in its backward. The layer waits for all of them. A
+  rank gathers what all have computed and adds it up in the order of ranks, so that all have the same bits; that moves
+  more than a sum by the library would.
 
 Single numbers, such as the norm of the gradients, are not counted.
 """
@@ -142,13 +144,11 @@ def _sharded_parameters(work: _Work) -> list[Exchange]:
         ),
         Exchange("embedding and head", "train", work.updates * rest),
     ]
-    if work.score_passes:
-        count = work.score_microbatches
-        found.append(
-            Exchange("layers, gathered", "score", count * in_forward.seconds, count * in_forward.hidden),
-        )
+    whole = group.all_gather(shape.whole_parameters)
+    if shape.keeps_reference:
+        found.append(Exchange("gathered reference", "score", whole))
     if not shape.samples_nothing:
-        found.append(Exchange("gathered parameters", "generate", group.all_gather(shape.whole_parameters)))
+        found.append(Exchange("gathered parameters", "generate", whole))
     return found
 
 
@@ -159,7 +159,7 @@ def _tensor_sums(work: _Work) -> list[Exchange]:
     def sums(tokens: int) -> float:
         """Of all layers, in a forward over so many tokens."""
         nbytes = tokens * shape.architecture.hidden * shape.itemsize
-        return _SUMS * work.layers * group.all_reduce(nbytes)
+        return _SUMS * work.layers * group.all_gather(group.ranks * nbytes)
 
     passes = 2 + shape.recomputed(config) / work.layers  # forward, backward, and what is computed again
     found = [Exchange("sums of tensor groups", "train", work.train_microbatches * passes * sums(work.tokens))]
