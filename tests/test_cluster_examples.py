@@ -5,7 +5,9 @@ as it says. Neither SLURM nor Kubernetes is here: the script runs with stand-ins
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,8 +20,10 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
+from rollgraph.cli import main
 from rollgraph.commands.train import add_to as add_train
 from rollgraph.config import Config, parse_config
+from tests.run.test_layouts import QWEN_32B
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "examples" / "cluster"
@@ -101,6 +105,27 @@ def test_the_indexed_job_starts_as_many_nodes_as_torchrun_waits_for() -> None:
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     names = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == names
+
+
+@pytest.mark.slow
+def test_the_page_shows_plans_that_were_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(yaml|text)\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(next(text for language, text in blocks if language == "yaml"))
+    model = tmp_path / "models" / "Qwen2.5-32B-Instruct"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(QWEN_32B))
+    monkeypatch.chdir(tmp_path)
+    shown = [text for language, text in blocks if language == "text"]
+    assert len(shown) == 3
+    for text in shown:
+        command, _, *lines = text.splitlines()
+        words = shlex.split(command.removeprefix("$ "))
+        assert main(words[1:]) in (0, 1)
+        printed = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line and line not in printed] == []
 
 
 # -- SLURM -------------------------------------------------------------------------------------------

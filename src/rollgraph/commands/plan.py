@@ -182,7 +182,7 @@ def describe(plan: Plan) -> str:
         text += [plan.proposal]
     if plan.floor is not None:
         text += ["", *_describe_floor(plan.floor)]
-        if plan.layout.ranks > 1:
+        if plan.layout.ranks > 1 and plan.choice.fits:
             text += ["", *describe_phases(plan)]
     if plan.layouts:
         text += ["", *describe_layouts(plan)]

@@ -17,19 +17,22 @@ def describe_phases(plan: Plan) -> list[str]:
     from rollgraph.run.plan_lines import PHASES
 
     time = plan.choice.settings.time
-    rows = [("estimated time of a step, s", *PHASES)]
+    shown: dict[str, dict[str, str]] = {}  # by name and phase
     for exchange in time.exchanges:
-        shown = f"{seconds(exchange.exposed)} of {seconds(exchange.seconds)}"
-        rows.append((exchange.name, *(shown if phase == exchange.phase else "" for phase in PHASES)))
+        text = f"{seconds(exchange.exposed)} of {seconds(exchange.seconds)}"
+        shown.setdefault(exchange.name, {})[exchange.phase] = text
+    rows = [("estimated time of a step, s", *PHASES)]
+    for name, cells in shown.items():
+        rows.append((name, *(cells.get(phase, "") for phase in PHASES)))
     rows.append(("sum", *(seconds(time.of_phase(phase)) for phase in PHASES)))
     network = plan.layout.network
     inside, between = (
         f"{link.bandwidth / 1e9:g} GB/s and {link.latency * 1e6:g} us" for link in (network.inside, network.between)
     )
-    text = f"communication: what computing does not hide, of all; {inside} inside a node"
+    note = f"communication: what computing does not hide, of all; {inside} inside a node"
     if plan.layout.nodes > 1:
-        text += f", {between} between nodes"
-    return [*table(rows), text]
+        note += f", {between} between nodes"
+    return [*table(rows), note]
 
 
 def describe_layouts(plan: Plan) -> list[str]:
