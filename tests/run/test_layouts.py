@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rollgraph.run.memory_choice import MemoryBudget
 from rollgraph.run.memory_plan import pool_bytes
 from rollgraph.run.memory_remedies import DoesNotFit
 from rollgraph.run.plan import Plan, make_plan
-from rollgraph.run.plan_lines import PHASES
+from rollgraph.run.plan_lines import GIB, PHASES
 from tests.run.test_memory_plan import call, line
 
 QWEN_32B = {
@@ -107,13 +108,25 @@ def test_all_layers_are_there_to_generate_and_to_score(folder: Path) -> None:
     assert line(written, "parameters, gathered") == 0  # it does neither
 
 
-def test_gathered_parameters_lie_beside_the_pool(folder: Path) -> None:
-    """The peak is what is always there, gradients, all layers, and the pool of graphs."""
+def test_gathered_parameters_lie_in_the_pool(folder: Path) -> None:
+    """The peak is what is always there, gradients, and the pool of graphs, which has room for all layers."""
     plan = planned(folder, "shard=parameters", ranks=8)
     always = [entry for entry in plan.lines if entry.where == "device" and entry.phases == PHASES]
     others = sum(entry.nbytes for entry in always if entry.name not in ("fragments", "not shared"))
     pool = pool_bytes(plan.choice.settings.shape, plan.lines)
-    assert plan.peak == others + line(plan, "gradients, fp32") + line(plan, "parameters, gathered") + pool
+    assert plan.peak == others + line(plan, "gradients, fp32") + pool
+    assert pool > line(plan, "parameters, gathered")
+    less, more = (
+        planned(folder, "shard=parameters", f"train.microbatch_tokens={tokens}", ranks=8) for tokens in (2560, 4096)
+    )
+    assert line(more, "activations") - line(less, "activations") > 10 * GIB
+    assert more.peak - less.peak < 5 * GIB  # they lie where the layers do
+
+
+def test_gathered_parameters_have_memory_of_their_own_on_a_cpu(folder: Path) -> None:
+    plan = planned(folder, "shard=parameters", "memory.cache_gib=1", ranks=8, device="cpu")
+    without = sum(entry.nbytes for entry in plan.lines if "train" in entry.phases)
+    assert plan.peak >= without + line(plan, "parameters, gathered") - line(plan, "not shared")
 
 
 def test_one_rank_has_nothing_to_shard(folder: Path) -> None:
@@ -205,7 +218,8 @@ def test_layers_that_cannot_be_divided_are_refused(
 
 def test_both_ways_to_divide_compose(folder: Path) -> None:
     """Each rank keeps a part, by data, of its part, by layers."""
-    plan = planned(folder, "shard=parameters", "tensor_parallel=4", ranks=16, nodes=2)
+    both = replace(configured(folder, *SETTLED), shard="parameters", tensor_parallel=4)  # a rule may refuse it
+    plan = make_plan(both, ranks=16, nodes=2)
     local = 64 * (NORMS + (QKV + OUT + MLP) // 4) + REST
     assert line(plan, "parameters") == 2 * (local - REST) // 4
     assert line(plan, "parameters, gathered") == 2 * (local - REST)
@@ -254,7 +268,7 @@ def test_layouts_that_a_run_would_refuse_are_not_compared(folder: Path) -> None:
     few = make_plan(configured(folder, "data.prompts_per_step=4", "tensor_parallel=2"), ranks=8, layouts=True)
     assert [option.layout.describe() for option in few.layouts] == [f"tensor_parallel: {n}" for n in (2, 4, 8)]
     adapted = make_plan(configured(folder, "adapter.rank=8"), ranks=2, layouts=True)
-    assert [option.layout.describe() for option in adapted.layouts] == ["shard: optimizer", "tensor_parallel: 2"]
+    assert "shard: parameters" not in [option.layout.describe() for option in adapted.layouts]
     assert make_plan(configured(folder), layouts=True).layouts == ()
 
 

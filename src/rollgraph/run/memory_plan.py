@@ -79,7 +79,7 @@ def _gathered(shape: RunShape) -> list[PlanLine]:
     """With `shard: parameters`: what is gathered beside the parts that a rank keeps.
 
     Training has a ring of layers, whose addresses graphs know, so it is there all the time, like what belongs to no
-    layer. Generation and scoring have a copy of all layers, in memory that the graphs' pool does not share.
+    layer. Generation and scoring have a copy of all layers: on CUDA in the graphs' pool, over activations of training.
     """
     if not shape.layout.shards_parameters:
         return []
@@ -325,9 +325,9 @@ def _not_shared(shape: RunShape, lines: Sequence[PlanLine]) -> PlanLine:
     """What cannot be shared although no phase needs all of it at once."""
     working, pages = _working_memory(shape, lines)
     sizes = {line.name: line.nbytes for line in lines}
-    held = sizes[GRADIENTS] + sizes.get(GATHERED, 0) + max(working.values())
+    held = sizes[GRADIENTS] + max(working.values())
     if not shape.cuda:
-        held += pages
+        held += pages + sizes.get(GATHERED, 0)
     always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
     needed = max(total(lines, phase) for phase in PHASES) - always
     return PlanLine("not shared", held - needed, "device", PHASES)
@@ -340,18 +340,17 @@ def pool_bytes(shape: RunShape, lines: Sequence[PlanLine]) -> int:
 
 
 def _working_memory(shape: RunShape, lines: Sequence[PlanLine]) -> tuple[dict[Phase, int], int]:
-    """What each phase needs beside what all need, beside the gradients and beside gathered parameters; and the pages
-    that do not lie over the gradients.
+    """What each phase needs beside what all need and beside the gradients, and the pages that do not lie over those.
 
     The pages of whole layers lie over the gradients. The others are part of what generation needs on CUDA, where they
-    lie in the pool; on a CPU they have memory of their own.
+    lie in the pool, and so are gathered parameters; on a CPU both have memory of their own.
     """
     sizes = {line.name: line.nbytes for line in lines}
     cache, gradients = sizes.get(CACHE, 0), sizes[GRADIENTS]
     layer = max(1, cache // shape.architecture.layers)
     within = min(cache, gradients // layer * layer)
     always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
-    shared = [line for line in lines if line.name != GATHERED]
+    shared = [line for line in lines if shape.cuda or line.name != GATHERED]
     working = {phase: total(shared, phase) - always for phase in PHASES}
     working["train"] -= gradients
     working["generate"] -= within if shape.cuda else cache
