@@ -18,7 +18,7 @@ from rollgraph.run.layer_memory import Pass
 from rollgraph.run.memory_plan import pool_bytes
 from rollgraph.run.plan import Plan, make_plan
 from rollgraph.run.plan_lines import PHASES
-from rollgraph.run.run_shape import shape_model
+from rollgraph.run.run_shape import shape_run
 from rollgraph.run.setup import make_run
 from rollgraph.run.step_floor import Floor, Speed, sum_up_to
 
@@ -129,7 +129,7 @@ def test_a_billion_tokens_are_planned_without_counting_them(folder: Path) -> Non
 
 
 def test_the_model_has_no_memory(folder: Path) -> None:
-    model, _ = shape_model(configured(folder))
+    model = shape_run(configured(folder)).model
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

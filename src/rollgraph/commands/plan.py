@@ -1,4 +1,4 @@
-"""`rollgraph plan`: the memory of each phase and the least time of a step, before anything is allocated."""
+"""`rollgraph plan`: the memory of each phase, the time of a step and the layout, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rollgraph.commands.config_arguments import add_words
-from rollgraph.config import ConfigError, load_config
+from rollgraph.commands.plan_tables import describe_layouts, describe_phases, describe_scaling, seconds, table
+from rollgraph.config import Config, ConfigError, load_config
 
 if TYPE_CHECKING:
+    from rollgraph.run.communication import Network
     from rollgraph.run.plan import Plan
     from rollgraph.run.step_floor import Floor, Speed
 
@@ -24,12 +26,35 @@ def add_to(commands: Any) -> None:
         "plan",
         help="show the memory and the least time a run needs, before it starts",
         description="Reads the configuration and the model's config.json, and allocates nothing. Shows the settings of "
-        "memory that the run would choose and why, what each phase needs, and, if the run does not fit, what would. "
+        "memory that the run would choose and why, what each phase needs, and, if the run does not fit, what would, "
+        "another layout of the ranks among it. "
         f"Exit code: {DONE} if it fits or that is unknown, {TOO_LARGE} if it does not fit, {WRONG} if the "
         "configuration is wrong.",
     )
     add_words(parser, "memory.cache_gib=20")
-    parser.add_argument("--ranks", type=int, default=1, help="number of processes (default: 1)")
+    parser.add_argument(
+        "--ranks", type=int, help="number of processes (default: those of `cluster` with engine ray, else 1)"
+    )
+    parser.add_argument(
+        "--nodes", type=int, help="number of nodes (default: those of `cluster`, else one for every 8 ranks)"
+    )
+    parser.add_argument(
+        "--link",
+        action="append",
+        default=[],
+        metavar="WHICH=GB/S,US",
+        help="bandwidth of a rank in one direction, and latency of a hop, `inside` a node or `between` nodes; "
+        "may be repeated (default: inside=450,3 for NVLink and between=50,10 for InfiniBand, nominal)",
+    )
+    parser.add_argument("--layouts", action="store_true", help="compare all layouts of the ranks, even if the run fits")
+    parser.add_argument(
+        "--scale",
+        nargs="?",
+        const="fixed",
+        choices=("fixed", "grown"),
+        help="estimate a step with up to 1,024 GPUs: with the configured prompts, or `grown`, with more prompts for "
+        "more GPUs",
+    )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
@@ -60,24 +85,61 @@ def run(options: argparse.Namespace) -> int:
 
     given = (options.device_gib, options.host_gib, options.tflops, options.tb_per_second)
     try:
-        if any(value is not None and not 0 < value < math.inf for value in (options.ranks, *given)):
+        if any(value is not None and not 0 < value < math.inf for value in (options.ranks, options.nodes, *given)):
             raise ValueError(
-                "--ranks, --device-gib, --host-gib, --tflops and --tb-per-second must be positive and finite"
+                "--ranks, --nodes, --device-gib, --host-gib, --tflops and --tb-per-second must be positive and finite"
             )
+        ranks, nodes = _ranks_and_nodes(options, config)
         check_device(config, options.device)
         plan = make_plan(
             resolve_adapter(config),
-            ranks=options.ranks,
+            ranks=ranks,
+            nodes=nodes,
+            network=_network(options.link),
             device_bytes=_device_bytes(options),
             host_bytes=None if options.host_gib is None else int(options.host_gib * GIB),
             device=options.device,
             speed=_speed(options),
+            layouts=options.layouts,
+            scale=options.scale,
         )
     except (ValueError, OSError) as error:
         print(f"rollgraph plan: {error}", file=sys.stderr)
         return WRONG
     print(json.dumps(plan.to_dict(), indent=2) if options.json else describe(plan))
     return TOO_LARGE if plan.fits is False else DONE
+
+
+def _ranks_and_nodes(options: argparse.Namespace, config: Config) -> tuple[int, int]:
+    """What was given and, in place of what was not, what the configuration says about its cluster."""
+    from rollgraph.run.layout import assumed_nodes
+
+    cluster = config.cluster
+    if options.ranks is None and cluster.engine == "ray":
+        nodes = options.nodes or cluster.nodes
+        return nodes * cluster.ranks_on_node, nodes
+    ranks = options.ranks or 1
+    return ranks, options.nodes or assumed_nodes(ranks)
+
+
+def _network(given: list[str]) -> Network:
+    """The links that were given, e.g. between=25,10: 25 GB/s and 10 microseconds."""
+    from rollgraph.run.communication import Link, Network
+
+    found: dict[str, Link] = {}
+    for text in given:
+        which, _, numbers = text.partition("=")
+        bandwidth, _, latency = numbers.partition(",")
+        try:
+            if which not in ("inside", "between"):
+                raise ValueError
+            found[which] = Link(float(bandwidth) * 1e9, float(latency) * 1e-6)
+        except ValueError:
+            raise ValueError(
+                f"--link {text}: expected inside=GB/S,US or between=GB/S,US with positive numbers, such as "
+                "between=50,10 for 50 GB/s and 10 microseconds"
+            ) from None
+    return Network(**found)
 
 
 def _speed(options: argparse.Namespace) -> Speed | None:
@@ -105,16 +167,27 @@ def describe(plan: Plan) -> str:
     """What was chosen, a table of memory, whether it fits, and a table of time where the device's speed is known."""
     from rollgraph.run.plan_lines import PHASES, gib
 
-    rows = [("memory of a rank", "where", *PHASES)]
+    title = "memory of a rank"
+    if plan.layout.ranks > 1:
+        title = f"memory of one of {_ranks(plan)}"
+    rows = [(title, "where", *PHASES)]
     for line in filter(lambda line: line.nbytes, plan.lines):
         cells = (gib(line.nbytes) if phase in line.phases else "" for phase in PHASES)
         rows.append((line.name, line.where, *cells))
     rows.append(("sum", "device", *(gib(plan.total(phase)) for phase in PHASES)))
     if plan.device != "cpu":
         rows.append(("sum", "host", *(gib(plan.total(phase, "host")) for phase in PHASES)))
-    text = [*_describe_choice(plan), *_table(rows), "", _verdict(plan)]
+    text = [*_describe_choice(plan), *table(rows), "", _verdict(plan)]
+    if plan.proposal:
+        text += [plan.proposal]
     if plan.floor is not None:
         text += ["", *_describe_floor(plan.floor)]
+        if plan.layout.ranks > 1 and plan.choice.fits:
+            text += ["", *describe_phases(plan)]
+    if plan.layouts:
+        text += ["", *describe_layouts(plan)]
+    if plan.scaling is not None:
+        text += ["", *describe_scaling(plan.scaling)]
     return "\n".join([*text, *(f"note: {note}" for note in plan.notes)])
 
 
@@ -122,7 +195,7 @@ def _describe_choice(plan: Plan) -> list[str]:
     if not plan.choice.reasons:
         return []
     title = "chosen" if plan.choice.fits else "needs least"
-    estimate = f"estimated step: {_seconds(plan.choice.settings.time.total)} s"
+    estimate = f"estimated step: {seconds(plan.choice.settings.time.total)} s"
     return [f"{title}:", *(f"  {line}" for line in plan.choice.describe()), estimate, ""]
 
 
@@ -131,12 +204,12 @@ def _describe_floor(floor: Floor) -> list[str]:
 
     rows = [
         ("least time of a step, s", "repeated prompts", "shared prompts"),
-        *((name, _seconds(slow), _seconds(floor.shared[name])) for name, slow in floor.repeated.items()),
-        ("sum", *(_seconds(sum(parts.values())) for parts in (floor.repeated, floor.shared))),
+        *((name, seconds(slow), seconds(floor.shared[name])) for name, slow in floor.repeated.items()),
+        ("sum", *(seconds(sum(parts.values())) for parts in (floor.repeated, floor.shared))),
     ]
     speed = (floor.speed.tflops, floor.speed.tb_per_second)
     named = " (measured on an H200)" if speed == (TFLOPS, TB_PER_SECOND) else ""
-    return [*_table(rows), f"at {speed[0]:g} TFLOP/s and {speed[1]:g} TB/s{named}"]
+    return [*table(rows), f"at {speed[0]:g} TFLOP/s and {speed[1]:g} TB/s{named}"]
 
 
 def _verdict(plan: Plan) -> str:
@@ -154,16 +227,7 @@ def _verdict(plan: Plan) -> str:
     return f"needs {peak} in {plan.peak_phase}; {available}: it fits"
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 or cell in ("where", "device", "host") else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def _ranks(plan: Plan) -> str:
+    layout = plan.layout
+    nodes = "1 node" if layout.nodes == 1 else f"{layout.nodes} nodes"
+    return f"{layout.ranks} ranks on {nodes}, {layout.describe()}"

@@ -26,7 +26,7 @@ from rollgraph.run.memory_choice import CHOSEN, Choice, MemoryBudget, choose, is
 from rollgraph.run.memory_plan import pool_bytes
 from rollgraph.run.memory_remedies import OPEN, DoesNotFit, Remedy, find_remedies, needed_bytes
 from rollgraph.run.plan_lines import gib, peak, peak_phase
-from rollgraph.run.run_shape import RunShape, shape_run
+from rollgraph.run.run_shape import Device, RunShape, shape_run
 from rollgraph.run.shared_work import work_on_some
 
 RECORD = "memory.json"  # in the folder of a run: what its first start chose, and what its last one planned
@@ -46,7 +46,8 @@ def choose_memory(config: Config, world: World, inputs: Inputs, note: Note) -> t
 
     Raises DoesNotFit if nothing fits.
     """
-    shape = shape_run(config, ranks=world.size, device="cpu" if world.device == "cpu" else "cuda", inputs=inputs)
+    device: Device = "cpu" if world.device == "cpu" else "cuda"
+    shape = shape_run(config, ranks=world.size, nodes=count_nodes(world), device=device, inputs=inputs)
     budget = find_budget(world)
     choice = choose(config, shape, budget)
     if not choice.fits:
@@ -132,6 +133,13 @@ def find_budget(world: World) -> MemoryBudget:
     if world.device == "cpu":
         return MemoryBudget(host)
     return MemoryBudget(min(device for device, _, _ in found), host)
+
+
+def count_nodes(world: World) -> int:
+    """The machines of the ranks; 1 if they do not have equally many, for then no layout can count on nodes."""
+    machines = work_on_some(world, True, platform.node)
+    shares = {machines.count(machine) for machine in machines}
+    return len(set(machines)) if len(shares) == 1 else 1
 
 
 def available_memory() -> int | None:

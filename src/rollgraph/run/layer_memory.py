@@ -22,7 +22,7 @@ _FLASH_PADDING = 128  # rows that flash attention's backward adds for each seque
 class Pass:
     """A pass over a microbatch: Pass(architecture, tokens=16384, itemsize=2, cuda=True)."""
 
-    architecture: Architecture
+    architecture: Architecture  # of the rank's part of each layer
     tokens: int
     itemsize: int  # bytes of a weight or an activation
     cuda: bool
@@ -31,6 +31,7 @@ class Pass:
     sequences: int = 8  # that the microbatch has room for
     # For an adapted model: the columns that adapters add to each fused product, by its name. None: all weights learn.
     adapters: Mapping[str, int] | None = field(default=None)
+    tensor: int = 1  # ranks that divide each layer
 
     # -- what a forward keeps for its backward ------------------------------------------------------
 
@@ -83,10 +84,17 @@ class Pass:
         a = self.architecture
         mlp = self.tokens * (2 * a.hidden + 3 * a.mlp + self._columns("gate_up")) * self.itemsize
         if self.cuda:
-            return mlp
+            return max(mlp, self._summed())
         # Plain PyTorch gathers the keys and values of a tile for each query, and lays them out anew in fp32.
         attention = self.tokens * TILE * a.kv_heads * a.head_dim * 4 * FP32
-        return max(mlp, attention)
+        return max(mlp, attention, self._summed())
+
+    def _summed(self) -> int:
+        """Where ranks add up what each has computed: the parts of all of them, two sums in fp32, and the stream."""
+        if self.tensor == 1:
+            return 0
+        parts = self.tensor * self.itemsize + 2 * FP32
+        return self.tokens * self.architecture.hidden * (parts + 2 * self.itemsize)
 
     def _columns(self, product: str) -> int:
         return (self.adapters or {}).get(product, 0)
@@ -104,7 +112,7 @@ class Pass:
         mlp = self.tokens * (stream + (3 * a.mlp + self._columns("gate_up")) * self.itemsize)
         attention = self.tokens * stream + self._attention_backward()
         recomputed = self.kept_by_layer() if self.recomputed == a.layers else 0
-        return max(mlp, attention) + recomputed + self._gradients_of_layer()
+        return max(mlp, attention, self._summed()) + recomputed + self._gradients_of_layer()
 
     def _attention_backward(self) -> int:
         """Flash attention: keys and values are repeated for shared prompts, and for the heads that share them."""

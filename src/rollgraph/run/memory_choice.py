@@ -101,7 +101,7 @@ class Choice:
             "chosen": self.values,
             "reasons": self.reasons,
             "reserve_bytes": self.budget.reserve,
-            "estimated_seconds": {**time.floor, **time.added, "total": time.total},
+            "estimated_seconds": {**time.floor, **time.added, "communication": time.exposed, "total": time.total},
         }
 
 

@@ -22,7 +22,7 @@ from rollgraph.model import Decoder
 from rollgraph.policy import Limits
 from rollgraph.run.layer_memory import FP32, Pass
 from rollgraph.run.plan_lines import PHASES, Phase, Place, PlanLine, total
-from rollgraph.run.run_shape import RunShape
+from rollgraph.run.run_shape import RING_SLOTS, RunShape
 from rollgraph.sharding import MemoryPlan, OptimizerMemory
 from rollgraph.sharding.peer_copies import COPIES
 from rollgraph.sharding.state_memory import CHUNK
@@ -31,6 +31,7 @@ SNAPSHOT = "copy for checkpoints"
 CACHE = "key/value cache"
 GRADIENTS = "gradients, fp32"
 FRAGMENTS = "fragments"
+GATHERED = "parameters, gathered"
 _GRAPH_OF_LAYER = 48 << 10  # bytes that the driver needs for one layer in one CUDA graph
 # Bytes of modules that the libraries and our kernels load when they are first used, of the libraries' workspaces, and
 # of what the allocator rounds up: what was measured on an H200 beside everything else, in six configurations.
@@ -44,7 +45,7 @@ _FRAGMENTED_PAGES = 5
 def plan_lines(config: Config, shape: RunShape) -> tuple[PlanLine, ...]:
     """The lines of one rank. The settings of memory must have been chosen: none of them is `auto`."""
     limits = shape.limits(config)
-    lines = [*_weights(config, shape), *_reference(config, shape)]
+    lines = [*_weights(config, shape), *_gathered(shape), *_reference(config, shape)]
     if not shape.samples_nothing:
         lines += _generation(config, shape, limits)
     training = _training_pass(config, shape, limits)
@@ -76,6 +77,22 @@ def _weights(config: Config, shape: RunShape) -> list[PlanLine]:
     ]
 
 
+def _gathered(shape: RunShape) -> list[PlanLine]:
+    """With `shard: parameters`: what is gathered beside the parts that a rank keeps.
+
+    Training has a ring of layers, whose addresses graphs know, so it is there all the time, like what belongs to no
+    layer. Generation and scoring have a copy of all layers: on CUDA in the graphs' pool, over activations of training.
+    """
+    if not shape.layout.shards_parameters:
+        return []
+    layers = shape.trained - shape.outside_layers if shape.reads_all_parameters else 0
+    return [
+        PlanLine("ring of layers", RING_SLOTS * shape.largest_layer * shape.itemsize, "device", PHASES),
+        PlanLine("embedding and head", shape.outside_layers * shape.itemsize, "device", PHASES),
+        PlanLine(GATHERED, layers * shape.itemsize, "device", ("generate", "score")),
+    ]
+
+
 def _copies(config: Config, optimizer: OptimizerMemory) -> list[PlanLine]:
     """Copies of the optimizer's state in host memory, allocated by the first save, or else after the first step."""
     if not config.checkpoint.peers:
@@ -96,7 +113,7 @@ def _reference(config: Config, shape: RunShape) -> list[PlanLine]:
     if not shape.keeps_reference:
         return []
     where: Place = "host" if config.memory.reference == "host" else "device"
-    return [PlanLine("reference", planned_weights(config, shape).parameters, where, PHASES)]
+    return [PlanLine("reference", sum(_kept_buckets(shape)), where, PHASES)]
 
 
 # -- generation -------------------------------------------------------------------------------------
@@ -131,7 +148,7 @@ def _generation(config: Config, shape: RunShape, limits: Limits) -> list[PlanLin
     pinned = 2 * (batches[-1] + state + history + 8 * rows) + 2 * results
     copies = 1 if shape.cuda else 3  # plain PyTorch makes intermediate results, kernels do not
     drawn = rows * a.vocabulary * FP32 * (8 if rollout.filtered else copies)  # filtering sorts
-    prefill = Pass(a, limits.prefill_tokens, shape.itemsize, shape.cuda, adapters=shape.adapters).inside_layer()
+    prefill = _prefill_pass(shape, limits).inside_layer()
     if shape.cuda:
         drawn = max(0, drawn - prefill)  # one after the other, in the same memory
     return [
@@ -141,6 +158,18 @@ def _generation(config: Config, shape: RunShape, limits: Limits) -> list[PlanLin
         PlanLine("inside a layer, prefill", prefill, "device", ("generate",)),
         PlanLine("logits, decode", drawn, "device", ("generate",)),
     ]
+
+
+def _prefill_pass(shape: RunShape, limits: Limits) -> Pass:
+    assert limits.prefill_tokens is not None
+    return Pass(
+        shape.architecture,
+        limits.prefill_tokens,
+        shape.itemsize,
+        shape.cuda,
+        adapters=shape.adapters,
+        tensor=shape.layout.tensor,
+    )
 
 
 def _blocks_of_row(limits: Limits) -> int:
@@ -161,6 +190,7 @@ def _training_pass(config: Config, shape: RunShape, limits: Limits) -> Pass:
         parts=not {"step", "layer"} & set(training_scopes(config, shape.ranks)),
         sequences=limits.sequences(tokens),
         adapters=shape.adapters,
+        tensor=shape.layout.tensor,
     )
 
 
@@ -257,14 +287,19 @@ def _outside_graphs(config: Config, shape: RunShape) -> list[PlanLine]:
     if shape.keeps_reference and config.memory.reference == "host":
         exchange = 2 * _largest_bucket(shape)
     elif shape.keeps_reference:  # a copy of each bucket in turn: one that is larger than all before it is new memory
-        sizes = [bucket.numel * bucket.dtype.itemsize for bucket in shape.buckets]
-        exchange = sum(set(accumulate(sizes, max)))
+        exchange = sum(set(accumulate(_kept_buckets(shape), max)))
     norm = 2 * 8 * CHUNK  # gradients in fp64, and their squares
     return [PlanLine("outside of graphs", max(exchange, norm), "device", PHASES)]
 
 
 def _largest_bucket(shape: RunShape) -> int:
-    return max(bucket.numel * bucket.dtype.itemsize for bucket in shape.buckets)
+    return max(_kept_buckets(shape))
+
+
+def _kept_buckets(shape: RunShape) -> list[int]:
+    """The bytes of each bucket that a rank keeps."""
+    parts = shape.layout.data if shape.layout.shards_parameters else 1
+    return [bucket.numel * bucket.dtype.itemsize // parts for bucket in shape.buckets]
 
 
 def _graphs(config: Config, shape: RunShape, limits: Limits) -> PlanLine:
@@ -291,9 +326,10 @@ def _fragments(config: Config, shape: RunShape, training: Pass) -> int:
 def _not_shared(shape: RunShape, lines: Sequence[PlanLine]) -> PlanLine:
     """What cannot be shared although no phase needs all of it at once."""
     working, pages = _working_memory(shape, lines)
-    held = {line.name: line.nbytes for line in lines}[GRADIENTS] + max(working.values())
+    sizes = {line.name: line.nbytes for line in lines}
+    held = sizes[GRADIENTS] + max(working.values())
     if not shape.cuda:
-        held += pages
+        held += pages + sizes.get(GATHERED, 0)
     always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
     needed = max(total(lines, phase) for phase in PHASES) - always
     return PlanLine("not shared", held - needed, "device", PHASES)
@@ -309,14 +345,15 @@ def _working_memory(shape: RunShape, lines: Sequence[PlanLine]) -> tuple[dict[Ph
     """What each phase needs beside what all need and beside the gradients, and the pages that do not lie over those.
 
     The pages of whole layers lie over the gradients. The others are part of what generation needs on CUDA, where they
-    lie in the pool; on a CPU they have memory of their own.
+    lie in the pool, and so are gathered parameters; on a CPU both have memory of their own.
     """
     sizes = {line.name: line.nbytes for line in lines}
     cache, gradients = sizes.get(CACHE, 0), sizes[GRADIENTS]
     layer = max(1, cache // shape.architecture.layers)
     within = min(cache, gradients // layer * layer)
     always = sum(line.nbytes for line in lines if line.where == "device" and line.phases == PHASES)
-    working = {phase: total(lines, phase) - always for phase in PHASES}
+    shared = [line for line in lines if shape.cuda or line.name != GATHERED]
+    working = {phase: total(shared, phase) - always for phase in PHASES}
     working["train"] -= gradients
     working["generate"] -= within if shape.cuda else cache
     return working, cache - within

@@ -1,15 +1,16 @@
-"""What would fit, if nothing does: the settings nearest to those that the user wrote.
+"""What would fit, if nothing does: another layout of the same ranks, or the settings nearest to those of the user.
 
 Each remedy changes as little as possible, and is checked by choosing with it: what is named here does fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rollgraph.config import AdapterConfig, Config, ConfigError, ConfigProblem
+from rollgraph.run.layout_choice import LayoutOption, compare_layouts, propose
 from rollgraph.run.memory_choice import Choice, MemoryBudget, choose, value_of, with_values
 from rollgraph.run.plan_lines import gib, peak, peak_phase
 from rollgraph.run.run_shape import RunShape, shape_run
@@ -52,11 +53,14 @@ def describe_misfit(choice: Choice, remedies: list[Remedy]) -> str:
     """What is missing, and what to change."""
     lines, budget = choice.settings.lines, choice.budget
     assert budget.device is not None or budget.host is not None, "only what is known can be too small"
-    text = f"this run needs at least {gib(needed_bytes(choice))} in {peak_phase(lines)}"
+    layout = choice.settings.shape.layout
+    ranks = "" if layout.ranks == 1 else f" on each of {layout.ranks} ranks with {layout.describe()}"
+    text = f"this run needs at least {gib(needed_bytes(choice))} in {peak_phase(lines)}{ranks}"
     if budget.device is not None and needed_bytes(choice) > budget.device:
         text += f", {gib(budget.reserve)} in reserve included, but the device has {gib(budget.device)}"
     elif budget.host is not None:
-        text = f"this run needs at least {gib(peak(lines, 'host'))} of host memory, but {gib(budget.host)} are free"
+        needed = f"{gib(peak(lines, 'host'))} of host memory{ranks}"
+        text = f"this run needs at least {needed}, but {gib(budget.host)} are free"
     if not remedies:
         return f"{text}. No nearby setting fits: use a smaller model or a larger device"
     return f"{text}. What would fit: {', or '.join(map(str, remedies))}"
@@ -67,9 +71,19 @@ def needed_bytes(choice: Choice) -> int:
     return peak(choice.settings.lines) + choice.budget.reserve
 
 
-def find_remedies(config: Config, shape: RunShape, budget: MemoryBudget) -> list[Remedy]:
-    """The nearest settings that fit, the nearest one first."""
+def find_remedies(
+    config: Config, shape: RunShape, budget: MemoryBudget, layouts: Sequence[LayoutOption] | None = None
+) -> list[Remedy]:
+    """The fastest layout that fits, and then the nearest settings, the nearest one first.
+
+    `layouts` are those of `compare_layouts`, if somebody has compared them already.
+    """
+    if layouts is None:
+        layouts = compare_layouts(config, shape, budget)
     found: list[Remedy] = []
+    best = propose(layouts)
+    if best is not None:
+        found.append(Remedy(best.changes(config), best.config, best.needed))
     for alternatives in (_reopened(config), _cheaper(config, shape), _adapted(config, shape), _shorter(config, shape)):
         remedies = (_try(setting, changed, shape, budget) for setting, changed in alternatives)
         found += filter(None, [next(filter(None, remedies), None)])
@@ -82,7 +96,9 @@ def find_remedies(config: Config, shape: RunShape, budget: MemoryBudget) -> list
 
 
 def _try(setting: str, config: Config, shape: RunShape, budget: MemoryBudget) -> Remedy | None:
-    choice = choose(config, shape_run(config, ranks=shape.ranks, device=shape.device), budget)
+    now = shape.layout
+    changed = shape_run(config, ranks=now.ranks, nodes=now.nodes, network=now.network, device=shape.device)
+    choice = choose(config, changed, budget)
     return Remedy(setting, config, needed_bytes(choice)) if choice.fits else None
 
 

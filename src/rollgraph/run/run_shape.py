@@ -20,7 +20,9 @@ from rollgraph.policy import Limits
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.rl.demonstrations import COLUMNS
 from rollgraph.run.base_model import adapter_spec, base_is_reference
+from rollgraph.run.communication import Network
 from rollgraph.run.inputs import Inputs, make_algorithm, make_tokenizer, read_architecture
+from rollgraph.run.layout import Layout, divide, layout_of
 from rollgraph.run.shapes import longest_written, make_limits, memory_limits, recomputed_layers, written_limits
 from rollgraph.run.teacher import shape_teacher
 from rollgraph.sharding import (
@@ -35,16 +37,18 @@ from rollgraph.sharding import (
 )
 
 Device = Literal["cuda", "cpu"]
+RING_SLOTS = 2  # layers that are gathered at a time, with `shard: parameters`: one is computed, and one arrives
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """One rank of a run, out of `ranks`."""
+    """One rank of a run."""
 
-    model: Decoder  # without memory
+    model: Decoder  # without memory: the rank's part of each layer
+    whole: Architecture  # of the model that all ranks of a tensor group have together
     multiplied: int  # weights that each token is multiplied with: all but the embedding, unless it is the head, too
     algorithm: Algorithm
-    ranks: int
+    layout: Layout
     device: Device
     keeps_reference: bool = False  # whether a second set of the trained weights is kept
     teacher: Decoder | None = None  # one that is another model than the policy
@@ -55,7 +59,12 @@ class RunShape:
 
     @property
     def architecture(self) -> Architecture:
+        """Of the rank's part of the model."""
         return self.model.architecture
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
 
     @property
     def cuda(self) -> bool:
@@ -65,10 +74,18 @@ class RunShape:
     def itemsize(self) -> int:
         return self.model.embed.weight.dtype.itemsize
 
+    def under(self, config: Config, *, ranks: int | None = None, nodes: int | None = None) -> RunShape:
+        """The shape of a rank with another configuration or another number of ranks; the data is the same."""
+        now = self.layout
+        changed = shape_run(
+            config, ranks=ranks or now.ranks, nodes=nodes or now.nodes, network=now.network, device=self.device
+        )
+        return replace(changed, longest=self.longest)
+
     @cached_property
     def buckets(self) -> tuple[BucketPlan, ...]:
         """Those of the parameters that are trained."""
-        return plan_buckets(specs_of(self.model), ranks=self.ranks, bucket_bytes=BUCKET_BYTES)
+        return plan_buckets(specs_of(self.model), ranks=self.layout.data, bucket_bytes=BUCKET_BYTES)
 
     @cached_property
     def frozen(self) -> int:
@@ -79,10 +96,40 @@ class RunShape:
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def weights(self, state: StateFormat, offload: Offload) -> MemoryPlan:
-        """Parameters, gradients and optimizer state."""
+        """Parameters, gradients and optimizer state.
+
+        With `shard: parameters`, the parameters are this rank's part of the layers, and the gradients are those of its
+        part of everything and of what is gathered at a time.
+        """
         if (state, offload) not in self._weights:
-            self._weights[state, offload] = plan_memory(self.buckets, torch.float32, state, offload)
+            found = plan_memory(self.buckets, torch.float32, state, offload)
+            if self.layout.shards_parameters:
+                kept = (self.trained - self.outside_layers) * self.itemsize // self.layout.data
+                gradients = self.trained // self.layout.data + self.gathered_weights
+                found = replace(found, parameters=kept, gradients=gradients * torch.float32.itemsize)
+            self._weights[state, offload] = found
         return self._weights[state, offload]
+
+    @cached_property
+    def whole_parameters(self) -> int:
+        """The bytes of all trained parameters of the rank's part of the model, padding included."""
+        return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """The trained weights of a layer."""
+        return max(sum(parameter.numel() for parameter in layer.parameters()) for layer in self.model.layers)
+
+    @property
+    def gathered_weights(self) -> int:
+        """With `shard: parameters`, those that training has gathered at a time: a ring of layers, and the rest."""
+        return RING_SLOTS * self.largest_layer + self.outside_layers
+
+    @cached_property
+    def outside_layers(self) -> int:
+        """The trained weights that belong to no layer: the embedding, the head and the last norm."""
+        layers = (parameter for layer in self.model.layers for parameter in layer.parameters())
+        return self.trained - sum(parameter.numel() for parameter in layers)
 
     @cached_property
     def trained(self) -> int:
@@ -104,7 +151,11 @@ class RunShape:
         """The sequences of a step on one rank."""
         written = COLUMNS.get(self.algorithm.source)
         each = config.rollout.samples_per_prompt if written is None else len(written)
-        return -(-config.data.prompts_per_step // self.ranks) * each
+        return self.prompts(config) * each
+
+    def prompts(self, config: Config) -> int:
+        """The prompts of a step on one rank; ranks of a tensor group have the same ones."""
+        return -(-config.data.prompts_per_step // self.layout.data)
 
     def tokens(self, config: Config) -> int:
         """The tokens of a step on one rank, if all are as long as allowed; the prompt of a group counts once."""
@@ -112,11 +163,16 @@ class RunShape:
         if self.samples_nothing:
             return self.samples(config) * longest
         new = min(config.rollout.max_tokens, longest - 1)
-        return self.samples(config) * new + -(-config.data.prompts_per_step // self.ranks) * (longest - new)
+        return self.samples(config) * new + self.prompts(config) * (longest - new)
 
     def recomputed(self, config: Config) -> int:
         """How many layers are recomputed."""
         return recomputed_layers(config, self.architecture)
+
+    @property
+    def reads_all_parameters(self) -> bool:
+        """Whether the run generates or scores."""
+        return not self.samples_nothing or self.algorithm.needs_reference or self.algorithm.source == "pairs"
 
     @property
     def samples_nothing(self) -> bool:
@@ -133,15 +189,26 @@ class RunShape:
     def _make_limits(self, config: Config) -> Limits:
         written = COLUMNS.get(self.algorithm.source)
         if written is None:
-            return make_limits(config, self.architecture, self.device, self.ranks)
+            return make_limits(config, self.architecture, self.device, self.layout.data)
         longest = self.longest or longest_written(config, self.architecture)
-        return written_limits(config, longest, len(written), self.device, self.ranks)
+        return written_limits(config, longest, len(written), self.device, self.layout.data)
 
 
-def shape_run(config: Config, *, ranks: int = 1, device: Device = "cuda", inputs: Inputs | None = None) -> RunShape:
+def shape_run(
+    config: Config,
+    *,
+    ranks: int = 1,
+    nodes: int = 1,
+    network: Network | None = None,
+    device: Device = "cuda",
+    inputs: Inputs | None = None,
+) -> RunShape:
     """The shape of one rank out of `ranks`. With `inputs`, rows that were written are as long as those in the data."""
-    model, notes = shape_model(config)
-    a = model.architecture
+    layout = layout_of(config, ranks, nodes, network)
+    whole, dtype, notes = _read_model(config)
+    a = divide(whole, layout.tensor)
+    with torch.device("meta"):
+        model = Decoder(a).to(dtype=dtype)
     table = 0 if a.tied else a.vocabulary * a.hidden
     multiplied = sum(parameter.numel() for parameter in model.parameters()) - table
     if config.adapter is not None:
@@ -154,18 +221,16 @@ def shape_run(config: Config, *, ranks: int = 1, device: Device = "cuda", inputs
     elif config.data.max_prompt_tokens is None:
         notes.append("data.max_prompt_tokens is null, so prompts are assumed to be as long as the model allows")
     teacher = shape_teacher(config) if algorithm.needs_reference else None
-    if teacher is not None and teacher.architecture == a and config.adapter is None:
+    if teacher is not None and teacher.architecture == whole and config.adapter is None:
         teacher = None  # a set of weights in the slot of the reference policy
     slot = algorithm.needs_reference and teacher is None and not base_is_reference(config)
     longest = None if inputs is None or inputs.written is None else inputs.limits.max_length
-    return RunShape(model, multiplied, algorithm, ranks, device, slot, teacher, longest, tuple(notes))
+    return RunShape(model, whole, multiplied, algorithm, layout, device, slot, teacher, longest, tuple(notes))
 
 
-def shape_model(config: Config) -> tuple[Decoder, list[str]]:
-    """The model of a run, on the meta device, and the assumptions that were made."""
+def _read_model(config: Config) -> tuple[Architecture, torch.dtype, list[str]]:
+    """The whole model of a run, and the assumptions that were made."""
     path = config.model.path
     architecture, dtype = read_architecture(config, make_tokenizer(config) if path is None else None)
-    with torch.device("meta"):
-        model = Decoder(architecture)
     notes = [] if dtype else [f"{path}/config.json names no dtype, so bfloat16 is assumed"]
-    return model.to(dtype=getattr(torch, dtype or "bfloat16")), notes
+    return architecture, getattr(torch, dtype or "bfloat16"), notes

@@ -70,7 +70,7 @@ def step_floor(config: Config, shape: RunShape, limits: Limits, speed: Speed) ->
     a = shape.architecture
     algorithm = shape.algorithm
     weights = shape.multiplied
-    prompts = -(-config.data.prompts_per_step // shape.ranks)
+    prompts = shape.prompts(config)
     samples = shape.samples(config)
     new = min(config.rollout.max_tokens, limits.max_length - 1)
     prompt = limits.max_length - new
