@@ -349,8 +349,8 @@ class Config:
     ] = None
     shard: Annotated[
         Literal["optimizer", "parameters"],
-        "What the ranks divide among themselves. optimizer: gradients and the optimizer's state, while each rank has all "
-        "parameters; parameters: those as well, and layers are gathered when they are needed.",
+        "What the ranks divide among themselves. optimizer: gradients and the optimizer's state, while each rank has "
+        "all parameters; parameters: those as well, and layers are gathered when they are needed.",
     ] = "optimizer"
     tensor_parallel: Annotated[
         Count, "Number of ranks of a node that divide each layer among themselves. 1: each rank computes whole layers."
