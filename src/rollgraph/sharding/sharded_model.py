@@ -187,6 +187,8 @@ class ShardedModel:
 
     def wait_for_gathers(self) -> None:
         """Call this before parameters are written: afterwards no gather in flight can overwrite them."""
+        if self._ring is not None:
+            self._gradients.join_abort()  # of an aborted step, other ranks may not have started what this one waits for
         (self._ring or self._gathers).wait()
 
     def ensure_gathered(self, parameters: Sequence[Tensor]) -> None:
