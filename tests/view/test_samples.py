@@ -47,6 +47,19 @@ def test_groups_are_found_by_each_filter(run: RunData) -> None:
     assert answers.answer_samples(run, {})["steps"] == [0, 2, 4]
 
 
+def test_what_failed_is_found_in_whatever_way_it_failed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2)
+    write_group(folder, 0, 0)
+    write_group(folder, 0, 1, finish_reason="error")
+    write_lines(folder / "samples.jsonl", [make_sample(0, 2, 0), make_sample(0, 2, 1, failures={"exact": "timed out"})])
+    write_group(folder, 0, 3, finish_reason="abort")
+    run = open_run(folder, tmp_path / "cache")
+    assert [group for _, _, group in keys(run, finish="error", order="oldest")] == [1, 2, 3]
+    assert [group for _, _, group in keys(run, finish="abort")] == [3]
+    for group in answers.answer_samples(run, {"finish": "error"})["groups"]:
+        assert any(sample["failed"] for sample in group["samples"])
+
+
 def test_pages_of_groups(run: RunData) -> None:
     pages = [answers.answer_samples(run, {"offset": str(offset), "limit": "5"}) for offset in (0, 5, 10, 15)]
     assert [page["total"] for page in pages] == [13] * 4

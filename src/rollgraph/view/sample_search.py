@@ -87,7 +87,9 @@ def _has_sample(index: SamplesIndex, groups: Table, wanted: Wanted) -> NDArray[n
     fits: NDArray[np.bool_] = np.ones(len(samples), np.bool_)
     if wanted.reward_min > -math.inf or wanted.reward_max < math.inf:
         fits &= (samples["reward"] >= wanted.reward_min) & (samples["reward"] <= wanted.reward_max)
-    if wanted.finish:
+    if wanted.finish == "error":  # in whatever way: of an environment, of a reward function, or given up
+        fits &= samples["failed"]
+    elif wanted.finish:
         fits &= samples["finish"] == FINISHES.index(wanted.finish)
     before = np.concatenate([[0], np.cumsum(fits)])
     found: NDArray[np.bool_] = before[groups["first"] + groups["count"]] > before[groups["first"]]

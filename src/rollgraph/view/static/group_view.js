@@ -6,7 +6,8 @@ import { highlight } from "./highlight.js";
 import { promptBlock } from "./prompt_block.js";
 import { change, linkTo, readRoute } from "./route.js";
 import { SampleCard } from "./sample_card.js";
-import { COLORINGS, legend, tokenTips } from "./tokens.js";
+import { isOnTokens, tokenTips } from "./token_tips.js";
+import { COLORINGS, legend } from "./tokens.js";
 
 const KINDS = { train: "trained on", validation: "validation", dropped: "filtered out: sampled, but not trained on" };
 const LAYOUTS = Object.entries({ "": "Side by side", single: "One at a time" });
@@ -22,11 +23,10 @@ export class GroupView {
     this.controls = h("div", { class: "toolbar plain" });
     this.missing = h("p", { class: "quiet missing", role: "status" });
     this.row = h("div", { class: "cards", on: { keydown: (event) => this.onKey(event) } });
-    const best = [...group.samples].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
-    this.cards = best.map((sample, index) => this.makeCard(run, sample, index));
+    this.cards = group.samples.map((sample, index) => this.makeCard(run, sample, index));
     this.row.classList.toggle(
       "brief",
-      best.every(({ text_preview }) => text_preview.length < BRIEF),
+      group.samples.every(({ text_preview }) => text_preview.length < BRIEF),
     );
     fill(
       this.row,
@@ -110,7 +110,7 @@ export class GroupView {
 
   onKey(event) {
     const moves = { ArrowLeft: -1, ArrowRight: 1 };
-    if (!(event.key in moves) || event.target.closest("button, select, input, summary")) return;
+    if (!(event.key in moves) || isOnTokens(event) || event.target.closest("button, select, input, summary")) return;
     event.preventDefault();
     const next = Math.min(Math.max(this.selected + moves[event.key], 0), this.cards.length - 1);
     this.select(next);
