@@ -67,6 +67,17 @@ def test_the_numbers_of_tokens_are_read_by_keys(opened: Tab) -> None:
     assert page.locator(".token.read").count() == 0
 
 
+def test_one_sample_at_a_time_needs_no_keys(opened: Tab) -> None:
+    page = opened.open("samples?kind=train&layout=single")
+    opened.wait("document.querySelectorAll('.card').length === 6")
+    page.get_by_role("button", name="Worse sample").click()
+    page.get_by_role("button", name="Worse sample").click()
+    assert opened.text(".turner") == "‹sample 3 of 6›"
+    shown = [card.get_attribute("aria-label") for card in page.locator(".card").all() if card.is_visible()]
+    assert len(shown) == 1
+    assert (shown[0] or "").startswith("Sample 3")
+
+
 def test_what_is_open_stays_open_when_a_metric_comes_and_a_run_joins_the_comparison(
     browser: Any, tmp_path: Path
 ) -> None:

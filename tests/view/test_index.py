@@ -239,3 +239,12 @@ def test_half_a_line_is_not_read_again_before_it_grows(tmp_path: Path) -> None:
         file.write('"}\n')
     assert run.update()
     assert len(run.samples.groups) == 1
+
+
+def test_a_request_waits_for_a_small_portion_of_a_long_run(tmp_path: Path) -> None:
+    write_long_run(tmp_path / "run", steps=5_000, samples=8_000)
+    size = sum((tmp_path / "run" / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl"))
+    assert size > 2_000_000
+    run = open_run(tmp_path / "run")
+    assert not run.is_indexed
+    assert run.work.bytes_read < 600_000

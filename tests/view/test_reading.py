@@ -18,7 +18,16 @@ from rollgraph.view import catalog as catalog_module
 from rollgraph.view.catalog import Catalog
 from rollgraph.view.run_data import RunData
 from rollgraph.view.series import Range, find_phases, find_series, thin
-from tests.view.synthetic_run import HEALTHY, make_sample, open_run, write_group, write_lines, write_metrics, write_run
+from tests.view.synthetic_run import (
+    HEALTHY,
+    index_all,
+    make_sample,
+    open_run,
+    write_group,
+    write_lines,
+    write_metrics,
+    write_run,
+)
 
 OF_RUN = (
     answers.answer_names,
@@ -293,7 +302,7 @@ def test_what_is_no_file_that_can_be_read_leaves_a_note(tmp_path: Path) -> None:
 def test_a_thinned_curve_keeps_its_extremes(tmp_path: Path) -> None:
     spike = {"reward": lambda step: 9.0 if step == 777 else float(step % 2)}
     folder = write_run(tmp_path / "run", steps=1000, **spike)
-    metrics = open_run(folder).metrics
+    metrics = index_all(open_run(folder)).metrics
     (thinned,) = find_series(metrics, ["reward"], Range(points=10)).values()
     assert len(thinned["x"]) == 10
     assert max(thinned["high"]) == 9.0

@@ -16,7 +16,7 @@ from rollgraph.view.growing_lines import Line, Work, complete_lines, parse_objec
 from rollgraph.view.index_store import IndexStore, SavedIndex
 from rollgraph.view.run_files import path_in
 
-PORTION = 1 << 20  # bytes that one update reads at most: a request waits no longer than for that
+PORTION = 1 << 18  # bytes that one update reads at most: a request waits no longer than for that
 WORTH_SAVING = 4 << 20  # bytes of the file that were read since the index was saved
 WORTH_SAVING_HALF = 256 << 20  # the same while the end of the file is not reached
 SEEN = 4096  # bytes at each end by which a file is known again

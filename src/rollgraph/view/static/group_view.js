@@ -21,6 +21,7 @@ export class GroupView {
     this.group = group;
     this.params = params;
     this.controls = h("div", { class: "toolbar plain" });
+    this.place = h("span", { class: "quiet", role: "status" });
     this.missing = h("p", { class: "quiet missing", role: "status" });
     this.row = h("div", { class: "cards", on: { keydown: (event) => this.onKey(event) } });
     this.cards = group.samples.map((sample, index) => this.makeCard(run, sample, index));
@@ -91,10 +92,17 @@ export class GroupView {
       segmented("Layout", LAYOUTS, layout, choose("layout")),
       h("label", { class: "field" }, "Colour by ", colors),
       color && legend(color),
+      layout === "single" && this.turner(),
     );
     for (const card of this.cards) card.paint(color);
     this.showMissing();
     highlight(this.element, this.params.q);
+  }
+
+  /** What arrow keys do, for those who have none. */
+  turner() {
+    const better = iconButton("‹", "Better sample", () => this.move(-1));
+    return h("div", { class: "turner" }, better, this.place, iconButton("›", "Worse sample", () => this.move(1)));
   }
 
   update(params) {
@@ -105,6 +113,7 @@ export class GroupView {
   /** Marks a card; in the layout with one at a time it is the one that is shown. */
   select(index) {
     this.selected = index;
+    this.place.textContent = `sample ${index + 1} of ${this.cards.length}`;
     this.cards.forEach((card, at) => card.mark(at === index));
   }
 
@@ -112,9 +121,12 @@ export class GroupView {
     const moves = { ArrowLeft: -1, ArrowRight: 1 };
     if (!(event.key in moves) || isOnTokens(event) || event.target.closest("button, select, input, summary")) return;
     event.preventDefault();
-    const next = Math.min(Math.max(this.selected + moves[event.key], 0), this.cards.length - 1);
-    this.select(next);
-    this.cards[next].element.focus();
+    this.move(moves[event.key]);
+    this.cards[this.selected].element.focus();
+  }
+
+  move(by) {
+    this.select(Math.min(Math.max(this.selected + by, 0), this.cards.length - 1));
   }
 
   close() {
