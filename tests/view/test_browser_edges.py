@@ -37,6 +37,18 @@ def test_an_empty_folder_says_so(browser: Any, tmp_path: Path) -> None:
         assert "No run was found" in opened.text(".notes")
 
 
+def test_a_run_that_is_not_there_is_noted_for_as_long_as_it_is_not(browser: Any, tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run", steps=40)
+    run.take_steps(0, 3)
+    with served([run.folder]) as address, tab(browser, address) as opened:
+        opened.open("overview?run=nobody")
+        assert "There is no run nobody here" in opened.text(".notes")
+        run.take_steps(3, 5)
+        opened.wait("document.querySelector('.steps').textContent === '5 of 40 steps'")
+        opened.page.wait_for_timeout(1000)  # notes that no longer hold are taken away after the charts are drawn
+        assert "There is no run nobody here" in opened.text(".notes")
+
+
 def test_a_wrong_address_says_what_is_wrong(opened: Tab) -> None:
     page = opened.open("samples?run=nobody&open=x.y.z")
     opened.wait("document.querySelector('.detail h2')?.textContent === 'This group is not here'")

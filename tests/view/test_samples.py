@@ -197,3 +197,22 @@ def test_runs_are_compared_by_configuration_and_prompt(tmp_path: Path) -> None:
     ]
     assert found["equal_keys"] == 1
     assert [entry["prompt"] for entry in found["prompts"]] == ["prompt 0"]
+
+
+def test_groups_in_sight_are_read_once_while_the_run_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_search, "KEPT", 4)
+    folder = write_run(tmp_path / "run", steps=6)
+    for step in range(3):
+        write_group(folder, step, 0)
+    run = open_run(folder)
+    before = answers.answer_samples(run, {})["groups"]
+    write_group(folder, 3, 0)
+    run.update()
+    parsed = run.work.lines_parsed
+    after = answers.answer_samples(run, {})["groups"]
+    assert after[1:] == before
+    assert run.work.lines_parsed == parsed + 4  # the new group
+    write_group(folder, 3, 0, size=1)  # the last group grows
+    run.update()
+    assert len(answers.answer_samples(run, {"limit": "1"})["groups"][0]["samples"]) == 5
+    assert len(run.samples.summaries) == 4

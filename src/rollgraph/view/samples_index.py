@@ -60,6 +60,7 @@ class SamplesIndex(IndexedFile):
         self._key: Key | None = None  # of the last group
         self._of_step: set[Key] = set()  # groups of its step
         self._repeats = False  # whether a step or a group was written again
+        self.summaries: dict[tuple[int, int], dict[str, Any]] = {}  # of groups that were shown, by where they are
         self._known: dict[str, Any] = {}  # tables that were asked for since the last change
 
     def add(self, line: Line, record: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ class App {
     this.shell = new Shell(source.exported);
     this.view = null;
     this.opened = "";
+    this.unknown = []; // a note on the run in the address, if there is none of its name
     this.waiting = new Set(); // ids of runs that have grown
     this.working = false;
     document.body.append(this.shell.element);
@@ -58,7 +59,8 @@ class App {
     const opened = `${view} ${run.id}`;
     if (opened === this.opened) this.guard(() => this.view.update(params));
     else this.open(opened, view, run, params);
-    if (params.run && !named) this.shell.note([`There is no run ${params.run} here. This is ${run.name}.`]);
+    this.unknown = params.run && !named ? [`There is no run ${params.run} here. This is ${run.name}.`] : [];
+    this.shell.note(this.unknown);
   }
 
   open(opened, view, run, params) {
@@ -110,7 +112,7 @@ class App {
     this.shell.showRun(this.runs, run, readRoute().view);
     if (!ids.has(this.run.id) && !(this.view instanceof Compare)) return;
     await this.shell.renewNotes(() => {
-      this.shell.note(this.runNotes);
+      this.shell.note([...this.runNotes, ...this.unknown]);
       return this.view.grown(this.runs);
     });
   }
