@@ -53,6 +53,10 @@ class MadeRun:
                 for group in range(len(SPLITS)):
                     self._append("samples.jsonl", [self._sample(step, group) for _ in range(6)])
 
+    def add_row(self, step: int, **metrics: float) -> None:
+        """The metrics of one more step, with others beside the usual ones."""
+        self._append("metrics.jsonl", [self._row(step) | metrics])
+
     def add_sample(self, step: int, completion: str, **fields: Any) -> None:
         """One sample, in group 90 of its step."""
         record = {"step": step, "split": "train", "group": 90, "prompt_id": 90, "prompt": "Say something."}

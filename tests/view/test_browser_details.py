@@ -27,6 +27,14 @@ def test_curves_are_smoothed_and_axes_changed(opened: Tab) -> None:
     page.keyboard.press("ArrowLeft")
     opened.wait("/^\\d+:\\d\\d/.test(document.querySelector('.position').textContent)")
     assert "generate" in (page.locator(".chart.wide .legend").text_content() or "")
+    # The last number below a chart stands half beyond its edge.
+    room = page.evaluate("""() => {
+        const [plot, over] = [".plot", ".u-over"].map((one) => document.querySelector(one).getBoundingClientRect());
+        const pen = document.createElement("canvas").getContext("2d");
+        pen.font = "11px ui-sans-serif, system-ui, sans-serif";
+        return plot.right - over.right - pen.measureText("2:40").width / 2;
+    }""")
+    assert room >= 0
 
 
 def test_what_is_done_to_numbers_before_they_are_drawn(opened: Tab) -> None:

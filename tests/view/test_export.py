@@ -79,3 +79,19 @@ def test_all_that_the_page_asks_for_is_there(tmp_path: Path, monkeypatch: pytest
     (key,) = run["prompt"]
     assert len(run["prompt"][key]["groups"]) == 5
     assert content["runs"]["runs"][0]["id"] == "run"
+
+
+def test_prompts_that_are_compared_are_there_in_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that can be followed are the ones that were sampled most, which may be others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("rollgraph.view.export.PROMPTS", 1)
+    monkeypatch.setattr("rollgraph.view.export.SHARED_PROMPTS", 2)
+    for name in ("one", "two"):
+        folder = write_run(tmp_path / "runs" / name, steps=3)
+        for step, group in ((0, 0), (1, 0), (2, 1), (2, 2), (2, 3)):
+            write_group(folder, step, group)
+    content = collect(Catalog([tmp_path / "runs"]))
+    shared = [entry["key"] for entry in content["compare"]["prompts"]]
+    assert len(shared) == 2
+    for run in content["data"].values():
+        assert set(shared) <= run["prompt"].keys()

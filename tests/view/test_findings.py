@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from rollgraph.view import answers
 from rollgraph.view.diagnosis import FINDERS, diagnose
-from tests.view.synthetic_run import CONFIG, Curve, open_run, write_run
+from tests.view.synthetic_run import CONFIG, Curve, index_all, open_run, write_group, write_run
 
 
 def find(folder: Path, config: str = CONFIG, **curves: Curve) -> dict[str, dict[str, Any]]:
@@ -142,7 +143,24 @@ def test_what_is_worst_comes_first_and_evidence_names_its_steps(tmp_path: Path) 
         "from": 40,
         "to": 59,
     }
-    assert found[1]["evidence"][1] == {"kind": "samples", "step": 33, "label": "samples of step 33"}
+    assert len(found[1]["evidence"]) == 1  # no samples were written
+
+
+def test_samples_as_evidence_are_ones_that_were_written(tmp_path: Path) -> None:
+    """Most steps write none: a link to the samples of such a step would lead to an empty list."""
+    jumps = {"loss": lambda step: 3.0 if step == 33 else 0.01 * (step % 5)}
+    folder = write_run(tmp_path, **jumps, length__truncated=late(1.0, 0.0), failures__reward__raised=late(32.0, 32.0))
+    for step in (20, 30, 40):
+        write_group(folder, step, 0, finish_reason="length", failures={"exact": "raised ValueError"})
+    run = open_run(folder)
+    found = {finding["id"]: finding["evidence"][1] for finding in diagnose(run) if finding["severity"] != "good"}
+    assert found["loss-spikes"] == {"kind": "samples", "step": 30, "label": "the nearest samples, of step 30"}
+    for id in ("truncated", "failing-reward-raised", "loss-spikes"):
+        given = {name: str(value) for name, value in found[id].items() if name in ("step", "finish")}
+        assert answers.answer_samples(run, given)["total"] > 0, id
+    write_group(folder, 33, 0)
+    (jump,) = [finding for finding in diagnose(index_all(run)) if finding["id"] == "loss-spikes"]
+    assert jump["evidence"][1] == {"kind": "samples", "step": 33, "label": "samples of step 33"}
 
 
 def test_a_run_that_has_just_begun_is_not_judged(tmp_path: Path) -> None:

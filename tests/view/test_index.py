@@ -11,9 +11,18 @@ import pytest
 
 from rollgraph.view import answers, indexed_file
 from rollgraph.view.run_data import RunData
-from tests.view.synthetic_run import HEALTHY, index_all, make_sample, open_run, write_group, write_metrics, write_run
+from tests.view.synthetic_run import (
+    HEALTHY,
+    index_all,
+    make_sample,
+    open_run,
+    work_of,
+    write_group,
+    write_metrics,
+    write_run,
+)
 
-NAMES = "reward,policy/kl,policy/entropy,length/mean"
+NAMES = "reward\npolicy/kl\npolicy/entropy\nlength/mean"
 
 
 def write_long_run(folder: Path, steps: int, samples: int, size: int = 8) -> None:
@@ -216,3 +225,26 @@ def test_tables_that_are_packed_as_they_grow_hold_the_same(tmp_path: Path, monke
     assert np.array_equal(packed.samples.groups, fresh.samples.groups)
     assert np.array_equal(packed.samples.samples, fresh.samples.samples)
     assert len(fresh.samples.groups) == 8
+
+
+def test_half_a_line_is_not_read_again_before_it_grows(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    with (folder / "samples.jsonl").open("w") as file:
+        file.write('{"step": 0, "completion": "' + "x" * 10_000)
+    run = open_run(folder)
+    before = work_of(run)
+    run.update()
+    assert work_of(run) == before
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('"}\n')
+    assert run.update()
+    assert len(run.samples.groups) == 1
+
+
+def test_a_request_waits_for_a_small_portion_of_a_long_run(tmp_path: Path) -> None:
+    write_long_run(tmp_path / "run", steps=5_000, samples=8_000)
+    size = sum((tmp_path / "run" / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl"))
+    assert size > 2_000_000
+    run = open_run(tmp_path / "run")
+    assert not run.is_indexed
+    assert run.work.bytes_read < 600_000

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,16 @@ from rollgraph.view import catalog as catalog_module
 from rollgraph.view.catalog import Catalog
 from rollgraph.view.run_data import RunData
 from rollgraph.view.series import Range, find_phases, find_series, thin
-from tests.view.synthetic_run import HEALTHY, make_sample, open_run, write_group, write_lines, write_metrics, write_run
+from tests.view.synthetic_run import (
+    HEALTHY,
+    index_all,
+    make_sample,
+    open_run,
+    write_group,
+    write_lines,
+    write_metrics,
+    write_run,
+)
 
 OF_RUN = (
     answers.answer_names,
@@ -30,7 +42,7 @@ OF_RUN = (
 
 def everything(run: RunData) -> str:
     """All answers about a run, as JSON: what cannot be written as JSON raises."""
-    found = [answer(run, {"names": ",".join(run.metrics.names)}) for answer in OF_RUN]
+    found = [answer(run, {"names": "\n".join(run.metrics.names)}) for answer in OF_RUN]
     return "".join(map(answers.to_json, [*found, run.summary()]))
 
 
@@ -290,7 +302,7 @@ def test_what_is_no_file_that_can_be_read_leaves_a_note(tmp_path: Path) -> None:
 def test_a_thinned_curve_keeps_its_extremes(tmp_path: Path) -> None:
     spike = {"reward": lambda step: 9.0 if step == 777 else float(step % 2)}
     folder = write_run(tmp_path / "run", steps=1000, **spike)
-    metrics = open_run(folder).metrics
+    metrics = index_all(open_run(folder)).metrics
     (thinned,) = find_series(metrics, ["reward"], Range(points=10)).values()
     assert len(thinned["x"]) == 10
     assert max(thinned["high"]) == 9.0
@@ -315,3 +327,52 @@ def test_time_adds_up_and_phases_fill_the_step(tmp_path: Path) -> None:
     phases = find_phases(metrics, Range())
     assert phases["x"] == [0, 10, 20, 30]
     assert phases["phases"] == {"generate": [1.25] * 4, "train": [0.5] * 4, "switching": [0.25] * 4}
+
+
+def test_a_line_without_a_step_adds_no_metric(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3)
+    write_lines(folder / "metrics.jsonl", [{"other": 1.0}])
+    run = open_run(folder)
+    assert "other" not in run.metrics.names
+    assert "1 line that is damaged" in " ".join(run.notes())
+
+
+def test_numbers_too_large_for_a_number_are_left_out(tmp_path: Path) -> None:
+    huge = "9" * 400
+    config = f"steps: {huge}\noptimizer: {{clip_norm: {huge}}}\ndata: {{prompts_per_step: .inf}}\n"
+    folder = write_run(tmp_path / "run", steps=30, config=config)
+    (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    run = open_run(folder)
+    assert (run.steps, run.summary()["seconds_left"]) == (None, None)
+    everything(run)
+
+
+def test_names_of_metrics_may_hold_commas_and_spaces(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=3, **{"logged__a, b c": lambda step: 2.0})
+    found = answers.answer_series(open_run(folder), {"names": "logged/a, b c\nreward"})
+    assert found["series"].keys() == {"logged/a, b c", "reward"}
+    assert found["series"]["logged/a, b c"]["y"] == [2.0] * 3
+    assert not any("has no" in note for note in found["notes"])
+
+
+def test_a_folder_that_may_not_be_read_is_noted_and_others_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "runs" / "mine", steps=3)
+    locked = tmp_path / "runs" / "locked"
+    write_run(locked, steps=3)
+    monkeypatch.setattr(os, "stat", _refuse_inside(locked, os.stat))  # root may read everything
+    monkeypatch.setattr(os, "scandir", _refuse_inside(locked, os.scandir))
+    found = answers.list_runs(Catalog([tmp_path / "runs"]))
+    assert [run["name"] for run in found["runs"]] == ["runs/mine"]
+    assert found["notes"] == ["locked cannot be read: Permission denied."]
+
+
+def _refuse_inside(folder: Path, call: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse(path: Any = ".", *rest: Any, **options: Any) -> Any:
+        inside = isinstance(path, str | Path) and folder in Path(path).parents
+        if inside or (call.__name__ == "scandir" and Path(path) == folder):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return call(path, *rest, **options)
+
+    return refuse

@@ -77,7 +77,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 ADDRESSES = [
     "runs",
     "runs/mine/names",
-    "runs/mine/series?names=reward,nothing&x=time&from=0&to=9&points=3",
+    "runs/mine/series?names=reward%0Anothing&x=time&from=0&to=9&points=3",
     "runs/mine/phases",
     "runs/mine/samples?q=place",
     "runs/mine/samples/5.train.0.1",
@@ -274,3 +274,14 @@ def test_the_page_is_served_where_it_was_built(folder: Path) -> None:
     assert status == 200
     assert headers["content-type"].startswith("text/html")
     assert b'<script type="module"' in body
+
+
+def test_a_file_that_goes_away_while_it_is_read_is_no_failure_of_the_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*given: Any) -> bytes:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr("rollgraph.view.samples_index.read_range", read)
+    status, answer = Client(folder).json("/api/runs/mine/samples")
+    assert (status, answer["error"]) == (503, "a file of the run went away while it was read")

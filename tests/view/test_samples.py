@@ -47,6 +47,19 @@ def test_groups_are_found_by_each_filter(run: RunData) -> None:
     assert answers.answer_samples(run, {})["steps"] == [0, 2, 4]
 
 
+def test_what_failed_is_found_in_whatever_way_it_failed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2)
+    write_group(folder, 0, 0)
+    write_group(folder, 0, 1, finish_reason="error")
+    write_lines(folder / "samples.jsonl", [make_sample(0, 2, 0), make_sample(0, 2, 1, failures={"exact": "timed out"})])
+    write_group(folder, 0, 3, finish_reason="abort")
+    run = open_run(folder, tmp_path / "cache")
+    assert [group for _, _, group in keys(run, finish="error", order="oldest")] == [1, 2, 3]
+    assert [group for _, _, group in keys(run, finish="abort")] == [3]
+    for group in answers.answer_samples(run, {"finish": "error"})["groups"]:
+        assert any(sample["failed"] for sample in group["samples"])
+
+
 def test_pages_of_groups(run: RunData) -> None:
     pages = [answers.answer_samples(run, {"offset": str(offset), "limit": "5"}) for offset in (0, 5, 10, 15)]
     assert [page["total"] for page in pages] == [13] * 4
@@ -184,3 +197,22 @@ def test_runs_are_compared_by_configuration_and_prompt(tmp_path: Path) -> None:
     ]
     assert found["equal_keys"] == 1
     assert [entry["prompt"] for entry in found["prompts"]] == ["prompt 0"]
+
+
+def test_groups_in_sight_are_read_once_while_the_run_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_search, "KEPT", 4)
+    folder = write_run(tmp_path / "run", steps=6)
+    for step in range(3):
+        write_group(folder, step, 0)
+    run = open_run(folder)
+    before = answers.answer_samples(run, {})["groups"]
+    write_group(folder, 3, 0)
+    run.update()
+    parsed = run.work.lines_parsed
+    after = answers.answer_samples(run, {})["groups"]
+    assert after[1:] == before
+    assert run.work.lines_parsed == parsed + 4  # the new group
+    write_group(folder, 3, 0, size=1)  # the last group grows
+    run.update()
+    assert len(answers.answer_samples(run, {"limit": "1"})["groups"][0]["samples"]) == 5
+    assert len(run.samples.summaries) == 4

@@ -33,6 +33,7 @@ from rollgraph.view.series import MOST_POINTS, POINTS, SECONDS, Range, find_phas
 
 Answer = dict[str, Any]
 Parameters = Mapping[str, str]
+BETWEEN_NAMES = "\n"  # of metrics: a reward function may log under a name with a comma or a space
 
 
 class WrongRequest(ValueError):
@@ -63,7 +64,7 @@ def answer_names(run: RunData, given: Parameters) -> Answer:
 
 
 def answer_series(run: RunData, given: Parameters) -> Answer:
-    names = [name for name in given.get("names", "").split(",") if name]
+    names = [name for name in given.get("names", "").split(BETWEEN_NAMES) if name]
     known = set(run.metrics.names)
     unknown = [name for name in names if name not in known]
     notes = run.notes()

@@ -85,14 +85,14 @@ def _find_runs(named: Path, notes: list[str]) -> Iterator[Path]:
             if is_run(folder):
                 yield folder
                 continue
-            deeper += _subfolders(folder)
+            try:
+                deeper += _subfolders(folder)
+            except OSError as error:
+                notes.append(f"{folder.name} cannot be read: {error.strerror}.")
         level = deeper
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     return [folder / name for name in sorted(names) if not name.startswith((".", "checkpoints"))]

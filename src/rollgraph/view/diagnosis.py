@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from rollgraph.view.findings.finding import FEWEST, History, RunFinding
 from rollgraph.view.findings.lengths import find_length_race, find_truncation
 from rollgraph.view.findings.optimizer import find_clipping, find_loss_spikes, find_zero_rate
@@ -32,7 +34,7 @@ def diagnose(run: RunData) -> list[dict[str, Any]]:
     """What each check found, what is worst first; empty while there are too few steps to say anything."""
     if len(run.metrics.steps()) < FEWEST:
         return []
-    history = History(run.metrics, run.files.config.value)
+    history = History(run.metrics, run.files.config.value, np.unique(run.samples.groups["step"]))
     found = [finding for finder in FINDERS for finding in finder(history)]
     found.sort(key=lambda finding: ORDER.index(finding.severity))
     return [asdict(finding) for finding in found]

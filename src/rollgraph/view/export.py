@@ -24,7 +24,8 @@ STATIC = Path(__file__).parent / "static"
 POINTS = 600  # of a curve
 NEWEST_GROUPS = 200  # of samples
 WITH_TOKENS = 400  # samples that are there as a whole; of others, what a list shows
-PROMPTS = 50  # that can be followed
+PROMPTS = 50  # that can be followed from their first group on
+SHARED_PROMPTS = 20  # that can be compared
 _IMPORT = re.compile(r"""(\bfrom\s*|\bimport\s*)(["'])\./([\w.-]+\.js)\2""")
 _SCRIPT = re.compile(r'<script type="module" src="static/([\w.-]+)"></script>')
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/([\w.-]+)">')
@@ -43,20 +44,25 @@ def collect(catalog: Catalog) -> dict[str, Any]:
         while run.update() or not run.is_indexed:
             pass
     ids = ",".join(run.id for run in runs)
+    compared = answers.answer_compare(catalog, {"ids": ids})
+    compared["prompts"] = compared["prompts"][:SHARED_PROMPTS]
+    shared = [entry["key"] for entry in compared["prompts"]]
     return {
         "exported": int(time.time()),
         "runs": answers.list_runs(catalog),
-        "data": {run.id: collect_run(run) for run in runs},
-        "compare": answers.answer_compare(catalog, {"ids": ids}),
+        "data": {run.id: collect_run(run, shared) for run in runs},
+        "compare": compared,
     }
 
 
-def collect_run(run: RunData) -> dict[str, Any]:
+def collect_run(run: RunData, shared: Sequence[str]) -> dict[str, Any]:
+    """With the prompts that are compared with those of other runs."""
     names = answers.answer_names(run, {})
-    all_names = ",".join(entry["name"] for entry in names["names"])
+    all_names = answers.BETWEEN_NAMES.join(entry["name"] for entry in names["names"])
     ranges = {axis: {"x": axis, "points": str(POINTS)} for axis in ("step", "time")}
     samples = newest_groups(run)
     prompts = answers.answer_prompts(run, {"limit": str(PROMPTS)})
+    followed = dict.fromkeys([*(entry["key"] for entry in prompts["prompts"]), *shared])
     ids = [sample["id"] for group in samples["groups"] for sample in group["samples"]]
     if len(ids) > WITH_TOKENS:
         samples["notes"].append(f"This file holds {WITH_TOKENS} samples as a whole; of others, only their beginning.")
@@ -67,7 +73,7 @@ def collect_run(run: RunData) -> dict[str, Any]:
         "samples": samples,
         "sample": {id: answers.answer_sample(run, id) for id in ids[:WITH_TOKENS]},
         "prompts": prompts,
-        "prompt": {entry["key"]: answers.answer_prompt(run, entry["key"], {}) for entry in prompts["prompts"]},
+        "prompt": {key: answers.answer_prompt(run, key, {}) for key in followed},
         "diagnosis": answers.answer_diagnosis(run, {}),
         "machine": answers.answer_machine(run, {}),
     }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rollgraph.files import FileError, parse_json
 
-BLOCK = 1 << 20  # bytes of one read
+BLOCK = 1 << 18  # bytes of one read
 
 
 @dataclass

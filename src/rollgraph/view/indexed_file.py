@@ -16,7 +16,7 @@ from rollgraph.view.growing_lines import Line, Work, complete_lines, parse_objec
 from rollgraph.view.index_store import IndexStore, SavedIndex
 from rollgraph.view.run_files import path_in
 
-PORTION = 1 << 20  # bytes that one update reads at most: a request waits no longer than for that
+PORTION = 1 << 18  # bytes that one update reads at most: a request waits no longer than for that
 WORTH_SAVING = 4 << 20  # bytes of the file that were read since the index was saved
 WORTH_SAVING_HALF = 256 << 20  # the same while the end of the file is not reached
 SEEN = 4096  # bytes at each end by which a file is known again
@@ -94,6 +94,8 @@ class IndexedFile:
 
     def _follow(self, limit: int) -> bool:
         status = self.path.stat()
+        if self._at_end and self._version == _version_of(status):
+            return False  # half a line is not read again before something was added to it
         self._at_end = True
         changed = self._notice_other_file(status)
         self.size = status.st_size
@@ -111,9 +113,8 @@ class IndexedFile:
         if not self._opened:
             self._opened = True
             self._open_saved()
-        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        same = version == self._version
-        self._version = version
+        same = self._version == _version_of(status)
+        self._version = _version_of(status)
         if same or (status.st_size >= self.covered and self._ends == self._read_ends()):
             return False
         changed = self.covered > 0
@@ -164,3 +165,7 @@ class IndexedFile:
         header = {**index.header, "covered": self.covered, "damaged": self.damaged, "ends": self._ends}
         self._store.save(self.name, SavedIndex(header, index.arrays))
         self._saved = self.covered
+
+
+def _version_of(status: os.stat_result) -> tuple[int, ...]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

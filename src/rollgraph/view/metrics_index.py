@@ -44,13 +44,13 @@ class MetricsIndex(IndexedFile):
         return [name for name in self._columns if name != STEP]
 
     def add(self, line: Line, record: dict[str, Any]) -> bool:
+        if math.isnan(finite(record.get(STEP))):
+            return False
         numbers = {}
         for name, value in record.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 numbers[name] = finite(value)
                 self._columns.setdefault(name, len(self._columns))
-        if not math.isfinite(numbers.get(STEP, math.nan)):
-            return False
         self._tail.append(numbers)
         self._known.clear()
         self._shown_rows = None

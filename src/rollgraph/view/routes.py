@@ -84,6 +84,7 @@ def make_app(catalog: Catalog, access: Access, is_ending: Callable[[], bool] = l
             WrongRequest: refuse_with(400),
             NotThere: refuse_with(404),
             UnknownRun: refuse_with(404),
+            OSError: refuse_with(503, "a file of the run went away while it was read"),
             404: refuse_with(404, "there is nothing at this address"),
             Exception: refuse_with(500, "the server failed; its terminal says how"),
         },

@@ -25,6 +25,7 @@ from rollgraph.view.run_files import (
 )
 from rollgraph.view.samples_index import SamplesIndex
 
+MOST_STEPS = 2**53  # what is more is no number of steps
 RECENT = 50  # steps whose median time says how long the others will take
 
 
@@ -84,7 +85,7 @@ class RunData:
     def steps(self) -> int | None:
         """How many the configuration asks for."""
         found = self.files.config.value.get("steps")
-        return found if isinstance(found, int) else None
+        return found if isinstance(found, int) and 0 <= found <= MOST_STEPS else None
 
     @property
     def status(self) -> Status:

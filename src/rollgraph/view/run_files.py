@@ -66,7 +66,8 @@ class SmallFiles:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (METRICS, SAMPLES, STARTS))
+    """False also for a folder that may not be read."""
+    return any(os.path.isfile(folder / name) for name in (METRICS, SAMPLES, STARTS))
 
 
 def path_in(folder: Path, name: str) -> Path:
@@ -163,7 +164,7 @@ def find_status(folder: Path, step: int | None, steps: int | None) -> Status:
     if step is None:
         return "unknown"
     all_taken = steps is None or step + 1 >= steps
-    return "finished" if all_taken and (folder / GRAPHS).is_file() else "stopped"
+    return "finished" if all_taken and os.path.isfile(folder / GRAPHS) else "stopped"
 
 
 def _read_owner(folder: Path) -> tuple[int, str] | None:

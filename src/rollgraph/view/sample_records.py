@@ -8,11 +8,10 @@ from typing import Any
 
 from rollgraph.types import ENVIRONMENT
 from rollgraph.view.growing_lines import finite
-from rollgraph.view.samples_index import KINDS, length_of
+from rollgraph.view.samples_index import KINDS, has_failed, length_of
 
 PREVIEW = 400  # characters
 PER_TOKEN = ("logprob", "advantage", "ratio", "entropy", "kl")
-FAILED = ("error", "abort")
 NOT_WRITTEN = "This run did not write values of single tokens."
 ROLES = {"turn": "policy", "reply": "environment"}
 
@@ -45,7 +44,7 @@ def short(id: str, record: Mapping[str, Any]) -> dict[str, Any]:
         "length": len(text),
         "finish": finish,
         "truncated": finish == "length",
-        "failed": finish in FAILED or bool(record.get("failures")),
+        "failed": has_failed(record),
         "reasons": reasons(record),
         "text_preview": text[:PREVIEW],
     }

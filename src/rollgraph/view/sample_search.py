@@ -20,6 +20,7 @@ GAP = 1 << 14  # bytes between two groups that may be read in vain
 MOST_STEPS = 5000  # that are listed
 LIMIT = 20  # groups of one answer
 MOST = 200
+KEPT = 200  # summaries of groups
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def find_groups(index: SamplesIndex, wanted: Wanted) -> dict[str, Any]:
     else:
         total = len(rows)
         page = list(rows[wanted.offset : wanted.offset + wanted.limit])
-    groups = [describe_group(row, index.read_group(row)) for row in page]
+    groups = [summarize(index, row) for row in page]
     return {"total": total, "groups": groups, "steps": steps, "stopped": stopped}
 
 
@@ -87,7 +88,9 @@ def _has_sample(index: SamplesIndex, groups: Table, wanted: Wanted) -> NDArray[n
     fits: NDArray[np.bool_] = np.ones(len(samples), np.bool_)
     if wanted.reward_min > -math.inf or wanted.reward_max < math.inf:
         fits &= (samples["reward"] >= wanted.reward_min) & (samples["reward"] <= wanted.reward_max)
-    if wanted.finish:
+    if wanted.finish == "error":  # in whatever way: of an environment, of a reward function, or given up
+        fits &= samples["failed"]
+    elif wanted.finish:
         fits &= samples["finish"] == FINISHES.index(wanted.finish)
     before = np.concatenate([[0], np.cumsum(fits)])
     found: NDArray[np.bool_] = before[groups["first"] + groups["count"]] > before[groups["first"]]
@@ -148,6 +151,16 @@ def holds_text(record: dict[str, Any], folded: str) -> bool:
         if isinstance(span, dict):
             texts.append(str(span.get("text", "")))
     return any(folded in text.casefold() for text in texts)
+
+
+def summarize(index: SamplesIndex, row: np.void) -> dict[str, Any]:
+    """What a list shows of a group. It is kept: whenever the run grows, all groups in sight are asked for again."""
+    place = (int(row["offset"]), int(row["length"]))
+    if place not in index.summaries:
+        if len(index.summaries) >= KEPT:
+            del index.summaries[next(iter(index.summaries))]  # the oldest
+        index.summaries[place] = describe_group(row, index.read_group(row))
+    return index.summaries[place]
 
 
 def describe_group(row: np.void, records: list[dict[str, Any]]) -> dict[str, Any]:

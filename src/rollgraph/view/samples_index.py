@@ -20,6 +20,7 @@ from rollgraph.view.indexed_file import IndexedFile
 
 KINDS = ("train", "validation", "dropped")
 FINISHES = ("stop", "length", "abort", "error", "")  # the last one is any other
+FAILED = ("error", "abort")
 GROUP = np.dtype(
     [
         ("offset", np.int64),
@@ -32,7 +33,7 @@ GROUP = np.dtype(
         ("count", np.int32),
     ]
 )
-SAMPLE = np.dtype([("reward", np.float64), ("tokens", np.int32), ("finish", np.uint8)])
+SAMPLE = np.dtype([("reward", np.float64), ("tokens", np.int32), ("finish", np.uint8), ("failed", np.bool_)])
 LARGEST = 2**53  # number of a step or a group
 MOST_SAMPLES = 20_000  # that are kept as they were read
 Table = NDArray[np.void]
@@ -55,10 +56,11 @@ class SamplesIndex(IndexedFile):
         self._base_groups: Table = np.empty(0, GROUP)
         self._base_samples: Table = np.empty(0, SAMPLE)
         self._groups: list[list[int]] = []  # after those of the base; the last one may still grow
-        self._samples: list[tuple[float, int, int]] = []
+        self._samples: list[tuple[float, int, int, bool]] = []
         self._key: Key | None = None  # of the last group
         self._of_step: set[Key] = set()  # groups of its step
         self._repeats = False  # whether a step or a group was written again
+        self.summaries: dict[tuple[int, int], dict[str, Any]] = {}  # of groups that were shown, by where they are
         self._known: dict[str, Any] = {}  # tables that were asked for since the last change
 
     def add(self, line: Line, record: dict[str, Any]) -> bool:
@@ -79,9 +81,8 @@ class SamplesIndex(IndexedFile):
         last[1] = line.offset + len(line.content) - last[0]
         last[-1] += 1
         finish = record.get("finish_reason")
-        self._samples.append(
-            (finite(record.get("reward")), length_of(record), FINISHES.index(finish if finish in FINISHES else ""))
-        )
+        ending = FINISHES.index(finish if finish in FINISHES else "")
+        self._samples.append((finite(record.get("reward")), length_of(record), ending, has_failed(record)))
         self._known.clear()
         return True
 
@@ -166,6 +167,11 @@ def hash_prompt(record: dict[str, Any]) -> int:
 def length_of(record: Mapping[str, Any]) -> int:
     value = record.get("tokens")
     return min(value, 2**31 - 1) if isinstance(value, int) and value >= 0 else 0
+
+
+def has_failed(record: Mapping[str, Any]) -> bool:
+    """Whether it did not come to its end, or a reward function failed for it."""
+    return record.get("finish_reason") in FAILED or bool(record.get("failures"))
 
 
 def _join(base: Table, rows: list[Any], dtype: np.dtype[Any]) -> Table:

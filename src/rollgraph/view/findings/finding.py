@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rollgraph.view.growing_lines import finite
 from rollgraph.view.metrics_index import Floats, MetricsIndex
 
 Severity = Literal["problem", "warning", "note", "good"]
 RECENT = 20  # rows at the end that say how the run is now
+Steps = NDArray[np.int64]
 FEWEST = 5  # rows of a metric without which nothing is said about it
 
 
@@ -60,11 +64,12 @@ class Curve:
 
 
 class History:
-    """A run's metrics, and what its configuration says."""
+    """A run's metrics, what its configuration says, and the steps that it wrote samples of."""
 
-    def __init__(self, metrics: MetricsIndex, config: Mapping[str, Any]) -> None:
+    def __init__(self, metrics: MetricsIndex, config: Mapping[str, Any], sample_steps: Steps) -> None:
         self._metrics = metrics
         self._config = config
+        self._sample_steps = sample_steps
 
     @property
     def names(self) -> list[str]:
@@ -95,10 +100,18 @@ class History:
         return value
 
     def number(self, key: str) -> float | None:
-        value = self.setting(key)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        number = finite(self.setting(key))
+        return None if math.isnan(number) else number
+
+    def samples_near(self, step: int) -> list[dict[str, Any]]:
+        """The samples of a step or, if none were written at it, of the step nearest to it; empty if there are none."""
+        if not len(self._sample_steps):
+            return []
+        nearest = int(self._sample_steps[np.argmin(np.abs(self._sample_steps - step))])
+        label = f"samples of step {nearest}" if nearest == step else f"the nearest samples, of step {nearest}"
+        return [samples(label, step=nearest)]
 
 
-def samples(step: int, label: str, **filters: Any) -> dict[str, Any]:
-    """Samples as evidence; `split`, `finish`, `reward_min`, `reward_max` and `group` narrow them down."""
-    return {"kind": "samples", "step": step, "label": label, **filters}
+def samples(label: str, **filters: Any) -> dict[str, Any]:
+    """Samples as evidence; `step`, `split`, `finish`, `reward_min`, `reward_max` and `group` narrow them down."""
+    return {"kind": "samples", "label": label, **filters}

@@ -27,7 +27,7 @@ def find_truncation(history: History) -> Iterator[RunFinding]:
         "limit of tokens.",
         "Raise rollout.max_tokens, or set mask_truncated. If the model does not know how to stop, set rollout.stop or "
         "use data.chat.",
-        [curve.evidence("length/mean", recent=True), samples(history.last_step, "what was cut off", finish="length")],
+        [curve.evidence("length/mean", recent=True), samples("what was cut off", finish="length")],
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rollgraph.view.findings.finding import FEWEST, RECENT, Curve, History, RunFinding, samples
+from rollgraph.view.findings.finding import FEWEST, RECENT, Curve, History, RunFinding
 
 ALWAYS = 0.95  # share of recent steps whose gradient is clipped
 SPIKE = 12.0  # times the usual deviation from the median
@@ -52,7 +52,7 @@ def find_loss_spikes(history: History) -> Iterator[RunFinding]:
         "Look at the samples of such a step. A lower optimizer.lr or clip_norm makes jumps smaller.",
         [
             {**curve.evidence("optimizer/grad_norm"), "from": last - RECENT, "to": last + RECENT},
-            samples(last, f"samples of step {last}"),
+            *history.samples_near(last),
         ],
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rollgraph.view.findings.finding import History, RunFinding
+from rollgraph.view.findings.finding import History, RunFinding, samples
 
 EQUAL_GROUPS = (0.9, 0.6)  # share of groups with equal rewards: a problem, a warning
 FAILING = (0.9, 0.05)  # share of the sampled rollouts whose reward failed: a problem, a warning
@@ -66,7 +66,7 @@ def describe_failure(name: str, share: float) -> RunFinding:
         "problem" if always else "warning",
         f"A reward function {what} for {how_often} rollouts of the last steps.",
         "What it said stands beside the samples. Until it is repaired, reward.on_failure counts in its place.",
-        [{"kind": "series", "names": [name]}, {"kind": "samples", "label": "samples with what failed"}],
+        [{"kind": "series", "names": [name]}, samples("samples with what failed", finish="error")],
     )
 
 

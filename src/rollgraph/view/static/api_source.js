@@ -12,7 +12,7 @@ export class ApiSource {
   }
 
   series(run, { names, x, from, to, points }) {
-    return request(`${at(run)}/series`, { names: names.join(","), x, from, to, points });
+    return request(`${at(run)}/series`, { names: names.join("\n"), x, from, to, points });
   }
 
   phases(run, { x, from, to, points }) {

@@ -13,7 +13,7 @@ import { startShortcuts } from "./shortcuts.js";
 import { startTheme } from "./theme.js";
 
 // A view is made with {run, runs, params, note} and has: `element`, `ready` (a promise), `update(params)` when its part
-// of the address changes, `grown()` when its run has grown, `close()`.
+// of the address changes, `grown(runs)` when its run has grown, `close()`.
 const VIEWS = { overview: Overview, samples: Samples, diagnosis: Diagnosis, compare: Compare, machine: Machine };
 
 const GONE = "The folder of this run is gone. What you see is what was read last.";
@@ -23,6 +23,7 @@ class App {
     this.shell = new Shell(source.exported);
     this.view = null;
     this.opened = "";
+    this.unknown = []; // a note on the run in the address, if there is none of its name
     this.waiting = new Set(); // ids of runs that have grown
     this.working = false;
     document.body.append(this.shell.element);
@@ -46,9 +47,11 @@ class App {
 
   show() {
     const { view, params } = readRoute();
-    const run = this.runs.find(({ id }) => id === params.run) ?? this.runs[0];
+    const named = this.runs.find(({ id }) => id === params.run);
+    const run = named ?? this.runs[0];
     if (!run) {
       fill(this.shell.main, empty("There is no run yet", "The page fills as soon as the folder has a run in it."));
+      this.shell.note(this.runNotes);
       return;
     }
     this.run = run;
@@ -56,6 +59,8 @@ class App {
     const opened = `${view} ${run.id}`;
     if (opened === this.opened) this.guard(() => this.view.update(params));
     else this.open(opened, view, run, params);
+    this.unknown = params.run && !named ? [`There is no run ${params.run} here. This is ${run.name}.`] : [];
+    this.shell.note(this.unknown);
   }
 
   open(opened, view, run, params) {
@@ -107,8 +112,8 @@ class App {
     this.shell.showRun(this.runs, run, readRoute().view);
     if (!ids.has(this.run.id) && !(this.view instanceof Compare)) return;
     await this.shell.renewNotes(() => {
-      this.shell.note(this.runNotes);
-      return this.view.grown();
+      this.shell.note([...this.runNotes, ...this.unknown]);
+      return this.view.grown(this.runs);
     });
   }
 }

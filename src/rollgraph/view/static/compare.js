@@ -23,14 +23,8 @@ export class Compare {
     this.adder = h("div", {});
     this.config = h("section", {});
     this.prompts = h("section", {});
-    this.element = h(
-      "div",
-      { class: "compare" },
-      h("div", { class: "toolbar" }, this.chips, h("span", { class: "spacer" }), this.adder),
-      this.grid,
-      this.config,
-      this.prompts,
-    );
+    this.toolbar = h("div", { class: "toolbar" }, this.chips, h("span", { class: "spacer" }), this.adder);
+    this.element = h("div", { class: "compare" });
     this.ready = this.load();
   }
 
@@ -49,6 +43,7 @@ export class Compare {
       fill(this.element, empty("There is one run", "Name several folders to compare them: ", command, "."));
       return;
     }
+    if (!this.toolbar.isConnected) fill(this.element, this.toolbar, this.grid, this.config, this.prompts);
     this.showChips();
     await this.loadNames();
     this.makeCharts();
@@ -78,9 +73,9 @@ export class Compare {
     const answers = await Promise.all(this.chosen().map(({ id }) => source.names(id)));
     this.names = [...new Set(answers.flatMap(({ names }) => names.map(({ name }) => name)))].sort();
     const first = FIRST.filter((name) => this.names.includes(name)).slice(0, SHOWN);
-    this.shown = this.params.metrics ? this.params.metrics.split(",") : first;
+    this.shown = this.params.metrics ? this.params.metrics.split("\n") : first;
     const rest = this.names.filter((name) => !this.shown.includes(name)).map((name) => [name, name]);
-    const add = (name) => change({ metrics: [...this.shown, name].join(",") });
+    const add = (name) => change({ metrics: [...this.shown, name].join("\n") });
     fill(
       this.adder,
       h("label", { class: "field" }, "Add a chart ", select("Add a chart", [["", "metric …"], ...rest], "", add)),
@@ -140,8 +135,12 @@ export class Compare {
     return this.load();
   }
 
-  grown() {
-    return this.runs.length > 1 ? this.drawCharts() : null;
+  /** Draws new steps; a run that has come or gone changes everything. */
+  grown(runs) {
+    const same = runs.length === this.runs.length && runs.every(({ id }, index) => id === this.runs[index].id);
+    this.runs = runs;
+    if (!same) return this.load();
+    return runs.length > 1 ? Promise.all([this.drawCharts(), this.showConfig()]) : null;
   }
 
   closeCharts() {

@@ -25,11 +25,11 @@ export async function promptColumns(runs, shared, chosen, choose, colorOf) {
 async function column(run, key, color) {
   const { groups } = await source.prompt(run.id, key);
   const group = groups.at(-1);
-  const best = [...group.samples].sort((a, b) => b.reward - a.reward);
-  const shown = best.length > 1 ? [best[0], best.at(-1)] : best;
+  const { samples } = group; // best to worst
+  const shown = samples.length > 1 ? [samples[0], samples.at(-1)] : samples;
   const answers = await Promise.all(shown.map((sample, index) => answer(run, sample, index ? "worst" : "best")));
   const step = h("a", { href: linkTo("samples", { run: run.id, open: groupKey(group) }) }, `step ${group.step}`);
-  const average = h("span", { class: "fact" }, `mean ${formatNumber(mean(best.map(({ reward }) => reward)))}`);
+  const average = h("span", { class: "fact" }, `mean ${formatNumber(mean(samples.map(({ reward }) => reward)))}`);
   const swatch = h("i", { class: "swatch", style: { background: `var(--${color})` } });
   const head = h("header", {}, swatch, h("b", {}, run.name), h("span", { class: "spacer" }), step, average);
   return h("article", { class: "card" }, head, answers);

@@ -27,10 +27,11 @@ export class ExportSource {
   }
 
   async samples(run, filter) {
-    const { groups, notes } = this.of(run).samples;
-    const kept = groups.filter((group) => matches(group, filter));
+    const { groups, steps, notes } = this.of(run).samples;
+    const textOf = ({ id, text_preview }) => this.of(run).sample[id]?.completion ?? text_preview;
+    const kept = groups.filter((group) => matches(group, filter, textOf));
     const offset = filter.offset ?? 0;
-    return { total: kept.length, groups: kept.slice(offset, offset + (filter.limit ?? 50)), notes };
+    return { total: kept.length, groups: kept.slice(offset, offset + (filter.limit ?? 50)), steps, notes };
   }
 
   async sample(run, id) {
@@ -44,7 +45,8 @@ export class ExportSource {
   }
 
   async prompt(run, key) {
-    return known(this.of(run).prompt[key], "This prompt is not in the exported file.");
+    const { prompt, samples } = this.of(run);
+    return prompt[key] ?? ofGroups(key, samples.groups);
   }
 
   async diagnosis(run) {
@@ -68,6 +70,14 @@ export class ExportSource {
   }
 }
 
+/** A prompt of which the file holds no more than the groups in its list, which has the newest first. */
+function ofGroups(key, all) {
+  const groups = all.filter(({ prompt_key }) => prompt_key === key).reverse();
+  if (!groups.length) throw new Error("This prompt is not in the exported file.");
+  const notes = ["This file holds only the newest groups of this prompt."];
+  return { key, prompt: groups[0].prompt, total: groups.length, groups, notes };
+}
+
 function known(value, otherwise) {
   if (value === undefined) throw new Error(otherwise);
   return value;
@@ -81,15 +91,15 @@ function slice(columns, from, to) {
   return Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values?.filter(inside) ?? values]));
 }
 
-function matches(group, { step, group: number, kind, finish, reward_min, reward_max, q }) {
+function matches(group, { step, group: number, kind, finish, reward_min, reward_max, q }, textOf) {
   if (given(step) && group.step !== Number(step)) return false;
   if (given(number) && group.group !== Number(number)) return false;
   if (given(kind) && group.kind !== kind) return false;
   return group.samples.some((sample) => {
-    if (given(finish) && sample.finish !== finish) return false;
+    if (given(finish) && !(finish === "error" ? sample.failed : sample.finish === finish)) return false;
     if (given(reward_min) && !(sample.reward >= Number(reward_min))) return false;
     if (given(reward_max) && !(sample.reward <= Number(reward_max))) return false;
-    return contains(group.prompt, q) || contains(sample.text_preview, q);
+    return contains(group.prompt, q) || contains(textOf(sample), q);
   });
 }
 

@@ -6,7 +6,8 @@ import { highlight } from "./highlight.js";
 import { promptBlock } from "./prompt_block.js";
 import { change, linkTo, readRoute } from "./route.js";
 import { SampleCard } from "./sample_card.js";
-import { COLORINGS, legend, tokenTips } from "./tokens.js";
+import { isOnTokens, tokenTips } from "./token_tips.js";
+import { COLORINGS, legend } from "./tokens.js";
 
 const KINDS = { train: "trained on", validation: "validation", dropped: "filtered out: sampled, but not trained on" };
 const LAYOUTS = Object.entries({ "": "Side by side", single: "One at a time" });
@@ -20,13 +21,13 @@ export class GroupView {
     this.group = group;
     this.params = params;
     this.controls = h("div", { class: "toolbar plain" });
+    this.place = h("span", { class: "quiet", role: "status" });
     this.missing = h("p", { class: "quiet missing", role: "status" });
     this.row = h("div", { class: "cards", on: { keydown: (event) => this.onKey(event) } });
-    const best = [...group.samples].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
-    this.cards = best.map((sample, index) => this.makeCard(run, sample, index));
+    this.cards = group.samples.map((sample, index) => this.makeCard(run, sample, index));
     this.row.classList.toggle(
       "brief",
-      best.every(({ text_preview }) => text_preview.length < BRIEF),
+      group.samples.every(({ text_preview }) => text_preview.length < BRIEF),
     );
     fill(
       this.row,
@@ -91,10 +92,17 @@ export class GroupView {
       segmented("Layout", LAYOUTS, layout, choose("layout")),
       h("label", { class: "field" }, "Colour by ", colors),
       color && legend(color),
+      layout === "single" && this.turner(),
     );
     for (const card of this.cards) card.paint(color);
     this.showMissing();
     highlight(this.element, this.params.q);
+  }
+
+  /** What arrow keys do, for those who have none. */
+  turner() {
+    const better = iconButton("‹", "Better sample", () => this.move(-1));
+    return h("div", { class: "turner" }, better, this.place, iconButton("›", "Worse sample", () => this.move(1)));
   }
 
   update(params) {
@@ -105,16 +113,20 @@ export class GroupView {
   /** Marks a card; in the layout with one at a time it is the one that is shown. */
   select(index) {
     this.selected = index;
+    this.place.textContent = `sample ${index + 1} of ${this.cards.length}`;
     this.cards.forEach((card, at) => card.mark(at === index));
   }
 
   onKey(event) {
     const moves = { ArrowLeft: -1, ArrowRight: 1 };
-    if (!(event.key in moves) || event.target.closest("button, select, input, summary")) return;
+    if (!(event.key in moves) || isOnTokens(event) || event.target.closest("button, select, input, summary")) return;
     event.preventDefault();
-    const next = Math.min(Math.max(this.selected + moves[event.key], 0), this.cards.length - 1);
-    this.select(next);
-    this.cards[next].element.focus();
+    this.move(moves[event.key]);
+    this.cards[this.selected].element.focus();
+  }
+
+  move(by) {
+    this.select(Math.min(Math.max(this.selected + by, 0), this.cards.length - 1));
   }
 
   close() {

@@ -8,7 +8,11 @@ import { OverviewToolbar, readSettings, zoom } from "./overview_toolbar.js";
 import { PhaseBand } from "./phase_band.js";
 
 const POINTS = 800;
-const EMPTY = ["No step is finished yet", "Curves appear here with the first row of metrics.jsonl."];
+const EMPTY = [
+  "No step is finished yet",
+  "Curves appear here with the first row of metrics.jsonl. Loading, captures and a warm start come before it: the " +
+    "terminal of the run says how far they are.",
+];
 
 export class Overview {
   constructor({ run, params, note }) {
@@ -16,6 +20,7 @@ export class Overview {
     this.params = params;
     this.note = note;
     this.cards = []; // {chart, names}
+    this.sections = []; // {topic, names, section}
     this.grid = h("div", { class: "chart-grid" });
     this.topics = h("div", { class: "topics" });
     this.toolbar = new OverviewToolbar(readSettings(params), () => this.ends());
@@ -32,7 +37,13 @@ export class Overview {
     const used = new Set(this.cards.flatMap((card) => card.names));
     const figures = this.cards.map(({ chart }) => chart.element);
     fill(this.grid, names.length ? [figures, this.band.element] : empty(...EMPTY));
-    fill(this.topics, this.makeTopics(names.filter(({ name }) => !used.has(name))));
+    const unfolded = this.sections.filter(({ section }) => section.open).map(({ topic }) => topic);
+    this.sections = this.makeTopics(names.filter(({ name }) => !used.has(name)));
+    fill(
+      this.topics,
+      this.sections.map(({ section }) => section),
+    );
+    for (const { topic, section } of this.sections) section.open = unfolded.includes(topic);
     await this.draw();
   }
 
@@ -60,9 +71,9 @@ export class Overview {
     return [...topics].map(([topic, names]) => {
       const grid = h("div", { class: "chart-grid" });
       const summary = h("summary", {}, topic, " ", h("span", { class: "count" }, names.length));
-      const section = h("details", { data: { names: names.join(" ") } }, summary, grid);
+      const section = h("details", {}, summary, grid);
       section.addEventListener("toggle", () => section.open && !grid.children.length && this.openTopic(grid, names));
-      return section;
+      return { topic, names, section };
     });
   }
 
@@ -80,9 +91,9 @@ export class Overview {
   reveal(name) {
     if (!name) return;
     const card = this.cards.find(({ names }) => names.includes(name));
-    const topic = [...this.topics.children].find(({ dataset }) => dataset.names.split(" ").includes(name));
-    if (topic) topic.open = true;
-    const target = card?.chart.element ?? topic;
+    const section = this.sections.find(({ names }) => names.includes(name))?.section;
+    if (section) section.open = true;
+    const target = card?.chart.element ?? section;
     target?.classList.add("shown");
     target?.scrollIntoView({ block: "center" });
   }
@@ -105,11 +116,13 @@ export class Overview {
     this.band.draw(phases, settings);
   }
 
+  /** The first and the last x of the run; null before its first step. */
   async ends() {
+    if (!this.cards.length) return null;
     const names = this.cards[0].names.slice(0, 1);
     const { series } = await source.series(this.run, { names, x: readSettings(this.params).axis, points: POINTS });
     const { x } = series[names[0]];
-    return [x[0], x.at(-1)];
+    return x.length ? [x[0], x.at(-1)] : null;
   }
 
   update(params) {

@@ -19,7 +19,7 @@ export function zoom(from, to) {
 }
 
 export class OverviewToolbar {
-  /** `ends()` gives a promise of the first and the last x of the run, for a range of which one end is typed. */
+  /** `ends()` promises the first and the last x of the run, or null, for a range of which one end is typed. */
   constructor(settings, ends) {
     this.ends = ends;
     this.element = h("div", { class: "toolbar" });
@@ -56,8 +56,10 @@ export class OverviewToolbar {
   }
 
   async setRange(from, to) {
-    const [first, last] = await this.ends();
-    zoom(from ?? first, to ?? last);
+    const ends = await this.ends();
+    if (!ends) return;
+    const range = [from ?? ends[0], to ?? ends[1]];
+    zoom(Math.min(...range), Math.max(...range));
   }
 }
 

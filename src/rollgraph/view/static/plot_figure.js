@@ -6,6 +6,7 @@ import { formatClock, formatCount } from "./format.js";
 import { color } from "./theme.js";
 
 const FONT = "11px ui-sans-serif, system-ui, sans-serif";
+const HALF_DIGIT = 3.5; // pixels
 const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7, 8].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 const CLOCK = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, ...WHOLE.map((hours) => hours * 3600)];
 const MOVES = { ArrowLeft: -1, ArrowRight: 1 };
@@ -39,12 +40,14 @@ export class PlotFigure {
   mount({ scaleY, formatY, series, bands, points }) {
     this.plot?.destroy();
     this.element.dataset.axis = this.axis;
+    const [formatX, steps] = this.axis === "time" ? [formatClock, CLOCK] : [formatCount, WHOLE];
+    const right = () => Math.max(8, HALF_DIGIT * formatX(this.shownRange()[1]).length); // for half of the last number
     const options = {
       ...this.size(),
-      padding: [8, 8, 0, 0],
+      padding: [8, right, 0, 0],
       legend: { show: false },
       scales: { x: { time: false, range: () => this.shownRange() }, y: scaleY },
-      axes: axes(this.axis === "time" ? [formatClock, CLOCK] : [formatCount, WHOLE], formatY),
+      axes: axes([formatX, steps], formatY),
       series: [{}, ...series],
       bands,
       cursor: {

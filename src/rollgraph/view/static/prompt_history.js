@@ -56,15 +56,15 @@ export class PromptHistory {
   showRows(groups, from) {
     const run = readRoute().params.run;
     for (const group of groups.slice(from, from + AT_ONCE)) {
-      const best = [...group.samples].sort((a, b) => b.reward - a.reward);
+      const { samples } = group; // best to worst
       const address = linkTo("samples", { run, open: groupKey(group) });
       const step = h("a", { href: address }, group.step < 0 ? "start" : group.step);
-      const average = formatNumber(mean(best.map(({ reward }) => reward)));
+      const average = formatNumber(mean(samples.map(({ reward }) => reward)));
       const cells = [
         h("td", {}, step),
         h("td", { class: "number" }, average),
-        answer(best[0]),
-        answer(best.length > 1 ? best.at(-1) : null),
+        answer(samples[0]),
+        answer(samples.length > 1 ? samples.at(-1) : null),
       ];
       this.body.append(h("tr", {}, cells));
     }
@@ -98,11 +98,11 @@ function answer(sample) {
 }
 
 function rewardColumns(groups) {
-  const rewards = groups.map(({ samples }) => samples.map(({ reward }) => reward));
+  const rewards = groups.map(({ samples }) => samples.map(({ reward }) => reward).filter((reward) => reward !== null));
   return {
     x: groups.map(({ step }) => step),
     y: rewards.map(mean),
-    low: rewards.map((values) => Math.min(...values)),
-    high: rewards.map((values) => Math.max(...values)),
+    low: rewards.map((values) => (values.length ? Math.min(...values) : null)),
+    high: rewards.map((values) => (values.length ? Math.max(...values) : null)),
   };
 }

@@ -11,6 +11,7 @@ import { FILTERS, SampleFilter } from "./sample_filter.js";
 import { VirtualList } from "./virtual_list.js";
 
 const MODES = Object.entries({ "": "By step", prompts: "By prompt" });
+const KEY = /^(-?\d+)\.(train|validation|dropped)\.(-?\d+)$/; // what groupKey writes, in links from anywhere
 const GONE = ["This group is not here", "It may be of another run, or the run was resumed before it."];
 const NO_MATCH = ["No sample matches", "Change the search or the filters above."];
 const NONE_YET = ["No samples yet", "A run writes some groups of every log.samples_every-th step."];
@@ -108,6 +109,7 @@ export class Samples {
   async showDetail() {
     const { open, prompt } = this.params;
     this.element.classList.toggle("reading", Boolean(open || prompt));
+    this.element.classList.toggle("bare", this.list.total === 0);
     const byPrompt = this.mode() === "prompts";
     const key = prompt ?? (byPrompt && !open && this.list.item(0)?.key);
     if (key) return this.showPrompt(key);
@@ -153,7 +155,8 @@ export class Samples {
       if (item === undefined) break;
       if (groupKey(item) === key) return item;
     }
-    const [step, kind, group] = key.split(".");
+    const [known, step, kind, group] = KEY.exec(key) ?? [];
+    if (!known) return undefined;
     const { groups } = await source.samples(this.run, { step, kind, group, limit: 1 });
     return groups[0];
   }

@@ -8,7 +8,7 @@ const HELP = [
   ["1 … 5", "Go to a view"],
   ["/", "Search samples"],
   ["↑ ↓", "Next or previous group, in the list of samples"],
-  ["← →", "Better or worse sample of a group; values of a chart that has the focus"],
+  ["← →", "Better or worse sample of a group; values of a chart or numbers of coloured tokens that have the focus"],
   ["d", "Light or dark"],
   ["?", "This list"],
 ];

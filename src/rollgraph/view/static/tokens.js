@@ -1,7 +1,7 @@
 // The text of a turn, coloured token by token: how it is coloured, and the legend that says so.
 
 import { h } from "./dom.js";
-import { formatNumber, formatSigned } from "./format.js";
+import { formatNumber } from "./format.js";
 
 const AT_ONCE = 2000; // tokens that are shown before somebody asks for more
 const CHARACTERS_AT_ONCE = 20_000;
@@ -55,10 +55,17 @@ function clamp(value) {
 
 /** An element with the text of a turn. `tokens` may be null: then there is nothing to colour. */
 export function renderText(text, tokens, coloring) {
+  if (tokens?.length) return renderTokens(tokens, coloring);
   const box = h("div", { class: "text" });
-  if (tokens?.length) showTokens(box, tokens, coloring, 0);
-  else if (text === "") box.append(h("span", { class: "quiet" }, "empty"));
+  if (text === "") box.append(h("span", { class: "quiet" }, "empty"));
   else showCharacters(box, text, 0);
+  return box;
+}
+
+function renderTokens(tokens, coloring) {
+  const label = "Tokens. Arrow keys read their numbers.";
+  const box = h("div", { class: "text", tabindex: "0", role: "group", "aria-label": label });
+  showTokens(box, tokens, coloring, 0);
   return box;
 }
 
@@ -118,35 +125,4 @@ export function legend(coloring) {
     h("span", { class: kind }),
     h("span", {}, `${formatNumber(ends[1])} ${high}`),
   );
-}
-
-/** One floating box that tells the numbers of the token under the pointer. */
-export function tokenTips(container) {
-  const tip = h("div", { class: "tip", role: "tooltip", hidden: true });
-  container.addEventListener("pointerover", (event) => {
-    const token = event.target.token;
-    tip.hidden = !token || !hasNumbers(token);
-    if (tip.hidden) return;
-    const rows = Object.entries(COLORINGS).filter(([name]) => token[name] !== null && token[name] !== undefined);
-    tip.replaceChildren(
-      h("code", {}, JSON.stringify(token.text)),
-      ...rows.map(([name, { label }]) =>
-        h(
-          "div",
-          {},
-          h("span", {}, label),
-          h("b", {}, name === "advantage" ? formatSigned(token[name]) : formatNumber(token[name])),
-        ),
-      ),
-    );
-    const place = event.target.getBoundingClientRect();
-    tip.style.setProperty("left", `${Math.min(place.left, innerWidth - 220)}px`);
-    tip.style.setProperty("top", `${place.bottom + 6}px`);
-  });
-  container.addEventListener("pointerleave", () => (tip.hidden = true));
-  return tip;
-}
-
-function hasNumbers(token) {
-  return Object.keys(COLORINGS).some((name) => token[name] !== null && token[name] !== undefined);
 }

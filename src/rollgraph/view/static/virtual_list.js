@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 
-const PAGE = 50;
+const PAGE = 20; // rows of a request: groups of long completions take some time to read
 const TALLEST = 8_000_000; // browsers draw nothing far beyond this many pixels, so a longer list is compressed
 const SPARE = 4; // rows beyond the edges, so that a short scroll shows no gap
 
