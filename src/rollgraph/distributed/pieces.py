@@ -28,7 +28,8 @@ class ParameterPiece:
     @classmethod
     def of_all(cls, whole: Sequence[int], counted: bool = True) -> ParameterPiece:
         """The whole parameter."""
-        return cls(tuple(whole), 0, ((0, whole[0]),), (counted,))
+        shape = tuple(whole) or (1,)
+        return cls(shape, 0, ((0, shape[0]),), (counted,))
 
     @property
     def is_whole(self) -> bool:

@@ -78,6 +78,12 @@ def parameter_pieces(whole: Architecture, rank: int, size: int) -> dict[str, Par
     return pieces
 
 
+def model_pieces(model: Decoder) -> dict[str, ParameterPiece]:
+    """The piece of each parameter of a divided model that this rank holds."""
+    assert model.group is not None
+    return parameter_pieces(model.whole, model.group.rank, model.group.size)
+
+
 def whole_shapes(whole: Architecture) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of a model that is not divided."""
     with torch.device("meta"):
@@ -119,7 +125,6 @@ def divide_model(model: Decoder, group: TensorGroup) -> Decoder:
 @torch.no_grad()
 def copy_pieces(model: Decoder, whole: Mapping[str, Tensor]) -> None:
     """Copy this rank's pieces of whole parameters, given by name, into a divided model."""
-    assert model.group is not None
-    pieces = parameter_pieces(model.whole, model.group.rank, model.group.size)
+    pieces = model_pieces(model)
     for name, parameter in model.named_parameters():
         parameter.copy_(cut(whole[name], pieces[name]))

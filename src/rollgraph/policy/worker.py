@@ -40,6 +40,7 @@ from rollgraph.policy.turn_session import OnProgress, TurnGenerator
 from rollgraph.policy.weights import POLICY, WeightSlots
 from rollgraph.rl.turns import Request, Turn
 from rollgraph.sharding import ShardedAdamW, ShardedModel
+from rollgraph.sharding.tensor_peers import TensorPeers
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Batch, Rollout, Sample
 
@@ -48,7 +49,7 @@ OnSamples = Callable[[int, int], None]  # how many samples are trained on, and o
 
 
 class PolicyWorker:
-    """The policy in one process of a run."""
+    """The policy in one process of a run. `tensor` are the ranks that divide each layer with it, if any do."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class PolicyWorker:
         reduction: Any = "library",
         verify_weights: bool = False,
         exact: Exactness = "auto",
+        tensor: TensorPeers | None = None,
     ) -> None:
         if world.size > 1 and "step" in scopes:
             raise ValueError(
@@ -81,7 +83,7 @@ class PolicyWorker:
         self.world = world
         self.limits = limits
         self.sampling = sampling
-        self.sharded = ShardedModel(model, world, reduction=reduction)
+        self.sharded = ShardedModel(model, world, reduction=reduction, tensor=tensor)
         self.optimizer = ShardedAdamW(self.sharded, **optimizer)
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
         self.adapted = AdaptedWeights(model.adapters, self.sharded, self.weights)
@@ -127,7 +129,7 @@ class PolicyWorker:
         and leaves products to the library: there is no generation for training to agree with. `entropies` says whether
         `logprobs_and_entropies` will be called.
         """
-        progress = on_progress or _ignore_progress
+        progress = on_progress or (lambda phase, part, done, total: None)
         self.sharded.raise_if_unfinished()
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
@@ -197,9 +199,7 @@ class PolicyWorker:
 
     def _holds_on_all_ranks(self, mine: bool) -> bool:
         """Ranks must not differ in what they score, because scoring gathers parameters from all of them."""
-        if self.world.size == 1:
-            return mine
-        return all(json.loads(text) for text in self.sharded.collectives.all_gather_text(json.dumps(mine)))
+        return all(json.loads(text) for text in self.sharded.exchange_text(json.dumps(mine)))
 
     @property
     def _device(self) -> torch.device:
@@ -211,6 +211,8 @@ class PolicyWorker:
 
     def _free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.world.device)
+        if self.sharded.tensor is not None:  # those that divide layers have caches of one size, and the same graphs
+            free = min(map(int, self.sharded.exchange_text(str(free))))
         return free
 
     # -- generate ----------------------------------------------------------------------------------
@@ -360,7 +362,8 @@ class PolicyWorker:
     def export(self, folder: Path, *, merge: bool = False, base: tuple[str | None, str | None] = (None, None)) -> None:
         """Write a folder that other tools can load: the model, or its adapter alone unless that is to be merged.
 
-        `base` is what the adapter belongs to: the path or hub id of a model, and its revision. Rank 0 writes.
+        `base` is what the adapter belongs to: the path or hub id of a model, and its revision. Rank 0 writes; those
+        that divide layers with it take part.
         """
         with self.phases.enter("save"):
             if self.world.rank == 0:
@@ -368,7 +371,7 @@ class PolicyWorker:
                     save_model(self.model, folder, merge=merge)
                 else:
                     save_adapter(self.model, folder, base=base[0], revision=base[1])
-                if self.tokenizer is not None:
+                if self.tokenizer is not None and self.sharded.rank == 0:
                     self.tokenizer.save(folder)
 
     def rejoin(self, world: World) -> None:
@@ -387,10 +390,6 @@ class PolicyWorker:
     def close(self) -> None:
         self.pool.reset()
         self.sharded.close()
-
-
-def _ignore_progress(phase: str, part: str, done: int, total: int) -> None:
-    pass
 
 
 def _unweighted(prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> Sample:

@@ -46,7 +46,8 @@ def choose_memory(config: Config, world: World, inputs: Inputs, note: Note) -> t
 
     Raises DoesNotFit if nothing fits.
     """
-    shape = shape_run(config, ranks=world.size, device="cpu" if world.device == "cpu" else "cuda", inputs=inputs)
+    ranks = world.sharing_data(config.tensor_parallel).size
+    shape = shape_run(config, ranks=ranks, device="cpu" if world.device == "cpu" else "cuda", inputs=inputs)
     budget = find_budget(world)
     choice = choose(config, shape, budget)
     if not choice.fits:
