@@ -52,6 +52,7 @@ def broken_rules(config: Config) -> list[BrokenRule]:
         *_shard_rules(config),
         *_log_rules(config),
         *_cluster_rules(config),
+        *_division_rules(config),
         *_resume_rules(config),
     ]
 
@@ -241,6 +242,22 @@ def _cluster_rules(config: Config) -> Iterator[BrokenRule]:
     elif peers and cluster.ranks <= peers:
         wrong = f"needs at least {peers + 1} ranks, but the cluster has {cluster.ranks} (cluster.nodes)"
         yield "peers_exist", "checkpoint.peers", wrong
+
+
+def _division_rules(config: Config) -> Iterator[BrokenRule]:
+    if config.tensor_parallel == 1:
+        return
+    key = "tensor_parallel"
+    if config.adapter is not None:
+        yield "division_without_adapters", key, "adapters are not divided yet; train all weights, or use 1"
+    if config.rollout.environment is not None:
+        wrong = "the turns of an environment could differ between ranks that divide layers; use 1 with one"
+        yield "division_without_turns", key, wrong
+    if config.cluster.engine != "none":
+        wrong = "ranks that divide layers cannot join a later attempt in the same process; use torchrun, or 1"
+        yield "division_without_cluster", key, wrong
+    if config.shard == "parameters":
+        yield "one_way_to_divide", key, "layers are divided already (shard: parameters); use one of both"
 
 
 def _resume_rules(config: Config) -> Iterator[BrokenRule]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollgraph.distributed.liveness import Liveness
@@ -37,6 +37,13 @@ class World:
             raise ValueError(f"RANK={rank} is not within WORLD_SIZE={size}")
         local_rank = int(environ.get("LOCAL_RANK", 0))
         return cls(rank, size, own_device(local_rank), local_rank=local_rank)
+
+    def sharing_data(self, tensor_parallel: int) -> World:
+        """This rank among those that divide the data, where each so many ranks have the same samples.
+
+        It says who has which data. It is no process group: `sharding/rank_grid.py` makes those.
+        """
+        return replace(self, rank=self.rank // tensor_parallel, size=self.size // tensor_parallel)
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:

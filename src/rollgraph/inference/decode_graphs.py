@@ -162,10 +162,13 @@ class DecodeGraphs:
             drawn = sample_filtered(self._model.logits(hidden), sampling, self.history[:rows])
         else:
             drawn = sample(self._model.logits(hidden), sampling)
-        token.copy_(torch.where(active, drawn.token.clamp_min(0), token))
-        position.add_(active)
         logprobs = torch.stack((drawn.logprob, drawn.policy_logprob), 1).view(torch.int32)
-        self.results[:rows] = torch.cat((drawn.token[:, None], logprobs), 1)
+        results = torch.cat((drawn.token[:, None], logprobs), 1)
+        if self._model.group is not None:  # the ranks of a group decode the same tokens, whatever happens
+            results = self._model.group.first(results)
+        token.copy_(torch.where(active, results[:, 0].clamp_min(0), token))
+        position.add_(active)
+        self.results[:rows] = results
 
     def _sampling_of(self, state: Tensor, position: Tensor) -> Rows:
         numbers = state.view(torch.float32)

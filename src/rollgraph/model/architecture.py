@@ -7,7 +7,7 @@ the decoder does not support, is an error; it is never ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -86,6 +86,21 @@ class Architecture:
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
+
+    def why_indivisible(self, ranks: int) -> str | None:
+        """Why so many ranks cannot divide each layer among themselves; None if they can."""
+        if self.heads % ranks or self.mlp % ranks:
+            return f"{ranks} must divide the {self.heads} heads and the MLP's width of {self.mlp}"
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            return f"{ranks} must divide the {self.kv_heads} key/value heads, or be a multiple of them"
+        return None
+
+    def divided(self, ranks: int) -> Architecture:
+        """What each of so many ranks computes of every layer. Where they outnumber key/value heads, these repeat."""
+        if problem := self.why_indivisible(ranks):
+            raise ArchitectureError(f"the layers cannot be divided: {problem}")
+        kv_heads = max(1, self.kv_heads // ranks)
+        return replace(self, heads=self.heads // ranks, kv_heads=kv_heads, mlp=self.mlp // ranks)
 
     def frequencies(self) -> tuple[Tensor, float]:
         return self.rope.frequencies(self.head_dim, self.max_length)

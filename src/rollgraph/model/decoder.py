@@ -9,6 +9,9 @@ tensors to them:
 
 Layers pass on the residual stream as a pair (residual, update) that is not added yet, so that the addition and the norm
 that follows it are one kernel.
+
+With a `TensorGroup`, the ranks of that group divide the heads and the width of the MLP among themselves; what stands
+between attention and MLP, and before and after all layers, each of them has and computes whole.
 """
 
 from __future__ import annotations
@@ -22,27 +25,34 @@ from torch import Tensor, nn
 from rollgraph.model.adapters import Adaptable
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
-from rollgraph.model.linear import Linear, Unexpanded, expand
+from rollgraph.model.linear import Linear, Shared, Unexpanded, expand
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
 from rollgraph.model.products import Routes, multiply, padded_rows
 from rollgraph.model.recompute import recompute
+from rollgraph.model.tensor_group import TensorGroup
 
 # Called with a layer's attention module, its projected qkv, cos and sin; gives the mixed values.
 Attend = Callable[["Attention", Tensor | Unexpanded, Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    def __init__(self, architecture: Architecture, layer: int) -> None:
+    def __init__(self, architecture: Architecture, layer: int, group: TensorGroup | None, repeats: int) -> None:
+        """`repeats` is how many ranks of the group have the same key/value heads."""
         super().__init__()
         a = architecture
+        self.group = group
         self.recomputes = False  # its activations, in the backward pass, by itself
         self.heads = a.heads
         self.kv_heads = a.kv_heads
         self.head_dim = a.head_dim
         self.window = a.window(layer)
         self.eps = a.norm_eps
-        self.qkv = Linear(a.hidden, (a.heads + 2 * a.kv_heads) * a.head_dim, bias=a.qkv_bias)
-        self.out = Linear(a.heads * a.head_dim, a.hidden, bias=a.output_bias)
+        shared = None
+        if group is not None and repeats > 1:
+            first = group.rank // repeats * repeats
+            shared = Shared(group, a.heads * a.head_dim, range(first, first + repeats))
+        self.qkv = Linear(a.hidden, (a.heads + 2 * a.kv_heads) * a.head_dim, bias=a.qkv_bias, shared=shared)
+        self.out = Linear(a.heads * a.head_dim, a.hidden, bias=a.output_bias, sums_over=group)
         self.q_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
 
@@ -61,26 +71,36 @@ class Attention(nn.Module):
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Project, attend as `attend` does, and project back."""
+        if self.group is not None:
+            x = self.group.enter(x)
         mixed = attend(self, self.qkv(x, defer=self.q_norm is None), cos, sin)
         projected: Tensor = self.out(mixed.flatten(1))
         return projected
+
+    def _head_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        """The weights that queries and keys are normed with. All heads have the same, on whichever rank they are."""
+        if self.group is None or self.q_norm is None or self.k_norm is None or not torch.is_grad_enabled():
+            return self.q_norm, self.k_norm
+        q_norm, k_norm = self.group.enter(torch.stack((self.q_norm, self.k_norm))).unbind()
+        return q_norm, k_norm
 
     def split(self, qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normed and rotated, and values: [tokens, heads, head_dim]."""
         if isinstance(qkv, Unexpanded):
             qkv = expand(qkv)
+        q_norm, k_norm = self._head_norms()
         if qkv.is_cuda:
             from rollgraph.model.head_kernels import SplitHeads
 
             heads: tuple[Tensor, Tensor, Tensor] = SplitHeads.apply(  # type: ignore[no-untyped-call]
-                qkv, cos, sin, self.q_norm, self.k_norm, self.eps, self.heads, self.kv_heads
+                qkv, cos, sin, q_norm, k_norm, self.eps, self.heads, self.kv_heads
             )
             return heads
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = qkv.view(len(qkv), sum(sizes), self.head_dim).split(sizes, 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = norm(q, self.q_norm, self.eps)
-            k = norm(k, self.k_norm, self.eps)
+        if q_norm is not None and k_norm is not None:
+            q = norm(q, q_norm, self.eps)
+            k = norm(k, k_norm, self.eps)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def split_and_store(
@@ -104,12 +124,13 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, group: TensorGroup | None) -> None:
         super().__init__()
         a = architecture
+        self.group = group
         self.recomputes = False  # its activations, in the backward pass, by itself
         self.gate_up = Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias)
-        self.down = Linear(a.mlp, a.hidden, bias=a.mlp_bias)
+        self.down = Linear(a.mlp, a.hidden, bias=a.mlp_bias, sums_over=group)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recomputes and torch.is_grad_enabled():
@@ -117,6 +138,8 @@ class MLP(nn.Module):
         return self._run(x)
 
     def _run(self, x: Tensor) -> Tensor:
+        if self.group is not None:
+            x = self.group.enter(x)
         activated = swiglu(self.gate_up(x, defer=True), padded_rows(self.down.routes, len(x)))
         projected: Tensor = self.down(activated, len(x))
         return projected
@@ -125,15 +148,15 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """One layer. It is the unit of communication and, with several ranks, of capture."""
 
-    def __init__(self, architecture: Architecture, layer: int) -> None:
+    def __init__(self, architecture: Architecture, layer: int, group: TensorGroup | None, repeats: int) -> None:
         super().__init__()
         a = architecture
         self.recomputes = False  # its activations, in the backward pass, all at once
         self.eps = a.norm_eps
         self.attention_norm = nn.Parameter(torch.ones(a.hidden))
-        self.attention = Attention(a, layer)
+        self.attention = Attention(a, layer, group, repeats)
         self.mlp_norm = nn.Parameter(torch.ones(a.hidden))
-        self.mlp = MLP(a)
+        self.mlp = MLP(a, group)
 
     def forward(
         self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int,
@@ -165,16 +188,24 @@ class Decoder(Adaptable):
     """A causal language model up to its last hidden states; `head_weight` turns them into logits.
 
     The activations of the first `checkpointing` layers are computed again in the backward pass instead of being kept.
+    With a `group`, `architecture` is what this rank computes, and `whole` what all ranks of the group compute together;
+    weights that are drawn here are not pieces of those that a whole model would draw: see `division.py`.
     """
 
     frequencies: Tensor
 
-    def __init__(self, architecture: Architecture, *, checkpointing: int = 0) -> None:
+    def __init__(self, architecture: Architecture, *, checkpointing: int = 0, group: TensorGroup | None = None) -> None:
         super().__init__()
+        self.whole = architecture
+        self.group = group
+        repeats = 1
         a = architecture
+        if group is not None:
+            a = architecture.divided(group.size)
+            repeats = a.kv_heads * group.size // architecture.kv_heads
         self.architecture = a
         self.embed = nn.Embedding(a.vocabulary, a.hidden)
-        layers = nn.ModuleList(DecoderLayer(a, layer) for layer in range(a.layers))
+        layers = nn.ModuleList(DecoderLayer(a, layer, group, repeats) for layer in range(a.layers))
         self.layers: Iterable[DecoderLayer] = layers  # type: ignore[assignment]
         self.checkpoint_layers(checkpointing)
         self.norm = nn.Parameter(torch.ones(a.hidden))

@@ -10,13 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rollgraph.files import sync, write_new
 from rollgraph.model.decoder import Decoder
-from rollgraph.model.hf_weights import CONFIG, INDEX, WEIGHTS, ModelFileError, parameter_views, spell
+from rollgraph.model.division import tensor_shares
+from rollgraph.model.hf_weights import CONFIG, INDEX, WEIGHTS, ModelFileError, parameter_views, spell, whole_views
 from rollgraph.model.peft_config import ADAPTER_CONFIG
 
 _SHARDS = "model-?????-of-?????.safetensors"
@@ -28,25 +30,31 @@ def save_model(
 ) -> None:
     """Write a folder that Hugging Face's libraries can load, replacing the weights that it has.
 
-    Of a model with adapters these are the weights of its base or, with `merge`, those with the adapters added.
+    Of a model with adapters these are the weights of its base or, with `merge`, those with the adapters added. Of a
+    divided model all ranks of the group call this, and the first of them writes.
 
     Files get their final names only when all of them are written, and the file without which nothing loads gets its
     name last. So a folder whose save was interrupted holds the old weights, none, or the new ones, never a mixture.
     """
+    tensors = _merged(model) if merge else whole_tensors(model)
+    if model.group is not None and model.group.rank > 0:
+        for _ in tensors:  # for the rank that writes them
+            pass
+        return
     target = Path(folder)
     if (target / ADAPTER_CONFIG).exists():
         raise ModelFileError(f"{target} holds an adapter, which tools would load in place of a model beside it")
     target.mkdir(parents=True, exist_ok=True)
     for leftover in target.glob(f"model*{INCOMPLETE}"):  # of a save that was interrupted
         leftover.unlink()
-    shards = _split_into_shards(parameter_views(model), shard_bytes)
+    dtype = model.embed.weight.dtype
+    shards = _split_into_shards(whole_views(model.whole, dtype), shard_bytes)
     names = _shard_names(len(shards))
-    config = model.architecture.to_config()
+    config = model.whole.to_config()
     config.pop("torch_dtype", None)  # the old name of dtype
-    config["dtype"] = spell(model.embed.weight.dtype)
+    config["dtype"] = spell(dtype)
     config_path = target / (CONFIG + INCOMPLETE)
     _write_json(config_path, config)
-    tensors = _merged(model) if merge else iter(parameter_views(model).items())
     for name, shard in zip(names, shards, strict=True):
         write_tensors(target / (name + INCOMPLETE), dict(islice(tensors, len(shard))), like=config_path)
     if len(shards) > 1:
@@ -59,6 +67,22 @@ def save_model(
     for name in (CONFIG, *names):
         os.replace(target / (name + INCOMPLETE), target / name)
     sync(target)
+
+
+def whole_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model, one at a time. Those of a divided model are gathered from the ranks of its group."""
+    group = model.group
+    if group is None:
+        yield from parameter_views(model).items()
+        return
+    shares = [tensor_shares(model.whole, rank, group.size) for rank in range(group.size)]
+    for name, view in parameter_views(model).items():
+        if name not in shares[0]:
+            yield name, view
+            continue
+        parts = group.gather(view)
+        counted = [part for part, own in zip(parts, shares, strict=True) if own[name].counted]
+        yield name, torch.cat(counted, shares[0][name].axis)
 
 
 def _merged(model: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,9 @@ from rollgraph.files import FileError, MissingFile, read_object, regular_file
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.config_fields import ArchitectureError
 from rollgraph.model.decoder import Decoder
+from rollgraph.model.division import Share, empty_decoder, tensor_shares
 from rollgraph.model.hf_names import tensor_places
+from rollgraph.model.tensor_group import TensorGroup
 from rollgraph.model.weight_stream import FileVersion, OnBytes, Transfer, stream
 
 CONFIG = "config.json"
@@ -57,23 +59,20 @@ def load_model(
     device: str | torch.device = "cpu",
     checkpointing: int = 0,
     on_bytes: OnBytes | None = None,
+    group: TensorGroup | None = None,
 ) -> Decoder:
     """Load the model of a folder, in the dtype it is stored in or in `dtype`.
 
     Allocates nothing but the weights and a few buffers, whatever the size of the model. `on_bytes` is called again and
-    again with how many bytes are loaded and how many there are.
+    again with how many bytes are loaded and how many there are. With a `group`, only this rank's pieces are read.
     """
     source = Path(folder)
     architecture = read_architecture(source)
     stored = _read_headers(source)
     if dtype is None:
         dtype = _stored_dtype(source, architecture, stored)
-    with torch.device("meta"):
-        model = Decoder(architecture, checkpointing=checkpointing).to(dtype=dtype)
-    _check(source, stored, parameter_views(model), cast=True)
-    model.to_empty(device=device)
-    frequencies, _ = architecture.frequencies()
-    model.frequencies.copy_(frequencies)
+    _check(source, stored, whole_views(architecture, dtype), cast=True)
+    model = empty_decoder(architecture, dtype, device, checkpointing=checkpointing, group=group)
     _fill(model, stored, on_bytes)
     return model
 
@@ -86,16 +85,15 @@ def load_weights(model: Decoder, folder: str | os.PathLike[str], *, cast: bool =
     """
     source = Path(folder)
     theirs = read_architecture(source)
-    ours = model.architecture
+    ours = model.whole
     if theirs != ours:
         raise ModelFileError(f"{source} has another architecture: {_difference(theirs, ours)}")
     stored = _read_headers(source)
-    views = parameter_views(model)
-    _check(source, stored, views, cast)
+    _check(source, stored, whole_views(ours, model.embed.weight.dtype), cast)
     try:
         _fill(model, stored)
     except BaseException:
-        for view in views.values():
+        for view in parameter_views(model).values():
             view.fill_(math.nan)
         raise
 
@@ -117,8 +115,17 @@ def has_weights(folder: Path) -> bool:
 # -- tensors ---------------------------------------------------------------------------------------
 
 
+def whole_views(architecture: Architecture, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The shapes and the dtype of the tensors of a model that is not divided, without memory."""
+    with torch.device("meta"):
+        return parameter_views(Decoder(architecture).to(dtype=dtype))
+
+
 def parameter_views(model: Decoder) -> dict[str, Tensor]:
-    """The weights as Hugging Face's tensors, in the same memory. Adapters are not among them."""
+    """The weights as Hugging Face's tensors, in the same memory. Adapters are not among them.
+
+    Of a divided model, they are the parts that this rank holds.
+    """
     views = {}
     for name, (parameter, rows) in tensor_places(model.architecture).items():
         views[name] = attrgetter(parameter)(model).detach()[rows]
@@ -127,16 +134,25 @@ def parameter_views(model: Decoder) -> dict[str, Tensor]:
 
 def _fill(model: Decoder, stored: dict[str, Stored], on_bytes: OnBytes | None = None) -> None:
     views = parameter_views(model)
-    transfers = []
-    for name, view in views.items():
-        found = stored[name]
-        transfers.append(Transfer(found.file, found.offset, found.dtype, view))
+    shares: dict[str, Share] = {}
+    if model.group is not None:
+        shares = tensor_shares(model.whole, model.group.rank, model.group.size)
+    transfers = [_transfer(stored[name], view, shares.get(name)) for name, view in views.items()]
     transfers.sort(key=lambda transfer: (transfer.file.path, transfer.offset))
     try:
         stream(transfers, on_bytes)
     except FileError as error:
         raise ModelFileError(f"{error.place} {error.detail}") from None
     increment_version(list(views.values()))  # they were written behind autograd's back
+
+
+def _transfer(found: Stored, view: Tensor, share: Share | None) -> Transfer:
+    if share is None:
+        return Transfer(found.file, found.offset, found.dtype, view)
+    row = math.prod(found.shape[1:]) * found.dtype.itemsize
+    if share.axis == 0:
+        return Transfer(found.file, found.offset + share.start * row, found.dtype, view)
+    return Transfer(found.file, found.offset + share.start * found.dtype.itemsize, found.dtype, view, stride=row)
 
 
 def _stored_dtype(source: Path, architecture: Architecture, stored: dict[str, Stored]) -> torch.dtype | None:

@@ -4,6 +4,9 @@ The weight of a layer is that of several projections (q, k and v, or gate and up
 adapter of its own. The rows of all A stand below W in one matrix, `extended`, so that base and x A^T are one product.
 `expand` then adds scale (x A^T) B^T to the base, in fp32 and rounded once. The base is no parameter and gets no
 gradient. `adapters.py` owns the adapters of a whole model.
+
+Where ranks divide layers among themselves, each has some outputs of a layer, or some of its inputs. With some inputs a
+product is a part of a sum over the ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch.nn import functional
 
 from rollgraph.model.low_rank import LinearAdapter, Part, expand_backward, expand_by_products, expanding_weight
 from rollgraph.model.products import LIBRARY, Route, Routes, compute, multiply
+from rollgraph.model.tensor_group import TensorGroup
 
 _ALIGNMENT = 16  # rows of `extended` are a multiple of this, or else libraries and kernels read more slowly
 
@@ -31,8 +35,18 @@ class Unexpanded(NamedTuple):
     chained: bool = False  # the kernel of the product lets the next one start early; see `chained_launch.py`
 
 
+class Shared(NamedTuple):
+    """Rows of a layer that several ranks of a group have alike, while each uses them for outputs of its own."""
+
+    group: TensorGroup
+    first: int  # the rows from here on
+    ranks: range
+
+
 class Linear(nn.Linear):
     """A linear layer that follows routes. All layers of one shape share their routes.
+
+    With `sums_over`, the inputs are those of one rank of that group.
 
     Of `lora_a`, the rows are those of all parts, [rank of all parts, inputs]. `lora_b` is transposed, [rank, outputs of
     all parts], which is how a kernel reads it.
@@ -41,9 +55,19 @@ class Linear(nn.Linear):
     lora_a: nn.Parameter
     lora_b: nn.Parameter
 
-    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        *,
+        sums_over: TensorGroup | None = None,
+        shared: Shared | None = None,
+    ) -> None:
         super().__init__(inputs, outputs, bias)
         self.routes: Routes = {}
+        self.sums_over = sums_over
+        self.shared = shared
         self.adapter: LinearAdapter | None = None
 
     @property
@@ -54,7 +78,7 @@ class Linear(nn.Linear):
     def multiplied(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias of the product that `routes` belong to."""
         if self.adapter is None:
-            return self.weight, self.bias
+            return self.weight, None if self.sums_over is not None else self.bias
         return self.adapter.extended, self.adapter.bias
 
     def forward(  # type: ignore[override]
@@ -65,11 +89,23 @@ class Linear(nn.Linear):
         With `defer`, the caller takes an unexpanded product, too. It gets one on CUDA, if there is an adapter.
         """
         if self.adapter is None:
-            return multiply(x, self.weight, self.bias, self.routes, rows=rows)
+            return self._unadapted(x, rows)
         product = self.extended_product(x, rows)
-        own_kernel = self.routes.get(len(product), LIBRARY).way == "fixed"
+        own_kernel = self.routes.get(len(product), LIBRARY).way == "fixed" and self.sums_over is None
         unexpanded = Unexpanded(product, self.lora_b, self.adapter, own_kernel)
         return unexpanded if defer and x.is_cuda else expand(unexpanded)
+
+    def _unadapted(self, x: Tensor, rows: int | None) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.shared is not None:
+            weight = self.shared.group.enter_rows(weight, self.shared.first, self.shared.ranks)
+            if bias is not None:
+                bias = self.shared.group.enter_rows(bias, self.shared.first, self.shared.ranks)
+        if self.sums_over is None:
+            return multiply(x, weight, bias, self.routes, rows=rows)
+        product = self.sums_over.sum(multiply(x, weight, None, self.routes, rows=rows))
+        return product if bias is None else product + bias
 
     def extended_product(self, x: Tensor, rows: int | None = None) -> Tensor:
         """The base and x A^T of all parts, side by side."""

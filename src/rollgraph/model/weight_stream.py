@@ -46,12 +46,16 @@ class FileVersion(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A tensor in a file, or a piece of one, and where it goes."""
+    """A tensor in a file, or a piece of one, and where it goes.
+
+    With a `stride`, its rows are parts of longer ones, which begin so many bytes after each other.
+    """
 
     file: FileVersion
     offset: int
     dtype: torch.dtype
     to: Tensor  # contiguous; another dtype converts
+    stride: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +66,12 @@ class Transfer(NamedTuple):
         return self.to.device.type != "cpu" or self.to.dtype != self.dtype
 
     def divide(self, most: int) -> Iterator[Transfer]:
-        """Pieces of at most so many bytes."""
+        """Pieces of at most so many bytes; with a stride, of whole rows."""
+        if self.stride:
+            rows = max(1, most // (self.to.shape[1] * self.dtype.itemsize))
+            for first in range(0, len(self.to), rows):
+                yield self._replace(offset=self.offset + first * self.stride, to=self.to[first : first + rows])
+            return
         flat = self.to.view(-1)
         step = max(1, most // self.dtype.itemsize)
         for start in range(0, len(flat), step):
@@ -128,7 +137,7 @@ class _Places:
             _read(descriptor, piece, piece.to)
             return
         staging = self._staging
-        buffer = staging.take()[: piece.nbytes].view(piece.dtype)
+        buffer = staging.take()[: piece.nbytes].view(piece.dtype).view(piece.to.shape)
         _read(descriptor, piece, buffer)
         if not piece.to.is_cuda:
             piece.to.copy_(buffer)
@@ -179,8 +188,16 @@ class _Staging(threading.local):
 
 def _read(descriptor: int, piece: Transfer, into: Tensor) -> None:
     """Fill host memory with the bytes of a piece."""
-    room: memoryview = into.view(torch.uint8).numpy().data
-    offset = piece.offset
+    room: memoryview = into.view(-1).view(torch.uint8).numpy().data
+    if not piece.stride:
+        _read_at(descriptor, piece, piece.offset, room)
+        return
+    row = len(room) // len(into)
+    for index in range(len(into)):
+        _read_at(descriptor, piece, piece.offset + index * piece.stride, room[index * row : (index + 1) * row])
+
+
+def _read_at(descriptor: int, piece: Transfer, offset: int, room: memoryview) -> None:
     while room:
         try:
             count = os.preadv(descriptor, [room], offset)

@@ -40,6 +40,7 @@ from rollgraph.policy.turn_session import OnProgress, TurnGenerator
 from rollgraph.policy.weights import POLICY, WeightSlots
 from rollgraph.rl.turns import Request, Turn
 from rollgraph.sharding import Sharded, ShardedAdamW, ShardedModel
+from rollgraph.sharding.tensor_peers import TensorPeers
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Batch, Rollout, Sample
 
@@ -48,7 +49,7 @@ OnSamples = Callable[[int, int], None]  # how many samples are trained on, and o
 
 
 class PolicyWorker:
-    """The policy in one process of a run."""
+    """The policy in one process of a run. `tensor` are the ranks that divide each layer with it, if any do."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class PolicyWorker:
         verify_weights: bool = False,
         exact: Exactness = "auto",
         shard: Sharded = "optimizer",
+        tensor: TensorPeers | None = None,
     ) -> None:
         if world.size > 1 and "step" in scopes:
             raise ValueError(
@@ -85,7 +87,9 @@ class PolicyWorker:
         self.world = world
         self.limits = limits
         self.sampling = sampling
-        self.sharded = ShardedModel(model, world, reduction=reduction, shard=shard, units=list(model.layers))
+        self.sharded = ShardedModel(
+            model, world, reduction=reduction, shard=shard, units=list(model.layers), tensor=tensor
+        )
         self.optimizer = ShardedAdamW(self.sharded, **optimizer)
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
         self.adapted = AdaptedWeights(model.adapters, self.sharded, self.weights)
@@ -132,7 +136,7 @@ class PolicyWorker:
         and leaves products to the library: there is no generation for training to agree with. `entropies` says whether
         `logprobs_and_entropies` will be called.
         """
-        progress = on_progress or _ignore_progress
+        progress = on_progress or (lambda phase, part, done, total: None)
         self.sharded.raise_if_unfinished()
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
@@ -212,9 +216,7 @@ class PolicyWorker:
 
     def _holds_on_all_ranks(self, mine: bool) -> bool:
         """Ranks must not differ in what they score, because scoring gathers parameters from all of them."""
-        if self.world.size == 1:
-            return mine
-        return all(json.loads(text) for text in self.sharded.collectives.all_gather_text(json.dumps(mine)))
+        return all(json.loads(text) for text in self.sharded.exchange_text(json.dumps(mine)))
 
     @property
     def _on_gpu(self) -> bool:
@@ -222,6 +224,8 @@ class PolicyWorker:
 
     def _free_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.world.device)
+        if self.sharded.tensor is not None:  # those that divide layers have caches of one size, and the same graphs
+            free = min(map(int, self.sharded.exchange_text(str(free))))
         return free
 
     # -- generate ----------------------------------------------------------------------------------
@@ -360,7 +364,8 @@ class PolicyWorker:
     def export(self, folder: Path, *, merge: bool = False, base: tuple[str | None, str | None] = (None, None)) -> None:
         """Write a folder that other tools can load: the model, or its adapter alone unless that is to be merged.
 
-        `base` is what the adapter belongs to: the path or hub id of a model, and its revision. Rank 0 writes.
+        `base` is what the adapter belongs to: the path or hub id of a model, and its revision. Rank 0 writes; those
+        that divide layers with it take part.
         """
         with self.phases.enter("save"):
             if self.world.rank == 0:
@@ -368,7 +373,7 @@ class PolicyWorker:
                     save_model(self.reader, folder, merge=merge)
                 else:
                     save_adapter(self.model, folder, base=base[0], revision=base[1])
-                if self.tokenizer is not None:
+                if self.tokenizer is not None and self.sharded.rank == 0:
                     self.tokenizer.save(folder)
 
     def load_weights(self, folder: Path, *, cast: bool = False) -> None:
@@ -392,7 +397,3 @@ class PolicyWorker:
     def close(self) -> None:
         self.pool.reset()
         self.sharded.close()
-
-
-def _ignore_progress(phase: str, part: str, done: int, total: int) -> None:
-    pass

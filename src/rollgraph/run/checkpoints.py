@@ -112,7 +112,7 @@ class Checkpoints:
         self.folder = Path(folder)
         self.problems: list[str] = []
         self._told = 0  # of the problems
-        self._model, self._optimizer, self._world = model, optimizer, model.world
+        self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_best)
         self._timeout = model.collectives.timeout if timeout is None else timeout
         self.broken: dict[Path, str] = {}  # those that were passed over, and why
@@ -126,7 +126,7 @@ class Checkpoints:
         self._lock: IO[str] | None = None
         self._run = ""  # the name of this run, where it writes
         if writes:
-            self._run = model.collectives.all_gather_text(self._begin() if self._world.rank == 0 else "")[0]
+            self._run = model.exchange_text(self._begin() if model.rank == 0 else "")[0]
             if not re.fullmatch("[0-9a-f]{8}", self._run):
                 raise CheckpointError(self._run)
 
@@ -202,8 +202,7 @@ class Checkpoints:
                 self._lock = None
 
     def _write(self, snapshot: ShardSnapshot, target: Path, state: Any, about: Mapping[str, Any]) -> None:
-        first = self._world.rank == 0
-        if first and target.is_dir():  # broken, or save() would have refused
+        if self._model.rank == 0 and target.is_dir():  # broken, or save() would have refused
             self._delete(target)
         temporary = self._beside(target, "incomplete")
         checkpoint_writer.write(
@@ -226,7 +225,7 @@ class Checkpoints:
         self._prune(loaded.path)
 
     def _prune(self, newest: Path) -> None:
-        if self._world.rank != 0:
+        if self._model.rank != 0:
             return
         saved = self.complete()
         kept = choose_kept(saved, *self._keep)
@@ -309,10 +308,12 @@ class Checkpoints:
     def load(self, saved: Saved) -> dict[str, Any]:
         """Copy a checkpoint into the model and the optimizer, and return the state that this rank saved.
 
-        If another number of ranks saved it, return the state of rank 0.
+        If another number of ranks saved it, or divided layers in another way, return the state of rank 0.
         """
         states = checkpoint_loader.load(saved.path, self._model, self._optimizer)
-        state: dict[str, Any] = states[self._world.rank if len(states) == self._world.size else 0]
+        divided = read_manifest(saved.path).get("tensor_parallel", 1)
+        same = (len(states), divided) == (self._model.ranks, self._model.tensor_parallel)
+        state: dict[str, Any] = states[self._model.rank if same else 0]
         return state
 
     # -- the folder --------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def share_failures(run: Run, before: Counter[str], sampled: int) -> dict[str, fl
     environment = run.inputs.environment
     mine = [count_failures(run.inputs) - before, rewards.messages, getattr(environment, "messages", {})]
     total: Counter[str] = Counter()
-    for rank, text in enumerate(run.policy.sharded.collectives.all_gather_text(json.dumps(mine))):
+    for rank, text in enumerate(run.policy.sharded.exchange_text(json.dumps(mine))):
         counts, messages, of_environment = json.loads(text)
         total.update(counts)
         if rank != run.world.rank:

@@ -91,11 +91,14 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
     What a run keeps must be as it was when the checkpoint `resume_from` was saved, unless it may change.
     """
     check_device(config, world.device)
+    check_groups(config, world.size)
+    world = world.sharing_data(config.tensor_parallel)
     scopes = training_scopes(config, world.size)
     with about("model.path" if config.tokenizer.path is None else "tokenizer.path"):
         tokenizer = make_tokenizer(config)
     architecture, dtype = read_architecture(config, tokenizer)
     check_vocabulary(config, tokenizer, architecture)
+    check_division(config, architecture)
     recomputed_layers(config, architecture)  # refuses more than there are
     basis = _Basis(scopes, tokenizer, architecture, dtype, make_algorithm(config))
     read = _read_written if basis.algorithm.source in COLUMNS else _read_prompts
@@ -118,7 +121,7 @@ def _read_prompts(config: Config, world: World, basis: _Basis, given: Given) -> 
     examiner = make_environment(config, tokenizer, config.validation.samples)
     sampling = make_sampling(config, environment)
     limits = make_limits(config, architecture, world.device, world.size)
-    check_cache(config, limits, architecture, basis.dtype)
+    check_cache(config, limits, architecture.divided(config.tensor_parallel), basis.dtype)
     teacher = check_teacher(config, tokenizer, architecture, limits.max_length)
     most = min(limits.max_length, limits.token_buckets[-1])
     warm_start = load_warm_start(config, tokenizer, world, most, given, environment=environment)
@@ -207,6 +210,19 @@ def check_device(config: Config, device: str) -> None:
     if config.optimizer.offload == "host" and not device.startswith("cuda"):
         wrong = f"host needs a CUDA device; this run is on {device}, whose memory is the host's: use auto or none"
         raise ConfigError([ConfigProblem(wrong, "optimizer.offload", rule="offload_from_a_device")])
+
+
+def check_groups(config: Config, ranks: int) -> None:
+    """Refuse a number of ranks that cannot form groups which divide layers."""
+    if ranks % config.tensor_parallel:
+        wrong = f"{config.tensor_parallel} must divide the number of ranks, which is {ranks}: start another number"
+        raise ConfigError([ConfigProblem(wrong, "tensor_parallel", rule="ranks_form_groups")])
+
+
+def check_division(config: Config, architecture: Architecture) -> None:
+    """Refuse to divide layers into parts that would not be equal."""
+    if problem := architecture.why_indivisible(config.tensor_parallel):
+        raise ConfigError([ConfigProblem(problem, "tensor_parallel", rule="layers_divide")])
 
 
 def make_tokenizer(config: Config) -> Tokenizer:

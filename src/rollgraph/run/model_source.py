@@ -19,6 +19,7 @@ from rollgraph.files import check_path
 from rollgraph.model import Decoder, load_model
 from rollgraph.model.adapter_files import load_adapter, read_adapter, read_base
 from rollgraph.model.adapters import attach
+from rollgraph.model.division import empty_decoder
 from rollgraph.model.hf_weights import CONFIG, has_weights
 from rollgraph.model.peft_config import ADAPTER_CONFIG
 from rollgraph.run.base_model import adapter_spec, find_base
@@ -159,11 +160,7 @@ class StoredModel:
         if self.config is None:
             return load_model(self.path, dtype=dtype, device=device, on_bytes=on_bytes)
         architecture, _ = read_architecture(self.config, self.tokenizer)
-        with torch.device("meta"):
-            model = Decoder(architecture).to(dtype=_stored_dtype(self.path))
-        model.to_empty(device=device)
-        frequencies, _ = architecture.frequencies()
-        model.frequencies.copy_(frequencies)
+        model = empty_decoder(architecture, _stored_dtype(self.path), device)
         load_parameters(self.path, model)
         return model if dtype is None else model.to(dtype)
 

@@ -16,6 +16,6 @@ def share_rank_times(run: Run) -> dict[str, float]:
     mine: dict[str, float] = {f"seconds/{phase}": seconds for phase, seconds in run.log.seconds.items()}
     mine["memory_gib"] = run.log.memory.peak / 2**30
     found: dict[str, float] = {}
-    for rank, text in enumerate(run.policy.sharded.collectives.all_gather_text(json.dumps(mine))):
+    for rank, text in enumerate(run.policy.sharded.exchange_text(json.dumps(mine))):
         found |= {f"{RANKS}{rank}/{name}": value for name, value in json.loads(text).items()}
     return found

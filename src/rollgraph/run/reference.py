@@ -34,7 +34,7 @@ def keep_reference(run: Run) -> None:
         run.policy.weights.save("reference")
     if folder is not None:
         with run.policy.phases.enter("save"):
-            if run.world.rank == 0:
+            if run.policy.world.rank == 0:  # with those that divide its layers
                 _write(run, folder)
     if run.world.rank == 0:
         run.progress.reference_files = _record(run)
@@ -52,7 +52,7 @@ def restore_reference(run: Run, source: Path, state: Mapping[str, Any]) -> None:
             _check(run, source, state)
         except (CheckpointError, ValueError, OSError) as error:
             problem = str(error)
-    if found := run.policy.sharded.collectives.all_gather_text(problem)[0]:
+    if found := run.policy.sharded.exchange_text(problem)[0]:
         raise CannotResume(f"{found}. It holds the reference policy: restore it, or choose another output")
     if run.inputs.teacher is not None:
         _load_teacher(run)

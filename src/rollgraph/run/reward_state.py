@@ -23,7 +23,7 @@ def share_logged(run: Run) -> dict[str, float]:
     """Metrics of what functions logged on any rank since it was last shared: the mean over all calls."""
     logged = run.inputs.rewards.logged
     values: dict[str, list[float]] = {}
-    for text in run.policy.sharded.collectives.all_gather_text(json.dumps(logged)):
+    for text in run.policy.sharded.exchange_text(json.dumps(logged)):
         for name, found in json.loads(text).items():
             values.setdefault(name, []).extend(found)
     logged.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -99,13 +100,26 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
         rollouts = run.inputs.environment.run(generate, prompts)
     if run.inputs.rewarded:
         with run.log.timed("reward"):
-            run.inputs.rewards.score(rollouts, trainer_state(run))
+            rollouts = reward(run, rollouts)
     show_reward_failures(run)
     if run.inputs.algorithm.needs_reference:
         kept, _ = keep(run, rollouts)
         with run.log.timed("score"):
             run.policy.score([rollout for group in kept for rollout in group], "reference")
     return run.policy.gather_rollouts(rollouts)
+
+
+def reward(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
+    """The rollouts with their rewards. Of the ranks that divide layers, and have the same rollouts, one asks for them:
+    a function may give others the second time, and these ranks must not differ.
+    """
+    tensor = run.policy.sharded.tensor
+    if tensor is None or tensor.rank == 0:
+        run.inputs.rewards.score(rollouts, trainer_state(run))
+    if tensor is None:
+        return rollouts
+    mine = json.dumps([rollout.to_dict() for rollout in rollouts]) if tensor.rank == 0 else ""
+    return [Rollout.from_dict(entry) for entry in json.loads(tensor.collectives.all_gather_text(mine)[0])]
 
 
 def _counting_requests(show: OnProgress) -> Callable[[Progress], None]:
@@ -159,10 +173,10 @@ def _evaluate_unrewarded(run: Run, seed: str) -> dict[str, float]:
     algorithm = cast(UnrewardedAlgorithm, run.inputs.algorithm)
     with run.log.timed("validate"), run.log.phase("validate") as show:
         if run.inputs.written is not None:
-            rollouts = share_of(run.inputs.examples, run.world)
+            rollouts = share_of(run.inputs.examples, run.policy.world)
             score_written(run, rollouts)
         else:
-            mine = run.inputs.validation[run.world.rank :: run.world.size]
+            mine = run.inputs.validation[run.policy.world.rank :: run.policy.world.size]
             generate = run.policy.generator(seed=seed, on_progress=_counting_requests(show))
             rollouts = run.inputs.examiner.run(generate, mine)
             run.policy.score(rollouts, "reference")
@@ -176,14 +190,14 @@ def _evaluate_samples(run: Run, seed: str) -> dict[str, float]:
 
     `RewardFunctions.is_right` says which samples are right; pass@k is the share of prompts with at least one of them.
     """
-    inputs, world = run.inputs, run.world
+    inputs, world = run.inputs, run.policy.world  # those that divide layers have the same share
     settings = run.config.validation
     params = replace(run.policy.sampling, temperature=settings.temperature)
     with run.log.timed("validate"), run.log.phase("validate") as show:
         mine = inputs.validation[world.rank :: world.size]
         generate = run.policy.generator(seed=seed, params=params, on_progress=_counting_requests(show))
         rollouts = inputs.examiner.run(generate, mine)
-        inputs.rewards.score(rollouts, trainer_state(run))
+        rollouts = reward(run, rollouts)
         rollouts = run.policy.gather_rollouts(rollouts)
     run.log.examined = rollouts
     right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]

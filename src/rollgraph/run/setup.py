@@ -20,8 +20,11 @@ from rollgraph.distributed.world import World
 from rollgraph.model import Decoder, load_model
 from rollgraph.model.adapter_files import load_adapter
 from rollgraph.model.adapters import attach
+from rollgraph.model.division import divide_model
+from rollgraph.model.tensor_group import TensorGroup
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.exactness import describe
+from rollgraph.policy.layer_division import LayerDivision
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.run.base_model import adapter_spec, base_is_reference, describe_base, resolve_adapter, restore_base
 from rollgraph.run.checkpoints import Checkpoints, Saved
@@ -41,6 +44,7 @@ from rollgraph.run.tenure import Tenure
 from rollgraph.sharding import constant, cosine, linear, warm_up
 from rollgraph.sharding.manifest import read_states
 from rollgraph.sharding.peer_exchange import PeerExchange
+from rollgraph.sharding.tensor_peers import TensorPeers
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.tokenizer.detokenizer import make_token_texts
 
@@ -195,11 +199,12 @@ def make_captured_policy(
     """Load the model, allocate everything, and capture every graph."""
     with contextlib.ExitStack() as undo:
         with log.phase("load model", in_bytes=True) as show:
-            model = make_model(config, inputs.tokenizer, world.device, show, load)
-            policy = make_policy(config, world, inputs, model)
+            division = LayerDivision(world, config.tensor_parallel)
+            model = make_model(config, inputs.tokenizer, world.device, show, load, division.group)
+            policy = make_policy(config, division.data, inputs, model, division.peers(model))
         undo.callback(policy.close)
         stop.check_in_setup()
-        if inputs.teacher is not None and (config.adapter or inputs.teacher != policy.model.architecture):
+        if inputs.teacher is not None and (config.adapter or inputs.teacher != policy.model.whole):
             policy.add_frozen("reference", load_teacher(config, world.device))
         elif inputs.algorithm.needs_reference and base_is_reference(config):
             policy.adapted.name_base("reference")
@@ -245,7 +250,9 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
         log.note(describe(policy.products))
 
 
-def make_policy(config: Config, world: World, inputs: Inputs, model: Decoder) -> PolicyWorker:
+def make_policy(
+    config: Config, world: World, inputs: Inputs, model: Decoder, tensor: TensorPeers | None = None
+) -> PolicyWorker:
     return PolicyWorker(
         model,
         inputs.tokenizer,
@@ -262,6 +269,7 @@ def make_policy(config: Config, world: World, inputs: Inputs, model: Decoder) ->
         verify_weights=config.memory.verify_weights,
         exact=config.graph.exact,
         shard=config.shard,
+        tensor=tensor,
     )
 
 
@@ -271,8 +279,12 @@ def make_model(
     device: str,
     on_bytes: OnProgress | None = None,
     load: Callable[..., Decoder] = load_model,
+    group: TensorGroup | None = None,
 ) -> Decoder:
-    """Load the model, or make a tiny one with random weights, and give it its adapters."""
+    """Load the model, or make a tiny one with random weights, and give it its adapters. A `group` divides its layers.
+
+    Random weights are those that one rank alone draws.
+    """
     architecture, _ = read_architecture(config, tokenizer)
     checkpointing = recomputed_layers(config, architecture)
     dtype = None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
@@ -283,11 +295,13 @@ def make_model(
             device=device,
             checkpointing=checkpointing,
             on_bytes=on_bytes,
+            group=group,
         )
         return _adapted(config, model)
     model = Decoder(architecture, checkpointing=checkpointing)
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights
-    return _adapted(config, model.to(device, dtype or torch.float32))
+    model = model.to(device, dtype or torch.float32)
+    return _adapted(config, model if group is None else divide_model(model, group))
 
 
 def _adapted(config: Config, model: Decoder) -> Decoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from rollgraph.sharding.manifest import (
     read_states,
 )
 from rollgraph.sharding.optimizer import ShardedAdamW
-from rollgraph.sharding.saved_state import SavedPart, find_parts, load_part
-from rollgraph.sharding.shard_snapshot import describe_parameters, describe_tensor, unsharded_tensors
+from rollgraph.sharding.saved_layout import SavedRun, find_runs, places_in_whole
+from rollgraph.sharding.saved_state import RegroupedPart, SavedPart, find_parts, load_part, load_regrouped
+from rollgraph.sharding.shard_snapshot import describe_parameters, describe_tensor, describe_whole, unsharded_tensors
 from rollgraph.sharding.sharded_model import ShardedModel
-from rollgraph.sharding.state_memory import StateFormat
+from rollgraph.sharding.state_memory import CHUNK, StateFormat
 
 _ABSENT = "absent"
 
@@ -38,14 +40,13 @@ def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
     """
     model.before_update()
     source = Path(folder)
-    world = model.world
     contents: _Contents | None = None
     checksum = problem = ""
     try:
         manifest = read_manifest(source)
         checksum = manifest["sha256"]
         _check_parameters(manifest, model)
-        check_files(source, list_files(manifest)[world.rank :: world.size])
+        check_files(source, list_files(manifest)[model.rank :: model.ranks])
         contents = _read(source, manifest, model, optimizer)
     except (CheckpointError, OSError, SafetensorError) as error:
         problem = str(error) or type(error).__name__
@@ -56,7 +57,10 @@ def load(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
             tensor.copy_(value)
         optimizer.state.before_writing()
         for part in contents.parts:
-            load_part(part, contents.format, optimizer.state)
+            if isinstance(part, RegroupedPart):
+                load_regrouped(part, contents.format, optimizer.state)
+            else:
+                load_part(part, contents.format, optimizer.state)
         optimizer.skipped.fill_(contents.skipped)
         optimizer.updates.fill_(contents.updates)
     optimizer.steps = contents.steps
@@ -79,25 +83,33 @@ def load_parameters(folder: str | os.PathLike[str], model: nn.Module, *, cast: b
     _check_same(saved, here)
     unsharded = unsharded_tensors(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    missing = {spec.name: parameters[spec.name].numel() for spec in specs_of(model) if spec.trainable}
     with torch.no_grad():
         with safe_open(source / UNSHARDED, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 not a dict
                 unsharded[name].copy_(file.get_tensor(name))
-        for record in manifest["shards"]:
-            with safe_open(source / record["file"], framework="pt") as file:
-                for name, start, count in record["parts"]:
-                    parameters[name].view(-1)[start : start + count].copy_(file.get_tensor(f"master/{name}"))
-                    missing[name] -= count
-    for name, count in missing.items():
-        if count:
-            raise CheckpointError(f"{source}: {count} elements of {name} are in no file")
+        for spec in specs_of(model):
+            if spec.trainable:
+                _load_parameter(parameters[spec.name], find_runs(source, manifest, spec.name, spec.shape), spec.name)
+
+
+def _load_parameter(parameter: Tensor, runs: Sequence[SavedRun], name: str) -> None:
+    flat = parameter.view(-1)
+    for run in runs:
+        with safe_open(run.file, framework="pt") as file:
+            values = file.get_tensor(f"master/{name}")
+        if run.piece.is_whole:
+            flat[run.start : run.start + run.elements].copy_(values)
+            continue
+        for low in range(0, run.elements, CHUNK):
+            chunk = values[low : low + CHUNK].to(flat)
+            places = places_in_whole(run.piece, run.start + low, run.start + low + len(chunk))
+            flat.index_copy_(0, places.to(flat.device), chunk)
 
 
 def _check_all_ranks(source: Path, model: ShardedModel, checksum: str, problem: str) -> None:
     """Raise if any rank has a problem, or if the ranks see different checkpoints."""
     mine = json.dumps({"checksum": checksum, "problem": problem})
-    found = [json.loads(text) for text in model.collectives.all_gather_text(mine)]
+    found = [json.loads(text) for text in model.exchange_text(mine)]
     for verdict in found:
         if verdict["problem"]:
             raise CheckpointError(verdict["problem"])
@@ -110,7 +122,9 @@ class _Contents:
     """Everything that a load will put in place."""
 
     tensors: list[tuple[Tensor, Tensor]]  # destination, value
-    parts: list[SavedPart]  # of the optimizer state, which may be too large to be read before it is put in place
+    parts: list[
+        SavedPart | RegroupedPart
+    ]  # of the optimizer state, which may be too large to be read before it is put in place
     format: StateFormat
     steps: int
     skipped: int
@@ -120,6 +134,10 @@ class _Contents:
 
 def _read(source: Path, manifest: Manifest, model: ShardedModel, optimizer: ShardedAdamW) -> _Contents:
     here = unsharded_tensors(model.model)
+    parts: list[SavedPart | RegroupedPart] = []
+    for piece in optimizer.pieces:
+        own = None if model.tensor is None else model.tensor.pieces[piece.parameter.name]
+        parts += find_parts(source, manifest, piece, own)
     with safe_open(source / UNSHARDED, framework="pt") as file:
         saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
     _check_same(
@@ -128,7 +146,7 @@ def _read(source: Path, manifest: Manifest, model: ShardedModel, optimizer: Shar
     )
     return _Contents(
         [(tensor, saved[name]) for name, tensor in here.items()],
-        [part for piece in optimizer.pieces for part in find_parts(source, manifest, piece)],
+        parts,
         manifest["optimizer_state"],
         manifest["steps"],
         manifest["skipped"],
@@ -138,7 +156,7 @@ def _read(source: Path, manifest: Manifest, model: ShardedModel, optimizer: Shar
 
 
 def _check_parameters(manifest: Manifest, model: ShardedModel) -> None:
-    _check_same(manifest["parameters"], describe_parameters(model.model))
+    _check_same(manifest["parameters"], describe_whole(model))
 
 
 def _without_dtypes(described: dict[str, str]) -> dict[str, str]:

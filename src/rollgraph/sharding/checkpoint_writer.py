@@ -47,7 +47,7 @@ def save(folder: str | os.PathLike[str], model: ShardedModel, optimizer: Sharded
     target = Path(folder)
     if target.exists():
         raise CheckpointError(f"{target} exists already")
-    token = model.collectives.all_gather_text(uuid.uuid4().hex[:8])[0]
+    token = model.exchange_text(uuid.uuid4().hex[:8])[0]
     write(
         take_snapshot(model, optimizer),
         target.with_name(f"{target.name}.{token}.incomplete"),
@@ -182,7 +182,10 @@ def _write_shard(snapshot: ShardSnapshot, temporary: Path, state: Any) -> None:
     record = _write_tensors(temporary / f"rank{snapshot.rank}.safetensors", snapshot.shard)
     note = temporary / f"rank{snapshot.rank}.json"
     unfinished = note.with_suffix(".part")
-    _write_json(unfinished, {"shard": {**record, "parts": snapshot.parts}, "state": state})
+    shard = {**record, "parts": snapshot.parts}
+    if snapshot.pieces:
+        shard["pieces"] = snapshot.pieces
+    _write_json(unfinished, {"shard": shard, "state": state})
     os.replace(unfinished, note)
 
 

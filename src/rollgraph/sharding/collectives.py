@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _GIVE_UP_SECONDS = 5.0  # for a collective to fail after its process group was aborted
+_EXCHANGE = "an exchange inside a layer"
 _CHECK_INTERVAL = timedelta(seconds=0.25)  # a wait checks this often whether a rank is lost
 
 
@@ -179,6 +181,23 @@ class Collectives:
             texts.append(row[:length].numpy().tobytes().decode(errors="surrogatepass"))
         return texts
 
+    def exchange(self, mine: Tensor) -> Tensor:
+        """The tensors of all ranks, [ranks, ...], inside of what they compute together: on a GPU, nobody waits for it.
+
+        It counts as no progress. Ranks of other groups exchange more or fewer, because they have other samples.
+        """
+        assert self.liveness is not None
+        gathered = mine.new_empty((self._world.size, *mine.shape))
+        flat, own = gathered.view(-1), mine.view(-1)
+        if mine.is_cuda:
+            with self._explain_errors(_EXCHANGE):
+                self.liveness.check()
+                _all_gather(flat, own, group=self._world.group)
+            return gathered
+        call = partial(_all_gather, flat, own, group=self._world.group, async_op=True)
+        self._start(_EXCHANGE, call, counts=False)()
+        return gathered
+
     def _all_gather_now(self, mine: Tensor, what: str) -> Tensor:
         """The tensors of all ranks, one after the other."""
         gathered = mine.new_empty(self._world.size * len(mine))
@@ -186,13 +205,14 @@ class Collectives:
         wait()
         return gathered
 
-    def _start(self, what: str, call: Callable[[], Any]) -> Callable[[], None]:
-        """Start a collective, and return a function that waits for it."""
+    def _start(self, what: str, call: Callable[[], Any], *, counts: bool = True) -> Callable[[], None]:
+        """Start a collective, and return a function that waits for it. All ranks start as many that `counts`."""
         assert self.liveness is not None
         self.before_starting()
         with self._explain_errors(what):
             self.liveness.check()
-            self.liveness.report_progress(what)
+            if counts:
+                self.liveness.report_progress(what)
             work = call()
         self._unfinished.add(work)
 
@@ -225,6 +245,11 @@ class Collectives:
                 reason = self.liveness.report_timeout(what)
                 raise RankLost(reason, self.liveness.loss)
 
+    @property
+    def _rank_of_all(self) -> int:
+        """The number that people know this rank by: the group may be of some ranks only."""
+        return self._world.rank if self.liveness is None else self.liveness.rank
+
     @contextmanager
     def _explain_errors(self, what: str) -> Iterator[None]:
         try:
@@ -232,12 +257,12 @@ class Collectives:
         except WaitEnded:
             raise
         except RankLost as error:
-            message = f"rank {self._world.rank}: {what} failed: {error}"
+            message = f"rank {self._rank_of_all}: {what} failed: {error}"
             raise CommunicationError(message, error.loss) from error
         except RuntimeError as error:
             assert self.liveness is not None
             reason = self.liveness.wait_for_loss() or "all ranks are alive"
-            message = f"rank {self._world.rank}: {what} failed: {reason} ({_last_line(error)})"
+            message = f"rank {self._rank_of_all}: {what} failed: {reason} ({_last_line(error)})"
             raise CommunicationError(message, self.liveness.loss) from error
 
 

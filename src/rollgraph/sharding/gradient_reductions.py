@@ -20,6 +20,7 @@ from rollgraph.sharding.flat_buffer import FlatBuckets
 from rollgraph.sharding.parameter_gathers import ParameterGathers
 from rollgraph.sharding.state_memory import CHUNK
 from rollgraph.sharding.step_abort import StepAborted, StepAborts
+from rollgraph.sharding.tensor_peers import TensorPeers
 
 
 class GradientReductions:
@@ -35,6 +36,7 @@ class GradientReductions:
         *,
         overlap: bool,
         aborts: StepAborts | None,
+        tensor: TensorPeers | None = None,
     ) -> None:
         self._flat = flat
         self.buckets = buckets
@@ -43,6 +45,7 @@ class GradientReductions:
         self._collectives = collectives
         self._overlap = overlap
         self._aborts = aborts  # None with a single rank
+        self._tensor = tensor  # the ranks that divide layers with this one
         self._members = {bucket.index: set(bucket.parameters) for bucket in buckets}
         self._arrived: set[Tensor] = set()
         self._synchronize = True
@@ -292,8 +295,21 @@ class GradientReductions:
         return [bucket.bucket.gradient_shard(self._world.rank) for bucket in self.buckets]
 
     def norm(self) -> Tensor:
-        squares = torch.stack([_sum_of_squares(shard) for shard in self.shards()]).sum()
-        return self._collectives.sum(squares).sqrt().float()
+        parts = self.shards() if self._tensor is None else self._counted_parts(self._tensor)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._flat.gradient_memory.device)
+        squares = torch.stack([_sum_of_squares(part) for part in parts] or [nothing]).sum()
+        total = self._collectives.sum(squares)
+        if self._tensor is not None:
+            total = self._tensor.sum(total, "the norm of all gradients")
+        return total.sqrt().float()
+
+    def _counted_parts(self, tensor: TensorPeers) -> list[Tensor]:
+        """This rank's part of the gradients without what other ranks have as well, and count."""
+        parts = []
+        for bucket, shard in zip(self.buckets, self.shards(), strict=True):
+            for start, stop in tensor.counted_spans(bucket.bucket.plan, self._world.rank):
+                parts.append(shard[start:stop])
+        return parts
 
     def clip(self, max_norm: float) -> Tensor:
         norm = self.norm()

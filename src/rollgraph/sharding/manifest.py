@@ -1,7 +1,8 @@
 """The format of a sharded checkpoint: safetensors files and a JSON manifest with checksums; never a pickle.
 
 Owns the manifest and the checks of files. A checkpoint holds parameters, not shards: each file says which part of which
-parameter it holds, so any number of ranks can load what any other number saved.
+parameter it holds, so any number of ranks can load what any other number saved. Where ranks divided layers among
+themselves, a file also says which pieces of parameters its parts are parts of.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from rollgraph.files import FileError, MissingFile, read_json
 
 FORMAT = 2
+DIVIDED_FORMAT = 3  # the same, with pieces of parameters
 MANIFEST = "manifest.json"
 UNSHARDED = "rest.safetensors"  # frozen parameters and buffers, whole
 STATE = "state.json"  # what each rank saved apart from tensors
@@ -40,8 +42,8 @@ def read_manifest(source: Path) -> Manifest:
         why = f": {error.why}" if error.why else ""
         raise CheckpointError(f"{path} {error.what}{why}") from None
     version = manifest.get("format") if isinstance(manifest, dict) else None
-    if version != FORMAT:
-        raise CheckpointError(f"{source} has format {version}, expected {FORMAT}")
+    if version not in (FORMAT, DIVIDED_FORMAT):
+        raise CheckpointError(f"{source} has format {version}, expected {FORMAT} or {DIVIDED_FORMAT}")
     if manifest.get("sha256") != manifest_checksum(manifest):
         raise CheckpointError(f"{path} is not what was written: its checksum differs")
     missing = [name for name in _REQUIRED if name not in manifest]

@@ -1,23 +1,27 @@
 """The optimizer state in a checkpoint's files: finding the part that a rank needs, in any sharding, and loading it.
 
 Blocks of int8 state start at the same elements of a parameter whatever the number of ranks, so state of the same format
-is copied as it is. State of another format is converted through fp32, to the nearest numbers. Both go chunk by chunk,
-into the memory that the optimizer has.
+is copied as it is. State of another format is converted through fp32, to the nearest numbers, and so is state in less
+than fp32 of ranks that divided layers in another way. All goes chunk by chunk, into the memory that the optimizer has.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rollgraph.sharding.manifest import CheckpointError, Manifest
+from rollgraph.distributed.pieces import ParameterPiece
+from rollgraph.sharding.manifest import Manifest
 from rollgraph.sharding.moment_codecs import NEAREST, MomentCodec
 from rollgraph.sharding.optimizer import Piece
 from rollgraph.sharding.optimizer_state import OptimizerState, ShardState
+from rollgraph.sharding.saved_layout import SavedRun, find_runs, places_in_whole
 from rollgraph.sharding.state_memory import BLOCK, CHUNK, MASTER, StateField, StateFormat, state_fields
 
 
@@ -32,20 +36,65 @@ class SavedPart:
     saved_start: int  # where the part in the file starts in the parameter
 
 
-def find_parts(source: Path, manifest: Manifest, piece: Piece) -> list[SavedPart]:
-    """Where the state of a piece is, in all files that hold a part of it."""
+@dataclass(frozen=True)
+class RegroupedPart:
+    """A piece whose elements are in pieces that were divided in another way."""
+
+    piece: Piece
+    own: ParameterPiece
+    runs: list[SavedRun]
+
+
+def find_parts(
+    source: Path, manifest: Manifest, piece: Piece, own: ParameterPiece | None = None
+) -> list[SavedPart] | list[RegroupedPart]:
+    """Where the state of a piece is, in all files that hold a part of it.
+
+    `own` says what this rank has of the parameter, where ranks divide layers among themselves.
+    """
+    own = own or ParameterPiece.of_all(piece.parameter.shape)
+    runs = find_runs(source, manifest, piece.parameter.name, own.whole)
+    same = [run for run in runs if run.piece.holds_same(own)]
+    if not same:
+        return [RegroupedPart(piece, own, runs)]
     parts = []
-    missing = piece.elements
-    for record in manifest["shards"]:
-        for name, start, count in record["parts"]:
-            low = max(start, piece.start)
-            high = min(start + count, piece.start + piece.elements)
-            if name == piece.parameter.name and low < high:
-                missing -= high - low
-                parts.append(SavedPart(piece, source / record["file"], low, high, start))
-    if missing:
-        raise CheckpointError(f"{source}: {missing} elements of {piece.parameter.name} are in no file")
+    for run in same:
+        low = max(run.start, piece.start)
+        high = min(run.start + run.elements, piece.start + piece.elements)
+        if low < high:
+            parts.append(SavedPart(piece, run.file, low, high, run.start))
     return parts
+
+
+def load_regrouped(part: RegroupedPart, saved: StateFormat, state: OptimizerState) -> None:
+    """Put the elements of a piece in place that come from others. Takes memory for the state of the whole parameter."""
+    piece = part.piece
+    whole = {field.name: torch.empty(math.prod(part.own.whole)) for field in state_fields("fp32")}
+    for run in part.runs:
+        with safe_open(run.file, framework="pt") as file:
+            fields = [(field, file.get_slice(f"{field.name}/{piece.parameter.name}")) for field in state_fields(saved)]
+            for low in range(0, run.elements, CHUNK):
+                high = min(low + CHUNK, run.elements)
+                values = {field.name: _entries_of(entries, field, low, high) for field, entries in fields}
+                if saved != "fp32":
+                    values = _convert(values, high - low, saved, "fp32")
+                places = places_in_whole(run.piece, run.start + low, run.start + high)
+                for name, tensor in values.items():
+                    whole[name].index_copy_(0, places, tensor)
+    for low in range(0, piece.elements, CHUNK):
+        high = min(low + CHUNK, piece.elements)
+        places = places_in_whole(part.own, piece.start + low, piece.start + high)
+        values = {name: tensor.index_select(0, places) for name, tensor in whole.items()}
+        if state.format != "fp32":
+            values = _convert(values, high - low, "fp32", state.format)
+        for name, tensor in state.part(piece.fields, low, high).items():
+            tensor.copy_(values[name])
+
+
+def _entries_of(entries: Any, field: StateField, low: int, high: int) -> Tensor:
+    """The entries of a field for some elements of a run."""
+    found: Tensor = entries[low // field.elements_per_entry : field.entries(high)]
+    return found
 
 
 def load_part(part: SavedPart, saved: StateFormat, state: OptimizerState) -> None:
@@ -57,8 +106,7 @@ def load_part(part: SavedPart, saved: StateFormat, state: OptimizerState) -> Non
             high = min(low + CHUNK, part.end)
             values = {}
             for field, entries in fields:
-                start = (low - part.saved_start) // field.elements_per_entry
-                values[field.name] = entries[start : field.entries(high - part.saved_start)]
+                values[field.name] = _entries_of(entries, field, low - part.saved_start, high - part.saved_start)
             if saved != state.format:
                 values = _convert(values, high - low, saved, state.format)
             for name, tensor in state.part(piece.fields, low - piece.start, high - piece.start).items():

@@ -7,7 +7,7 @@ until it is written: a copy would take as much host memory again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.sharding.bucket_plan import ParameterSpec, specs_of
-from rollgraph.sharding.manifest import FORMAT
+from rollgraph.sharding.manifest import DIVIDED_FORMAT, FORMAT, CheckpointError
 from rollgraph.sharding.optimizer import ShardedAdamW
 from rollgraph.sharding.optimizer_state import OptimizerState, ShardState
 from rollgraph.sharding.pinned_memory import allocate_on_host
@@ -37,6 +37,7 @@ class ShardSnapshot:
     header: dict[str, Any]  # fields of the manifest
     copies: Sequence[ShardState] = ()  # the memory of `shard`, if it was copied
     written: Event | None = None  # to be set when `shard` is written, if it was not
+    pieces: Mapping[str, Any] = field(default_factory=dict)  # what these are parts of, where ranks divide layers
 
     def release(self) -> None:
         """Nobody will read `shard` any more."""
@@ -69,25 +70,41 @@ def snapshot_of(
 
     `rest` is memory for frozen parameters and buffers.
     """
-    world = model.world
+    device = model.world.device
     shard = {}
     parts = []
+    pieces = {}
     for piece in optimizer.pieces_of(shards):
-        for field, tensor in piece.fields.items():
-            shard[f"{field}/{piece.parameter.name}"] = tensor
-        parts.append((piece.parameter.name, piece.start, piece.elements))
-    rest_copy = _copy_to_host(unsharded_tensors(model.model) if world.rank == 0 else {}, rest)
-    if torch.device(world.device).type == "cuda":
-        torch.cuda.current_stream(world.device).synchronize()
+        name = piece.parameter.name
+        if model.tensor is not None:
+            if not model.tensor.saves(name):
+                continue
+            if not model.tensor.pieces[name].is_whole:
+                pieces[name] = model.tensor.pieces[name].to_json()
+        for kind, tensor in piece.fields.items():
+            shard[f"{kind}/{name}"] = tensor
+        parts.append((name, piece.start, piece.elements))
+    rest_copy = _copy_to_host(_rest_of(model) if model.rank == 0 else {}, rest)
+    if torch.device(device).type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     header = {
-        "format": FORMAT,
+        "format": FORMAT if model.tensor is None else DIVIDED_FORMAT,
         "steps": optimizer.steps,
         "skipped": int(optimizer.skipped),
         "updates": int(optimizer.updates),
         "optimizer_state": optimizer.state.format,
-        "parameters": describe_parameters(model.model),
+        "parameters": describe_whole(model),
     }
-    return ShardSnapshot(world.rank, world.size, shard, parts, rest_copy, header, copies, written)
+    if model.tensor is not None:
+        header["tensor_parallel"] = model.tensor.size
+    return ShardSnapshot(model.rank, model.ranks, shard, parts, rest_copy, header, copies, written, pieces)
+
+
+def _rest_of(model: ShardedModel) -> dict[str, Tensor]:
+    tensors = unsharded_tensors(model.model)
+    if tensors and model.tensor is not None:
+        raise CheckpointError(f"{next(iter(tensors))} is not trained, and ranks divide layers: it would not be whole")
+    return tensors
 
 
 def layout_of(shards: Sequence[ShardState]) -> ShardLayout:
@@ -129,17 +146,25 @@ def _persistent_buffers(model: nn.Module) -> set[str]:
     return names
 
 
-def describe_parameters(model: nn.Module) -> dict[str, str]:
-    """Each parameter as text, e.g. "float32 8x8 frozen", for the manifest."""
-    return {spec.name: _describe(spec) for spec in specs_of(model)}
+def describe_whole(model: ShardedModel) -> dict[str, str]:
+    """Each parameter as text, for the manifest: as it is when no rank divides it."""
+    whole = {}
+    if model.tensor is not None:
+        whole = {name: piece.whole for name, piece in model.tensor.pieces.items()}
+    return describe_parameters(model.model, whole)
 
 
-def _describe(spec: ParameterSpec) -> str:
-    text = describe_tensor(spec.dtype, spec.shape)
+def describe_parameters(model: nn.Module, shapes: Mapping[str, Sequence[int]] = MappingProxyType({})) -> dict[str, str]:
+    """Each parameter as text, e.g. "float32 8x8 frozen". `shapes` has those that are not the model's, by name."""
+    return {spec.name: _describe(spec, shapes.get(spec.name, spec.shape)) for spec in specs_of(model)}
+
+
+def _describe(spec: ParameterSpec, shape: Sequence[int]) -> str:
+    text = describe_tensor(spec.dtype, shape)
     return text if spec.trainable else f"{text} frozen"
 
 
-def describe_tensor(dtype: torch.dtype, shape: torch.Size) -> str:
+def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
     """A dtype and a shape as text, e.g. "float32 8x8"."""
     name = str(dtype).removeprefix("torch.")
     size = "x".join(map(str, shape)) or "scalar"

@@ -37,6 +37,7 @@ from rollgraph.sharding.ring_plan import SLOTS, RingPlan, names_in, plan_ring, p
 from rollgraph.sharding.same_model import check_same_on_all_ranks
 from rollgraph.sharding.state_memory import MemoryPlan, Offload, StateFormat, plan_memory
 from rollgraph.sharding.step_abort import StepAborts
+from rollgraph.sharding.tensor_peers import TensorPeers
 
 Sharded = Literal["optimizer", "parameters"]
 _ONLY_SHARDS = "each rank has a shard of the parameters: call make_reader() first"
@@ -52,7 +53,8 @@ class ShardedModel:
     Call the model itself as before. One step is: forward and backward of each microbatch (all but the last inside
     `no_sync()`), `finish_gradients()`, the optimizer's step. `order` names the parameters in the order in which a
     forward reaches them (see `execution_order`); the default is the order in which they were registered. `collectives`
-    replaces those of the world's process group.
+    replaces those of the world's process group. With `tensor`, other ranks divide each layer with this one, and the
+    ranks of `world` are those that have the same pieces of it.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ShardedModel:
         shard: Sharded = "optimizer",
         units: Sequence[nn.Module] = (),
         slots: int = SLOTS,
+        tensor: TensorPeers | None = None,
     ) -> None:
         if next(model.parameters(), None) is None:
             raise ValueError(f"{type(model).__name__} has no parameters to shard")
@@ -79,6 +82,7 @@ class ShardedModel:
         self.model = model
         self.world = world
         self.collectives = collectives or Collectives(world, reduction, timeout)
+        self.tensor = tensor
         self.swapped_in: str | None = None  # the weight slot in the model, if it does not hold the trained weights
         self._overlap_gather = overlap_gather
         self._grad_dtype = grad_dtype
@@ -114,8 +118,9 @@ class ShardedModel:
         if self._ring_plan is None:
             trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
             self._gradients = GradientReductions(
-                self.flat, trained, self._gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts
-            )
+                self.flat, trained, self._gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts,
+                tensor=tensor,
+            )  # fmt: skip
             self.flat.before_reading = lambda: self.require_full_parameters("raise")
         else:
             self._ring = Ring(self._ring_plan, self.flat, world, self.collectives, prefetches=overlap_gather)
@@ -377,7 +382,31 @@ class ShardedModel:
 
     def any_rank(self, flag: Tensor) -> Tensor:
         """1 if the flag is set on any rank, otherwise 0."""
-        return (self.collectives.sum(flag.float(), "an agreement of all ranks") > 0).float()
+        what = "an agreement of all ranks"
+        total = self.collectives.sum(flag.float(), what)
+        if self.tensor is not None:
+            total = self.tensor.sum(total, what)
+        return (total > 0).float()
+
+    def exchange_text(self, text: str) -> list[str]:
+        """What each of all ranks passed, in their order."""
+        texts = self.collectives.all_gather_text(text)
+        return texts if self.tensor is None else self.tensor.exchange_columns(texts)
+
+    @property
+    def rank(self) -> int:
+        """Among all ranks: also those that divide layers with this one."""
+        return self.world.rank if self.tensor is None else self.world.rank * self.tensor.size + self.tensor.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many there are in all."""
+        return self.world.size * self.tensor_parallel
+
+    @property
+    def tensor_parallel(self) -> int:
+        """How many ranks divide each layer."""
+        return 1 if self.tensor is None else self.tensor.size
 
     def graph_hooks(self, module: nn.Module) -> GraphHooks:
         """Hooks for a graph of `module` that was captured with `grad_buffers=self.flat.grad_buffers`.

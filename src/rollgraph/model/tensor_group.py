@@ -1,0 +1,119 @@
+"""The ranks that divide each layer among themselves, as the model sees them.
+
+Owns the two places where their results meet, and what autograd makes of them: a sum of what each rank has computed, and
+the entry of what all ranks have into layers that are divided. Sums are taken in the order of ranks, in fp32 or more,
+and rounded once. So all ranks have the same bits, whatever the number of rows, and generation agrees with training.
+
+The exchange is one operation of PyTorch: a tape records it, and a CUDA graph captures what it launches. Knows no
+process groups: whoever makes a group gives it a function that exchanges tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+Exchange = Callable[[Tensor], Tensor]  # from a contiguous tensor to those of all ranks, [ranks, ...]
+
+
+class TensorGroup:
+    """One rank among the `size` ranks that divide each layer. All of them call the same methods in the same order."""
+
+    def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
+        if size < 2 or not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size}: a group has two ranks or more")
+        self.rank = rank
+        self.size = size
+        self.exchange = exchange
+        self._number = next(_numbers)
+        _groups[self._number] = self
+
+    def __deepcopy__(self, memo: Any) -> TensorGroup:
+        return self  # a copy of a model is divided among the same ranks
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum over all ranks. Its gradient is the same on all of them, and that of each part."""
+        if not (torch.is_grad_enabled() and partial.requires_grad):
+            return self.total(partial)
+        summed: Tensor = _Sum.apply(partial, self)  # type: ignore[no-untyped-call]
+        return summed
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What all ranks have alike, for a computation that each does a part of: its gradients are added up."""
+        return self._enter(x, 0, range(self.size))
+
+    def enter_rows(self, x: Tensor, first: int, ranks: range) -> Tensor:
+        """The same for the rows from `first` on, which only these ranks have alike."""
+        return self._enter(x, first, ranks)
+
+    def _enter(self, x: Tensor, first: int, ranks: range) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        entered: Tensor = _Enter.apply(x, self, first, ranks)  # type: ignore[no-untyped-call]
+        return entered
+
+    def first(self, x: Tensor) -> Tensor:
+        """What the first rank has."""
+        return self.gather(x)[0]
+
+    def total(self, x: Tensor, ranks: Sequence[int] | None = None) -> Tensor:
+        """The sum over the ranks, or over some of them, without a gradient."""
+        parts = self.gather(x)
+        chosen = range(self.size) if ranks is None else ranks
+        total = parts[chosen[0]].to(torch.promote_types(x.dtype, torch.float32))
+        for rank in chosen[1:]:
+            total = total + parts[rank]
+        return total.to(x.dtype)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, [ranks, ...], in their order, without a gradient."""
+        gathered: Tensor = torch.ops.rollgraph.group_gather(x.detach(), self._number)
+        return gathered
+
+
+# An operation is given numbers and tensors, so it finds its group here. A group belongs to the model that it divides.
+_groups: WeakValueDictionary[int, TensorGroup] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("rollgraph::group_gather", mutates_args=())
+def group_gather(x: Tensor, group: int) -> Tensor:
+    return _groups[group].exchange(x.contiguous())
+
+
+@group_gather.register_fake
+def _(x: Tensor, group: int) -> Tensor:
+    return x.new_empty((_groups[group].size, *x.shape))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: TensorGroup) -> Tensor:
+        return group.total(partial)
+
+    @staticmethod
+    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
+        return d_total, None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, first: int, ranks: range) -> Tensor:
+        ctx.group = group
+        ctx.first = first
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor | None, ...]:
+        group: TensorGroup = ctx.group
+        if ctx.first == 0:
+            return group.total(d_x, ctx.ranks), None, None, None
+        d_x = d_x.clone()
+        d_x[ctx.first :] = group.total(d_x[ctx.first :], ctx.ranks)
+        return d_x, None, None, None

@@ -1,0 +1,216 @@
+"""Runs with `tensor_parallel`: they learn what a run on one rank learns, survive kills, and change their layout.
+
+The ranks are started as `torchrun` starts them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rollgraph.config import ConfigError, to_yaml
+from rollgraph.distributed.exit_codes import ExitCode
+from rollgraph.distributed.world import World
+from rollgraph.model import load_model
+from rollgraph.run.inputs import check_inputs
+from rollgraph.run.model_source import open_model
+from tests.test_train import config_of, folder, metrics_of, rows_of, weights_of
+
+__all__ = ["folder"]
+
+PATIENCE = 300.0  # seconds for a whole run, on a busy machine
+CONFIG = """
+steps: 3
+cpu_threads: 1
+model:
+  tiny: {layers: 2, width: 16, heads: 4, kv_heads: 2, mlp: 16, max_length: 16}
+data: {prompts_per_step: 4, max_prompt_tokens: 8}
+rollout: {samples_per_prompt: 3, max_tokens: 5, rows: 4}
+reward:
+  functions: [{name: "REWARD"}]
+algorithm: {options: {kl_coef: 0.05}}
+optimizer: {lr: 1e-2}
+train: {token_buckets: [64]}
+checkpoint: {every: 1, keep_last: 9}
+validation: {every: 2, max_prompts: 5}
+memory: {cache_gib: 0.001}
+log: {progress: plain, sinks: [jsonl]}
+graph: {warmup: 1}
+ranks: {timeout: 200, heartbeat_timeout: 200}
+"""
+
+
+def rank_main(rank: int, config: str, log: str, environment: dict[str, str]) -> None:
+    """Run the command of one rank."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    from rollgraph.cli import main
+
+    sys.exit(main(["train", config]))
+
+
+@dataclass
+class Ranks:
+    """The processes of a run."""
+
+    processes: list[Any]
+    logs: list[Path]
+    store: Any  # kept alive as long as the processes
+
+    def describe(self) -> str:
+        codes = [process.exitcode for process in self.processes]
+        return f"exit codes {codes}: " + "\n".join(log.read_text() for log in self.logs if log.exists())
+
+    def finish(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        told = self.describe()
+        self.end()
+        assert all(process.exitcode == 0 for process in self.processes), told
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def start(folder: Path, name: str, ranks: int, *overrides: str) -> Ranks:
+    context = multiprocessing.get_context("forkserver")
+    path = folder / f"{name}.yaml"
+    path.write_text(to_yaml(config_of(folder, f"output={folder / name}", *overrides, text=CONFIG)))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    logs = [folder / f"{name}.rank{rank}.log" for rank in range(ranks)]
+    processes = []
+    for rank, log in enumerate(logs):
+        log.unlink(missing_ok=True)
+        process: Any = context.Process(target=rank_main, args=(rank, str(path), str(log), environment), daemon=True)
+        process.start()
+        processes.append(process)
+    return Ranks(processes, logs, store)
+
+
+def run(folder: Path, name: str, ranks: int, *overrides: str) -> Path:
+    start(folder, name, ranks, *overrides).finish()
+    return folder / name
+
+
+def samples_of(output: Path, step: int) -> list[Any]:
+    """The tokens and rewards of a step."""
+    rows = map(json.loads, (output / "samples.jsonl").read_text().splitlines())
+    return [(row["prompt"], row["completion"], row["reward"]) for row in rows if row["step"] == step]
+
+
+def assert_learns_the_same(one: Path, other: Path, step: int) -> None:
+    """The same samples of the same weights, and what is learned from them, up to rounding in fp32."""
+    ours, theirs = metrics_of(one)[step], metrics_of(other)[step]
+    assert samples_of(one, step) == samples_of(other, step)
+    for name in ("reward", "tokens/train", "tokens/generate"):
+        assert ours[name] == theirs[name], name
+    for name in ("loss", "policy/kl", "optimizer/grad_norm"):
+        assert math.isclose(ours[name], theirs[name], rel_tol=1e-4, abs_tol=1e-6), (name, ours[name], theirs[name])
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_divided_layers_learn_what_whole_ones_learn(folder: Path) -> None:
+    """On two ranks, and on two groups of two; recomputing activations changes no bit, and nothing runs eagerly."""
+    whole = run(folder, "whole", 1)
+    divided = run(folder, "divided", 2, "tensor_parallel=2")
+    assert_learns_the_same(whole, divided, step=0)
+    for row in metrics_of(divided):
+        assert row["policy/token_mult_prob_error_max"] == 1.0
+    assert "0 eager runs, 0 captures after warm-up" in (folder / "divided.rank0.log").read_text()
+
+    again = run(folder, "again", 2, "tensor_parallel=2", "model.checkpointing=2")
+    assert rows_of(again) == rows_of(divided)
+    for rank in range(2):
+        ours, theirs = weights_of(again, 2, rank), weights_of(divided, 2, rank)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    several = run(folder, "several", 2)
+    grid = run(folder, "grid", 4, "tensor_parallel=2")
+    assert_learns_the_same(several, grid, step=0)
+    for row in metrics_of(grid):
+        assert row["policy/token_mult_prob_error_max"] == 1.0
+
+    exported = load_model(divided / "model")
+    stored = open_model(str(divided), "latest", []).load(None, "cpu")
+    for (name, parameter), other in zip(exported.named_parameters(), stored.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_same_bits(folder: Path) -> None:
+    options = ("tensor_parallel=2", "steps=4", "algorithm.options={kl_coef: 0.05}")
+    undisturbed = run(folder, "undisturbed", 2, *options)
+    ranks = start(folder, "killed", 2, *options)
+    deadline = time.monotonic() + PATIENCE
+    while not (folder / "killed" / "checkpoints" / "step_00000001").exists():
+        assert time.monotonic() < deadline, ranks.describe()
+        time.sleep(0.002)
+    os.kill(ranks.processes[1].pid, signal.SIGKILL)
+    ranks.processes[0].join(PATIENCE)
+    assert ranks.processes[0].exitcode == ExitCode.RANK_LOST, ranks.describe()
+    assert "rank 1" in ranks.logs[0].read_text()
+    ranks.end()
+    again = run(folder, "killed", 2, *options)
+    assert rows_of(again) == rows_of(undisturbed)
+    for rank in range(2):
+        ours, theirs = weights_of(again, 3, rank), weights_of(undisturbed, 3, rank)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_resumed_run_may_divide_layers_in_another_way(folder: Path, before: int, after: int) -> None:
+    """Both go on from one checkpoint: the next step has the same samples."""
+    run(folder, "same", before, f"tensor_parallel={before}", "steps=2")
+    shutil.copytree(folder / "same", folder / "other")
+    same = run(folder, "same", before, f"tensor_parallel={before}", "steps=3")
+    other = run(folder, "other", after, f"tensor_parallel={after}", "steps=3")
+    assert_learns_the_same(same, other, step=2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "ranks", "overrides"),
+    [
+        ("ranks_form_groups", 3, ["tensor_parallel=2"]),
+        ("layers_divide", 3, ["tensor_parallel=3"]),
+        ("division_without_adapters", 2, ["tensor_parallel=2", "adapter={rank: 4}"]),
+        ("division_without_turns", 2, ["tensor_parallel=2", "rollout.environment={name: single_turn}"]),
+        ("division_without_cluster", 2, ["tensor_parallel=2", "cluster={engine: ray, nodes: 2}"]),
+        ("one_way_to_divide", 2, ["tensor_parallel=2", "shard=parameters"]),
+    ],
+)
+def test_what_is_refused(folder: Path, rule: str, ranks: int, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(config_of(folder, *overrides, text=CONFIG), World(0, ranks, "cpu"))
+    assert rule in [problem.rule for problem in caught.value.problems]
