@@ -12,6 +12,7 @@ from tests.view.made_run import MadeRun
 pytestmark = needs_chromium
 
 COUNT = "document.querySelector('.list-head .count').textContent"
+PAGES = "**/samples?*"  # requests for rows of the list
 NOTES = "document.querySelector('.notes').textContent"
 
 
@@ -47,6 +48,33 @@ def test_a_run_that_is_not_there_is_noted_for_as_long_as_it_is_not(browser: Any,
         opened.wait("document.querySelector('.steps').textContent === '5 of 40 steps'")
         opened.page.wait_for_timeout(1000)  # notes that no longer hold are taken away after the charts are drawn
         assert "There is no run nobody here" in opened.text(".notes")
+
+
+def test_a_long_scroll_asks_for_what_is_in_sight_at_its_end(browser: Any, tmp_path: Path) -> None:
+    """Each answer is held back until the scroll is over, as a slow disk would do it."""
+    run = MadeRun(tmp_path / "run", steps=400)
+    run.take_steps(0, 400)
+    scroll = """async (pixels) => {
+        const list = document.querySelector(".virtual-list");
+        for (let at = 0; at < list.scrollHeight; at += pixels) {
+            list.scrollTop = at;
+            await new Promise((next) => requestAnimationFrame(() => requestAnimationFrame(next)));
+        }
+    }"""
+    with served([run.folder]) as address, tab(browser, address) as opened:
+        page = opened.open("samples")
+        opened.wait("document.querySelectorAll('.virtual-row .row-prompt').length > 5")
+        held: list[Any] = []
+        page.route(PAGES, lambda route: held.append(route))
+        page.evaluate(scroll, 700)
+        page.wait_for_timeout(100)
+        assert 0 < len(held) <= 2
+        page.route(PAGES, lambda route: route.continue_())
+        for route in held:
+            route.continue_()
+        opened.wait("[...document.querySelectorAll('.virtual-row')].every((row) => row.textContent !== '…')")
+        last = page.locator(".virtual-row").last
+        assert last.get_attribute("aria-posinset") == last.get_attribute("aria-setsize")
 
 
 def test_a_wrong_address_says_what_is_wrong(opened: Tab) -> None:

@@ -1,10 +1,12 @@
-// A list of any length of which only the rows in sight exist. Rows are fetched by the page and kept.
+// A list of any length of which only the rows in sight exist. Rows are fetched by the page and kept: first those in
+// sight, then the pages beside them. While somebody scrolls past, rows that are out of sight again are not asked for.
 
 import { h } from "./dom.js";
 
 const PAGE = 20; // rows of a request: groups of long completions take some time to read
 const TALLEST = 8_000_000; // browsers draw nothing far beyond this many pixels, so a longer list is compressed
 const SPARE = 4; // rows beyond the edges, so that a short scroll shows no gap
+const AT_ONCE = 2; // requests
 
 export class VirtualList {
   /**
@@ -27,12 +29,14 @@ export class VirtualList {
     );
     this.resized = new ResizeObserver(() => this.draw());
     this.resized.observe(this.element);
+    this.asked = 0;
     this.reset();
   }
 
   reset() {
     this.total = 0;
     this.pages = new Map();
+    this.wanted = [];
     this.chosen = -1;
     this.version = (this.version ?? 0) + 1;
   }
@@ -82,6 +86,30 @@ export class VirtualList {
     this.draw();
   }
 
+  /** Fetches the pages that are wanted now, a few at a time. */
+  ask() {
+    while (this.asked < AT_ONCE && this.wanted.length > 0) {
+      this.asked += 1;
+      this.fetch(this.wanted.shift())
+        .catch(this.failed)
+        .finally(() => {
+          this.asked -= 1;
+          this.ask();
+        });
+    }
+  }
+
+  /** The pages that have rows from one index to another, and then one more on either side. */
+  want(from, to) {
+    const first = Math.floor(from / PAGE);
+    const last = Math.floor(Math.max(to - 1, 0) / PAGE);
+    const numbers = [];
+    for (let number = first; number <= last; number += 1) numbers.push(number);
+    numbers.push(last + 1, first - 1);
+    const exists = (number) => number >= 0 && number * PAGE < this.total;
+    this.wanted = numbers.filter((number) => exists(number) && !this.pages.has(number));
+  }
+
   first() {
     const room = Math.max(this.space.offsetHeight - this.element.clientHeight, 1);
     const rows = this.element.clientHeight / this.rowHeight;
@@ -97,6 +125,8 @@ export class VirtualList {
     const rows = [];
     for (let index = from; index < to; index += 1) rows.push(this.row(index, first));
     this.space.replaceChildren(...rows);
+    this.want(from, to);
+    this.ask();
     this.element.setAttribute(
       "aria-activedescendant",
       this.chosen >= from && this.chosen < to ? rowId(this.chosen) : "",
@@ -105,7 +135,6 @@ export class VirtualList {
 
   row(index, first) {
     const item = this.item(index);
-    if (item === undefined) this.fetch(Math.floor(index / PAGE)).catch(this.failed);
     const top = this.element.scrollTop + (index - first) * this.rowHeight;
     return h(
       "div",
