@@ -401,6 +401,33 @@ def test_an_aborted_step_leaves_nothing_for_the_next_one(place: str, who: tuple[
         assert same(found, expected)
 
 
+def test_ranks_go_on_after_a_rank_was_lost(tmp_path: Path) -> None:
+    """All memory stays where it is; what was in flight, and half a step, are forgotten."""
+    second = Room(2)
+
+    def run(mine: Rank) -> dict[str, Tensor]:
+        ring, collectives = mine.sharded._ring, mine.sharded.collectives
+        assert ring is not None
+        assert isinstance(collectives, RoomCollectives)
+        mine.values()
+        mine.step(0)
+        save(tmp_path / "step", mine.sharded, mine.optimizer)
+        mine.loss(5).backward()
+        addresses = [parameter.data_ptr() for parameter in mine.model.parameters()]
+        ring.after_writing()
+        ring._start_gather(ring.units[mine.rank])  # each rank starts another one, and nobody waits for it
+        collectives.enter(second)
+        mine.sharded.rejoin(World(mine.rank, 2, "cpu"))
+        load(tmp_path / "step", mine.sharded, mine.optimizer)
+        mine.step(1)
+        assert [parameter.data_ptr() for parameter in mine.model.parameters()] == addresses
+        return mine.values()
+
+    expected = reference(2, 1, steps=2)
+    for found in simulated(run):
+        assert same(found, expected)
+
+
 # -- contents ---------------------------------------------------------------------------------------
 
 
