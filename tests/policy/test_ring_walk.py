@@ -152,6 +152,7 @@ class Walker(Rank):
     def __init__(self, rank: int, room: Room, folder: Path, seed: int) -> None:
         chance = random.Random(seed)
         options = {"slots": chance.choice([1, 2, 2, 3]), "overlap_gather": chance.random() < 0.8}
+        options["overlap_reduce"] = chance.random() < 0.8
         super().__init__(World(rank, RANKS, "cpu"), room, **options)
         self.slots = WeightSlots(self.sharded, verify=True)
         self.folder = folder

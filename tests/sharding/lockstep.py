@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollgraph.distributed.liveness import Liveness
+from rollgraph.distributed.world import World
 from rollgraph.sharding.collectives import Collectives, CommunicationError, PendingCollective, sum_in_order
 
 PATIENCE = 120.0  # seconds until a rank that does not take part is an error
@@ -95,6 +96,15 @@ class RoomCollectives(Collectives):
     @property
     def store(self) -> Any:
         return self._room.store
+
+    def enter(self, room: Room) -> None:
+        """Go on in another room, as after a new attempt of all ranks. What is in flight stays in the old one."""
+        self._room = room
+        self._number = 0
+        self.liveness = RoomLiveness(room)
+
+    def rejoin(self, world: World) -> None:
+        assert (world.rank, world.size) == (self._rank, self._room.size)
 
     def fail_at(self, moment: Literal["start", "wait"], after: int) -> None:
         """Make a collective fail: the one that follows `after` others."""

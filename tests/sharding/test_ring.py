@@ -178,7 +178,9 @@ def test_ranks_with_shards_give_the_bits_of_one_process(
 ) -> None:
     case = Case(accumulation, slots, overlap, None)
     expected = reference(ranks, accumulation)
-    for found in simulated(lambda mine: train(mine, case), ranks, slots=slots, overlap_gather=overlap):
+    for found in simulated(
+        lambda mine: train(mine, case), ranks, slots=slots, overlap_gather=overlap, overlap_reduce=overlap
+    ):
         assert same(found, expected)
 
 
@@ -194,7 +196,9 @@ CASES = [
 def run_cases(world: World) -> tuple[list[dict[str, Tensor]], list[str]]:
     found = []
     for case in CASES:
-        mine = Rank(world, slots=case.slots, overlap_gather=case.overlap, backend=case.backend)
+        mine = Rank(
+            world, slots=case.slots, overlap_gather=case.overlap, overlap_reduce=case.overlap, backend=case.backend
+        )
         found.append(train(mine, case))
     return found, find_refusals(Rank(world, backend="tape"))
 
@@ -237,6 +241,28 @@ def test_graphs_over_gloo_give_the_bits_of_one_process_and_refuse_other_layers(r
         assert "slot 0 holds layer 2, not layer 4" in forward
         assert "slot 0 holds layer 2, not layer 0" in backward
         assert "the gradients in slot 0 are none, and cannot be those of layer 0 yet" in gradients
+
+
+@pytest.mark.parametrize(
+    ("slots", "ahead", "order"),
+    [
+        (2, True, "g0 g1 g2 g3 g4 r4 g2 r3 g1 r2 g0 r1 r0 r5"),
+        (2, False, "g0 g1 g2 g3 g4 r4 r3 g2 r2 g1 r1 g0 r0 r5"),
+        (1, True, "g0 g1 g2 g3 g4 r4 g3 r3 g2 r2 g1 r1 g0 r0 r5"),
+        (3, True, "g0 g1 g2 g3 g4 r4 g1 r3 g0 r2 r1 r0 r5"),
+    ],
+)
+def test_each_layer_is_gathered_ahead_and_only_if_it_left_its_slot(slots: int, ahead: bool, order: str) -> None:
+    """With 2 slots, layer 2 is gathered while layer 1 runs, and again while the backward of layer 3 does."""
+
+    def run(mine: Rank) -> str:
+        mine.loss(0).backward()
+        assert mine.sharded._ring is not None
+        started = [entry.split() for entry in mine.sharded._ring.started]
+        mine.sharded.drop_gradients()
+        return " ".join(f"{kind[0]}{unit}" for kind, unit, bucket in started)
+
+    assert simulated(run, slots=slots, overlap_gather=ahead) == [order, order]
 
 
 # -- what must not run ------------------------------------------------------------------------------
@@ -372,6 +398,33 @@ def test_an_aborted_step_leaves_nothing_for_the_next_one(place: str, who: tuple[
     expected = reference(3, 1, steps=2)
     for rank, (raised, found) in enumerate(simulated(run, ranks=3)):
         assert raised == "StepAborted" or (raised == "ArithmeticError" and rank in who)
+        assert same(found, expected)
+
+
+def test_ranks_go_on_after_a_rank_was_lost(tmp_path: Path) -> None:
+    """All memory stays where it is; what was in flight, and half a step, are forgotten."""
+    second = Room(2)
+
+    def run(mine: Rank) -> dict[str, Tensor]:
+        ring, collectives = mine.sharded._ring, mine.sharded.collectives
+        assert ring is not None
+        assert isinstance(collectives, RoomCollectives)
+        mine.values()
+        mine.step(0)
+        save(tmp_path / "step", mine.sharded, mine.optimizer)
+        mine.loss(5).backward()
+        addresses = [parameter.data_ptr() for parameter in mine.model.parameters()]
+        ring.after_writing()
+        ring._start_gather(ring.units[mine.rank])  # each rank starts another one, and nobody waits for it
+        collectives.enter(second)
+        mine.sharded.rejoin(World(mine.rank, 2, "cpu"))
+        load(tmp_path / "step", mine.sharded, mine.optimizer)
+        mine.step(1)
+        assert [parameter.data_ptr() for parameter in mine.model.parameters()] == addresses
+        return mine.values()
+
+    expected = reference(2, 1, steps=2)
+    for found in simulated(run):
         assert same(found, expected)
 
 

@@ -54,15 +54,18 @@ class Unit:
 
 
 class Ring:
-    """The slots of a model whose parameters are sharded. `prefetches`: the next units are gathered ahead."""
+    """The slots of a model whose parameters are sharded.
+
+    `overlap` says whether the next units are gathered ahead, and whether reductions go on while others are computed.
+    """
 
     def __init__(
-        self, plan: RingPlan, flat: FlatBuckets, world: World, collectives: Collectives, *, prefetches: bool
+        self, plan: RingPlan, flat: FlatBuckets, world: World, collectives: Collectives, overlap: tuple[bool, bool]
     ) -> None:
         self._plan = plan
         self._rank = world.rank
         self._collectives = collectives
-        self._prefetches = prefetches
+        self._prefetches, self._overlaps = overlap
         self.slots = [Slot(index) for index in range(plan.slots)]
         self.units: list[Unit] = []
         buckets = iter(flat.buckets)
@@ -245,7 +248,7 @@ class Ring:
                 what = f"the reduce-scatter of {unit.name}"
                 slot.reductions.append(self._collectives.reduce(bucket.gradients, shard, what, onto=True))
                 self.started.append(f"reduce {unit.index} {number}")
-        if not self._prefetches:
+        if not self._overlaps:
             self._finish_reductions(slot)
 
     def _finish_reductions(self, slot: Slot) -> None:

@@ -106,24 +106,25 @@ class ShardedModel:
         plan = self._ring_plan or plan_buckets(specs, ranks=world.size, bucket_bytes=bucket_bytes)
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype, rank=world.rank)
         self.has_copies = self._ring_plan is not None  # what reads all parameters at once reads a full copy of them
-        self._ring: Ring | None = None
         self._copy: FullCopy | None = None
-        self.buckets: list[BucketSync] = []
+        self.buckets: list[BucketSync] = []  # of parameters that are whole
+        self._ring: Ring | None = None
+        self._gradients: GradientReductions
         if self._ring_plan is None:
             for index, bucket in enumerate(self.flat.buckets):
-                parameters = self.flat.parameters_of(bucket)
-                self.buckets.append(BucketSync(index, bucket, parameters, world, self.collectives))
+                own = self.flat.parameters_of(bucket)
+                self.buckets.append(BucketSync(index, bucket, own, world, self.collectives))
+            self.flat.before_reading = lambda: self.require_full_parameters("raise")
         self._gathers = ParameterGathers(self.buckets)
-        self._gradients: GradientReductions
         if self._ring_plan is None:
             trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
             self._gradients = GradientReductions(
                 self.flat, trained, self._gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts,
                 tensor=tensor,
             )  # fmt: skip
-            self.flat.before_reading = lambda: self.require_full_parameters("raise")
         else:
-            self._ring = Ring(self._ring_plan, self.flat, world, self.collectives, prefetches=overlap_gather)
+            overlap = (overlap_gather, overlap_reduce)
+            self._ring = Ring(self._ring_plan, self.flat, world, self.collectives, overlap)
             self._gradients = RingReductions(self.flat, self._ring, world, self.collectives, aborts)
             self.flat.after_writing = self._ring.after_writing
         self.collectives.before_starting = self._gradients.join_abort
