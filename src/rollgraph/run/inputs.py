@@ -223,6 +223,9 @@ def check_division(config: Config, architecture: Architecture) -> None:
     """Refuse to divide layers into parts that would not be equal."""
     if problem := architecture.why_indivisible(config.tensor_parallel):
         raise ConfigError([ConfigProblem(problem, "tensor_parallel", rule="layers_divide")])
+    if config.adapter is not None and config.tensor_parallel > architecture.kv_heads:
+        wrong = f"with adapters, ranks cannot share the {architecture.kv_heads} key/value heads: use at most as many"
+        raise ConfigError([ConfigProblem(wrong, "tensor_parallel", rule="adapters_of_own_heads")])
 
 
 def make_tokenizer(config: Config) -> Tokenizer:
