@@ -46,8 +46,8 @@ class Shared(NamedTuple):
 class Linear(nn.Linear):
     """A linear layer that follows routes. All layers of one shape share their routes.
 
-    With `sums_over`, the inputs are those of one rank of that group; with `outputs_of`, the outputs are. What A makes of
-    the inputs is then the same on all ranks, and so is what B makes of a sum.
+    With `sums_over`, the inputs are those of one rank of that group; with `outputs_of`, the outputs are. What A makes
+    of the inputs is then the same on all ranks, and so is what B makes of a sum.
 
     Of `lora_a`, the rows are those of all parts, [rank of all parts, inputs]. `lora_b` is transposed, [rank, outputs of
     all parts], which is how a kernel reads it.
