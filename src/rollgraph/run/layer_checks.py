@@ -12,7 +12,7 @@ _KEY = "tensor_parallel"
 def check_groups(config: Config, ranks: int) -> None:
     """Refuse a number of ranks that cannot form groups which divide layers."""
     if ranks % config.tensor_parallel:
-        wrong = f"{config.tensor_parallel} must divide the number of ranks, which is {ranks}: start another number"
+        wrong = f"{config.tensor_parallel} must divide the number of ranks, {ranks}: start others, or set this to 1"
         raise ConfigError([ConfigProblem(wrong, _KEY, rule="ranks_form_groups")])
 
 
