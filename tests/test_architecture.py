@@ -115,7 +115,7 @@ LAYERS = (
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",
         "run/shared_work.py", "run/hub_ids.py", "run/dataset_splits.py", "run/hub_cache.py", "run/hub_pins.py",
-        "run/shapes.py", "run/fingerprints.py", "run/config_changes.py", "run/resume.py",
+        "run/shapes.py", "run/layer_checks.py", "run/fingerprints.py", "run/config_changes.py", "run/resume.py",
         "run/peer_recovery.py", "run/given.py", "run/demonstrations.py", "run/teacher.py",
         "cluster/ray_package.py", "cluster/reward_pool.py", "run/inputs.py", "run/base_model.py",
         "run/communication.py", "run/layout.py",

@@ -283,3 +283,28 @@ def test_a_checkpoint_passes_from_divided_layers_to_whole_ones_and_back(
     assert first.keys() == second.keys()
     for key, tensor in first.items():
         assert torch.equal(tensor, second[key]), key
+
+
+def save_in_fewer_bits(alone: World, folder: Path) -> None:
+    with watching(alone) as world:
+        worker = make(world, 2, optimizer={"lr": RATE, "state": "int8"})
+        worker.train(make_batch(1, 6))
+        worker.train(make_batch(1, 6, seed=1))
+        checkpoint_writer.save(folder / "int8", worker.sharded, worker.optimizer)
+        worker.close()
+        same = make(world, 2)  # with moments in fp32
+        checkpoint_loader.load(folder / "int8", same.sharded, same.optimizer)
+        checkpoint_writer.save(folder / "fp32", same.sharded, same.optimizer)
+
+
+def test_moments_in_fewer_bits_pass_to_another_division(tmp_path: Path) -> None:
+    """Those of the same division are converted piece by piece, those of another one element by element."""
+    found = run_world(2, tmp_path, save_in_fewer_bits, tmp_path)
+    assert found == [None, None], found
+    load_and_save(ALONE, 1, tmp_path / "int8", tmp_path / "from int8")
+    load_and_save(ALONE, 1, tmp_path / "fp32", tmp_path / "from fp32")
+    first, second = saved_state(tmp_path / "from int8"), saved_state(tmp_path / "from fp32")
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert torch.equal(tensor, second[key]), key
+    assert any(tensor.abs().max() > 0 for (field, _), tensor in first.items() if field == "exp_avg")

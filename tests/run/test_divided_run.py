@@ -199,12 +199,34 @@ def test_a_resumed_run_may_divide_layers_in_another_way(folder: Path, before: in
     assert_learns_the_same(same, other, step=2)
 
 
+@pytest.mark.multi
+@pytest.mark.slow
+def test_adapters_are_divided(folder: Path) -> None:
+    """They learn what those of one rank learn, are exported whole, and a run on one rank goes on with them."""
+    options = ("adapter={rank: 4, alpha: 8}", "steps=2")
+    whole = run(folder, "whole", 1, *options)
+    divided = run(folder, "divided", 2, "tensor_parallel=2", *options)
+    assert_learns_the_same(whole, divided, step=0)
+    for row in metrics_of(divided):
+        assert row["policy/token_mult_prob_error_max"] == 1.0
+    exported = open_model(str(divided / "model"), None, []).load(None, "cpu")
+    stored = open_model(str(divided), "latest", []).load(None, "cpu")
+    for (name, parameter), other in zip(exported.named_parameters(), stored.named_parameters(), strict=True):
+        assert name == other[0]
+        assert torch.equal(parameter, other[1]), name
+    shutil.copytree(divided, folder / "other")
+    same = run(folder, "divided", 2, "tensor_parallel=2", *options, "steps=3")
+    other = run(folder, "other", 1, *options, "steps=3")
+    assert_learns_the_same(same, other, step=2)
+
+
 @pytest.mark.parametrize(
     ("rule", "ranks", "overrides"),
     [
         ("ranks_form_groups", 3, ["tensor_parallel=2"]),
         ("layers_divide", 3, ["tensor_parallel=3"]),
-        ("division_without_adapters", 2, ["tensor_parallel=2", "adapter={rank: 4}"]),
+        ("adapters_of_own_heads", 4, ["tensor_parallel=4", "adapter={rank: 4}"]),
+        ("division_without_dropout", 2, ["tensor_parallel=2", "adapter={rank: 4, dropout: 0.1}"]),
         ("division_without_turns", 2, ["tensor_parallel=2", "rollout.environment={name: single_turn}"]),
         ("division_without_cluster", 2, ["tensor_parallel=2", "cluster={engine: ray, nodes: 2}"]),
         ("one_way_to_divide", 2, ["tensor_parallel=2", "shard=parameters"]),

@@ -248,8 +248,9 @@ def _division_rules(config: Config) -> Iterator[BrokenRule]:
     if config.tensor_parallel == 1:
         return
     key = "tensor_parallel"
-    if config.adapter is not None:
-        yield "division_without_adapters", key, "adapters are not divided yet; train all weights, or use 1"
+    if config.adapter is not None and config.adapter.dropout:
+        wrong = "ranks that divide layers would leave out different inputs; set adapter.dropout to 0, or use 1"
+        yield "division_without_dropout", key, wrong
     if config.rollout.environment is not None:
         wrong = "the turns of an environment could differ between ranks that divide layers; use 1 with one"
         yield "division_without_turns", key, wrong

@@ -24,6 +24,8 @@ from rollgraph.graph.surface import StaticTensors
 from rollgraph.graph.tape_program import Entry, Register, RngMark, TapeProgram, Value, count_operations
 from rollgraph.graph.undo_log import storage_keys, storage_of, tensors_in, written_arguments
 
+# Operations that other ranks take part in: they wait for this one, whether anything reads the result here or not.
+_COLLECTIVES = ("c10d::", "_c10d_functional::", "rollgraph::group_")
 _GRAD_SENSITIVE = ("aten::mkldnn_rnn_layer",)  # operations whose results depend on the grad mode
 
 
@@ -71,7 +73,8 @@ class Recorder(TorchDispatchMode):
         given = list(tensors_in((args, kwargs)))
         result = func(*args, **kwargs)
         sequence = isinstance(result, (list, tuple))
-        entry = Entry(func, recorded_args, recorded_kwargs, [], sequence, bool(written) or draws)
+        keep = bool(written) or draws or func._schema.name.startswith(_COLLECTIVES)
+        entry = Entry(func, recorded_args, recorded_kwargs, [], sequence, keep)
         entry.uninitialised = func._schema.name.startswith(("aten::empty", "aten::new_empty"))
         if func._schema.name in _GRAD_SENSITIVE and torch.is_grad_enabled():
             entry.function = _InGradMode(func)

@@ -74,7 +74,7 @@ class Entry:
     kwargs: dict[str, Any]
     outputs: list[int | None]
     sequence: bool  # the operation returns a list or tuple
-    keep: bool  # it has an effect besides its outputs: it writes, or draws random numbers
+    keep: bool  # it has an effect besides its outputs: it writes, draws random numbers, or other ranks wait for it
     creates: list[int] = field(default_factory=list)  # outputs that got a new storage
     uninitialised: bool = False
     saves: RngMark | None = None

@@ -18,6 +18,7 @@ from rollgraph.files import FileError, MissingFile, read_object, sync, write_new
 from rollgraph.model.adapters import Adapters
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.decoder import Decoder
+from rollgraph.model.division import Share, tensor_shares
 from rollgraph.model.hf_saving import INCOMPLETE, write_tensors
 from rollgraph.model.hf_weights import CONFIG, PICKLES, ModelFileError, has_weights, listed, read_header
 from rollgraph.model.peft_config import (
@@ -61,14 +62,18 @@ def load_adapter(model: Decoder, folder: str | os.PathLike[str]) -> None:
     The folder's dropout does not matter. After an error the adapters are unchanged.
     """
     adapters = _adapters_of(model)
-    config = read_adapter(folder, model.architecture)
+    config = read_adapter(folder, model.whole)
     for name in ("rank", "alpha", "targets", "rslora"):
         theirs, ours = getattr(config.spec, name), getattr(adapters.spec, name)
         if (sorted(theirs) != sorted(ours)) if name == "targets" else (theirs != ours):
             raise AdapterFileError(f"{name} is {theirs} there and {ours} in the model", place=str(folder))
     with safe_open(Path(folder) / ADAPTER_WEIGHTS, framework="pt") as file, torch.no_grad():
         for name, tensor in _tensors_of(adapters).items():
-            tensor.copy_(file.get_tensor(name))
+            stored = file.get_tensor(name)
+            share = _share_of(model, name)
+            if share is not None:
+                stored = stored.narrow(share.axis, share.start, share.stop - share.start)
+            tensor.copy_(stored)
     adapters.refresh()
 
 
@@ -77,9 +82,18 @@ def save_adapter(
 ) -> None:
     """Write an adapter folder that PEFT can load, replacing the adapter that it has.
 
-    `base` is the path or hub id of the base model. An interrupted save leaves the old adapter, none, or the new one.
+    `base` is the path or hub id of the base model. An interrupted save leaves the old adapter, none, or the new one. Of
+    a divided model all ranks of the group call this, and the first of them writes.
     """
     adapters = _adapters_of(model)
+    tensors = {}
+    for name, tensor in _tensors_of(adapters).items():
+        share = _share_of(model, name)
+        if share is not None and model.group is not None:
+            tensor = torch.cat(list(model.group.gather(tensor)), share.axis)
+        tensors[name] = tensor.contiguous()
+    if model.group is not None and model.group.rank > 0:
+        return
     target = Path(folder)
     if has_weights(target):
         raise AdapterFileError(
@@ -89,7 +103,6 @@ def save_adapter(
     content = format_adapter_config(StoredAdapter(adapters.spec, base, revision))
     unfinished = {name: target / (name + INCOMPLETE) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
     write_new(unfinished[ADAPTER_CONFIG], json.dumps(content, indent=2) + "\n")
-    tensors = {name: tensor.contiguous() for name, tensor in _tensors_of(adapters).items()}
     write_tensors(unfinished[ADAPTER_WEIGHTS], tensors, like=unfinished[ADAPTER_CONFIG])
     sync(unfinished[ADAPTER_WEIGHTS])
     (target / ADAPTER_WEIGHTS).unlink(missing_ok=True)
@@ -102,6 +115,16 @@ def _adapters_of(model: Decoder) -> Adapters:
     if model.adapters is None:
         raise AdapterFileError("the model has no adapters")
     return model.adapters
+
+
+def _share_of(model: Decoder, name: str) -> Share | None:
+    """The part of one of PEFT's tensors that this rank has; None if it has all of it."""
+    if model.group is None:
+        return None
+    projection, factor = name.removeprefix(_PREFIX).split(".lora_")
+    share = tensor_shares(model.whole, model.group.rank, model.group.size)[f"{projection}.weight"]
+    divided = "B.weight" if share.axis == 0 else "A.weight"  # by outputs, or by inputs
+    return share if factor == divided else None
 
 
 def _tensors_of(adapters: Adapters) -> dict[str, Tensor]:

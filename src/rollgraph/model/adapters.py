@@ -160,13 +160,24 @@ def attach(model: Adaptable, spec: AdapterSpec, *, seed: int) -> None:
     for module, targets in _targeted(model, spec).items():
         layer = layers[module] = _linear(model, module)
         columns = list(targets.values())
-        bound = layer.in_features**-0.5  # Kaiming's for a slope of sqrt(5)
-        a = torch.empty(spec.rank * len(columns), layer.in_features)
-        layer.adapt(columns, a.uniform_(-bound, bound, generator=generator), scale, spec.dropout)
+        if layer.shared is not None:
+            raise ValueError("ranks that share key/value heads cannot have adapters of them")
+        a = _draw_a(layer, spec.rank * len(columns), generator)
+        layer.adapt(columns, a, scale, spec.dropout)
         if scale.is_cuda:  # the memory of the old weight, which smaller tensors would split
             torch.cuda.empty_cache()
     _freeze(model)
     model.adapters = Adapters(model, spec, scale, layers)
+
+
+def _draw_a(layer: Linear, rows: int, generator: torch.Generator) -> Tensor:
+    """A of a layer as PEFT draws it; where ranks divide the inputs, this rank's piece of what one rank would draw."""
+    group = layer.sums_over
+    ranks = 1 if group is None else group.size
+    inputs = layer.in_features * ranks
+    bound = inputs**-0.5  # Kaiming's for a slope of sqrt(5)
+    a = torch.empty(rows, inputs).uniform_(-bound, bound, generator=generator)
+    return a if group is None else a.chunk(ranks, 1)[group.rank]
 
 
 def _targeted(model: Adaptable, spec: AdapterSpec) -> dict[str, dict[str, slice]]:

@@ -51,7 +51,8 @@ class Attention(nn.Module):
         if group is not None and repeats > 1:
             first = group.rank // repeats * repeats
             shared = Shared(group, a.heads * a.head_dim, range(first, first + repeats))
-        self.qkv = Linear(a.hidden, (a.heads + 2 * a.kv_heads) * a.head_dim, bias=a.qkv_bias, shared=shared)
+        outputs = (a.heads + 2 * a.kv_heads) * a.head_dim
+        self.qkv = Linear(a.hidden, outputs, bias=a.qkv_bias, outputs_of=group, shared=shared)
         self.out = Linear(a.heads * a.head_dim, a.hidden, bias=a.output_bias, sums_over=group)
         self.q_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(a.head_dim)) if a.qk_norm else None
@@ -129,7 +130,7 @@ class MLP(nn.Module):
         a = architecture
         self.group = group
         self.recomputes = False  # its activations, in the backward pass, by itself
-        self.gate_up = Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias)
+        self.gate_up = Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias, outputs_of=group)
         self.down = Linear(a.mlp, a.hidden, bias=a.mlp_bias, sums_over=group)
 
     def forward(self, x: Tensor) -> Tensor:

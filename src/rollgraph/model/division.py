@@ -17,6 +17,7 @@ from rollgraph.distributed.pieces import ParameterPiece
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.decoder import Decoder
 from rollgraph.model.hf_names import tensor_places
+from rollgraph.model.linear import Linear
 from rollgraph.model.tensor_group import TensorGroup
 
 
@@ -81,7 +82,34 @@ def parameter_pieces(whole: Architecture, rank: int, size: int) -> dict[str, Par
 def model_pieces(model: Decoder) -> dict[str, ParameterPiece]:
     """The piece of each parameter of a divided model that this rank holds."""
     assert model.group is not None
-    return parameter_pieces(model.whole, model.group.rank, model.group.size)
+    pieces = parameter_pieces(model.whole, model.group.rank, model.group.size)
+    if model.adapters is None:
+        return pieces
+    return _adapter_pieces(model, model.group)
+
+
+def _adapter_pieces(model: Decoder, group: TensorGroup) -> dict[str, ParameterPiece]:
+    """A has all inputs of a layer or those of this rank, and B its outputs or all of them; see `Linear`."""
+    found = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear) or layer.adapter is None:
+            continue
+        a, b = tuple(layer.lora_a.shape), tuple(layer.lora_b.shape)
+        if layer.sums_over is not None:
+            inputs = a[1]
+            span = (group.rank * inputs, (group.rank + 1) * inputs)
+            found[f"{name}.lora_a"] = ParameterPiece((a[0], inputs * group.size), 1, (span,), (True,))
+            found[f"{name}.lora_b"] = ParameterPiece.of_all(b, counted=group.rank == 0)
+            continue
+        found[f"{name}.lora_a"] = ParameterPiece.of_all(a, counted=group.rank == 0)
+        spans = []
+        for part in layer.adapter.parts:
+            width = part.up.stop - part.up.start
+            first = part.up.start * group.size + group.rank * width
+            spans.append((first, first + width))
+        counted = (True,) * len(spans)
+        found[f"{name}.lora_b"] = ParameterPiece((b[0], b[1] * group.size), 1, tuple(spans), counted)
+    return found
 
 
 def whole_shapes(whole: Architecture) -> dict[str, tuple[int, ...]]:

@@ -36,7 +36,7 @@ def save_model(
     Files get their final names only when all of them are written, and the file without which nothing loads gets its
     name last. So a folder whose save was interrupted holds the old weights, none, or the new ones, never a mixture.
     """
-    tensors = _merged(model) if merge else whole_tensors(model)
+    tensors = gather_whole(model, _merged(model) if merge else iter(parameter_views(model).items()))
     if model.group is not None and model.group.rank > 0:
         for _ in tensors:  # for the rank that writes them
             pass
@@ -69,20 +69,20 @@ def save_model(
     sync(target)
 
 
-def whole_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model, one at a time. Those of a divided model are gathered from the ranks of its group."""
+def gather_whole(model: Decoder, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a model, one at a time. Those of a divided one are gathered from the ranks of its group."""
     group = model.group
     if group is None:
-        yield from parameter_views(model).items()
+        yield from tensors
         return
     shares = [tensor_shares(model.whole, rank, group.size) for rank in range(group.size)]
-    for name, view in parameter_views(model).items():
+    for name, own_part in tensors:
         if name not in shares[0]:
-            yield name, view
+            yield name, own_part
             continue
-        parts = group.gather(view)
+        parts = group.gather(own_part)
         counted = [part for part, own in zip(parts, shares, strict=True) if own[name].counted]
-        yield name, torch.cat(counted, shares[0][name].axis)
+        yield name, torch.cat(counted, shares[0][name].axis).cpu()
 
 
 def _merged(model: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -90,7 +90,7 @@ def _merged(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     if model.adapters is None:
         raise ModelFileError("the model has no adapters to merge")
     for name, tensor in model.adapters.merged_weights():
-        yield name, tensor.cpu()
+        yield name, tensor if model.group is not None else tensor.cpu()
 
 
 def _split_into_shards(tensors: dict[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:

@@ -46,7 +46,8 @@ class Shared(NamedTuple):
 class Linear(nn.Linear):
     """A linear layer that follows routes. All layers of one shape share their routes.
 
-    With `sums_over`, the inputs are those of one rank of that group.
+    With `sums_over`, the inputs are those of one rank of that group; with `outputs_of`, the outputs are. What A makes
+    of the inputs is then the same on all ranks, and so is what B makes of a sum.
 
     Of `lora_a`, the rows are those of all parts, [rank of all parts, inputs]. `lora_b` is transposed, [rank, outputs of
     all parts], which is how a kernel reads it.
@@ -62,11 +63,13 @@ class Linear(nn.Linear):
         bias: bool,
         *,
         sums_over: TensorGroup | None = None,
+        outputs_of: TensorGroup | None = None,
         shared: Shared | None = None,
     ) -> None:
         super().__init__(inputs, outputs, bias)
         self.routes: Routes = {}
         self.sums_over = sums_over
+        self.outputs_of = outputs_of
         self.shared = shared
         self.adapter: LinearAdapter | None = None
 
@@ -115,8 +118,9 @@ class Linear(nn.Linear):
         if adapter.dropout and torch.is_grad_enabled():
             return self._with_dropout(x[:count], adapter)
         route = self.routes.get(count, LIBRARY)
-        product: Tensor = _ExtendedProduct.apply(x, self.lora_a, adapter, route, count)  # type: ignore[no-untyped-call]
-        return product
+        a: Tensor = self.lora_a if self.outputs_of is None else self.outputs_of.enter(self.lora_a)
+        product: Tensor = _ExtendedProduct.apply(x, a, adapter, route, count)  # type: ignore[no-untyped-call]
+        return product if self.sums_over is None else self.sums_over.sum(product)
 
     def _with_dropout(self, x: Tensor, adapter: LinearAdapter) -> Tensor:
         base = functional.linear(x, self.weight, self.bias)
@@ -155,6 +159,8 @@ class Linear(nn.Linear):
         self.register_buffer("bias", None if bias is None else bias[:outputs], persistent=False)
         self.lora_a = nn.Parameter(a.to(extended))
         self.lora_b = nn.Parameter(extended.new_zeros(rank, width))
+        if self.sums_over is not None and self.sums_over.rank > 0:
+            bias = None  # it is added once
         self.adapter = LinearAdapter(tuple(parts), rank, outputs, extended, bias, scale, dropout)
 
 

@@ -92,6 +92,8 @@ def keep_base(config: Config, model: Decoder, tokenizer: Tokenizer) -> list[File
         return []
     folder = Path(config.output) / BASE
     save_model(model, folder)
+    if model.group is not None and model.group.rank > 0:
+        return []  # the first rank of the group writes
     tokenizer.save(folder)
     return record_files(folder, [folder / CONFIG, *weight_files(folder)])
 

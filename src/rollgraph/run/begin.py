@@ -39,7 +39,7 @@ def begin(run: Run, start: Start) -> int | None:
 
 
 def _keep_base(run: Run) -> None:
-    if run.world.rank == 0:
+    if run.policy.world.rank == 0:  # with those that divide its layers
         run.progress.base_files = keep_base(run.config, run.policy.model, run.inputs.tokenizer)
 
 

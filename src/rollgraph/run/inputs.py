@@ -31,6 +31,7 @@ from rollgraph.run.fingerprints import fingerprint_inputs
 from rollgraph.run.given import NOTHING, Given, read_held_out_rows, read_training_rows
 from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.key_errors import about
+from rollgraph.run.layer_checks import check_division, check_groups
 from rollgraph.run.resume import check_data
 from rollgraph.run.shapes import (
     check_buckets,
@@ -210,19 +211,6 @@ def check_device(config: Config, device: str) -> None:
     if config.optimizer.offload == "host" and not device.startswith("cuda"):
         wrong = f"host needs a CUDA device; this run is on {device}, whose memory is the host's: use auto or none"
         raise ConfigError([ConfigProblem(wrong, "optimizer.offload", rule="offload_from_a_device")])
-
-
-def check_groups(config: Config, ranks: int) -> None:
-    """Refuse a number of ranks that cannot form groups which divide layers."""
-    if ranks % config.tensor_parallel:
-        wrong = f"{config.tensor_parallel} must divide the number of ranks, which is {ranks}: start another number"
-        raise ConfigError([ConfigProblem(wrong, "tensor_parallel", rule="ranks_form_groups")])
-
-
-def check_division(config: Config, architecture: Architecture) -> None:
-    """Refuse to divide layers into parts that would not be equal."""
-    if problem := architecture.why_indivisible(config.tensor_parallel):
-        raise ConfigError([ConfigProblem(problem, "tensor_parallel", rule="layers_divide")])
 
 
 def make_tokenizer(config: Config) -> Tokenizer:
