@@ -229,7 +229,7 @@ def test_adapters_are_divided(folder: Path) -> None:
         ("division_without_dropout", 2, ["tensor_parallel=2", "adapter={rank: 4, dropout: 0.1}"]),
         ("division_without_turns", 2, ["tensor_parallel=2", "rollout.environment={name: single_turn}"]),
         ("division_without_cluster", 2, ["tensor_parallel=2", "cluster={engine: ray, nodes: 2}"]),
-        ("one_way_to_divide", 2, ["tensor_parallel=2", "shard=parameters"]),
+        ("divided_once", 2, ["tensor_parallel=2", "shard=parameters"]),
     ],
 )
 def test_what_is_refused(folder: Path, rule: str, ranks: int, overrides: list[str]) -> None:

@@ -17,7 +17,6 @@ from rollgraph.run import chosen_memory
 from rollgraph.run.chosen_memory import choose_memory, count_nodes
 from rollgraph.run.communication import Link, Network
 from rollgraph.run.layer_memory import Pass
-from rollgraph.run.layout import Layout, divide, possible_layouts
 from rollgraph.run.memory_choice import MemoryBudget
 from rollgraph.run.memory_plan import pool_bytes
 from rollgraph.run.memory_remedies import DoesNotFit
@@ -173,7 +172,7 @@ def test_the_cache_of_a_tensor_group_is_divided(folder: Path) -> None:
 
 def test_activations_of_a_tensor_group_are_whole_only_where_the_stream_is() -> None:
     """What is divided falls with the ranks, and what is not stays: linear in one over the ranks."""
-    kept = [Pass(divide(ARCHITECTURE, tensor), 1024, 2, cuda=True).kept_by_layer() for tensor in (1, 2, 4, 8)]
+    kept = [Pass(ARCHITECTURE.divided(tensor), 1024, 2, cuda=True).kept_by_layer() for tensor in (1, 2, 4, 8)]
     assert kept[0] - kept[1] == 2 * (kept[1] - kept[2]) == 4 * (kept[2] - kept[3])
     stream = 1024 * 2 * (5120 * 2 * 2 + 4)  # inputs and outputs of two norms, and their scales
     assert kept[0] - stream == 8 * (kept[3] - stream)
@@ -181,7 +180,7 @@ def test_activations_of_a_tensor_group_are_whole_only_where_the_stream_is() -> N
 
 def test_a_sum_of_a_tensor_group_has_the_parts_of_all_ranks() -> None:
     for tensor in (2, 8):
-        divided = Pass(divide(ARCHITECTURE, tensor), 1024, 2, cuda=True, tensor=tensor)
+        divided = Pass(ARCHITECTURE.divided(tensor), 1024, 2, cuda=True, tensor=tensor)
         summed = 1024 * 5120 * (tensor * 2 + 2 * 4 + 2 * 2)
         mlp = 1024 * 2 * (2 * 5120 + 3 * 27648 // tensor)
         assert divided.inside_layer() == max(summed, mlp)
@@ -190,30 +189,31 @@ def test_a_sum_of_a_tensor_group_has_the_parts_of_all_ranks() -> None:
 
 def test_key_value_heads_are_repeated_where_there_are_fewer_than_ranks() -> None:
     a = Architecture("qwen2", vocabulary=64, hidden=96, mlp=64, layers=1, heads=8, kv_heads=2, head_dim=16)
-    assert [(divide(a, n).heads, divide(a, n).kv_heads, divide(a, n).mlp) for n in (1, 2, 4, 8)] == [
+    assert [(a.divided(n).heads, a.divided(n).kv_heads, a.divided(n).mlp) for n in (1, 2, 4, 8)] == [
         (8, 2, 64),
         (4, 1, 32),
         (2, 1, 16),
         (1, 1, 8),
     ]
-    assert divide(a, 1) is a
+    assert a.divided(1) == a
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "mlp", "tensor", "wrong"),
+    ("changes", "tensor", "wrong"),
     [
-        (12, 2, 64, 8, "8 does not divide the 12 heads"),
-        (8, 2, 60, 8, "8 does not divide the 60 columns"),
-        (12, 3, 64, 2, "neither of 2 and the 3 key/value heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 8, "8 must divide the 12 heads"),
+        ({"intermediate_size": 60}, 8, "8 must divide the 40 heads and the MLP's width of 60"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "2 must divide the 3 key/value heads"),
     ],
 )
-def test_layers_that_cannot_be_divided_are_refused(
-    heads: int, kv_heads: int, mlp: int, tensor: int, wrong: str
+def test_layers_that_cannot_be_divided_are_refused_and_not_proposed(
+    folder: Path, changes: dict[str, int], tensor: int, wrong: str
 ) -> None:
-    a = Architecture("llama", 64, hidden=96, mlp=mlp, layers=1, heads=heads, kv_heads=kv_heads, head_dim=8)
-    with pytest.raises(ConfigError, match=f"^tensor_parallel: {wrong}.*tensor_divides_layers"):
-        divide(a, tensor)
-    assert tensor not in [layout.tensor for layout in possible_layouts(Layout(8), a)]
+    (folder / "config.json").write_text(json.dumps(QWEN_32B | changes))
+    with pytest.raises(ConfigError, match=f"^tensor_parallel: {wrong}.*layers_divide"):
+        planned(folder, f"tensor_parallel={tensor}", ranks=8)
+    plan = planned(folder, ranks=8, layouts=True)
+    assert tensor not in [option.layout.tensor for option in plan.layouts]
 
 
 def test_both_ways_to_divide_compose(folder: Path) -> None:
@@ -386,10 +386,10 @@ def test_ranks_and_nodes_are_those_given_or_those_of_the_cluster(
         (["--ranks", "9", "--nodes", "2"], "9 ranks cannot be spread equally over 2 nodes"),
         (
             ["tensor_parallel=3", "--ranks", "8"],
-            r"3 does not divide the 8 ranks that the run has \[tensor_group_on_a_node\]",
+            r"3 does not divide the 8 ranks that the run has \[ranks_form_groups\]",
         ),
         (["tensor_parallel=8", "--ranks", "16", "--nodes", "4"], "8 does not divide the 4 ranks that a node has"),
-        (["tensor_parallel=16", "--ranks", "16", "--nodes", "1"], "16 does not divide the 40 heads of the model"),
+        (["tensor_parallel=16", "--ranks", "16", "--nodes", "1"], "16 must divide the 40 heads"),
         (["--ranks", "1024"], "data.prompts_per_step: 64, but each of 1024 ranks needs at least one"),
         (["--link", "outside=1,2"], "--link outside=1,2: expected inside=GB/S,US"),
         (["--link", "inside=0,2"], "--link inside=0,2: expected"),

@@ -257,8 +257,6 @@ def _division_rules(config: Config) -> Iterator[BrokenRule]:
     if config.cluster.engine != "none":
         wrong = "ranks that divide layers cannot join a later attempt in the same process; use torchrun, or 1"
         yield "division_without_cluster", key, wrong
-    if config.shard == "parameters":
-        yield "one_way_to_divide", key, "layers are divided already (shard: parameters); use one of both"
 
 
 def _resume_rules(config: Config) -> Iterator[BrokenRule]:

@@ -17,9 +17,16 @@ def check_groups(config: Config, ranks: int) -> None:
 
 
 def check_division(config: Config, architecture: Architecture) -> None:
-    """Refuse to divide layers into parts that would not be equal, and adapters of heads that ranks share."""
-    if problem := architecture.why_indivisible(config.tensor_parallel):
-        raise ConfigError([ConfigProblem(problem, _KEY, rule="layers_divide")])
+    """Refuse a division of layers that cannot be."""
+    if problem := find_problem(config, architecture):
+        raise ConfigError([problem])
+
+
+def find_problem(config: Config, architecture: Architecture) -> ConfigProblem | None:
+    """Why layers cannot be divided: parts would not be equal, or ranks would share heads that have adapters."""
+    if wrong := architecture.why_indivisible(config.tensor_parallel):
+        return ConfigProblem(wrong, _KEY, rule="layers_divide")
     if config.adapter is not None and config.tensor_parallel > architecture.kv_heads:
         wrong = f"with adapters, ranks cannot share the {architecture.kv_heads} key/value heads: use at most as many"
-        raise ConfigError([ConfigProblem(wrong, _KEY, rule="adapters_of_own_heads")])
+        return ConfigProblem(wrong, _KEY, rule="adapters_of_own_heads")
+    return None

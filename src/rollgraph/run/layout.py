@@ -1,6 +1,6 @@
 """The layout of a run: how many ranks on how many nodes, and what they divide among themselves.
 
-Owns the arithmetic of groups, and which layouts a model allows. Ranks of a tensor group have the same samples and
+Owns the arithmetic of groups. Ranks of a tensor group have the same samples and
 divide each layer; the samples and the optimizer's state are divided by ranks of different tensor groups.
 """
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rollgraph.config import Config, ConfigError, ConfigProblem
-from rollgraph.model import Architecture
 from rollgraph.run.communication import Group, Network
 
 Shard = Literal["optimizer", "parameters"]
@@ -36,7 +35,7 @@ class Layout:
         if self.per_node % self.tensor:
             place = "the run has" if self.nodes == 1 else "a node has"
             wrong = f"{self.tensor} does not divide the {self.per_node} ranks that {place}"
-            raise ConfigError([ConfigProblem(wrong, "tensor_parallel", rule="tensor_group_on_a_node")])
+            raise ConfigError([ConfigProblem(wrong, "tensor_parallel", rule="ranks_form_groups")])
 
     @property
     def per_node(self) -> int:
@@ -85,38 +84,12 @@ def assumed_nodes(ranks: int) -> int:
     return 1 if ranks % NODE else ranks // NODE
 
 
-def divide(architecture: Architecture, tensor: int) -> Architecture:
-    """The part of each layer that one rank of a tensor group has.
-
-    Queries and the MLP are divided. So are the heads of keys and values; if there are fewer of them than ranks, each is
-    on several ranks. What is as wide as the residual stream is whole everywhere, and so are embedding and head.
-    """
-    if tensor == 1:
-        return architecture
-    a = architecture
-    wrong = indivisible(a, tensor)
-    if wrong:
-        raise ConfigError([ConfigProblem(wrong, "tensor_parallel", rule="tensor_divides_layers")])
-    return replace(a, heads=a.heads // tensor, kv_heads=max(1, a.kv_heads // tensor), mlp=a.mlp // tensor)
-
-
-def indivisible(a: Architecture, tensor: int) -> str:
-    """Why so many ranks cannot divide a layer; empty if they can."""
-    if a.heads % tensor:
-        return f"{tensor} does not divide the {a.heads} heads of the model"
-    if a.mlp % tensor:
-        return f"{tensor} does not divide the {a.mlp} columns of the model's MLP"
-    if a.kv_heads % tensor and tensor % a.kv_heads:
-        return f"neither of {tensor} and the {a.kv_heads} key/value heads of the model divides the other"
-    return ""
-
-
-def possible_layouts(layout: Layout, architecture: Architecture) -> Iterator[Layout]:
-    """Every layout of the same ranks that the model allows, one that divides less before one that divides more."""
+def possible_layouts(layout: Layout) -> Iterator[Layout]:
+    """Every layout of the same ranks, one that divides less before one that divides more."""
     for shard in ("optimizer", "parameters"):
         yield replace(layout, shard=shard, tensor=1)
     tensor = 2
     while tensor <= layout.per_node:
-        if layout.per_node % tensor == 0 and not indivisible(architecture, tensor):
+        if layout.per_node % tensor == 0:
             yield replace(layout, shard="optimizer", tensor=tensor)
         tensor *= 2

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollgraph.config import Config, broken_rules
+from rollgraph.run.layer_checks import find_problem
 from rollgraph.run.layout import Layout, has_prompts, possible_layouts
 from rollgraph.run.memory_choice import Choice, MemoryBudget, choose
 from rollgraph.run.plan_lines import PHASES, gib, peak, peak_phase
@@ -69,9 +70,9 @@ def compare_layouts(
     found: list[LayoutOption] = []
     if shape.layout.ranks == 1:
         return found
-    for layout in possible_layouts(shape.layout, shape.whole):
+    for layout in possible_layouts(shape.layout):
         changed = replace(config, shard=layout.shard, tensor_parallel=layout.tensor)
-        if broken_rules(changed) or not has_prompts(changed, layout):
+        if broken_rules(changed) or find_problem(changed, shape.whole) or not has_prompts(changed, layout):
             continue
         if layout.shards_parameters and shape.adapters is not None:
             continue  # the base is frozen, and stays whole on every rank
