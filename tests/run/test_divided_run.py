@@ -53,7 +53,7 @@ ranks: {timeout: 200, heartbeat_timeout: 200}
 """
 
 
-def rank_main(rank: int, config: str, log: str, environment: dict[str, str]) -> None:
+def rank_main(rank: int, command: str, config: str, log: str, environment: dict[str, str]) -> None:
     """Run the command of one rank."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -63,7 +63,7 @@ def rank_main(rank: int, config: str, log: str, environment: dict[str, str]) -> 
     torch.set_num_threads(1)
     from rollgraph.cli import main
 
-    sys.exit(main(["train", config]))
+    sys.exit(main([command, config]))
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Ranks:
             process.join()
 
 
-def start(folder: Path, name: str, ranks: int, *overrides: str) -> Ranks:
+def start(folder: Path, name: str, ranks: int, *overrides: str, command: str = "train") -> Ranks:
     context = multiprocessing.get_context("forkserver")
     path = folder / f"{name}.yaml"
     path.write_text(to_yaml(config_of(folder, f"output={folder / name}", *overrides, text=CONFIG)))
@@ -108,7 +108,8 @@ def start(folder: Path, name: str, ranks: int, *overrides: str) -> Ranks:
     processes = []
     for rank, log in enumerate(logs):
         log.unlink(missing_ok=True)
-        process: Any = context.Process(target=rank_main, args=(rank, str(path), str(log), environment), daemon=True)
+        given = (rank, command, str(path), str(log), environment)
+        process: Any = context.Process(target=rank_main, args=given, daemon=True)
         process.start()
         processes.append(process)
     return Ranks(processes, logs, store)
@@ -117,6 +118,15 @@ def start(folder: Path, name: str, ranks: int, *overrides: str) -> Ranks:
 def run(folder: Path, name: str, ranks: int, *overrides: str) -> Path:
     start(folder, name, ranks, *overrides).finish()
     return folder / name
+
+
+def evaluate(folder: Path, name: str, ranks: int, *overrides: str) -> dict[str, float]:
+    """What `rollgraph eval` prints about the newest checkpoint of a run."""
+    processes = start(folder, name, ranks, *overrides, command="eval")
+    processes.finish()
+    told = processes.logs[0].read_text()
+    found: dict[str, float] = json.loads(told[told.index("{") : told.rindex("}") + 1])
+    return found
 
 
 def samples_of(output: Path, step: int) -> list[Any]:
@@ -158,6 +168,8 @@ def test_divided_layers_learn_what_whole_ones_learn(folder: Path) -> None:
     for row in metrics_of(grid):
         assert row["policy/token_mult_prob_error_max"] == 1.0
 
+    together = evaluate(folder, "divided", 2, "tensor_parallel=2")
+    assert together == pytest.approx(evaluate(folder, "divided", 1))
     exported = load_model(divided / "model")
     stored = open_model(str(divided), "latest", []).load(None, "cpu")
     for (name, parameter), other in zip(exported.named_parameters(), stored.parameters(), strict=True):
