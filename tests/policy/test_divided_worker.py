@@ -184,7 +184,8 @@ def test_ranks_learn_what_one_rank_learns(ranks: tuple[Path, list[dict[str, Any]
     for rank, result in enumerate(found):
         pieces = parameter_pieces(TINY, rank % 2, 2)
         for name in metrics.keys() - {"tokens/padding"}:
-            assert result["metrics"][name] == pytest.approx(metrics[name], abs=2e-6), name
+            # Log-probabilities around -5 are rounded to 5e-7; some metrics are exponentials of their differences.
+            assert result["metrics"][name] == pytest.approx(metrics[name], rel=4e-6, abs=2e-6), name
         for (name, start), part in result["gradient"].items():
             expected = cut(gradient[name].view(pieces[name].whole), pieces[name]).flatten()[start : start + len(part)]
             torch.testing.assert_close(part, expected, rtol=0, atol=1e-6)
@@ -267,7 +268,7 @@ def test_a_checkpoint_passes_from_divided_layers_to_whole_ones_and_back(
     for name, value in join_pieces(found).items():
         assert torch.equal(loaded[name], value), name
     for name in ("loss", "optimizer/grad_norm"):
-        assert metrics[name] == pytest.approx(found[0]["next"][0][name], abs=2e-6)
+        assert metrics[name] == pytest.approx(found[0]["next"][0][name], rel=4e-6, abs=2e-6)
     model = make_model()
     checkpoint_loader.load_parameters(folder / "checkpoint", model)
     for name, parameter in model.named_parameters():
