@@ -70,7 +70,7 @@ LAYERS = (
         "sharding/collectives.py", "sharding/rank_grid.py", "sharding/tensor_peers.py", "sharding/same_model.py",
         "sharding/bucket_sync.py", "sharding/step_abort.py", "sharding/parameter_gathers.py",
         "sharding/gradient_reductions.py", "sharding/gradient_sums.py", "sharding/ring.py",
-        "sharding/ring_gradients.py", "sharding/full_copy.py", "sharding/hook_set.py",
+        "sharding/ring_gradients.py", "sharding/full_copy.py", "sharding/held_parameters.py", "sharding/hook_set.py",
         "sharding/model_hooks.py", "sharding/sharded_model.py", "sharding/schedules.py",
         "sharding/moment_kernels.py", "sharding/moment_codecs.py", "sharding/pinned_memory.py",
         "sharding/copy_streams.py", "sharding/optimizer_state.py", "sharding/optimizer.py", "sharding/manifest.py",

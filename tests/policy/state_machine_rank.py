@@ -122,7 +122,7 @@ class Rank:
             assert torch.equal(found, value), f"{name} differs by {(found - value).abs().max()}"
 
     def stale(self) -> bool:
-        return any(self.sharded._gathers.bucket_of[p].stale for p in self.model.parameters())
+        return any(self.sharded._parameters.known[p].stale for p in self.model.parameters())
 
     def do_forward(self, number: int, active: bool) -> None:
         refused = not active and self.stale()

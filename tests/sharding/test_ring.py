@@ -29,12 +29,19 @@ from rollgraph.sharding import (
     specs_of,
 )
 from rollgraph.sharding.checkpoint_loader import load_parameters
+from rollgraph.sharding.held_parameters import RingParameters
+from rollgraph.sharding.ring import Ring
 from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
 from tests.sharding.small_net import DECAY, RATE, loss, microbatch, same, values
 from tests.sharding.worlds import run_world
 
 STEPS = 3
 LAYERS = 5
+
+
+def ring_of(sharded: ShardedModel) -> Ring:
+    assert isinstance(sharded._parameters, RingParameters)
+    return sharded._parameters.ring
 
 
 class Deep(nn.Module):
@@ -257,8 +264,7 @@ def test_each_layer_is_gathered_ahead_and_only_if_it_left_its_slot(slots: int, a
 
     def run(mine: Rank) -> str:
         mine.loss(0).backward()
-        assert mine.sharded._ring is not None
-        started = [entry.split() for entry in mine.sharded._ring.started]
+        started = [entry.split() for entry in ring_of(mine.sharded).started]
         mine.sharded.drop_gradients()
         return " ".join(f"{kind[0]}{unit}" for kind, unit, bucket in started)
 
@@ -406,8 +412,7 @@ def test_ranks_go_on_after_a_rank_was_lost(tmp_path: Path) -> None:
     second = Room(2)
 
     def run(mine: Rank) -> dict[str, Tensor]:
-        ring, collectives = mine.sharded._ring, mine.sharded.collectives
-        assert ring is not None
+        ring, collectives = ring_of(mine.sharded), mine.sharded.collectives
         assert isinstance(collectives, RoomCollectives)
         mine.values()
         mine.step(0)

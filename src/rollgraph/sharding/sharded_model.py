@@ -2,7 +2,8 @@
 
 Owns the parts: flat buffers, hooks, gathers and reductions. `parameter_gathers.py` decides when a bucket is gathered,
 `gradient_reductions.py` when it is reduced, and `model_hooks.py` which modules ask for that. If the parameters are
-sharded, too, `ring.py` and `ring_gradients.py` decide instead, and ranks start what the modules they run ask for.
+sharded, too, `ring.py` and `ring_gradients.py` decide instead, and ranks start what the modules they run ask for;
+`held_parameters.py` has what differs then.
 
 Otherwise, between two optimizer steps, every rank starts the same collectives in the same order, whatever it runs: the
 gathers of all stale buckets, then the reductions of all trained ones. Collectives that block all ranks (sums, exchanged
@@ -26,12 +27,12 @@ from rollgraph.sharding.bucket_plan import BUCKET_BYTES, plan_buckets, specs_of
 from rollgraph.sharding.bucket_sync import BucketSync, StaleWeights
 from rollgraph.sharding.collectives import Collectives, Reduction
 from rollgraph.sharding.flat_buffer import FlatBuckets
-from rollgraph.sharding.full_copy import Allocate, FullCopy, allocate_zeros
+from rollgraph.sharding.full_copy import Allocate, allocate_zeros
 from rollgraph.sharding.gradient_reductions import GradientReductions
+from rollgraph.sharding.held_parameters import HeldParameters, RingParameters, WholeParameters
 from rollgraph.sharding.hook_set import HookSet
 from rollgraph.sharding.model_hooks import ModelHooks, is_sharded
-from rollgraph.sharding.parameter_gathers import ParameterGathers
-from rollgraph.sharding.ring import BACKWARD, Ring
+from rollgraph.sharding.ring import Ring
 from rollgraph.sharding.ring_gradients import RingReductions
 from rollgraph.sharding.ring_plan import SLOTS, RingPlan, names_in, plan_ring, plan_units
 from rollgraph.sharding.same_model import check_same_on_all_ranks
@@ -40,7 +41,6 @@ from rollgraph.sharding.step_abort import StepAborts
 from rollgraph.sharding.tensor_peers import TensorPeers
 
 Sharded = Literal["optimizer", "parameters"]
-_ONLY_SHARDS = "each rank has a shard of the parameters: call make_reader() first"
 
 
 class ShardedModel:
@@ -106,33 +106,32 @@ class ShardedModel:
         plan = self._ring_plan or plan_buckets(specs, ranks=world.size, bucket_bytes=bucket_bytes)
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype, rank=world.rank)
         self.has_copies = self._ring_plan is not None  # what reads all parameters at once reads a full copy of them
-        self._copy: FullCopy | None = None
-        self.buckets: list[BucketSync] = []  # of parameters that are whole
-        self._ring: Ring | None = None
+        self._parameters: HeldParameters
         self._gradients: GradientReductions
         if self._ring_plan is None:
-            for index, bucket in enumerate(self.flat.buckets):
-                own = self.flat.parameters_of(bucket)
-                self.buckets.append(BucketSync(index, bucket, own, world, self.collectives))
-            self.flat.before_reading = lambda: self.require_full_parameters("raise")
-        self._gathers = ParameterGathers(self.buckets)
-        if self._ring_plan is None:
-            trained = [bucket for bucket in self.buckets if bucket.bucket.plan.trainable]
+            buckets = [
+                BucketSync(index, bucket, self.flat.parameters_of(bucket), world, self.collectives)
+                for index, bucket in enumerate(self.flat.buckets)
+            ]
+            trained = [bucket for bucket in buckets if bucket.bucket.plan.trainable]
+            whole = WholeParameters(model, buckets)
+            self._parameters = whole
             self._gradients = GradientReductions(
-                self.flat, trained, self._gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts,
+                self.flat, trained, whole.gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts,
                 tensor=tensor,
             )  # fmt: skip
+            self.flat.before_reading = lambda: self.require_full_parameters("raise")
         else:
             overlap = (overlap_gather, overlap_reduce)
-            self._ring = Ring(self._ring_plan, self.flat, world, self.collectives, overlap)
-            self._gradients = RingReductions(self.flat, self._ring, world, self.collectives, aborts)
-            self.flat.after_writing = self._ring.after_writing
+            ring = Ring(self._ring_plan, self.flat, world, self.collectives, overlap)
+            self._parameters = RingParameters(model, ring, world, self.collectives)
+            self._gradients = RingReductions(self.flat, ring, world, self.collectives, aborts)
+            self.flat.after_writing = ring.after_writing
         self.collectives.before_starting = self._gradients.join_abort
         self.collectives.before_blocking = self._before_blocking
         self.flat.before_writing = self.wait_for_gathers
         self.flat.before_zeroing = self._gradients.before_zeroing
-        known = self._ring.unit_of if self._ring is not None else self._gathers.bucket_of
-        self._model_hooks = ModelHooks(model, known, self, units)
+        self._model_hooks = ModelHooks(model, self._parameters.known, self, units)
 
     def _begin_aborts(self) -> StepAborts | None:
         name = self._agree_on_model()
@@ -151,10 +150,7 @@ class ShardedModel:
 
     def abandon(self) -> None:
         """Forget what was in flight when the ranks of an attempt were lost: nothing waits for it any more."""
-        for bucket in self.buckets:
-            bucket.abandon()
-        if self._ring is not None:
-            self._ring.abandon()
+        self._parameters.abandon()
 
     @property
     def hooks(self) -> HookSet:
@@ -180,52 +176,35 @@ class ShardedModel:
         """Bring the full parameters up to date with the last optimizer step; with a ring, those of the full copy."""
         self._before_blocking()
         self.wait_for_gathers()
-        if self._ring is not None and self._copy is not None:
-            self._ring.ensure_outside()
-            self._copy.gather()
+        self._parameters.complete()
 
     def _before_blocking(self) -> None:
         """All ranks are about to wait for each other: take part in everything that comes before."""
         self._gradients.join_abort()
-        self._gathers.start()
-        if self._ring is not None:
-            self._ring.started.clear()  # all ranks have started as much by now
+        self._parameters.start()
 
     def wait_for_gathers(self) -> None:
         """Call this before parameters are written: afterwards no gather in flight can overwrite them."""
-        if self._ring is not None:
-            self._gradients.join_abort()  # of an aborted step, other ranks may not have started what this one waits for
-        (self._ring or self._gathers).wait()
+        if self._parameters.catches_up:
+            self._gradients.join_abort()
+        self._parameters.wait()
 
     def ensure_gathered(self, parameters: Sequence[Tensor]) -> None:
         """Call this before reading a parameter directly. Modules do it in a hook."""
         self._gradients.join_abort()
-        if self._ring is not None:
-            self._ring.ensure_parameters(parameters)
-        else:
-            self._gathers.ensure(parameters)
+        self._parameters.ensure(parameters)
 
     def enter_unit(self, parameters: Sequence[Tensor], toward: int) -> None:
         """A unit, or a part of it, with these parameters is about to run forward or backward."""
-        if self._ring is None:
-            self.ensure_gathered(parameters)
-            return
         self._gradients.join_abort()
-        for unit in dict.fromkeys(self._ring.unit_of[parameter] for parameter in parameters):
-            self._ring.ensure(unit, toward)
-            if toward == BACKWARD:
-                self._ring.claim(unit)
+        self._parameters.enter(parameters, toward)
 
     def stale(self) -> str | None:
         """Why parameters must not be read now, None if they may. As a guard of a graph, no pause switches it off."""
-        if self._ring is None:
-            return self._gathers.stale()
-        if self._copy is None:
-            return _ONLY_SHARDS
-        return self._ring.refusal_outside() or self._copy.stale()
+        return self._parameters.stale()
 
     def raise_if_stale(self, parameters: Sequence[Tensor]) -> None:
-        (self._ring or self._gathers).raise_if_stale(parameters)
+        self._parameters.raise_if_stale(parameters)
 
     def require_full_parameters(self, if_stale: Literal["raise", "gather"]) -> None:
         """Call this before reading all parameters, for generation, scoring, export or a checkpoint."""
@@ -238,49 +217,37 @@ class ShardedModel:
 
     def make_reader(self, allocate: Allocate = allocate_zeros) -> nn.Module:
         """What reads all parameters at once after `gather()`: the model, or a full copy of it in memory of its own."""
-        if self._ring is None:
-            return self.model
-        if self._copy is None:
-            self._copy = FullCopy(self.model, self._ring, self.world, self.collectives, allocate)
-        return self._copy.model
+        return self._parameters.make_reader(allocate)
 
     def refresh_copy(self) -> None:
         """Bring a full copy up to date, if there is one."""
-        if self._copy is not None:
+        if self.has_copies:
             self.gather()
 
     def keep_reader(self) -> None:
         """All parameters of `make_reader()` were written, alike on all ranks: they are the model's from now on."""
-        if self._copy is not None:
-            self.wait_for_gathers()
-            self._copy.keep()
+        self.wait_for_gathers()
+        self._parameters.keep_reader()
 
     def forget_copy(self) -> None:
         """Let the memory of a full copy hold something else, until the next `gather()`."""
-        if self._copy is not None:
-            self._copy.forget()
+        self._parameters.forget_reader()
 
     def before_exchange(self) -> None:
         """Every rank is about to exchange what it keeps of the parameters, `kept` of each bucket, for others."""
-        if self._ring is None:
-            self.require_full_parameters("gather")
-        else:
-            self._before_blocking()
-            self.wait_for_gathers()
+        self._before_blocking()
+        self.wait_for_gathers()
 
     def after_exchange(self) -> None:
         """Every rank has exchanged what it keeps of the parameters: shards have to be gathered anew."""
-        if self._ring is not None:
-            self._ring.after_writing()
+        self._parameters.after_exchange()
 
     def before_state_dict(self) -> None:
-        if self._ring is not None:
-            raise StaleWeights(f"{_ONLY_SHARDS}, and take its state_dict()")
+        self._parameters.refuse_state_dict("and take its state_dict()")
         self.require_full_parameters("raise")
 
     def before_load_state_dict(self) -> None:
-        if self._ring is not None:
-            raise StaleWeights(f"{_ONLY_SHARDS}, or use flat.load()")
+        self._parameters.refuse_state_dict("or use flat.load()")
         self.wait_for_gathers()
 
     @contextmanager
@@ -309,13 +276,7 @@ class ShardedModel:
 
     def after_update(self) -> None:
         """The optimizer has written the shards of all trained buckets, after `before_update()`."""
-        if self._ring is not None:
-            self._ring.after_writing()
-            return
-        self._gathers.after_update(self._gradients.buckets)
-        if self._overlap_gather:
-            self._gathers.prefetch()
-        else:
+        if not self._parameters.after_update(self._gradients.buckets, ahead=self._overlap_gather):
             self.gather()
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -419,7 +380,4 @@ class ShardedModel:
 
     def graph_guards(self, module: nn.Module) -> list[Guard]:
         """Guards of a graph of `module`, for `make_graphed_callables`: its slot holds what it is bound to."""
-        if self._ring is None:
-            return []
-        units = dict.fromkeys(self._ring.unit_of[parameter] for parameter in module.parameters())
-        return [partial(self._ring.refusal, unit) for unit in units]
+        return self._parameters.guards_of(module)
