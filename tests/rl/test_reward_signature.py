@@ -280,10 +280,10 @@ def test_a_closed_loop_leaves_no_task_behind() -> None:
 def test_metrics_that_functions_log_are_means_over_the_calls_of_all_ranks() -> None:
     logged = {"a": [1.0]}
     of_the_other_rank = '{"a": [4.0, 4.0], "b": [2.0]}'
-    collectives = SimpleNamespace(all_gather_text=lambda text: [text, of_the_other_rank])
+    sharded = SimpleNamespace(exchange_text=lambda text: [text, of_the_other_rank])
     run: Any = SimpleNamespace(
         inputs=SimpleNamespace(rewards=SimpleNamespace(logged=logged)),
-        policy=SimpleNamespace(sharded=SimpleNamespace(collectives=collectives)),
+        policy=SimpleNamespace(sharded=sharded),
     )
     assert share_logged(run) == {"logged/a": 3.0, "logged/b": 2.0}
     assert logged == {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 from rollgraph.cli import main
-from tests.view.browser import Tab, needs_chromium, served, tab
+from tests.view.browser import WAIT, Tab, needs_chromium, served, tab
 from tests.view.made_run import MadeRun
 
 pytestmark = needs_chromium
@@ -67,7 +68,9 @@ def test_a_long_scroll_asks_for_what_is_in_sight_at_its_end(browser: Any, tmp_pa
         held: list[Any] = []
         page.route(PAGES, lambda route: held.append(route))
         page.evaluate(scroll, 700)
-        page.wait_for_timeout(100)
+        end = time.monotonic() + WAIT / 1000
+        while not held and time.monotonic() < end:
+            page.wait_for_timeout(100)
         assert 0 < len(held) <= 2
         page.route(PAGES, lambda route: route.continue_())
         for route in held:
