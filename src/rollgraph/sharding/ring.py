@@ -24,6 +24,7 @@ from rollgraph.sharding.flat_buffer import Bucket, FlatBuckets
 from rollgraph.sharding.ring_plan import RingPlan
 
 FORWARD, BACKWARD = 1, -1  # directions of travel through the units
+_GATHER, _REDUCE = "gather", "reduce"  # kinds of collectives in `started`
 
 
 @dataclass(eq=False)
@@ -167,13 +168,18 @@ class Ring:
         self._finish_gathers(slot)
         self._refuse_lost_writes(slot)
         slot.owner = None
-        for number, bucket in enumerate(unit.buckets):
-            what = f"the all-gather of {unit.name}"
-            slot.gathers.append(self._collectives.gather(bucket.parameters, bucket.shard(self._rank), what))
-            self.started.append(f"gather {unit.index} {number}")
+        for number in range(len(unit.buckets)):
+            self._gather(unit, number)
         slot.owner = unit
         slot.version = unit.version
         slot.writes = _count_writes(slot)
+
+    def _gather(self, unit: Unit, number: int) -> None:
+        """Start the gather of a bucket into the slot of its unit."""
+        bucket = unit.buckets[number]
+        what = f"the all-gather of {unit.name}"
+        unit.slot.gathers.append(self._collectives.gather(bucket.parameters, bucket.shard(self._rank), what))
+        self.started.append(f"{_GATHER} {unit.index} {number}")
 
     def _refuse_lost_writes(self, slot: Slot) -> None:
         """Raise if somebody wrote to parameters in a slot whose contents are about to be replaced."""
@@ -244,12 +250,18 @@ class Ring:
         slot.arrived.clear()
         for number, bucket in enumerate(unit.buckets):
             if bucket.gradients is not None:
-                shard = bucket.gradient_shard(self._rank)
-                what = f"the reduce-scatter of {unit.name}"
-                slot.reductions.append(self._collectives.reduce(bucket.gradients, shard, what, onto=True))
-                self.started.append(f"reduce {unit.index} {number}")
+                self._reduce(unit, number)
         if not self._overlaps:
             self._finish_reductions(slot)
+
+    def _reduce(self, unit: Unit, number: int) -> None:
+        """Start the reduction of a bucket's gradients out of the slot of its unit."""
+        bucket = unit.buckets[number]
+        assert bucket.gradients is not None
+        what = f"the reduce-scatter of {unit.name}"
+        shard = bucket.gradient_shard(self._rank)
+        unit.slot.reductions.append(self._collectives.reduce(bucket.gradients, shard, what, onto=True))
+        self.started.append(f"{_REDUCE} {unit.index} {number}")
 
     def _finish_reductions(self, slot: Slot) -> None:
         while slot.reductions:
@@ -268,17 +280,11 @@ class Ring:
         for entry in started[len(self.started) :]:
             kind, index, number = entry.split()
             unit = self.units[int(index)]
-            bucket = unit.buckets[int(number)]
-            if kind == "gather":
-                what = f"the all-gather of {unit.name}"
+            if kind == _GATHER:
                 unit.slot.owner = None
-                unit.slot.gathers.append(self._collectives.gather(bucket.parameters, bucket.shard(self._rank), what))
+                self._gather(unit, int(number))
             else:
-                assert bucket.gradients is not None
-                what = f"the reduce-scatter of {unit.name}"
-                shard = bucket.gradient_shard(self._rank)
-                unit.slot.reductions.append(self._collectives.reduce(bucket.gradients, shard, what, onto=True))
-            self.started.append(entry)
+                self._reduce(unit, int(number))
 
     def forget_step(self) -> None:
         """Wait for what is in flight, and forget the gradients of this step. Their memory has to be zeroed next."""
