@@ -37,7 +37,9 @@ def run_group(size: int, function: Callable[[TensorGroup], Result]) -> list[Resu
     meeting = _Meeting(size)
 
     def run(rank: int) -> Result:
-        group = TensorGroup(rank, size, lambda mine: meeting.exchange(rank, mine))
+        group = TensorGroup(
+            rank, size, lambda mine: meeting.exchange(rank, mine), lambda rows: meeting.exchange(rank, rows)[:, rank]
+        )
         try:
             return function(group)
         except BaseException:
@@ -50,4 +52,4 @@ def run_group(size: int, function: Callable[[TensorGroup], Result]) -> list[Resu
 
 def mirrored_group() -> TensorGroup:
     """A group of two whose other rank is imagined: it has half of what this one has."""
-    return TensorGroup(0, 2, lambda mine: torch.stack((mine, mine * 0.5)))
+    return TensorGroup(0, 2, lambda mine: torch.stack((mine, mine * 0.5)), lambda rows: rows)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollgraph.graph import capture
-from rollgraph.model import Architecture, Decoder, load_model, load_weights, save_model, token_logprobs
+from rollgraph.model import Architecture, Decoder, load_model, load_weights, save_model, tensor_group, token_logprobs
 from rollgraph.model.adapter_files import ADAPTER_WEIGHTS, load_adapter, save_adapter
 from rollgraph.model.adapters import TARGETS, AdapterSpec, attach
 from rollgraph.model.config_fields import ArchitectureError
@@ -205,6 +205,46 @@ def assert_same_files(one: Path, other: Path) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(5, 7), (4, 6), (1,)], ids=str)
+def test_a_sum_of_parts_has_the_bits_of_a_sum_of_everything(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    def total(group: TensorGroup) -> Tensor:
+        generator = torch.Generator().manual_seed(group.rank)
+        x = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator)
+        return group.total(x.to(dtype))
+
+    small = run_group(4, total)
+    monkeypatch.setattr(tensor_group, "LARGE_SUM", 0)
+    monkeypatch.setattr(TensorGroup, "gather", refuse_large(small[0].numel()))
+    for found in run_group(4, total):
+        assert torch.equal(found, small[0])
+
+
+def refuse_large(elements: int) -> Any:
+    gather = TensorGroup.gather
+
+    def gather_a_part(group: TensorGroup, x: Tensor) -> Tensor:
+        assert x.numel() == -(-elements // group.size), "everything is gathered"
+        return gather(group, x)
+
+    return gather_a_part
+
+
+def test_a_model_whose_sums_are_taken_in_parts_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make_model(replace(BIASED, kv_heads=4))
+
+    def run(group: TensorGroup) -> tuple[Tensor, dict[str, Tensor]]:
+        return learn(divide_model(whole, group))
+
+    expected = run_group(4, run)
+    monkeypatch.setattr(tensor_group, "LARGE_SUM", 0)
+    for (logprobs, gradients), (own, own_gradients) in zip(expected, run_group(4, run), strict=True):
+        assert torch.equal(own, logprobs)
+        assert all(torch.equal(own_gradients[name], gradient) for name, gradient in gradients.items())
+
+
 def test_parts_are_summed_in_fp32_in_the_order_of_ranks() -> None:
     values = (256.0, 1.0, 1.0)  # in bfloat16, 256 + 1 is 256
     found = run_group(3, lambda group: group.sum(torch.tensor([values[group.rank]], dtype=torch.bfloat16)))
@@ -219,7 +259,7 @@ def test_a_tape_exchanges_at_every_replay(checkpointing: int) -> None:
     parameters = list(model.parameters())
     positions = torch.arange(12)
     bounds = torch.tensor([0, 12], dtype=torch.int32)
-    exchange = group.exchange
+    exchange = group.exchanges["gather"]
     calls = 0
 
     def counting(mine: Tensor) -> Tensor:
@@ -227,7 +267,7 @@ def test_a_tape_exchanges_at_every_replay(checkpointing: int) -> None:
         calls += 1
         return exchange(mine)
 
-    group.exchange = counting
+    group.exchanges["gather"] = counting
 
     def step(ids: Tensor) -> tuple[Tensor, ...]:
         hidden = model(ids, positions, bounds, 12)
@@ -282,7 +322,7 @@ def test_a_folder_is_read_in_pieces_and_written_whole(
 def test_a_tape_exchanges_although_nothing_reads_the_result() -> None:
     """Other ranks wait for it. Whether something still refers to the result when the tape is made differs by rank."""
     group = mirrored_group()
-    exchange = group.exchange
+    exchange = group.exchanges["gather"]
     calls: list[int] = []
 
     def counting(mine: Tensor) -> Tensor:
@@ -294,7 +334,7 @@ def test_a_tape_exchanges_although_nothing_reads_the_result() -> None:
         return x * 2
 
     captured = capture(step, (torch.ones(3),), backend="tape")
-    group.exchange = counting
+    group.exchanges["gather"] = counting
     assert torch.equal(captured(torch.full((3,), 4.0)), torch.full((3,), 8.0))
     assert len(calls) == 1
 

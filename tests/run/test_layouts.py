@@ -178,13 +178,14 @@ def test_activations_of_a_tensor_group_are_whole_only_where_the_stream_is() -> N
     assert kept[0] - stream == 8 * (kept[3] - stream)
 
 
-def test_a_sum_of_a_tensor_group_has_the_parts_of_all_ranks() -> None:
-    for tensor in (2, 8):
-        divided = Pass(ARCHITECTURE.divided(tensor), 1024, 2, cuda=True, tensor=tensor)
-        summed = 1024 * 5120 * (tensor * 2 + 2 * 4 + 2 * 2)
-        mlp = 1024 * 2 * (2 * 5120 + 3 * 27648 // tensor)
+def test_a_sum_of_a_tensor_group_has_what_the_ranks_exchange() -> None:
+    """Small ones have the parts of all ranks; of a large one with more than two ranks, a rank adds up one part."""
+    for tokens, tensor, exchanged in ((1024, 2, 2 * 2 + 2 * 4), (1024, 8, 3 * 2 + 1), (64, 8, 8 * 2 + 2 * 4)):
+        divided = Pass(ARCHITECTURE.divided(tensor), tokens, 2, cuda=True, tensor=tensor)
+        summed = tokens * 5120 * (exchanged + 2 * 2)
+        mlp = tokens * 2 * (2 * 5120 + 3 * 27648 // tensor)
         assert divided.inside_layer() == max(summed, mlp)
-    assert summed > mlp  # with eight ranks
+    assert summed > mlp  # with eight ranks and few tokens
 
 
 def test_key_value_heads_are_repeated_where_there_are_fewer_than_ranks() -> None:

@@ -67,7 +67,7 @@ def test_tensor_groups_sum_twice_in_each_layer_and_pass(folder: Path) -> None:
     found = exchanges(folder, "tensor_parallel=8", ranks=8)
     group = Group(8, 1, CALM)
     microbatches = -(-64 * (16 * 2048 + 512) // 8192)
-    of_microbatch = 2 * 64 * group.all_gather(8 * 8192 * 5120 * 2)
+    of_microbatch = 2 * 64 * group.all_reduce(8192 * 5120 * 2, "ring")
     scored, trained = found["score", "sums of tensor groups"], found["train", "sums of tensor groups"]
     assert scored.seconds == scored.exposed == pytest.approx(microbatches * of_microbatch)
     assert trained.exposed == pytest.approx(2.5 * scored.exposed)  # forward, backward, and half of the layers again

@@ -44,10 +44,11 @@ def meet(world: World) -> dict[str, Any]:
     mine = torch.full((2, 3), float(world.rank))
     return {
         "places": (grid.data.rank, grid.data.size, grid.tensor.rank, grid.tensor.size),
-        "row": rows.exchange(mine)[:, 0, 0].tolist(),
+        "row": rows.gather_inside(mine)[:, 0, 0].tolist(),
+        "spread": rows.spread_inside(10 * world.rank + torch.arange(4).view(2, 2)).tolist(),
         "column": columns.all_gather_text(str(world.rank)),
         "all": peers.exchange_columns(columns.all_gather_text(f"from {world.rank}")),
-        "kinds": [rows.exchange(mine.to(dtype)).dtype is dtype for dtype in (torch.bfloat16, torch.int32)],
+        "kinds": [rows.gather_inside(mine.to(dtype)).dtype is dtype for dtype in (torch.bfloat16, torch.int32)],
     }
 
 
@@ -57,6 +58,9 @@ def test_four_ranks_are_two_rows_of_two(tmp_path: Path) -> None:
     found = run_world(4, tmp_path, meet)
     assert [result["places"] for result in found] == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]
     assert [result["row"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    spread = [result["spread"] for result in found]
+    assert spread[:2] == [[[0, 1], [10, 11]], [[2, 3], [12, 13]]]
+    assert spread[2:] == [[[20, 21], [30, 31]], [[22, 23], [32, 33]]]
     assert [result["column"] for result in found] == [["0", "2"], ["1", "3"], ["0", "2"], ["1", "3"]]
     assert all(result["all"] == ["from 0", "from 1", "from 2", "from 3"] for result in found)
     assert all(all(result["kinds"]) for result in found)
@@ -68,12 +72,12 @@ def lose_the_last(alone: World) -> str:
     grid = make_grid(world, 2)
     assert grid.tensor is not None
     rows = Collectives(grid.tensor)
-    rows.exchange(torch.zeros(3))
+    rows.gather_inside(torch.zeros(3))
     if world.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         while True:
-            rows.exchange(torch.zeros(3))
+            rows.gather_inside(torch.zeros(3))
             together.sum(torch.zeros(()))  # the other row meets the one that lost a rank
     except CommunicationError as error:
         return str(error)

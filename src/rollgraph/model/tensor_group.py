@@ -4,8 +4,11 @@ Owns the two places where their results meet, and what autograd makes of them: a
 the entry of what all ranks have into layers that are divided. Sums are taken in the order of ranks, in fp32 or more,
 and rounded once. So all ranks have the same bits, whatever the number of rows, and generation agrees with training.
 
-The exchange is one operation of PyTorch: a tape records it, and a CUDA graph captures what it launches. Knows no
-process groups: whoever makes a group gives it a function that exchanges tensors.
+A large sum of more than two ranks is taken in parts: each rank adds up one of them, and gathers the others. That moves
+as little as a sum by the library would, and gives the bits that a rank would get by itself from the tensors of all.
+
+An exchange is one operation of PyTorch: a tape records it, and a CUDA graph captures what it launches. Knows no process
+groups: whoever makes a group gives it functions that exchange tensors.
 """
 
 from __future__ import annotations
@@ -17,19 +20,22 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-Exchange = Callable[[Tensor], Tensor]  # from a contiguous tensor to those of all ranks, [ranks, ...]
+Gather = Callable[[Tensor], Tensor]  # from a contiguous tensor to those of all ranks, [ranks, ...]
+Spread = Callable[[Tensor], Tensor]  # from a row for each rank to those that all ranks have for this one, [ranks, ...]
+LARGE_SUM = 1 << 20  # bytes from which on two exchanges of parts take less time than one of everything
 
 
 class TensorGroup:
     """One rank among the `size` ranks that divide each layer. All of them call the same methods in the same order."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange) -> None:
+    def __init__(self, rank: int, size: int, gather: Gather, spread: Spread) -> None:
         if size < 2 or not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: a group has two ranks or more")
         self.rank = rank
         self.size = size
-        self.exchange = exchange
+        self.exchanges = {"gather": gather, "spread": spread}
         self._number = next(_numbers)
         _groups[self._number] = self
 
@@ -63,17 +69,31 @@ class TensorGroup:
 
     def total(self, x: Tensor, ranks: Sequence[int] | None = None) -> Tensor:
         """The sum over the ranks, or over some of them, without a gradient."""
-        parts = self.gather(x)
         chosen = range(self.size) if ranks is None else ranks
-        total = parts[chosen[0]].to(torch.promote_types(x.dtype, torch.float32))
-        for rank in chosen[1:]:
-            total = total + parts[rank]
-        return total.to(x.dtype)
+        if len(chosen) == self.size > 2 and x.nbytes >= LARGE_SUM:
+            return self._total_of_parts(x)
+        return _add_up(self.gather(x), chosen)
+
+    def _total_of_parts(self, x: Tensor) -> Tensor:
+        flat = x.detach().reshape(-1)
+        part = -(-len(flat) // self.size)
+        rows = functional.pad(flat, (0, part * self.size - len(flat))).view(self.size, part)
+        spread = torch.ops.rollgraph.group_exchange(rows, self._number, "spread")
+        total = self.gather(_add_up(spread, range(self.size)))
+        return total.view(-1)[: len(flat)].view(x.shape)
 
     def gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, [ranks, ...], in their order, without a gradient."""
-        gathered: Tensor = torch.ops.rollgraph.group_gather(x.detach(), self._number)
+        gathered: Tensor = torch.ops.rollgraph.group_exchange(x.detach(), self._number, "gather")
         return gathered
+
+
+def _add_up(parts: Tensor, ranks: Sequence[int]) -> Tensor:
+    """The sum of what these ranks have, from the first to the last, rounded once."""
+    total = parts[ranks[0]].to(torch.promote_types(parts.dtype, torch.float32))
+    for rank in ranks[1:]:
+        total = total + parts[rank]
+    return total.to(parts.dtype)
 
 
 # An operation is given numbers and tensors, so it finds its group here. A group belongs to the model that it divides.
@@ -81,14 +101,14 @@ _groups: WeakValueDictionary[int, TensorGroup] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-@torch.library.custom_op("rollgraph::group_gather", mutates_args=())
-def group_gather(x: Tensor, group: int) -> Tensor:
-    return _groups[group].exchange(x.contiguous())
+@torch.library.custom_op("rollgraph::group_exchange", mutates_args=())
+def group_exchange(x: Tensor, group: int, how: str) -> Tensor:
+    return _groups[group].exchanges[how](x.contiguous())
 
 
-@group_gather.register_fake
-def _(x: Tensor, group: int) -> Tensor:
-    return x.new_empty((_groups[group].size, *x.shape))
+@group_exchange.register_fake
+def _(x: Tensor, group: int, how: str) -> Tensor:
+    return x.new_empty((_groups[group].size, *x.shape) if how == "gather" else x.shape)
 
 
 class _Sum(torch.autograd.Function):

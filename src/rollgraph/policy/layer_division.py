@@ -24,7 +24,8 @@ class LayerDivision:
         self._world = grid.tensor
         if grid.tensor is not None:
             self._collectives = Collectives(grid.tensor)
-            self.group = TensorGroup(grid.tensor.rank, grid.tensor.size, self._collectives.exchange)
+            exchange = self._collectives
+            self.group = TensorGroup(grid.tensor.rank, grid.tensor.size, exchange.gather_inside, exchange.spread_inside)
 
     def peers(self, model: Decoder) -> TensorPeers | None:
         """What a worker of this model is given."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rollgraph.model import Architecture
 from rollgraph.model.logprobs import chunk_rows
+from rollgraph.model.tensor_group import LARGE_SUM
 from rollgraph.model.tiled_attention import TILE
 
 FP32 = 4
@@ -90,11 +91,14 @@ class Pass:
         return max(mlp, attention, self._summed())
 
     def _summed(self) -> int:
-        """Where ranks add up what each has computed: the parts of all of them, two sums in fp32, and the stream."""
+        """Where ranks add up what each has computed: what they exchange, two sums in fp32, and the stream."""
         if self.tensor == 1:
             return 0
-        parts = self.tensor * self.itemsize + 2 * FP32
-        return self.tokens * self.architecture.hidden * (parts + 2 * self.itemsize)
+        elements = self.tokens * self.architecture.hidden
+        exchanged = self.tensor * self.itemsize + 2 * FP32
+        if self.tensor > 2 and elements * self.itemsize >= LARGE_SUM:  # rows for all ranks, those received, the total
+            exchanged = 3 * self.itemsize + -(-2 * FP32 // self.tensor)
+        return elements * (exchanged + 2 * self.itemsize)
 
     def _columns(self, product: str) -> int:
         return (self.adapters or {}).get(product, 0)

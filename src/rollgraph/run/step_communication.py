@@ -9,8 +9,8 @@
   reference policy. In training, a layer is gathered while the one before it computes, in the forward and again in the
   backward, and its gradients are reduced while the next one computes, for every microbatch.
 - *tensor_parallel*: two sums in the forward of each layer and two in its backward. The layer waits for all of them. A
-  rank gathers what all have computed and adds it up in the order of ranks, so that all have the same bits; that moves
-  more than a sum by the library would.
+  rank gathers what all have computed and adds it up in the order of ranks, so that all have the same bits. With more
+  than two ranks, it adds up one part of a large sum and gathers the others, which moves as much as the library's sum.
 
 Single numbers, such as the norm of the gradients, are not counted.
 """
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollgraph.config import Config
+from rollgraph.model.tensor_group import LARGE_SUM
 from rollgraph.run.layer_memory import FP32
 from rollgraph.run.plan_lines import Phase
 from rollgraph.run.run_shape import RunShape
@@ -159,6 +160,8 @@ def _tensor_sums(work: _Work) -> list[Exchange]:
     def sums(tokens: int) -> float:
         """Of all layers, in a forward over so many tokens."""
         nbytes = tokens * shape.architecture.hidden * shape.itemsize
+        if group.ranks > 2 and nbytes >= LARGE_SUM:
+            return _SUMS * work.layers * group.all_reduce(nbytes, "ring")
         return _SUMS * work.layers * group.all_gather(group.ranks * nbytes)
 
     passes = 2 + shape.recomputed(config) / work.layers  # forward, backward, and what is computed again

@@ -181,22 +181,29 @@ class Collectives:
             texts.append(row[:length].numpy().tobytes().decode(errors="surrogatepass"))
         return texts
 
-    def exchange(self, mine: Tensor) -> Tensor:
-        """The tensors of all ranks, [ranks, ...], inside of what they compute together: on a GPU, nobody waits for it.
+    def gather_inside(self, mine: Tensor) -> Tensor:
+        """The tensors of all ranks, [ranks, ...], inside of what they compute together."""
+        gathered = mine.new_empty((self._world.size, *mine.shape))
+        self._exchange_inside(partial(_all_gather, gathered.view(-1), mine.view(-1)), mine)
+        return gathered
 
-        It counts as no progress. Ranks of other groups exchange more or fewer, because they have other samples.
+    def spread_inside(self, rows: Tensor) -> Tensor:
+        """Of each rank the row that it has for this one, [ranks, ...], inside of what they compute together."""
+        received = torch.empty_like(rows)
+        self._exchange_inside(partial(dist.all_to_all_single, received, rows), rows)
+        return received
+
+    def _exchange_inside(self, call: Callable[..., Any], given: Tensor) -> None:
+        """On a GPU, nobody waits for it. It counts as no progress: ranks of other groups, which have other samples,
+        exchange more or fewer.
         """
         assert self.liveness is not None
-        gathered = mine.new_empty((self._world.size, *mine.shape))
-        flat, own = gathered.view(-1), mine.view(-1)
-        if mine.is_cuda:
+        if given.is_cuda:
             with self._explain_errors(_EXCHANGE):
                 self.liveness.check()
-                _all_gather(flat, own, group=self._world.group)
-            return gathered
-        call = partial(_all_gather, flat, own, group=self._world.group, async_op=True)
-        self._start(_EXCHANGE, call, counts=False)()
-        return gathered
+                call(group=self._world.group)
+            return
+        self._start(_EXCHANGE, partial(call, group=self._world.group, async_op=True), counts=False)()
 
     def _all_gather_now(self, mine: Tensor, what: str) -> Tensor:
         """The tensors of all ranks, one after the other."""
