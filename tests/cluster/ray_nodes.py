@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollgraph.cluster.ray_package import keeping_sigterm
+
 # Ray takes a quarter of a minute to give up a node by default.
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
 
@@ -14,10 +16,11 @@ class SimulatedNodes:
     def __init__(self, count: int) -> None:
         from ray.cluster_utils import Cluster
 
-        self._cluster: Any = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK},
-        )
+        with keeping_sigterm():
+            self._cluster: Any = Cluster(
+                initialize_head=True,
+                head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK},
+            )
         for _ in range(count):
             self.add()
 
@@ -27,7 +30,8 @@ class SimulatedNodes:
         return address
 
     def add(self) -> None:
-        self._cluster.add_node(num_cpus=1)
+        with keeping_sigterm():
+            self._cluster.add_node(num_cpus=1)
 
     def close(self) -> None:
         self._cluster.shutdown()

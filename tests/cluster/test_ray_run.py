@@ -6,8 +6,10 @@ ROLLGRAPH_KILLS sets the number of losses.
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from rollgraph.cluster.launch import Ending, train_on_cluster
+from rollgraph.cluster.ray_package import connected
 from rollgraph.config import Config
 from rollgraph.run.stop import StopRequest
 from rollgraph.telemetry import View
@@ -120,6 +123,15 @@ def undisturbed(nodes: SimulatedNodes, tmp_path_factory: pytest.TempPathFactory)
     assert run(config, watcher) == Ending(0, "")
     assert [step for _, step in watcher.steps] == list(range(STEPS))
     return Path(config.output)
+
+
+def test_ray_leaves_sigterm_and_print_as_they_were(nodes: SimulatedNodes) -> None:
+    """Its handler would end a run unsaved, and its `print` would be named in place of what called it."""
+    before = signal.getsignal(signal.SIGTERM), builtins.print
+    with connected(nodes.address, "cluster.engine: ray") as connection:
+        assert signal.getsignal(signal.SIGTERM) is before[0]
+        connection.get(connection.remote(lambda: print("said by a task")).remote())
+    assert (signal.getsignal(signal.SIGTERM), builtins.print) == before
 
 
 def test_ranks_and_nodes_are_lost_in_every_phase(nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path) -> None:

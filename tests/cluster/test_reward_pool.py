@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollgraph.cluster.ray_package import keeping_sigterm
 from rollgraph.cluster.reward_pool import ClusterPool, PoolHost
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.rl.workers import WorkerPool
@@ -22,7 +23,8 @@ FUNCTIONS = "tests.cluster.reward_functions"
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    with keeping_sigterm():
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollgraph.cluster.ray_package import import_ray
+from rollgraph.cluster.ray_package import import_ray, keeping_sigterm
 from rollgraph.errors import InvalidInput
 from rollgraph.rl.workers import Failure, WorkerPool
 
@@ -53,7 +53,8 @@ class ClusterPool:
     ) -> None:
         self._ray = ray = import_ray("reward.place: cluster")
         if not ray.is_initialized():
-            ray.init(address=address or "auto", configure_logging=False)
+            with keeping_sigterm():
+                ray.init(address=address or "auto", configure_logging=False)
         self._timeout = timeout
         self._settings = (factory, arguments, timeout, os.getcwd())
         self._actor = ray.remote(PoolHost)
