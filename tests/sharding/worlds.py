@@ -5,7 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rollgraph.distributed.world import World
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, this process computes with the bits of the ranks, which have one thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
