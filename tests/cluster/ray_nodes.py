@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollgraph.cluster.ray_package import keeping_sigterm
+from rollgraph.run.stop import sigterm_restored
 
 # Ray takes a quarter of a minute to give up a node by default.
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
@@ -16,7 +16,7 @@ class SimulatedNodes:
     def __init__(self, count: int) -> None:
         from ray.cluster_utils import Cluster
 
-        with keeping_sigterm():
+        with sigterm_restored():
             self._cluster: Any = Cluster(
                 initialize_head=True,
                 head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK},
@@ -30,7 +30,7 @@ class SimulatedNodes:
         return address
 
     def add(self) -> None:
-        with keeping_sigterm():
+        with sigterm_restored():
             self._cluster.add_node(num_cpus=1)
 
     def close(self) -> None:

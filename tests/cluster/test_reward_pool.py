@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollgraph.cluster.ray_package import keeping_sigterm
 from rollgraph.cluster.reward_pool import ClusterPool, PoolHost
 from rollgraph.rl.rewards import RewardFunctions
 from rollgraph.rl.workers import WorkerPool
+from rollgraph.run.stop import sigterm_restored
 from rollgraph.types import Prompt, Rollout
 
 ray: Any = pytest.importorskip("ray", reason="needs Ray: pip install 'rollgraph[ray]'")
@@ -23,7 +23,7 @@ FUNCTIONS = "tests.cluster.reward_functions"
 
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
-    with keeping_sigterm():
+    with sigterm_restored():
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()

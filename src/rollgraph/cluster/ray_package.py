@@ -5,10 +5,11 @@ from __future__ import annotations
 import builtins
 import importlib
 import logging
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
+
+from rollgraph.run.stop import sigterm_restored
 
 INSTALL = "pip install 'rollgraph[ray]'"
 
@@ -19,18 +20,6 @@ def import_ray(key: str) -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ImportError(f"{key} needs Ray, which cannot be imported ({error}): {INSTALL}", name="ray") from error
-
-
-@contextmanager
-def keeping_sigterm() -> Iterator[None]:
-    """Ray may connect inside. It then handles SIGTERM by an exit, which would end a run unsaved; that is taken back."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if before is not None:  # otherwise a handler that Python does not know
-            with suppress(ValueError):  # not the main thread, in which Ray handles no signals either
-                signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -46,7 +35,7 @@ def connected(address: str | None, key: str, working_dir: str | None = None) -> 
     own_print = builtins.print
     try:
         environment = {"working_dir": working_dir} if working_dir is not None else None
-        with keeping_sigterm():
+        with sigterm_restored():  # Ray would end a run unsaved
             ray.init(address=address, runtime_env=environment, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = "no Ray cluster could be started" if address is None else f"no Ray cluster answers at {address}"

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollgraph.cluster.ray_package import import_ray, keeping_sigterm
+from rollgraph.cluster.ray_package import import_ray
 from rollgraph.errors import InvalidInput
 from rollgraph.rl.workers import Failure, WorkerPool
+from rollgraph.run.stop import sigterm_restored
 
 _ROOM_SECONDS = 120.0  # to wait for free CPU cores before the run is refused
 _MARGIN_SECONDS = 150.0  # more than a host takes to start its process and to end it; then the host itself is lost
@@ -53,7 +54,7 @@ class ClusterPool:
     ) -> None:
         self._ray = ray = import_ray("reward.place: cluster")
         if not ray.is_initialized():
-            with keeping_sigterm():
+            with sigterm_restored():  # Ray would end a run unsaved
                 ray.init(address=address or "auto", configure_logging=False)
         self._timeout = timeout
         self._settings = (factory, arguments, timeout, os.getcwd())

@@ -14,7 +14,7 @@ from rollgraph.config import Config, broken_rules
 from rollgraph.run.layer_checks import find_problem
 from rollgraph.run.layout import Layout, has_prompts, possible_layouts
 from rollgraph.run.memory_choice import Choice, MemoryBudget, choose
-from rollgraph.run.plan_lines import PHASES, gib, peak, peak_phase
+from rollgraph.run.plan_lines import gib, peak, peak_phase
 from rollgraph.run.run_shape import RunShape
 from rollgraph.run.step_floor import Speed
 
@@ -51,15 +51,13 @@ class LayoutOption:
         return f"needs {gib(self.needed)} to {peak_phase(self.choice.settings.lines)}"
 
     def to_dict(self) -> dict[str, Any]:
-        time = self.choice.settings.time
         return {
             "shard": self.layout.shard,
             "tensor_parallel": self.layout.tensor,
             "fits": self.choice.fits,
             "needed_bytes": self.needed,
             "peak_phase": peak_phase(self.choice.settings.lines),
-            "seconds": {**{phase: time.of_phase(phase) for phase in PHASES}, "total": time.total},
-            "exposed_seconds": time.exposed,
+            **self.choice.settings.time.to_dict(),
         }
 
 

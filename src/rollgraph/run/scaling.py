@@ -13,7 +13,6 @@ from typing import Any, Literal
 from rollgraph.config import Config
 from rollgraph.run.layout import NODE, Layout, has_prompts
 from rollgraph.run.memory_choice import Choice, MemoryBudget, choose
-from rollgraph.run.plan_lines import PHASES
 from rollgraph.run.run_shape import RunShape
 from rollgraph.run.step_floor import Speed
 
@@ -42,14 +41,12 @@ class ScalePoint:
         return self.prompts / self.seconds / self.layout.ranks
 
     def to_dict(self) -> dict[str, Any]:
-        time = self.choice.settings.time
         return {
             "ranks": self.layout.ranks,
             "nodes": self.layout.nodes,
             "prompts_per_step": self.prompts,
             "fits": self.choice.fits,
-            "seconds": {**{phase: time.of_phase(phase) for phase in PHASES}, "total": time.total},
-            "exposed_seconds": time.exposed,
+            **self.choice.settings.time.to_dict(),
         }
 
 

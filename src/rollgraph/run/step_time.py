@@ -14,11 +14,12 @@ matrix products and copies, and the settings cost what they compute or move in a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rollgraph.config import Config
 from rollgraph.model.logprobs import chunk_rows
 from rollgraph.run.memory_plan import cache_plan, planned_weights
-from rollgraph.run.plan_lines import Phase
+from rollgraph.run.plan_lines import PHASES, Phase
 from rollgraph.run.run_shape import RunShape
 from rollgraph.run.step_communication import Exchange, step_exchanges
 from rollgraph.run.step_floor import Speed, step_floor, written_floor
@@ -55,6 +56,12 @@ class StepTime:
         computed = {**self.floor, **self.added}
         seconds = sum(value for name, value in computed.items() if _PHASES.get(name, "train") == phase)
         return seconds + sum(exchange.exposed for exchange in self.exchanges if exchange.phase == phase)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds": {**{phase: self.of_phase(phase) for phase in PHASES}, "total": self.total},
+            "exposed_seconds": self.exposed,
+        }
 
 
 def estimate_step(config: Config, shape: RunShape, speed: Speed) -> StepTime:

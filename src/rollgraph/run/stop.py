@@ -55,8 +55,9 @@ def sigterm_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, before)
+        if before is not None:  # otherwise a handler that Python does not know
+            with suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGTERM, before)
 
 
 class StopRequest:
