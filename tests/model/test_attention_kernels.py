@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
+from rollgraph.model.packed_attention import masked_attention
 from rollgraph.model.pointwise import norm, rotary_angles, rotate
 from tests.interpreter import ENVIRONMENT, require_interpreter
 
@@ -183,7 +184,7 @@ def check_one_arithmetic(
     k, v = memory[:, 0].contiguous(), memory[:, 1].contiguous()
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
     q = torch.randn(sum(lengths), heads[0], dim).to(device, dtype)
-    expected, _ = packed(q, k, v, cu_seqlens, cu_seqlens, cu_seqlens, window)
+    expected, _ = packed(q, k, v, cu_seqlens, cu_seqlens, cu_seqlens, window, max(lengths))
     assert torch.equal(prefill(q, pages, table, cu_seqlens, ends, window), expected)
 
     own = torch.cat([torch.full_like(place, row) for row, place in enumerate(places)])
@@ -211,8 +212,38 @@ def check_one_arithmetic(
     keys = torch.cat((tokens[:shared], tokens)).to(device)
     cu_keys = torch.tensor([0, shared, shared + whole]).int().to(device)
     here = slice(first, first + whole)
-    found, _ = packed(q[here].contiguous(), k[here].contiguous(), v[here].contiguous(), cu_rows, keys, cu_keys, window)
+    own = (q[here].contiguous(), k[here].contiguous(), v[here].contiguous())
+    found, _ = packed(*own, cu_rows, keys, cu_keys, window, whole)
     assert torch.equal(found, expected[here])
+
+
+def check_backward(
+    dim: int, heads: tuple[int, int], window: int | None, shares: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Check the gradients against those of a masked attention in float64, and that they are the same twice."""
+    from rollgraph.model.attention_backward_kernels import packed_backward
+    from rollgraph.model.attention_kernels import packed
+
+    if device.type == "cuda" and dtype == torch.float32:
+        pytest.skip("in fp32, the backward is that of a masked attention")
+    cu_seqlens, keys = share(70, [(66, [1, 130]), (1, [40]), (9, [3, 64, 2])], empty=2)
+    if not shares:
+        keys = Keys(cu_seqlens, cu_seqlens)
+    tokens = int(cu_seqlens[-1])
+    q, k, v, upstream = (torch.randn(tokens, n, dim).to(dtype) for n in (heads[0], heads[1], heads[1], heads[0]))
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(masked_attention(*wide, cu_seqlens, *keys, window), wide, upstream.double())
+    layout = [x.to(device) for x in (cu_seqlens, *keys)]
+    ours = [x.to(device) for x in (q, k, v)]
+    out, normalizers = packed(*ours, *layout, window, tokens)
+    found, again = (
+        packed_backward(upstream.to(device), *ours, *layout, out, normalizers, window, shares) for _ in range(2)
+    )
+    for name, one, other, right in zip("qkv", found, again, expected, strict=True):
+        assert one.dtype == dtype
+        assert torch.equal(one, other), name
+        error = (one.double().cpu() - right).norm() / right.norm()
+        assert error < TOLERANCE[dtype], (name, float(error))
 
 
 def check_shared_keys(
@@ -228,7 +259,7 @@ def check_shared_keys(
     for gradient in gradients:
         gradient[used:] = torch.nan
     layout = [x.to(device) for x in (keys.tokens, cu_seqlens, keys.cu_seqlens)]
-    found = sum_over_copies(*(gradient.to(device) for gradient in gradients), *layout, tokens)
+    found = sum_over_copies(*(gradient.to(device) for gradient in gradients), *layout, tokens, dtype)
     for sums, gradient in zip(found, gradients, strict=True):
         expected = torch.zeros(tokens, kv_heads, dim).index_add_(0, keys.tokens[:used], gradient[:used].float())
         close(sums, expected)
@@ -275,6 +306,12 @@ def make_cases() -> tuple[dict[str, Case], list[str]]:
         cases[f"one arithmetic, dim {dim}, heads {heads[0]}/{heads[1]}, window {window}"] = one
         # The interpreter's products are NumPy's, whose bits do depend on the number of rows.
         left_out.add(f"one arithmetic, dim {dim}, heads {heads[0]}/{heads[1]}, window {window}")
+    for dim, heads, window in ((64, (6, 2), None), (128, (4, 2), 70), (24, (2, 2), None), (160, (3, 1), 9)):
+        for shares in (False, True):
+            name = f"backward, dim {dim}, heads {heads[0]}/{heads[1]}, window {window}, {shares=}"
+            cases[name] = partial(check_backward, dim, heads, window, shares)
+            if dim in (128, 160) and not shares:
+                left_out.add(name)
     cases["prefill, nothing but padding"] = partial(check_prefill, 16, (2, 2), 4, None, ((4, 0), (1, 0)))
     return cases, [name for name in cases if name not in left_out]
 
@@ -312,7 +349,7 @@ def test_compiled(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_packed_attention_on_cuda(heads: tuple[int, int], window: int | None, dtype: torch.dtype) -> None:
-    """Compare our forward, and the backward of flash attention (bf16) or of masked attention (fp32), with a CPU."""
+    """Compare forward and backward, whose kernels are ours (bf16) or those of masked attention (fp32), with a CPU."""
     lengths, dim = (1, 65, 3, 130, 7), 64
     tokens = sum(lengths)
     cu_seqlens = torch.tensor([0, *lengths, 0, 0]).cumsum(0).int()

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 64  # keys that a program reads in one iteration
-PART = 256  # keys that are summed up before they are joined with those before them; a multiple of TILE
+PART = 512  # keys that are summed up before they are joined with those before them; a multiple of TILE
 _ROWS = 64  # queries of one program of a packed kernel
 _LEVELS = tl.constexpr(TILE.bit_length() - 1)  # how often a tile can be halved
 _NOTHING = tl.constexpr(-1e30)  # the highest score where no key is visible
@@ -31,7 +31,7 @@ _LN_2 = 0.6931471805599453
 
 
 @triton.jit
-def _memory_row(place, inside, table, first, shared, own, BLOCK: tl.constexpr):
+def memory_row(place, inside, table, first, shared, own, BLOCK: tl.constexpr):
     """Which row of the keys' memory a place of a sequence is.
 
     With BLOCK > 0 the table of the sequence knows. Without, the first `shared` places are the rows from `first` on, and
@@ -61,7 +61,7 @@ def _attend_part(
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < end
-        row = _memory_row(place, inside, table, first, shared, own, BLOCK)
+        row = memory_row(place, inside, table, first, shared, own, BLOCK)
         shown = inside[:, None] & in_dim
         tile_keys = tl.load(keys + row[:, None] * key_stride + dims, mask=shown, other=0.0)
         tile_values = tl.load(values + row[:, None] * value_stride + dims, mask=shown, other=0.0)
@@ -106,25 +106,29 @@ def _join(best, total, mixed, part_best, part_total, part_mixed):
 def _attend(
     queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, end, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention over all places from begin to end, part after part. `begin` is a multiple of TILE."""
+    """Attention over all places from begin to end, part after part. `begin` is a multiple of TILE.
+
+    SEVERAL says that there can be more than one part: without the sums of other parts, a program needs less memory.
+    """
     first_part = begin // PART
     best, total, mixed = _attend_part(
         queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
         begin, tl.minimum(end, (first_part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
     )  # fmt: skip
-    for part in range(first_part + 1, tl.cdiv(end, PART)):
-        part_best, part_total, part_mixed = _attend_part(
-            queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
-            part * PART, tl.minimum(end, (part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
-        )  # fmt: skip
-        best, total, mixed = _join(best, total, mixed, part_best, part_total, part_mixed)
+    if SEVERAL:
+        for part in range(first_part + 1, tl.cdiv(end, PART)):
+            part_best, part_total, part_mixed = _attend_part(
+                queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
+                part * PART, tl.minimum(end, (part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+            )  # fmt: skip
+            best, total, mixed = _join(best, total, mixed, part_best, part_total, part_mixed)
     return best, total, mixed
 
 
 @triton.jit
-def _visible_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
+def visible_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """The beginning of the first tile of which a query at `position` sees something."""
     if WINDOW > 0:
         return tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
@@ -139,12 +143,12 @@ def _decode_kernel(
     q, pages, table, lengths, out, sums, scale, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SEVERAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of the query heads that share one key/value head. With PARTS > 1, over one part of a row's places."""
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
-    begin = _visible_from(length - 1, WINDOW, TILE)
+    begin = visible_from(length - 1, WINDOW, TILE)
     end = length
     if PARTS > 1:
         begin = tl.maximum(begin, part * PART)
@@ -170,7 +174,7 @@ def _decode_kernel(
     else:
         best, total, mixed = _attend(
             queries, positions, keys, values, 2 * KV_HEADS * DIM, 2 * KV_HEADS * DIM, table + row * table_stride,
-            0, 0, 0, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PART, PRECISION,
+            0, 0, 0, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PART, SEVERAL, PRECISION,
         )  # fmt: skip
         result = (mixed / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + (row * HEADS + head)[:, None] * DIM + dims, result, mask=shown)
@@ -190,7 +194,7 @@ def _join_kernel(
     best = tl.full((1,), _NOTHING, tl.float32)
     total = tl.zeros((1,), tl.float32)
     mixed = tl.zeros((1, WIDTH), tl.float32)
-    for part in range(_visible_from(length - 1, WINDOW, TILE) // PART, tl.cdiv(length, PART)):
+    for part in range(visible_from(length - 1, WINDOW, TILE) // PART, tl.cdiv(length, PART)):
         where = head * PARTS + part + tl.arange(0, 1)
         part_mixed = tl.load(parts + where[:, None] * DIM + dims, mask=in_dim[None, :], other=0.0)
         part_best, part_total = tl.load(sums + where * 2), tl.load(sums + where * 2 + 1)
@@ -205,7 +209,7 @@ def decode(
     """See `attention.paged_decode`. If there are few rows, each part of a row is given to a program of its own."""
     rows, heads, dim = q.shape
     _, block, _, kv_heads, _ = pages.shape
-    parts = triton.cdiv(table.shape[1] * block, PART)
+    most = parts = triton.cdiv(table.shape[1] * block, PART)
     programs = rows * kv_heads
     if split is None:
         split = programs < 2 * _processors(q.device)
@@ -221,8 +225,8 @@ def decode(
     _decode_kernel[(rows, kv_heads, parts)](
         q, pages, table, lengths, target, sums, _scale(dim), table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK=block, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, PRECISION=dot_precision(q),
-        num_warps=4, num_stages=2 if crowded else 3,
+        BLOCK=block, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, SEVERAL=most > 1,
+        PRECISION=dot_precision(q), num_warps=4, num_stages=2 if crowded else 3,
     )  # fmt: skip
     if parts > 1:
         _join_kernel[(rows * heads,)](
@@ -235,26 +239,33 @@ def decode(
 # -- packed queries: prefill, scoring and training ---------------------------------------------------------------------
 
 
+@triton.jit
+def sequence_of(program, begins, sequences, TILE: tl.constexpr, STEPS: tl.constexpr):
+    """The sequence of a program, if programs have TILE rows each and sequence i begins at row `begins[i]`.
+
+    Sequence i has the programs from `begins[i] // TILE + i` on: at least as many as it needs, and the search needs no
+    table.
+    """
+    low, high = 0, sequences
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        found = tl.load(begins + middle) // TILE + middle <= program
+        low = tl.where(found, middle, low)
+        high = tl.where(found, high, middle)
+    return low
+
+
 @triton.jit(do_not_specialize=["sequences"])  # specialized to 1, the search does not compile
 def _packed_kernel(
     q, keys, values, table, tokens, cu_rows, cu_keys, lengths, out, normalizers, scale, sequences, count_all,
     key_stride, value_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr,
-    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    SEVERAL: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of ROWS queries of one head of one sequence. With BLOCK > 0 keys are paged, otherwise packed.
-
-    Sequence i has the programs from `cu_rows[i] // ROWS + i` on: at least as many as it needs, and the search for the
-    sequence of a program needs no table.
-    """
+    """Attention of ROWS queries of one head of one sequence. With BLOCK > 0 keys are paged, otherwise packed."""
     program, head = tl.program_id(0), tl.program_id(1)
-    low, high = 0, sequences
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        found = tl.load(cu_rows + middle) // ROWS + middle <= program
-        low = tl.where(found, middle, low)
-        high = tl.where(found, high, middle)
+    low = sequence_of(program, cu_rows, sequences, ROWS, STEPS)
     begin_rows = tl.load(cu_rows + low)
     count = tl.load(cu_rows + low + 1) - begin_rows
     tile = program - begin_rows // ROWS - low
@@ -280,9 +291,9 @@ def _packed_kernel(
     best, total, mixed = _attend(
         queries, position, keys + kv_head * DIM, values + kv_head * DIM, key_stride, value_stride,
         table + low * table_stride, first, shared, begin_rows,
-        _visible_from(length - count + tile * ROWS, WINDOW, TILE),
+        visible_from(length - count + tile * ROWS, WINDOW, TILE),
         tl.minimum(length - count + (tile + 1) * ROWS, length), scale,
-        DIM, WIDTH, BLOCK, WINDOW, TILE, PART, PRECISION,
+        DIM, WIDTH, BLOCK, WINDOW, TILE, PART, SEVERAL, PRECISION,
     )  # fmt: skip
     total = tl.where(in_row, total, 1.0)
     result = (mixed / total[:, None]).to(out.dtype.element_ty)
@@ -298,12 +309,13 @@ def prefill(q: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths
     out = torch.zeros_like(q)  # so that padding stays finite
     keys, values = pages, pages.flatten()[kv_heads * dim :]
     strides = (2 * kv_heads * dim, 2 * kv_heads * dim, table.stride(0))
-    _launch_packed(q, keys, values, table, table, cu_seqlens, cu_seqlens, lengths, out, None, strides, window, block)
+    _launch_packed(q, keys, values, table, table, cu_seqlens, cu_seqlens, lengths, out, None, strides, window, block,
+                   table.shape[1] * block)  # fmt: skip
     return out
 
 
 def packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, tokens: Tensor, cu_keys: Tensor, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, tokens: Tensor, cu_keys: Tensor, window: int | None, longest: int
 ) -> tuple[Tensor, Tensor]:
     """See `attention.packed_attention`. Also gives the logarithm of each query's sum of weights, [heads, tokens].
 
@@ -312,15 +324,16 @@ def packed(
     out = torch.empty_like(q)
     normalizers = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     strides = (k.stride(0), v.stride(0), 0)
-    _launch_packed(q, k, v, cu_seqlens, tokens, cu_seqlens, cu_keys, cu_keys, out, normalizers, strides, window, 0)
+    _launch_packed(q, k, v, cu_seqlens, tokens, cu_seqlens, cu_keys, cu_keys, out, normalizers, strides, window, 0, longest)
     return out, normalizers
 
 
 def _launch_packed(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, tokens: Tensor, cu_rows: Tensor, cu_keys: Tensor,
     lengths: Tensor, out: Tensor, normalizers: Tensor | None, strides: tuple[int, int, int], window: int | None,
-    block: int,
+    block: int, longest: int,
 ) -> None:  # fmt: skip
+    """`longest` is the most places that a sequence can have."""
     count, heads, dim = q.shape
     kv_heads = keys.shape[-2]
     sequences = len(cu_rows) - 1
@@ -329,7 +342,7 @@ def _launch_packed(
         _scale(dim), sequences, count, *strides,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK=block,
         WINDOW=window or 0, ROWS=_ROWS, TILE=TILE, PART=PART, STEPS=sequences.bit_length(),
-        NORMALIZE=normalizers is not None, PRECISION=dot_precision(q), num_warps=4,
+        SEVERAL=longest > PART, NORMALIZE=normalizers is not None, PRECISION=dot_precision(q), num_warps=4,
     )  # fmt: skip
 
 

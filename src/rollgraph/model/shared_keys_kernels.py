@@ -1,8 +1,7 @@
-"""Sums the gradients of keys and values that were copied for every sequence that shares a prompt.
+"""Sums the gradients of keys and values over the sequences that share a prompt.
 
-Flash attention's backward needs the keys of a sequence to be contiguous, so those of a shared prompt are copied for
-each sequence that shares it. Their gradients are added up in fp32 in the order of the sequences, so the sum is
-deterministic.
+The backward of attention gives every sequence gradients of its own for the keys of the prompt that it shares. They are
+added up in fp32 in the order of the sequences, so the sum is deterministic.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ def _sum_kernel(
 
 
 def sum_over_copies(
-    d_keys: Tensor, d_values: Tensor, tokens: Tensor, cu_rows: Tensor, cu_keys: Tensor, rows: int
+    d_keys: Tensor, d_values: Tensor, tokens: Tensor, cu_rows: Tensor, cu_keys: Tensor, rows: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `rows` keys and values, given those of their copies: row i is a copy of token `tokens[i]`."""
     d_keys = d_keys.contiguous()
     d_values = d_values.contiguous()
     sequences = len(cu_rows) - 1
     width = d_keys[0].numel()
-    out_keys = torch.empty((rows, *d_keys.shape[1:]), dtype=d_keys.dtype, device=d_keys.device)
+    out_keys = torch.empty((rows, *d_keys.shape[1:]), dtype=dtype, device=d_keys.device)
     out_values = torch.empty_like(out_keys)
     _sum_kernel[(rows,)](
         d_keys, d_values, out_keys, out_values, tokens, cu_rows, cu_keys, sequences, width,
