@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollgraph.graph import capture
+from rollgraph.graph import capture, make_graphed_callables
+from rollgraph.graph.direct_sums import direct_sum_of
+from rollgraph.model.linear import Linear
+from rollgraph.model.recompute import recompute
 from rollgraph.sharding import add_gradients
 
 LAYERS = 12
@@ -105,3 +108,48 @@ def test_a_backward_that_fails_leaves_no_hook() -> None:
     with pytest.raises(RuntimeError, match="not have been used"):
         add_gradients(model(torch.arange(5)), buffers)
     assert all(not parameter._backward_hooks for parameter in buffers)
+
+
+class Recomputed(nn.Module):
+    """A linear layer whose product the backward pass computes again."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return recompute(self, self.linear, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("way", ["eager", "whole step", "callable"])
+def test_a_product_adds_the_gradient_of_its_weight_in_fp32(way: str, recomputed: bool) -> None:
+    """A gradient that is rounded to bf16 before it is added would be a thousand times as far from the right one."""
+    torch.manual_seed(0)
+    linear = Linear(48, 32, bias=True).to("cuda", torch.bfloat16)
+    module = Recomputed(linear) if recomputed else linear
+    buffers = {parameter: torch.zeros(parameter.shape, device="cuda") for parameter in module.parameters()}
+    inputs = [torch.randn(64, 48, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
+    upstream = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
+
+    def step(x: Tensor) -> None:
+        add_gradients((module(x) * upstream).sum(), buffers)
+
+    run = step
+    if way == "whole step":
+        run = capture(step, (inputs[0],), backend="cuda")
+    if way == "callable":
+        make_graphed_callables(module, (inputs[0],), grad_buffers=buffers, backend="cuda")
+
+        def run(x: Tensor) -> None:
+            module(x).backward(upstream)
+
+    for x in inputs:
+        run(x)
+    right = upstream.double().t() @ sum(x.double() for x in inputs)
+    error = (buffers[linear.weight].double() - right).norm() / right.norm()
+    assert error < 1e-5
+    assert direct_sum_of(linear.weight) is None
+    right = 5 * upstream.double().sum(0)
+    assert (buffers[linear.bias].double() - right).norm() / right.norm() < 1e-2

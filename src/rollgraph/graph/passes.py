@@ -22,6 +22,7 @@ from rollgraph.graph.autograd_leaves import (
     without_tensor_hooks,
 )
 from rollgraph.graph.captured import GraphSpec
+from rollgraph.graph.direct_sums import direct_sums
 from rollgraph.graph.errors import CaptureError
 from rollgraph.graph.output_tree import OutputTree
 from rollgraph.graph.surface import Surface
@@ -105,17 +106,17 @@ class CallablePasses:
         with (
             without_tensor_hooks(parameters),  # they run at replay, where the gradients leave
             moving_out(leaving, self.gradient_buffers or (), parameters),
+            direct_sums({p: buffers[p] for p in parameters if p in buffers}) as sums,
         ):
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 results, leaves, gradients, allow_unused=True, retain_graph=self.spec.retain_graph
             )
         kept: list[Tensor | None] = list(found[: len(inputs)])
         for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):
-            buffer = buffers.get(parameter)
-            if buffer is None:
+            if parameter not in sums:
                 kept.append(gradient)
             elif gradient is not None:
-                buffer.add_(gradient)
+                sums[parameter].add(gradient)
         self.unused = [place for place, gradient in enumerate(found) if gradient is None]
         if self.gradient_buffers is None:
             return kept

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rollgraph.model.attention_kernels import dot_precision
 from rollgraph.model.chained_launch import can_chain
 from rollgraph.model.low_rank import LinearAdapter, expand_backward
+from rollgraph.model.matmul_kernels import swish_product
 
 # Rows, columns and warps of a tile. Narrow ones make more programs, which counts if there are few rows.
 _EXPANDED = (32, 32, 1)
@@ -174,10 +175,9 @@ def _swiglu_kernel(
     gate, up = _gate_and_up(
         product, b, scale, row, column, rows, width, stride, b_width, ROWS, COLUMNS, GATE, UP, RANK, DEPTH, PRECISION
     )  # fmt: skip
-    kind = out.dtype.element_ty
-    opened = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32)
     inside = (row < rows) & (column < width)
-    tl.store(out + row.to(tl.int64) * width + column, (opened * up).to(kind), mask=inside)
+    activated = swish_product(gate, up, out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64) * width + column, activated, mask=inside)
 
 
 @triton.jit

@@ -121,7 +121,7 @@ def _key_kernel(
     if WINDOW > 0:
         end = tl.maximum(tl.minimum(count, first_place + TILE - 1 + WINDOW - shared), begin)
     tiles = tl.cdiv(end - begin, ROWS)
-    for index in range(0, tiles * (HEADS // KV_HEADS)):
+    for index in range(tiles * (HEADS // KV_HEADS)):
         head = kv_head * (HEADS // KV_HEADS) + index // tiles
         row = begin + index % tiles * ROWS + tl.arange(0, ROWS)
         in_row = row < end

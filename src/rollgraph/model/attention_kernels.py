@@ -21,6 +21,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rollgraph.model.chained_launch import can_chain
 
 TILE = 64  # keys that a program reads in one iteration
 PART = 512  # keys that are summed up before they are joined with those before them; a multiple of TILE
@@ -143,9 +146,12 @@ def _decode_kernel(
     q, pages, table, lengths, out, sums, scale, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-    SEVERAL: tl.constexpr, PRECISION: tl.constexpr,
+    SEVERAL: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Attention of the query heads that share one key/value head. With PARTS > 1, over one part of a row's places."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     begin = visible_from(length - 1, WINDOW, TILE)
@@ -184,9 +190,12 @@ def _decode_kernel(
 def _join_kernel(
     parts, sums, lengths, out,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of one head of one row, in order."""
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + head // HEADS)
     dims = tl.arange(0, WIDTH)
@@ -216,6 +225,7 @@ def decode(
     if not split:
         parts = 1
     crowded = programs > 4 * _processors(q.device)
+    chained = can_chain(q.device)  # the queries come from a kernel that lets this one start early
     out = torch.empty_like(q)
     target, sums = out, out
     if parts > 1:
@@ -226,12 +236,13 @@ def decode(
         q, pages, table, lengths, target, sums, _scale(dim), table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK=block, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, SEVERAL=most > 1,
-        PRECISION=dot_precision(q), num_warps=4, num_stages=2 if crowded else 3,
+        PRECISION=dot_precision(q), CHAINED=chained, num_warps=2 if crowded else 4, num_stages=3, launch_pdl=chained,
     )  # fmt: skip
     if parts > 1:
         _join_kernel[(rows * heads,)](
             target, sums, lengths, out,
-            HEADS=heads, DIM=dim, WIDTH=width, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, num_warps=1,
+            HEADS=heads, DIM=dim, WIDTH=width, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, CHAINED=chained,
+            num_warps=1, launch_pdl=chained,
         )  # fmt: skip
     return out
 
@@ -309,13 +320,22 @@ def prefill(q: Tensor, pages: Tensor, table: Tensor, cu_seqlens: Tensor, lengths
     out = torch.zeros_like(q)  # so that padding stays finite
     keys, values = pages, pages.flatten()[kv_heads * dim :]
     strides = (2 * kv_heads * dim, 2 * kv_heads * dim, table.stride(0))
-    _launch_packed(q, keys, values, table, table, cu_seqlens, cu_seqlens, lengths, out, None, strides, window, block,
-                   table.shape[1] * block)  # fmt: skip
+    longest = table.shape[1] * block
+    _launch_packed(
+        q, keys, values, table, table, cu_seqlens, cu_seqlens, lengths, out, None, strides, window, block, longest
+    )
     return out
 
 
 def packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, tokens: Tensor, cu_keys: Tensor, window: int | None, longest: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    tokens: Tensor,
+    cu_keys: Tensor,
+    window: int | None,
+    longest: int,
 ) -> tuple[Tensor, Tensor]:
     """See `attention.packed_attention`. Also gives the logarithm of each query's sum of weights, [heads, tokens].
 
@@ -324,7 +344,9 @@ def packed(
     out = torch.empty_like(q)
     normalizers = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     strides = (k.stride(0), v.stride(0), 0)
-    _launch_packed(q, k, v, cu_seqlens, tokens, cu_seqlens, cu_keys, cu_keys, out, normalizers, strides, window, 0, longest)
+    _launch_packed(
+        q, k, v, cu_seqlens, tokens, cu_seqlens, cu_keys, cu_keys, out, normalizers, strides, window, 0, longest
+    )
     return out, normalizers
 
 

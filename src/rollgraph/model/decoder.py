@@ -27,7 +27,7 @@ from rollgraph.model.architecture import Architecture
 from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
 from rollgraph.model.linear import Linear, Shared, Unexpanded, expand
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
-from rollgraph.model.products import Routes, multiply, padded_rows
+from rollgraph.model.products import Routes, gate, multiply, padded_rows
 from rollgraph.model.recompute import recompute
 from rollgraph.model.tensor_group import TensorGroup
 
@@ -118,7 +118,8 @@ class Attention(nn.Module):
             weights = None
             if self.q_norm is not None and self.k_norm is not None:
                 weights = (self.q_norm, self.k_norm)
-            return rotate_and_store(qkv, cos, sin, weights, self.eps, slots, pages, self.heads)
+            chained = self.qkv.starts_next(len(qkv))
+            return rotate_and_store(qkv, cos, sin, weights, self.eps, slots, pages, self.heads, chained=chained)
         q, k, v = self.split(qkv, cos, sin)
         pages.flatten(0, 1).index_copy_(0, slots.long(), torch.stack((k, v), 1))
         return q
@@ -132,6 +133,7 @@ class MLP(nn.Module):
         self.recomputes = False  # its activations, in the backward pass, by itself
         self.gate_up = Linear(a.hidden, 2 * a.mlp, bias=a.mlp_bias, outputs_of=group)
         self.down = Linear(a.mlp, a.hidden, bias=a.mlp_bias, sums_over=group)
+        self.gated_routes: Routes = {}  # of products that end with SwiGLU
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recomputes and torch.is_grad_enabled():
@@ -141,9 +143,17 @@ class MLP(nn.Module):
     def _run(self, x: Tensor) -> Tensor:
         if self.group is not None:
             x = self.group.enter(x)
-        activated = swiglu(self.gate_up(x, defer=True), padded_rows(self.down.routes, len(x)))
-        projected: Tensor = self.down(activated, len(x))
+        projected: Tensor = self.down(self._activate(x), len(x))
         return projected
+
+    def _activate(self, x: Tensor) -> Tensor:
+        """SwiGLU of gate and up, which may have more rows than x: those that `down` is padded to."""
+        rows = len(x)
+        gated = self.gated_routes.get(rows)
+        if gated is not None and not torch.is_grad_enabled():
+            return gate(x, self.gate_up.weight, self.gate_up.bias, gated)
+        gate_up = self.gate_up(x, defer=True)
+        return swiglu(gate_up, padded_rows(self.down.routes, rows), chained=self.gate_up.starts_next(rows))
 
 
 class DecoderLayer(nn.Module):
@@ -172,16 +182,20 @@ class DecoderLayer(nn.Module):
         self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int,
         keys: Keys | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x, residual = add_norm(residual, update, self.attention_norm, self.eps, chained=self.mlp.down.adapted)
+        x, residual = add_norm(
+            residual, update, self.attention_norm, self.eps, chained=self.mlp.down.starts_next(len(update))
+        )
         x = self.attention(x, cos, sin, cu_seqlens, max_length, keys)
-        x, residual = add_norm(residual, x, self.mlp_norm, self.eps, chained=self.attention.out.adapted)
+        x, residual = add_norm(residual, x, self.mlp_norm, self.eps, chained=self.attention.out.starts_next(len(x)))
         return residual, self.mlp(x)
 
     def run(self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Like `forward`, but with the given attention."""
-        x, residual = add_norm(residual, update, self.attention_norm, self.eps, chained=self.mlp.down.adapted)
+        x, residual = add_norm(
+            residual, update, self.attention_norm, self.eps, chained=self.mlp.down.starts_next(len(update))
+        )
         x = self.attention.run(x, cos, sin, attend)
-        x, residual = add_norm(residual, x, self.mlp_norm, self.eps, chained=self.attention.out.adapted)
+        x, residual = add_norm(residual, x, self.mlp_norm, self.eps, chained=self.attention.out.starts_next(len(x)))
         return residual, self.mlp(x)
 
 

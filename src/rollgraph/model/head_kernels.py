@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rollgraph.model.chained_launch import can_chain
 
 _PROGRAMS = 1056  # programs of the backward; each adds up the gradients of the norms over its share of the tokens
 
@@ -28,9 +31,13 @@ def turn(first, second, c, s):
 def _heads_kernel(
     qkv, cos, sin, q_weight, k_weight, slots, q_out, k_out, v_out, eps, key_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    NORMED: tl.constexpr, PAGED: tl.constexpr,
+    NORMED: tl.constexpr, PAGED: tl.constexpr, WAITS: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads of one token. Keys and values go to its row; with PAGED, to its slot in the cache."""
+    if STARTS_NEXT:
+        gdc_launch_dependents()
+    if WAITS:
+        gdc_wait()
     token, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, ALL)[:, None], tl.arange(0, HALF)
     half = at < DIM // 2
     inside = (head < HEADS + 2 * KV_HEADS) & half
@@ -142,26 +149,31 @@ def rotate_and_store(
     slots: Tensor,
     pages: Tensor,
     heads: int,
+    *,
+    chained: bool = False,
 ) -> Tensor:
     """The queries, [tokens, heads, head_dim], of the projection `qkv`. Its keys and values go to `slots` of the cache.
 
-    `weights` are those of the query and key norms; None leaves the norms out.
+    `weights` are those of the query and key norms; None leaves the norms out. `chained` is as for `pointwise.add_norm`.
     """
     _, _, _, kv_heads, dim = pages.shape
     q = torch.empty((qkv.shape[0], heads, dim), dtype=qkv.dtype, device=qkv.device)
     values = pages.flatten()[kv_heads * dim :]
-    _launch(qkv, cos, sin, weights, eps, slots, q, pages, values, 2 * kv_heads * dim, heads, kv_heads)
+    _launch(qkv, cos, sin, weights, eps, slots, q, pages, values, 2 * kv_heads * dim, heads, kv_heads, chained)
     return q
 
 
 def _launch(
     qkv: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float, slots: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, key_stride: int, heads: int, kv_heads: int,
+    q: Tensor, k: Tensor, v: Tensor, key_stride: int, heads: int, kv_heads: int, chained: bool = False,
 ) -> None:  # fmt: skip
     q_weight, k_weight = weights or (qkv, qkv)
+    chains = can_chain(qkv.device)
+    waits = chained and chains
     _heads_kernel[(qkv.shape[0],)](
         qkv, cos, sin, q_weight, k_weight, qkv if slots is None else slots, q, k, v, eps, key_stride,
-        NORMED=weights is not None, PAGED=slots is not None, **_sizes(heads, kv_heads, q.shape[2]), num_warps=4,
+        NORMED=weights is not None, PAGED=slots is not None, WAITS=waits, STARTS_NEXT=chains,
+        **_sizes(heads, kv_heads, q.shape[2]), num_warps=4, launch_pdl=waits,
     )  # fmt: skip
 
 

@@ -77,6 +77,12 @@ class Linear(nn.Linear):
     def adapted(self) -> bool:
         return self.adapter is not None
 
+    def starts_next(self, rows: int) -> bool:
+        """Whether a product of so many rows ends with a kernel of ours, which lets the next one start early."""
+        if self.adapter is not None:
+            return True
+        return self.sums_over is None and self.routes.get(rows, LIBRARY).way == "fixed"
+
     @property
     def multiplied(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias of the product that `routes` belong to."""

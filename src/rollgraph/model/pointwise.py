@@ -44,11 +44,11 @@ def add_norm(
     return norm(residual, weight, eps), residual
 
 
-def swiglu(gate_up: Tensor | Unexpanded, rows: int = 0) -> Tensor:
+def swiglu(gate_up: Tensor | Unexpanded, rows: int = 0, *, chained: bool = False) -> Tensor:
     """`silu(gate) * up`, where gate and up are the two halves of the last dimension.
 
     On CUDA, the result has `rows` rows if that is more, and the additional ones hold anything: a product of so many
-    rows then needs no copy.
+    rows then needs no copy. `chained` is as for `add_norm`.
     """
     activated: Tensor
     if isinstance(gate_up, Unexpanded):
@@ -60,7 +60,7 @@ def swiglu(gate_up: Tensor | Unexpanded, rows: int = 0) -> Tensor:
     if gate_up.is_cuda:
         from rollgraph.model.pointwise_kernels import SwiGLU
 
-        activated = SwiGLU.apply(gate_up, max(rows, len(gate_up)))  # type: ignore[no-untyped-call]
+        activated = SwiGLU.apply(gate_up, max(rows, len(gate_up)), chained)  # type: ignore[no-untyped-call]
         return activated
     gate, up = gate_up.chunk(2, -1)
     opened: Tensor = _Silu.apply(gate)  # type: ignore[no-untyped-call]

@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rollgraph.model.chained_launch import can_chain
+from rollgraph.model.matmul_kernels import swish_product
 
 _PROGRAMS = 1056  # programs in the backward of a norm; each sums the weight's gradient over its share of the rows
 _TILE = 1024
@@ -19,8 +20,10 @@ _TILE = 1024
 @triton.jit
 def _add_norm_kernel(
     x, update, weight, out, stream, scales, width, eps,
-    KEEP: tl.constexpr, WIDTH: tl.constexpr, WAITS: tl.constexpr,
+    KEEP: tl.constexpr, WIDTH: tl.constexpr, WAITS: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
+    if STARTS_NEXT:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
     inside = at < width
@@ -71,7 +74,8 @@ class AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         stream = stream.contiguous()
         keep = any(ctx.needs_input_grad)
-        waits = chained and can_chain(stream.device)
+        chains = can_chain(stream.device)
+        waits = chained and chains
         width = stream.shape[-1]
         rows = stream.numel() // width
         block = triton.next_power_of_2(width)
@@ -80,7 +84,7 @@ class AddNorm(torch.autograd.Function):
         scales = torch.empty(rows if keep else 1, dtype=torch.float32, device=stream.device)
         _add_norm_kernel[(rows,)](
             stream, update.contiguous(), weight, out, total, scales, width, eps,
-            KEEP=keep, WIDTH=block, WAITS=waits, num_warps=_warps(block), launch_pdl=waits,
+            KEEP=keep, WIDTH=block, WAITS=waits, STARTS_NEXT=chains, num_warps=_warps(block), launch_pdl=waits,
         )  # fmt: skip
         ctx.save_for_backward(total, weight, scales)
         return out, total
@@ -104,14 +108,16 @@ class AddNorm(torch.autograd.Function):
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, width, TILE: tl.constexpr):
+def _swiglu_kernel(gate_up, out, width, TILE: tl.constexpr, WAITS: tl.constexpr, STARTS_NEXT: tl.constexpr):
+    if STARTS_NEXT:
+        gdc_launch_dependents()
+    if WAITS:
+        gdc_wait()
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = at < width
     gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
-    opened = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * width + at, (opened * up).to(gate.dtype), mask=inside)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0)
+    tl.store(out + row * width + at, swish_product(gate, up, gate.dtype), mask=inside)
 
 
 @triton.jit
@@ -133,23 +139,27 @@ class SwiGLU(torch.autograd.Function):
     """See `pointwise.swiglu`."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, padded: int) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, padded: int, chained: bool) -> Tensor:
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((padded, width), dtype=gate_up.dtype, device=gate_up.device)
-        _swiglu_kernel[(rows, triton.cdiv(width, _TILE))](gate_up, out, width, TILE=_TILE)
+        chains = can_chain(gate_up.device)
+        waits = chained and chains
+        _swiglu_kernel[(rows, triton.cdiv(width, _TILE))](
+            gate_up, out, width, TILE=_TILE, WAITS=waits, STARTS_NEXT=chains, launch_pdl=waits
+        )
         ctx.save_for_backward(gate_up)
         return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
         rows, width = gate_up.shape[0], d_out.shape[1]
         d_gate_up = torch.empty_like(gate_up)
         _swiglu_backward_kernel[(rows, triton.cdiv(width, _TILE))](
             d_out.contiguous(), gate_up, d_gate_up, width, TILE=_TILE
         )
-        return d_gate_up, None
+        return d_gate_up, None, None
 
 
 def _warps(block: int) -> int:

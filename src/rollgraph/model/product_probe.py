@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,16 @@ from torch import Tensor
 
 from rollgraph.files import write_atomically
 from rollgraph.model.decoder import Decoder
-from rollgraph.model.products import LIBRARY, Route, Routes, compute, prepare
+from rollgraph.model.pointwise import swiglu
+from rollgraph.model.products import LIBRARY, Route, Routes, compute, gate, prepare
 
-_PROBE = 1  # raise it when the probe or a way changes: what was found before is then not used any more
+_PROBE = 2  # raise it when the probe or a way changes: what was found before is then not used any more
 _REPEATS = 10  # calls in one timed graph
 _CANCELLING_PAIRS = 4
 _CANCELLING_SIZE = 2.0**12  # how much larger cancelling terms are than others
 _DIGESTED_ELEMENTS = 2**24  # of a product, at a time
 _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
+_FEW_ROWS = 64  # up to so many, our kernels may be faster than a library that agrees
 
 OnProbe = Callable[[str, int, int], None]  # called with the next shape, how many are done, and of how many
 
@@ -40,9 +42,10 @@ class ProductShape(NamedTuple):
     depth: int
     biased: bool
     wide: bool  # the result is fp32 although the weight is not
+    gated: bool = False  # it ends with SwiGLU
 
     def __str__(self) -> str:
-        return f"{self.depth}x{self.columns}{' + bias' if self.biased else ''}"
+        return f"{self.depth}x{self.columns}{' + bias' if self.biased else ''}{', gated' if self.gated else ''}"
 
 
 @dataclass
@@ -91,12 +94,15 @@ def set_routes(
         counts = sorted(set(head_counts if shape.wide else row_counts))
         routes = cache.get(shape, counts)
         if routes is None:
-            routes = _find_routes(weight, bias, shape, counts, at_any_cost)
+            if shape.gated:
+                routes = _find_gated_routes(weight, bias, counts, report.routes[shape._replace(gated=False)])
+            else:
+                routes = _find_routes(weight, bias, shape, counts, at_any_cost)
             cache.put(shape, counts, routes)
         prepare(routes, weight)
-        missing = [rows for rows in counts if rows not in routes]
         report.routes[shape] = routes
-        if missing:
+        missing = [rows for rows in counts if rows not in routes]
+        if missing and not shape.gated:
             report.inexact[shape] = missing
         for set_routes_of in setters:
             set_routes_of(routes)
@@ -118,12 +124,15 @@ _Setter = Callable[[Routes], None]
 
 
 def _shapes(model: Decoder) -> Iterator[tuple[ProductShape, Tensor, Tensor | None, list[_Setter]]]:
-    """Every distinct shape, a weight and a bias of that shape, and functions that set the routes of all of them."""
+    """Every distinct shape, a weight and a bias of that shape, and functions that set the routes of all of them.
+
+    The gated shape of a weight comes after the one that is not.
+    """
     by_shape: dict[ProductShape, tuple[Tensor, Tensor | None, list[_Setter]]] = {}
 
-    def add(weight: Tensor, bias: Tensor | None, wide: bool, setter: _Setter) -> None:
+    def add(weight: Tensor, bias: Tensor | None, wide: bool, setter: _Setter, gated: bool = False) -> None:
         columns, depth = weight.shape
-        shape = ProductShape(columns, depth, bias is not None, wide)
+        shape = ProductShape(columns, depth, bias is not None, wide, gated)
         by_shape.setdefault(shape, (weight, bias, []))[2].append(setter)
 
     for layer in model.layers:
@@ -132,6 +141,8 @@ def _shapes(model: Decoder) -> Iterator[tuple[ProductShape, Tensor, Tensor | Non
             if linear.adapter is not None and not linear.lora_b.is_cuda:  # there, a kernel of our own multiplies with B
                 for up in linear.expanding_weights():
                     add(up, None, False, partial(linear.adapter.routes.__setitem__, len(up)))
+        if layer.mlp.gate_up.adapter is None and layer.mlp.gate_up.weight.is_cuda:
+            add(*layer.mlp.gate_up.multiplied, False, partial(setattr, layer.mlp, "gated_routes"), gated=True)
     add(model.head_weight, None, True, partial(setattr, model, "head_routes"))
     for shape, (weight, bias, setters) in by_shape.items():
         yield shape, weight, bias, setters
@@ -144,14 +155,7 @@ def _find_routes(
     """Routes of all row counts, as far as there are any that agree."""
     generator = torch.Generator(like.device).manual_seed(0)
     most = counts[-1]
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, dtype=torch.float32, device=like.device, generator=generator).to(like.dtype)
-
-    x = draw(most, shape.depth)
-    weight = draw(shape.columns, shape.depth) * shape.depth**-0.5
-    bias = draw(shape.columns) if like_bias is not None else None
-    _add_cancelling_terms(x, weight, generator)
+    x, weight, bias = _draw_factors(like, like_bias, most, generator)
 
     def run(count: int, route: Route) -> Tensor:
         """The product of the last `count` rows, which are elsewhere in the product of all."""
@@ -165,11 +169,15 @@ def _find_routes(
     shuffled = row_digests(compute(x[order], weight, bias, LIBRARY, most, shape.wide))
     consistent = torch.equal(shuffled, expected[order])
     routes: dict[int, Route] = {}
+    agreeing: list[int] = []
     if consistent:
         for count in reversed(counts):
-            agreeing = [rows for rows, route in routes.items() if route == LIBRARY]
             candidates = [LIBRARY]
-            if not agrees(count, LIBRARY):
+            if agrees(count, LIBRARY):
+                agreeing.append(count)
+                if like.is_cuda and count <= _FEW_ROWS:
+                    candidates += [route for route in _tilings(like.device, count) if agrees(count, route)]
+            else:
                 candidates = [route for route in _candidates(like.device, count, agreeing) if agrees(count, route)]
             if candidates:
                 routes[count] = _fastest(candidates, partial(run, count), like.device)
@@ -179,6 +187,54 @@ def _find_routes(
         if not all(agrees(count, routes[count]) for count in counts):
             return {}
     return routes
+
+
+def _draw_factors(
+    like: Tensor, like_bias: Tensor | None, rows: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Random x, weight and bias."""
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, dtype=torch.float32, device=like.device, generator=generator).to(like.dtype)
+
+    columns, depth = like.shape
+    x = draw(rows, depth)
+    weight = draw(columns, depth) * depth**-0.5
+    bias = draw(columns) if like_bias is not None else None
+    _add_cancelling_terms(x, weight, generator)
+    return x, weight, bias
+
+
+@torch.no_grad()
+def _find_gated_routes(
+    like: Tensor, like_bias: Tensor | None, counts: Sequence[int], plain: Mapping[int, Route]
+) -> dict[int, Route]:
+    """Routes that end with SwiGLU, where they agree with a product and SwiGLU, and are faster than `plain` routes."""
+    from rollgraph.model.matmul_kernels import GATED_TILINGS
+
+    most = counts[-1]
+    if plain.get(most) != LIBRARY:
+        return {}
+    x, weight, bias = _draw_factors(like, like_bias, most, torch.Generator(like.device).manual_seed(0))
+    expected = swiglu(compute(x, weight, bias, LIBRARY, most, wide=False))
+    routes = {}
+    for count in counts:
+        own = x[most - count :].contiguous()
+        before = plain.get(count)
+        suited = [i for i, tiling in enumerate(GATED_TILINGS) if tiling.rows == _tile_rows(count)]
+        if not suited or before is None:
+            continue
+        route = Route("gated", tiling=suited[0])
+        if not torch.equal(gate(own, weight, bias, route), expected[most - count :]):
+            continue
+        separately = partial(_gate_separately, own, weight, bias, before)
+        if _device_time(partial(gate, own, weight, bias, route)) < _device_time(separately):
+            routes[count] = route
+    return routes
+
+
+def _gate_separately(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+    return swiglu(compute(x, weight, bias, route, len(x), wide=False), chained=route.way == "fixed")
 
 
 def row_digests(product: Tensor) -> Tensor:
@@ -228,8 +284,15 @@ def _tilings(device: torch.device, count: int) -> list[Route]:
         return [Route("fixed")]
     from rollgraph.model.matmul_kernels import TILINGS
 
-    suited = [i for i, tiling in enumerate(TILINGS) if tiling.rows <= max(16, 4 * count) and count <= 4 * tiling.rows]
-    return [Route("fixed", tiling=i) for i in suited or [len(TILINGS) - 1]]
+    suited = [i for i, tiling in enumerate(TILINGS) if tiling.rows == _tile_rows(count)]
+    return [Route("fixed", tiling=i) for i in suited]
+
+
+def _tile_rows(count: int) -> int:
+    """The rows of a tile that suit a number of rows: a power of 2 from 16 to 64, or 128 if there are many."""
+    if count > 4 * _FEW_ROWS:
+        return 128
+    return min(_FEW_ROWS, max(16, 1 << (count - 1).bit_length()))
 
 
 def _next_multiple(number: int, factor: int) -> int:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rollgraph.graph.direct_sums import direct_sum_of
+
 _BLOCK = 16  # rows in one product of the fixed way on a CPU
 
 
@@ -24,9 +26,10 @@ class Route(NamedTuple):
     - library: the library's product of a weight without a bias, or with its bias.
     - biased: the library's product with a bias of zeros, for which cuBLAS has other algorithms.
     - fixed: a product with one order along K at any number of rows: our kernel on CUDA, blocks of rows elsewhere.
+    - gated: like fixed, and the kernel ends with SwiGLU.
     """
 
-    way: Literal["library", "biased", "fixed"]
+    way: Literal["library", "biased", "fixed", "gated"]
     rows: int = 0  # the rows are padded to this number
     tiling: int = 0  # index of the kernel's tiling
 
@@ -49,9 +52,26 @@ def multiply(
     count = len(x) if rows is None else rows
     route = routes.get(count, LIBRARY)
     if route == LIBRARY:
-        return _library(x[:count], weight, bias, wide)
-    product: Tensor = _Routed.apply(x, weight, bias, route, count, wide)  # type: ignore[no-untyped-call]
+        x = x[:count]
+        if not (x.is_cuda and weight.requires_grad and torch.is_grad_enabled()):
+            return _library(x, weight, bias, wide)
+    product: Tensor = _Product.apply(x, weight, bias, route, count, wide)  # type: ignore[no-untyped-call]
     return product
+
+
+def gate(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+    """SwiGLU of the product with the weights of gate and up, by a gated route."""
+    from rollgraph.model.matmul_kernels import GATED_TILINGS, gated_product
+
+    return gated_product(x.contiguous(), weight, bias, GATED_TILINGS[route.tiling])
+
+
+def weight_gradient(weight: Tensor, d_out: Tensor, x: Tensor) -> Tensor:
+    """The gradient of a weight, `d_out.T @ x`, or a stand-in for it, if it was added to its sum already."""
+    total = direct_sum_of(weight)
+    if total is not None and total.takes(x.dtype):
+        return total.add_product(d_out.t(), x)
+    return d_out.t() @ x
 
 
 def padded_rows(routes: Routes, rows: int) -> int:
@@ -101,7 +121,7 @@ def _fixed(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, wide: b
     return torch.cat([_library(block, weight, bias, wide) for block in blocks])[: len(x)]
 
 
-class _Routed(torch.autograd.Function):
+class _Product(torch.autograd.Function):
     """`compute`, with the library's gradients."""
 
     @staticmethod
@@ -109,6 +129,7 @@ class _Routed(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, count: int, wide: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # the parameter itself, which knows where its gradient is added up
         ctx.count = count
         return compute(x, weight, bias, route, count, wide)
 
@@ -118,9 +139,11 @@ class _Routed(torch.autograd.Function):
         d_out = d_out.to(x.dtype)
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
-            d_x = functional.pad(d_out @ weight, (0, 0, 0, len(x) - ctx.count))
+            d_x = d_out @ weight
+            if len(x) > ctx.count:
+                d_x = functional.pad(d_x, (0, 0, 0, len(x) - ctx.count))
         if ctx.needs_input_grad[1]:
-            d_weight = d_out.t() @ x[: ctx.count]
+            d_weight = weight_gradient(ctx.weight, d_out, x[: ctx.count])
         if ctx.needs_input_grad[2]:
             d_bias = d_out.sum(0)
         return d_x, d_weight, d_bias, None, None, None

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from rollgraph.graph.direct_sums import direct_sum_of, set_direct_sum
+
 Output = TypeVar("Output")
 
 
@@ -57,6 +59,9 @@ class _Recomputed(torch.autograd.Function):
         for saved, differentiable in zip(ctx.saved_tensors, needed, strict=True):
             leaves.append(None if saved is None else saved.detach().requires_grad_(differentiable))
         count = len(ctx.constants)
+        for parameter, leaf in zip(ctx.module.parameters(), leaves[count:], strict=False):
+            if leaf is not None:
+                set_direct_sum(leaf, direct_sum_of(parameter))
         pairs = zip(ctx.constants, leaves[:count], strict=True)
         args = [constant if leaf is None else leaf for constant, leaf in pairs]
         with torch.enable_grad(), _standing_in(ctx.module, leaves[count:]):

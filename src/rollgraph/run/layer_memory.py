@@ -16,7 +16,6 @@ from rollgraph.model.tensor_group import LARGE_SUM
 from rollgraph.model.tiled_attention import TILE
 
 FP32 = 4
-_FLASH_PADDING = 128  # rows that flash attention's backward adds for each sequence
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,14 @@ class Pass:
     cuda: bool
     recomputed: int = 0  # layers, from the first one, that keep nothing but their inputs
     parts: bool = False  # attention and MLP are recomputed by themselves, so the norms before them are kept
-    sequences: int = 8  # that the microbatch has room for
     # For an adapted model: the columns that adapters add to each fused product, by its name. None: all weights learn.
     adapters: Mapping[str, int] | None = field(default=None)
     tensor: int = 1  # ranks that divide each layer
+
+    @property
+    def adds_products(self) -> bool:
+        """Whether products add the gradients of weights to those in fp32 by themselves; see `graph/direct_sums.py`."""
+        return self.cuda and self.itemsize < FP32
 
     # -- what a forward keeps for its backward ------------------------------------------------------
 
@@ -119,20 +122,17 @@ class Pass:
         return max(mlp, attention, self._summed()) + recomputed + self._gradients_of_layer()
 
     def _attention_backward(self) -> int:
-        """Flash attention: keys and values are repeated for shared prompts, and for the heads that share them."""
+        """Every sequence has gradients of its own for the keys and values of a prompt that it shares."""
         a = self.architecture
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        keys = 2 * self.tokens
-        repeated = 2 * keys * kv * self.itemsize  # keys and values
-        found = 2 * keys * (q + kv) * self.itemsize  # gradients of both, for each head and then for each group
-        rows = self.tokens + _FLASH_PADDING * self.sequences
-        sums = rows * (q + a.heads) * FP32  # of the queries' gradients
-        return repeated + found + sums + 3 * self.tokens * q * self.itemsize
+        found = 2 * 2 * self.tokens * kv * FP32
+        summed = 2 * self.tokens * kv * self.itemsize
+        return found + summed + self.tokens * a.heads * FP32 + 3 * self.tokens * q * self.itemsize
 
     def _gradients_of_layer(self) -> int:
         """New gradients, before they are added to those in fp32: of the largest weight, or of a recomputed layer."""
         a = self.architecture
-        if self.adapters is not None:
+        if self.adapters is not None or self.adds_products:
             return 0
         largest = 2 * a.mlp * a.hidden * self.itemsize
         if not self.recomputed:
@@ -152,7 +152,7 @@ class Pass:
         a = self.architecture
         rows = self.tokens if whole else chunk_rows(self.tokens, a.vocabulary)
         logits = rows * a.vocabulary * (FP32 + self.itemsize if self.cuda else 5 * FP32)
-        if self.adapters is not None:
+        if self.adapters is not None or self.adds_products:
             return logits + self.tokens * a.hidden * self.itemsize
         head = a.vocabulary * a.hidden
         if rows < self.tokens:  # accumulated over chunks in fp32

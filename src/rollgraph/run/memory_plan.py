@@ -188,7 +188,6 @@ def _training_pass(config: Config, shape: RunShape, limits: Limits) -> Pass:
         shape.cuda,
         recomputed=shape.recomputed(config),
         parts=not {"step", "layer"} & set(training_scopes(config, shape.ranks)),
-        sequences=limits.sequences(tokens),
         adapters=shape.adapters,
         tensor=shape.layout.tensor,
     )
@@ -198,7 +197,8 @@ def _passes(config: Config, shape: RunShape, training: Pass) -> list[PlanLine]:
     """On CUDA: what a forward keeps, and the largest of what comes and goes beside it."""
     head = training.logits_of_train(config.memory.logits == "whole")
     layer = training.backward_of_layer()
-    if shape.architecture.tied and shape.adapters is None:  # the embedding's gradient has two parts, added at the end
+    if shape.architecture.tied and shape.adapters is None and not training.adds_products:
+        # The embedding's gradient has two parts, added at the end.
         layer += shape.architecture.vocabulary * shape.architecture.hidden * shape.itemsize
     lines = [
         PlanLine("activations", training.kept(), "device", ("train",)),

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from rollgraph.graph.direct_sums import DirectSum, direct_sums
+
 
 def add_gradients(loss: Tensor, buffers: Mapping[Tensor, Tensor]) -> None:
     """Add the gradient of a loss with respect to each parameter to its buffer. `.grad` is neither used nor changed.
@@ -16,9 +18,9 @@ def add_gradients(loss: Tensor, buffers: Mapping[Tensor, Tensor]) -> None:
     """
     stand_ins: dict[torch.dtype, Tensor] = {}  # what autograd keeps in place of the gradients: one element each
 
-    def adding_to(buffer: Tensor) -> Callable[[Tensor], Tensor]:
+    def adding_to(total: DirectSum) -> Callable[[Tensor], Tensor]:
         def add(gradient: Tensor) -> Tensor:
-            buffer.add_(gradient)
+            total.add(gradient)
             if gradient.dtype not in stand_ins:
                 stand_ins[gradient.dtype] = gradient.new_zeros(())
             return stand_ins[gradient.dtype].expand(gradient.shape)
@@ -26,6 +28,6 @@ def add_gradients(loss: Tensor, buffers: Mapping[Tensor, Tensor]) -> None:
         return add
 
     with ExitStack() as handles:
-        for parameter, buffer in buffers.items():
-            handles.callback(parameter.register_hook(adding_to(buffer)).remove)
+        for parameter, total in handles.enter_context(direct_sums(buffers)).items():
+            handles.callback(parameter.register_hook(adding_to(total)).remove)
         torch.autograd.grad(loss, list(buffers))

@@ -1,0 +1,72 @@
+"""Gradients that a matrix product adds to their sum by itself.
+
+A weight's gradient is a matrix product, and a library can add a product to a matrix: rounded once, without writing the
+gradient and reading it again. So while a backward runs whose gradients are added up in buffers, each parameter knows
+its buffer, and the function that makes its gradient may add it there. Autograd gets a stand-in for such a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_NAME = "direct_sum"  # of the attribute of a parameter
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class DirectSum:
+    """The buffer of one parameter."""
+
+    def __init__(self, buffer: Tensor, stand_in: Tensor) -> None:
+        self._buffer = buffer
+        self._stand_in = stand_in
+
+    def takes(self, gradient: torch.dtype) -> bool:
+        """Whether a product of this dtype can be added: libraries know how to on CUDA, from half precision to fp32."""
+        return self._buffer.is_cuda and self._buffer.dtype == torch.float32 and gradient in _HALF
+
+    def add_product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Add `left @ right`; returns what autograd is given in its place."""
+        torch.addmm(self._buffer, left, right, out_dtype=torch.float32, out=self._buffer)
+        return self._stand_in.expand(self._buffer.shape)
+
+    def add(self, gradient: Tensor) -> None:
+        """Add what autograd has found. A stand-in was added already."""
+        if gradient.data_ptr() != self._stand_in.data_ptr():
+            self._buffer.add_(gradient)
+
+
+@contextmanager
+def direct_sums(buffers: Mapping[Tensor, Tensor]) -> Iterator[Mapping[Tensor, DirectSum]]:
+    """Let each of these parameters know its buffer, and give the sums of all of them."""
+    stand_ins: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    sums: dict[Tensor, DirectSum] = {}
+    for parameter, buffer in buffers.items():
+        kind = (parameter.dtype, parameter.device)
+        if kind not in stand_ins:
+            stand_ins[kind] = parameter.new_zeros(())
+        sums[parameter] = DirectSum(buffer, stand_ins[kind])
+    before = {parameter: direct_sum_of(parameter) for parameter in sums}
+    try:
+        for parameter, own in sums.items():
+            set_direct_sum(parameter, own)
+        yield sums
+    finally:
+        for parameter, earlier in before.items():
+            set_direct_sum(parameter, earlier)
+
+
+def direct_sum_of(parameter: Tensor) -> DirectSum | None:
+    """Where the gradient of a parameter is added up in the backward that runs now, if it is."""
+    found: DirectSum | None = getattr(parameter, _NAME, None)
+    return found
+
+
+def set_direct_sum(parameter: Tensor, own: DirectSum | None) -> None:
+    if own is not None:
+        setattr(parameter, _NAME, own)
+    elif hasattr(parameter, _NAME):
+        delattr(parameter, _NAME)
