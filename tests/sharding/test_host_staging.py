@@ -130,6 +130,7 @@ def exchange_captured(alone: World) -> str:
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
         collectives.gather_inside(mine)
+    collectives.all_gather_text("all are here")  # before any of them leaves
     return str(raised.value)
 
 

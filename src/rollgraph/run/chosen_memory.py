@@ -133,7 +133,11 @@ def find_budget(world: World) -> MemoryBudget:
     if world.device == "cpu":
         return MemoryBudget(host)
     gpus = [gpu for _, _, _, gpu in found]
-    return MemoryBudget(min(device // (gpus.count(gpu) if gpu else 1) for device, _, _, gpu in found), host)
+    free = []
+    for device, _, _, gpu in found:
+        sharers = gpus.count(gpu) if gpu else 1
+        free.append(device // sharers)
+    return MemoryBudget(min(free), host)
 
 
 def gpu_of(world: World) -> str:
