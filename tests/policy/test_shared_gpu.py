@@ -91,7 +91,8 @@ def take_steps(world: World, shard: str) -> dict[str, Any]:
     dtype = torch.float32 if world.device == "cpu" else torch.bfloat16
     small_worker.TINY = DEEP
     small_worker.make_model = lambda: make_model().to(world.device, dtype)
-    worker = make_worker(world, limits=ONE_SIZE, scopes=("layer",), reduction="ordered", shard=shard)
+    settings = {"scopes": ("layer",), "reduction": "ordered", "exact": "must"}
+    worker = make_worker(world, limits=ONE_SIZE, shard=shard, **settings)  # type: ignore[arg-type]
     captures = worker.pool.report().captures
     found = {"backend": worker.backend_name, "exact": worker.is_exact, "initial": parameters(worker)}
     found["phases"] = run_phases(worker)
