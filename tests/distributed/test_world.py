@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollgraph.distributed.world import World
+from rollgraph.distributed.world import SharedGPU, World, check_own_gpu, own_device
 
 
 def test_current_reads_the_environment_of_torchrun() -> None:
@@ -18,3 +18,14 @@ def test_current_reads_the_environment_of_torchrun() -> None:
 def test_a_rank_outside_of_the_world_size_is_refused() -> None:
     with pytest.raises(ValueError, match="RANK=4"):
         World.current({"RANK": "4", "WORLD_SIZE": "4"})
+
+
+def test_ranks_share_gpus_in_turn_and_only_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [own_device(local_rank) for local_rank in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    check_own_gpu(1)
+    with pytest.raises(SharedGPU, match=r"3 ranks or more .* with 2 GPUs: .* or set ranks\.backend: gloo"):
+        check_own_gpu(2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check_own_gpu(2)  # on CPUs

@@ -110,7 +110,14 @@ def test_nothing_is_chosen_where_memory_is_enough(tmp_path: Path) -> None:
 
 def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on one machine and one on another, which has less free on its device."""
-    found = [[70, 100, "a"], [80, 100, "a"], [60, 90, "b"]]
+    found = [[70, 100, "a", ""], [80, 100, "a", ""], [60, 90, "b", ""]]
     monkeypatch.setattr(chosen_memory, "work_on_some", lambda world, here, work: map(json.dumps, found))
     assert find_budget(World(0, 3, "cuda:0")) == MemoryBudget(60, 50)
     assert find_budget(World(2, 3, "cpu")) == MemoryBudget(50)
+
+
+def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks have one GPU, and the third has another one."""
+    found = [[80, 99, "a", "first"], [90, 99, "a", "first"], [60, 99, "a", "second"]]
+    monkeypatch.setattr(chosen_memory, "work_on_some", lambda world, here, work: map(json.dumps, found))
+    assert find_budget(World(0, 3, "cuda:0", staged=True)) == MemoryBudget(40, 33)

@@ -248,3 +248,12 @@ def test_what_is_refused(folder: Path, rule: str, ranks: int, overrides: list[st
     with pytest.raises(ConfigError) as caught:
         check_inputs(config_of(folder, *overrides, text=CONFIG), World(0, ranks, "cpu"))
     assert rule in [problem.rule for problem in caught.value.problems]
+
+
+def test_graphs_around_exchanges_through_host_memory_are_refused(folder: Path) -> None:
+    sharing = World(0, 2, "cpu", staged=True)
+    with pytest.raises(ConfigError, match=r"graph\.impl: .* set this to none") as caught:
+        check_inputs(config_of(folder, "tensor_parallel=2", text=CONFIG), sharing)
+    assert [problem.rule for problem in caught.value.problems] == ["exchanges_in_graphs"]
+    check_inputs(config_of(folder, "tensor_parallel=2", "graph.impl=none", text=CONFIG), sharing).rewards.close()
+    check_inputs(config_of(folder, "shard=parameters", text=CONFIG), sharing).rewards.close()

@@ -43,10 +43,15 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
     dist.destroy_process_group()
 
 
-def run_world(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(world, *arguments)` returns on each rank; the traceback as text if it fails."""
+def run_world(
+    size: int, folder: Path, function: Callable[..., Any], *arguments: Any, method: str = "forkserver"
+) -> list[Any]:
+    """What `function(world, *arguments)` returns on each rank; the traceback as text if it fails.
+
+    Ranks that use a GPU are started with the method "spawn": a process cannot inherit CUDA.
+    """
     folder = Path(tempfile.mkdtemp(dir=folder))  # a world must not find the addresses of the one before
-    mp.start_processes(_process, (size, folder, function, arguments), nprocs=size, start_method="forkserver")
+    mp.start_processes(_process, (size, folder, function, arguments), nprocs=size, start_method=method)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(size)]
 
 

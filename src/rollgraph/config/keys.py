@@ -285,6 +285,11 @@ class RanksConfig:
         600.0
     )
     heartbeat_timeout: Annotated[Positive, "Seconds without a heartbeat after which a rank counts as lost."] = 60.0
+    backend: Annotated[
+        Literal["auto", "gloo"],
+        "What ranks communicate with. auto: NCCL between GPUs, gloo between CPUs; gloo: between GPUs, too, through "
+        "host memory, which is slow, but lets several ranks share a GPU.",
+    ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from rollgraph.distributed.exit_codes import ExitCode
 from rollgraph.distributed.liveness import Liveness
 from rollgraph.distributed.lost_ranks import RankLost
 from rollgraph.distributed.refusal import raise_if_refused, refuse_retries
-from rollgraph.distributed.world import World, own_device
+from rollgraph.distributed.world import World, check_own_gpu, own_device
 
 _ALL_JOINED = "all ranks have joined"  # what rank 0 announces
 _PAUSE = 0.01  # seconds
@@ -68,13 +68,19 @@ def own_store(store: Any, number: int) -> Any:
 def join(attempt: Attempt, limits: RanksConfig) -> World:
     """Join the other ranks of an attempt in a process group: gloo between CPUs, NCCL between GPUs.
 
-    No rank waits for another one longer than the `limits` say, here or later. Call `leave` in any case.
+    With `backend: gloo`, that connects GPUs as well, through host memory, and ranks may share one. No rank waits for
+    another one longer than the `limits` say, here or later. Call `leave` in any case.
     """
     device = attempt.device or own_device(attempt.local_rank)
+    on_gpu = device.startswith("cuda")
     world = World(attempt.rank, attempt.size, device, local_rank=attempt.local_rank, attempt=attempt.number)
     if attempt.size == 1:
         return world
-    if device.startswith("cuda"):
+    if limits.backend == "gloo":
+        world = replace(world, staged=on_gpu)
+    elif attempt.device is None:
+        check_own_gpu(attempt.local_rank)
+    if on_gpu:
         torch.cuda.set_device(device)
     liveness = Liveness(
         attempt.rank,
@@ -84,7 +90,7 @@ def join(attempt: Attempt, limits: RanksConfig) -> World:
         heartbeat_timeout=limits.heartbeat_timeout,
         node=attempt.node,
         attempt=attempt.number,
-        on_loss=_abort_nccl if device.startswith("cuda") else _leave_running,
+        on_loss=_abort_nccl if _uses_nccl(world) else _leave_running,
         end=_exit_lost,
     )
     world = replace(world, liveness=liveness, attempt=liveness.attempt)
@@ -126,7 +132,11 @@ def joined(limits: RanksConfig) -> Iterator[World]:
     """
     attempt = Attempt.current(limits.timeout)
     raise_if_refused(attempt.store)
-    world = join(attempt, limits)
+    try:
+        world = join(attempt, limits)
+    except BaseException as error:
+        refuse_retries(attempt.store, error)
+        raise
     try:
         yield world
     except BaseException as error:
@@ -157,7 +167,7 @@ def _wait_for_all(liveness: Liveness) -> None:
 
 
 def _init_process_group(world: World, store: Any, liveness: Liveness) -> None:
-    backend = "nccl" if world.device.startswith("cuda") else "gloo"
+    backend = "nccl" if _uses_nccl(world) else "gloo"
     limit = timedelta(seconds=liveness.timeout)
     liveness.report_progress("connecting to the other ranks")
     try:
@@ -166,6 +176,10 @@ def _init_process_group(world: World, store: Any, liveness: Liveness) -> None:
         reason = liveness.wait_for_loss() or "all ranks are alive"
         message = f"rank {world.rank}: the ranks could not connect: {reason} ({first_line(error)})"
         raise RankLost(message, liveness.loss) from error
+
+
+def _uses_nccl(world: World) -> bool:
+    return world.device.startswith("cuda") and not world.staged
 
 
 def _leave_running() -> None:

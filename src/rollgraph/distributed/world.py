@@ -9,6 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollgraph.distributed.liveness import Liveness
+from rollgraph.errors import UserError
+
+
+class SharedGPU(UserError):
+    """Ranks would share a GPU, where NCCL cannot connect them."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,8 @@ class World:
 
     `group` is its process group; None means the default group of torch.distributed. `liveness` knows which other ranks
     are alive; if it is None, the first user that communicates with them creates one. `local_rank` counts the processes
-    of one machine. `attempt` counts from 0 how often all ranks were started for the same run.
+    of one machine. `attempt` counts from 0 how often all ranks were started for the same run. If it is `staged`, ranks
+    exchange tensors of their device through host memory, as they have to where they share a GPU.
     """
 
     rank: int
@@ -27,6 +33,7 @@ class World:
     liveness: Liveness | None = None
     local_rank: int = 0
     attempt: int = 0
+    staged: bool = False
 
     @classmethod
     def current(cls, environ: Mapping[str, str] = os.environ) -> World:
@@ -58,7 +65,21 @@ class World:
 
 
 def own_device(local_rank: int) -> str:
-    """The GPU of a process, if there are GPUs."""
+    """The GPU of a process, if there are GPUs. Where there are fewer than processes, these share them in turn."""
     import torch
 
-    return f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu"
+    if not torch.cuda.is_available():
+        return "cpu"
+    return f"cuda:{local_rank % torch.cuda.device_count()}"
+
+
+def check_own_gpu(local_rank: int) -> None:
+    """Raise if another process of this machine has the same GPU as this one, and it may not."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if local_rank >= count > 0:
+        raise SharedGPU(
+            f"{local_rank + 1} ranks or more were started on a machine with {count} GPU{'s'[: count > 1]}: start one "
+            "for each GPU, or set ranks.backend: gloo, which lets ranks share a GPU and is slow"
+        )

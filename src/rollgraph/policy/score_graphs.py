@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool, capture
 from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
@@ -21,6 +22,7 @@ from rollgraph.model import Decoder, Keys, token_logprobs
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.packed_arrays import PackedArrays, fill
 from rollgraph.policy.packing import measure, pack
+from rollgraph.sharding.tensor_peers import TensorPeers
 from rollgraph.types import Sample
 
 
@@ -33,6 +35,18 @@ class GraphSettings:
     scopes: tuple[str, ...] = ("step",)
     on_mismatch: Any = "raise"
     warmup: int = 3
+
+
+def choose_backend(name: BackendName, world: World, tensor: TensorPeers | None) -> BackendName:
+    """What captures the graphs of a worker. `tensor` are the ranks with which these exchange tensors, if any do."""
+    if name == "auto":
+        name = "cuda" if world.device.startswith("cuda") else "tape"
+    if name == "cuda" and tensor is not None and tensor.collectives.staged:
+        raise ValueError(
+            "ranks that divide layers exchange tensors through host memory here, which no CUDA graph can contain: "
+            "use backend='eager'"
+        )
+    return name
 
 
 class ScoreGraphs:

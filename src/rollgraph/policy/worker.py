@@ -33,7 +33,7 @@ from rollgraph.policy.packing import share_of, unweighted
 from rollgraph.policy.phase_memory import PhaseMemory
 from rollgraph.policy.phases import Phases
 from rollgraph.policy.rollout_texts import join_rollouts
-from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
+from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs, choose_backend
 from rollgraph.policy.step_graphs import Loss, StepGraphs
 from rollgraph.policy.train_metrics import TrainTotals, summarize
 from rollgraph.policy.turn_session import OnProgress, TurnGenerator
@@ -102,9 +102,7 @@ class PolicyWorker:
         self._exact = exact
         self._exact_on_all_ranks = False
         self._clip_norm = clip_norm
-        self.backend_name: BackendName = backend
-        if backend == "auto":
-            self.backend_name = "cuda" if self._on_gpu else "tape"
+        self.backend_name = choose_backend(backend, world, tensor)
         self._graphs = GraphSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
         self._temperature = sampling.temperature or 1.0
         self._steps = StepGraphs(

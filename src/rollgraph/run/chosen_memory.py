@@ -117,22 +117,32 @@ def describe(choice: Choice) -> list[str]:
 
 
 def find_budget(world: World) -> MemoryBudget:
-    """The memory of the rank that has least. On a CPU, the host is the device."""
+    """The memory of the rank that has least. On a CPU, the host is the device. Ranks of one GPU have equal shares."""
 
     def look() -> str:
         host = available_memory()
         device = host
         if world.device != "cpu":
             device = torch.cuda.mem_get_info(world.device)[0]
-        return json.dumps([device, host, platform.node()])
+        return json.dumps([device, host, platform.node(), gpu_of(world)])
 
     found = [json.loads(text) for text in work_on_some(world, True, look)]
-    machines = [machine for _, _, machine in found]
-    shares = [host // machines.count(machine) for _, host, machine in found if host is not None]
+    machines = [machine for _, _, machine, _ in found]
+    shares = [host // machines.count(machine) for _, host, machine, _ in found if host is not None]
     host = min(shares, default=None)
     if world.device == "cpu":
         return MemoryBudget(host)
-    return MemoryBudget(min(device for device, _, _ in found), host)
+    gpus = [gpu for _, _, _, gpu in found]
+    free = []
+    for device, _, _, gpu in found:
+        sharers = gpus.count(gpu) if gpu else 1
+        free.append(device // sharers)
+    return MemoryBudget(min(free), host)
+
+
+def gpu_of(world: World) -> str:
+    """The same for all ranks that share a GPU; nothing if each has its own."""
+    return str(torch.cuda.get_device_properties(world.device).uuid) if world.staged else ""
 
 
 def count_nodes(world: World) -> int:

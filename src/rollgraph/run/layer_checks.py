@@ -16,6 +16,16 @@ def check_groups(config: Config, ranks: int) -> None:
         raise ConfigError([ConfigProblem(wrong, _KEY, rule="ranks_form_groups")])
 
 
+def check_exchanges(config: Config, staged: bool) -> None:
+    """Refuse CUDA graphs around exchanges that are `staged`, which means that they pass through host memory."""
+    if staged and config.tensor_parallel > 1 and config.graph.impl != "none":
+        wrong = (
+            "with ranks.backend: gloo, ranks that divide layers exchange tensors through host memory, which no CUDA "
+            "graph can contain: set this to none, to run eagerly"
+        )
+        raise ConfigError([ConfigProblem(wrong, "graph.impl", rule="exchanges_in_graphs")])
+
+
 def check_division(config: Config, architecture: Architecture) -> None:
     """Refuse a division of layers that cannot be."""
     if problem := find_problem(config, architecture):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,9 @@ from torch import Tensor
 from rollgraph.distributed.liveness import Liveness
 from rollgraph.distributed.lost_ranks import RankLost
 from rollgraph.distributed.world import World
+from rollgraph.sharding.host_staging import HostStaging
 
+Call = Callable[..., Any]  # a collective of torch.distributed: output, input, group and async_op
 Reduction = Literal["library", "ordered"]
 
 # The newer names first: the older ones warn.
@@ -85,6 +86,16 @@ class Collectives:
         self.while_waiting: Callable[[], None] = _do_nothing  # called now and then; WaitEnded ends the wait
 
     @property
+    def staged(self) -> bool:
+        """Whether everything passes through host memory."""
+        return self._world.staged
+
+    @property
+    def _on_device(self) -> bool:
+        """Whether a collective is work of the GPU, which the host need not wait for."""
+        return self._world.device.startswith("cuda") and not self.staged
+
+    @property
     def store(self) -> Any:
         """The key-value store of the process group, where ranks leave messages without a collective."""
         group: Any = self._world.group or dist.group.WORLD
@@ -131,21 +142,20 @@ class Collectives:
         if self._world.size == 1:
             return PendingCollective(_do_nothing, _do_nothing)
         mine = shard.clone()  # the shard is a part of `full` itself
-        wait = self._start(what, lambda: _all_gather(full, mine, group=self._world.group, async_op=True))
+        wait = self._start(what, _all_gather, full, mine)
         return PendingCollective(wait, _do_nothing, (mine,))
 
     def reduce(self, gradients: Tensor, shard: Tensor, what: str, *, onto: bool = False) -> PendingCollective:
         """Leave in `shard` the sum of that part of the gradients over all ranks, or add it `onto` what is there."""
         size = self._world.size
-        group = self._world.group
         if size == 1:
             return PendingCollective(_do_nothing, _do_nothing)
         if self._reduction == "library":
             total = torch.empty_like(shard)
-            wait = self._start(what, lambda: _reduce_scatter(total, gradients, group=group, async_op=True))
+            wait = self._start(what, _reduce_scatter, total, gradients)
             return PendingCollective(wait, lambda: sum_in_order(shard, total.unsqueeze(0), onto), (total,))
         parts = torch.empty_like(gradients)
-        wait = self._start(what, lambda: dist.all_to_all_single(parts, gradients, group=group, async_op=True))
+        wait = self._start(what, dist.all_to_all_single, parts, gradients)
         return PendingCollective(wait, lambda: sum_in_order(shard, parts.view(size, -1), onto), (parts,))
 
     def sum(self, value: Tensor, what: str = "the sum of a scalar") -> Tensor:
@@ -184,56 +194,64 @@ class Collectives:
     def gather_inside(self, mine: Tensor) -> Tensor:
         """The tensors of all ranks, [ranks, ...], inside of what they compute together."""
         gathered = mine.new_empty((self._world.size, *mine.shape))
-        self._exchange_inside(partial(_all_gather, gathered.view(-1), mine.view(-1)), mine)
+        self._exchange_inside(_all_gather, gathered.view(-1), mine.view(-1))
         return gathered
 
     def spread_inside(self, rows: Tensor) -> Tensor:
         """Of each rank the row that it has for this one, [ranks, ...], inside of what they compute together."""
         received = torch.empty_like(rows)
-        self._exchange_inside(partial(dist.all_to_all_single, received, rows), rows)
+        self._exchange_inside(dist.all_to_all_single, received, rows)
         return received
 
-    def _exchange_inside(self, call: Callable[..., Any], given: Tensor) -> None:
+    def _exchange_inside(self, call: Call, output: Tensor, given: Tensor) -> None:
         """On a GPU, nobody waits for it. It counts as no progress: ranks of other groups, which have other samples,
         exchange more or fewer.
         """
         assert self.liveness is not None
-        if given.is_cuda:
+        if self._on_device:
             with self._explain_errors(_EXCHANGE):
                 self.liveness.check()
-                call(group=self._world.group)
+                call(output, given, group=self._world.group)
             return
-        self._start(_EXCHANGE, partial(call, group=self._world.group, async_op=True), counts=False)()
+        self._start(_EXCHANGE, call, output, given, counts=False)()
 
     def _all_gather_now(self, mine: Tensor, what: str) -> Tensor:
         """The tensors of all ranks, one after the other."""
         gathered = mine.new_empty(self._world.size * len(mine))
-        wait = self._start(what, lambda: _all_gather(gathered, mine, group=self._world.group, async_op=True))
-        wait()
+        self._start(what, _all_gather, gathered, mine)()
         return gathered
 
-    def _start(self, what: str, call: Callable[[], Any], *, counts: bool = True) -> Callable[[], None]:
+    def _start(
+        self, what: str, call: Call, output: Tensor, given: Tensor, *, counts: bool = True
+    ) -> Callable[[], None]:
         """Start a collective, and return a function that waits for it. All ranks start as many that `counts`."""
         assert self.liveness is not None
         self.before_starting()
+        staging = None
+        if self.staged:
+            staging = HostStaging(output, given)
+            output = staging.output
+            given = staging.given
         with self._explain_errors(what):
             self.liveness.check()
             if counts:
                 self.liveness.report_progress(what)
-            work = call()
+            work = call(output, given, group=self._world.group, async_op=True)
         self._unfinished.add(work)
 
         def wait() -> None:
             with self._explain_errors(what):
                 self._wait(work, what)
             self._unfinished.discard(work)
+            if staging is not None:
+                staging.copy_back()
 
         return wait
 
     def _wait(self, work: Any, what: str) -> None:
         """Wait as long as all ranks are alive, but no longer than the timeout."""
         assert self.liveness is not None
-        if not self._world.device.startswith("cpu"):
+        if self._on_device:
             work.wait(timedelta(seconds=self.timeout))  # one wait only: NCCL aborts a collective whose wait times out
             self.liveness.check()  # it also ends, with any result, if it was aborted because a rank is lost
             return
