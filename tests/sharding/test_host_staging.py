@@ -45,7 +45,8 @@ def use_all(alone: World, device: str, staged: bool) -> dict[str, Any]:
         found[f"gather {reduction}"] = full.tolist()
         for onto in (False, True):
             total = torch.full((3,), 0.5, device=device)
-            collectives.reduce(mine / 3, total, "reduce", onto=onto).complete()
+            thirds = (mine.cpu() / 3).to(device)  # a GPU multiplies by 1/3 instead, which rounds otherwise
+            collectives.reduce(thirds, total, "reduce", onto=onto).complete()
             found[f"reduce {reduction} {onto}"] = total.tolist()
         found[f"sum {reduction}"] = collectives.sum(mine[1]).item()
         found[f"texts {reduction}"] = collectives.all_gather_text("é" * world.rank)

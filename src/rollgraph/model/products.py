@@ -52,7 +52,8 @@ def multiply(
     count = len(x) if rows is None else rows
     route = routes.get(count, LIBRARY)
     if route == LIBRARY:
-        x = x[:count]
+        if count < len(x):  # even a slice of all rows would cost a copy in the backward
+            x = x[:count]
         if not (x.is_cuda and weight.requires_grad and torch.is_grad_enabled()):
             return _library(x, weight, bias, wide)
     product: Tensor = _Product.apply(x, weight, bias, route, count, wide)  # type: ignore[no-untyped-call]
