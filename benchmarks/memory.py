@@ -99,7 +99,13 @@ def make_config(folder: Path, options: argparse.Namespace) -> Config:
 
 
 def random_model(
-    folder: Path, *, dtype: torch.dtype | None, device: str, checkpointing: int, on_bytes: Any = None
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    device: str,
+    checkpointing: int,
+    on_bytes: Any = None,
+    group: None = None,
 ) -> Decoder:
     """In place of `load_model`: random weights that never exist anywhere but on the device, and once."""
     architecture = read_architecture(folder)
