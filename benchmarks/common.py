@@ -1,4 +1,4 @@
-"""Code shared by the benchmarks: tables, timing, and the model shape that all figures are for."""
+"""Code shared by the benchmarks: tables, timing, and the model shapes that figures are for."""
 
 from __future__ import annotations
 
@@ -27,6 +27,40 @@ QWEN_1_5B = Architecture(
     max_length=32_768,
     tied=True,
 )
+
+QWEN_7B = Architecture(
+    family="qwen2",
+    vocabulary=152_064,
+    hidden=3584,
+    mlp=18_944,
+    layers=28,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    rope=Rope(theta=1_000_000.0),
+    max_length=32_768,
+    tied=False,
+)
+
+
+def transformers_config(architecture: Architecture) -> Any:
+    """Return the same shape as a configuration of `transformers`, which is also what vLLM and TRL read."""
+    from transformers import Qwen2Config
+
+    a = architecture
+    return Qwen2Config(
+        vocab_size=a.vocabulary,
+        hidden_size=a.hidden,
+        intermediate_size=a.mlp,
+        num_hidden_layers=a.layers,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.kv_heads,
+        max_position_embeddings=a.max_length,
+        rope_parameters={"rope_type": "default", "rope_theta": a.rope.theta},
+        tie_word_embeddings=a.tied,
+        architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16",
+    )
 
 
 def random_decoder(architecture: Architecture = QWEN_1_5B) -> Decoder:

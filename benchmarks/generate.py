@@ -4,6 +4,9 @@ Prompts have 128 tokens, each gets 64 new ones by plain temperature sampling, an
 is timed while all rows run; the time of the whole run, with prefill, is printed next to it. The same run times
 `transformers` with a static cache and compilation, and computes the floor: the larger of bytes over memory bandwidth
 and operations over the throughput of the matrix units. `--profile` shows where the time of a step goes.
+
+`--vllm` compares with vLLM instead, each system in processes of its own: decode steps, rollouts of 32 x 16 samples in
+the shapes of Qwen2.5-1.5B and 7B, and a long rollout. `--only` chooses some of these; `rollouts.py` says what each is.
 """
 
 from __future__ import annotations
@@ -12,8 +15,19 @@ import argparse
 import time
 from typing import Any
 
+import rollouts
 import torch
-from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, random_decoder, synchronize, table
+from apart import seconds_of_process
+from common import (
+    BYTES_PER_SECOND,
+    FLOPS_PER_SECOND,
+    QWEN_1_5B,
+    random_decoder,
+    synchronize,
+    table,
+    transformers_config,
+)
+from rollout_tables import compare_with_vllm
 
 from rollgraph.inference import Engine, SamplingParams
 
@@ -84,21 +98,10 @@ def time_transformers(model: Any, batch: int) -> tuple[float, float]:
 
 
 def make_transformers() -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
-    a = QWEN_1_5B
-    config = Qwen2Config(
-        vocab_size=a.vocabulary,
-        hidden_size=a.hidden,
-        intermediate_size=a.mlp,
-        num_hidden_layers=a.layers,
-        num_attention_heads=a.heads,
-        num_key_value_heads=a.kv_heads,
-        max_position_embeddings=a.max_length,
-        tie_word_embeddings=True,
-    )
     with torch.device("cuda"):
-        return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+        return Qwen2ForCausalLM(transformers_config(QWEN_1_5B)).to(torch.bfloat16).eval()
 
 
 def profile(engine: Engine, batch: int) -> None:
@@ -122,16 +125,25 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--alone", action="store_true", help="do not time transformers")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--vllm", action="store_true", help="compare with vLLM instead of transformers")
+    parser.add_argument("--only", nargs="+", choices=rollouts.PARTS, default=rollouts.PARTS, help="parts of --vllm")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of a part of --vllm; the fastest counts")
+    parser.add_argument("--limit-s", type=float, default=400, help="seconds that one process of --vllm may take")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/generate.py needs a CUDA device")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    if options.vllm:
+        compare_with_vllm(options.only, options.repeats, options.limit_s)
+        return
     model = random_decoder()
     parameters = sum(p.numel() for p in model.parameters())
     start = time.perf_counter()
     engine = Engine(model, rows=max(options.batches), max_length=PROMPT + NEW, cache_bytes=16 << 30, filters=False)
     synchronize()
     print(f"captured {len(engine.pool.graphs)} graphs in {time.perf_counter() - start:.1f} s")
+    engine.generate(prompts_of(1), SamplingParams(max_tokens=NEW))
+    print(f"start to first step: {seconds_of_process():.1f} s, with imports, captures and {NEW} tokens for one prompt")
     ours = {batch: time_ours(engine, batch) for batch in options.batches}
     if options.profile:
         for batch in options.batches:

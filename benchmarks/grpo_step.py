@@ -2,22 +2,24 @@
 
 The step has the shape of `examples/grpo_math_1b.yaml`: 32 prompts x 16 samples, prompts of 128 tokens, 384 new tokens,
 KL to a reference, one update, random bf16 weights in the shape of Qwen2.5-1.5B. One run times rollgraph by phase, with
-graphs and on the eager backend, and computes the floor. With `--trl`, it also times TRL's GRPOTrainer with transformers
-generation, which must be installed.
+graphs and on the eager backend, and computes the floor. After a step to warm up, the fastest of `--repeats` steps
+counts. With `--trl`, the run also times TRL's GRPOTrainer, which must be installed: `defaults` and `fastest` generate
+with transformers, `vllm` and `vllm-uncorrected` with vLLM in the same process; `trl_peer.py` has what they set.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import statistics
+import tempfile
 import time
 from contextlib import contextmanager
-from importlib.metadata import version
-from itertools import pairwise
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import trl_peer
+from apart import run_apart, seconds_of_process
 from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, synchronize, table
 
 from rollgraph.distributed.world import World
@@ -31,9 +33,6 @@ from rollgraph.types import Prompt
 TINY = Architecture("llama", vocabulary=300, hidden=32, mlp=64, layers=2, heads=2, kv_heads=1, head_dim=16)
 PHASES = ("generate", "score", "train")
 SWITCHING = "of which switching"
-# By default, TRL uses fp32 weights under autocast and computes activations twice. It is faster without either, but then
-# trains bf16 weights without an fp32 copy, which loses updates of the usual size.
-FASTEST = {"gradient_checkpointing": False, "model_init_kwargs": {"dtype": "bfloat16"}}
 
 
 class Clock:
@@ -106,9 +105,13 @@ def run_step(
     return clock.seconds, learned
 
 
-def measure(architecture: Architecture, options: argparse.Namespace, backend: Any) -> dict[str, float]:
+def measure(
+    architecture: Architecture, options: argparse.Namespace, backend: Any
+) -> tuple[dict[str, float], float | None]:
+    """Return the seconds of the phases of the fastest step, and from the start of this process to its first step."""
     worker, algorithm = make_worker(architecture, options, backend)
     run_step(worker, algorithm, options, 0)
+    start = None if options.tiny else seconds_of_process()
     found = []
     for step in range(1, 1 + options.repeats):
         seconds, learned = run_step(worker, algorithm, options, step)
@@ -118,7 +121,7 @@ def measure(architecture: Architecture, options: argparse.Namespace, backend: An
     report = worker.pool.report()
     print(f"{backend}: {report.captures} captures, {report.replays} replays, {report.eager_runs} eager runs")
     worker.close()
-    return {phase: statistics.median(entry[phase] for entry in found) for phase in found[0]}
+    return min(found, key=lambda seconds: sum(seconds[phase] for phase in PHASES)), start
 
 
 def floor(architecture: Architecture, options: argparse.Namespace) -> dict[str, float]:
@@ -140,48 +143,27 @@ def floor(architecture: Architecture, options: argparse.Namespace) -> dict[str, 
     }
 
 
-def time_trl(options: argparse.Namespace) -> float:
-    """Return the seconds that a step of TRL's GRPOTrainer takes with its built-in generation."""
-    import tempfile
-
-    from datasets import Dataset
-    from generate import make_transformers
-    from transformers import PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
-
-    from rollgraph.tokenizer import ByteTokenizer
-
-    times: list[float] = []
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        synchronize()
-        times.append(time.perf_counter())
-        return torch.rand(len(completions)).tolist()
-
+def time_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time a step of TRL with each of the chosen settings, each in a process of its own."""
+    chosen = options.trl
+    if find_spec("vllm") is None:
+        chosen = [name for name in chosen if "use_vllm" not in trl_peer.SETTINGS[name]]
+    if chosen != options.trl:
+        print("vLLM is not installed, so TRL is not timed with it: pip install vllm==0.25.1")
+    if find_spec("trl") is None:
+        print("TRL is not installed, so it is left out: pip install trl==1.16.0")
+        return []
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        ByteTokenizer().save(folder)
-        make_transformers().save_pretrained(folder)  # TRL loads the policy and the reference from there
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left")
-        settings = GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=16,
-            gradient_accumulation_steps=options.prompts * options.samples // 16,
-            num_generations=options.samples,
-            max_completion_length=options.new,
-            beta=0.01,
-            max_steps=options.repeats + 2,
-            bf16=True,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            **(FASTEST if options.trl == "fastest" else {}),
-        )
-        rows = Dataset.from_list([{"prompt": "x" * options.prompt}] * (options.prompts * (options.repeats + 2)))
-        trainer = GRPOTrainer(
-            folder, reward_funcs=reward, args=settings, train_dataset=rows, processing_class=tokenizer
-        )
-        trainer.train()
-    return statistics.median(after - before for before, after in pairwise(times[1:]))
+        trl_peer.write_model(folder)
+        torch.cuda.empty_cache()
+        for name in chosen:
+            arguments = [folder, name]
+            for size in ("prompts", "samples", "prompt", "new", "repeats"):
+                arguments += [f"--{size}", str(getattr(options, size))]
+            print(f"== TRL, {name}", flush=True)
+            found += run_apart(trl_peer.__file__, arguments, limit_s=options.limit_s, quiet=True)
+    return found
 
 
 def main() -> None:
@@ -192,14 +174,15 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=384, help="new tokens per sample")
     parser.add_argument("--bucket", type=int, default=16384, help="tokens per microbatch")
     parser.add_argument("--cache-gib", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="steps, of which the fastest counts")
     parser.add_argument("--tiny", action="store_true", help="run a tiny model on a CPU, to see whether it runs")
-    parser.add_argument(
-        "--trl", nargs="?", const="defaults", choices=("defaults", "fastest"), help="also time TRL, with these settings"
-    )
+    parser.add_argument("--trl", nargs="*", choices=list(trl_peer.SETTINGS), help="also time TRL, with these settings")
+    parser.add_argument("--limit-s", type=float, default=400, help="seconds that TRL may take with one of them")
     parser.add_argument("--alone", action="store_true", help="do not time the eager backend")
     options = parser.parse_args()
     architecture = QWEN_1_5B
+    if options.trl == []:
+        options.trl = ["defaults"]
     if options.trl and not torch.cuda.is_available():
         raise SystemExit("--trl needs a CUDA device: TRL is given the 1.5B model, in bf16, also with --tiny")
     if options.tiny:
@@ -209,10 +192,11 @@ def main() -> None:
         raise SystemExit("benchmarks/grpo_step.py needs a CUDA device, or --tiny")
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    found = {"rollgraph": measure(architecture, options, "auto")}
+    found, start = {}, {}
+    found["rollgraph"], start["rollgraph"] = measure(architecture, options, "auto")
     gc.collect()
     if not options.alone:
-        found["rollgraph, graph.impl: none"] = measure(architecture, options, "eager")
+        found["rollgraph, graph.impl: none"], _ = measure(architecture, options, "eager")
     found["floor"] = floor(architecture, options)
     lowest = sum(found["floor"].values())  # of the phases; switching has no floor
     rows: list[tuple[Any, ...]] = [
@@ -221,10 +205,15 @@ def main() -> None:
     ]
     if options.trl:
         gc.collect()
-        seconds = time_trl(options)
-        rows.append((f"TRL {version('trl')}, {options.trl}", "-", "-", "-", "-", seconds, seconds / lowest))
+        torch.cuda.empty_cache()
+        for theirs in time_trl(options):
+            print(f"{theirs['name']}: {theirs['settings']}")
+            rows.append((theirs["name"], "-", "-", "-", "-", theirs["step"], theirs["step"] / lowest))
+            start[theirs["name"]] = theirs["start"]
     title = f"a GRPO step, {options.prompts} x {options.samples}, {options.prompt} + {options.new} tokens, seconds"
     table(title, ("", *PHASES, SWITCHING, "step", "x floor"), rows)
+    if not options.tiny:
+        table("start to first step, with imports, weights and captures", ("", "seconds"), list(start.items()))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from apart import report, run_apart
 from common import synchronize, table
 
 from rollgraph.config import Config, parse_config
@@ -76,7 +75,6 @@ algorithm: {{kl_coef: 0.01}}
 log: {{sinks: [], progress: none}}
 """
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a file of weights that has none
-RESULT = "result: "
 
 
 def make_config(folder: Path, options: argparse.Namespace) -> Config:
@@ -101,7 +99,13 @@ def make_config(folder: Path, options: argparse.Namespace) -> Config:
 
 
 def random_model(
-    folder: Path, *, dtype: torch.dtype | None, device: str, checkpointing: int, on_bytes: Any = None
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    device: str,
+    checkpointing: int,
+    on_bytes: Any = None,
+    group: None = None,
 ) -> Decoder:
     """In place of `load_model`: random weights that never exist anywhere but on the device, and once."""
     architecture = read_architecture(folder)
@@ -267,19 +271,8 @@ def measure_each(names: list[str], extra: list[str], limit_s: float) -> list[dic
     results = []
     for name in names:
         print(f"== {name}", flush=True)
-        command = [sys.executable, __file__, "--name", name, *CONFIGURATIONS[name], *extra]
-        lines = []
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert process.stdout is not None
-        started = time.perf_counter()
-        for line in process.stdout:
-            lines.append(line)
-            if not line.startswith(RESULT):
-                print(line, end="", flush=True)
-            if time.perf_counter() - started > limit_s:
-                process.kill()
-        process.wait()
-        found = [json.loads(line.removeprefix(RESULT)) for line in lines if line.startswith(RESULT)]
+        arguments = ["--name", name, *CONFIGURATIONS[name], *extra]
+        found = run_apart(__file__, arguments, limit_s=limit_s)
         results.append(found[-1] if found else {"name": name})
     return results
 
@@ -336,7 +329,7 @@ def main() -> None:
         return
     if options.shape is not None:
         found = measure(options)
-        print(RESULT + json.dumps(found))
+        report(found)
         if not options.name:
             show([found])
         return

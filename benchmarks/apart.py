@@ -1,0 +1,61 @@
+"""Run parts of a benchmark in processes of their own: what one leaves on the device must not count for the next.
+
+Such a process hands over what it found with `report`, as often as it likes; the rest of its output is for people.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+RESULT = "result: "
+LINES_OF_AN_ERROR = 40
+
+
+def report(found: dict[str, Any]) -> None:
+    print(RESULT + json.dumps(found), flush=True)
+
+
+def seconds_of_process() -> float:
+    """Return how long this process has been running, its imports included."""
+    started = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    return uptime - started / os.sysconf("SC_CLK_TCK")
+
+
+def run_apart(
+    file: str, arguments: list[str], *, limit_s: float | None = None, quiet: bool = False
+) -> list[dict[str, Any]]:
+    """Run a Python file and return what it reported, also if it then failed or ran past its limit.
+
+    With `quiet`, the output of a process that ended well is not shown, and of another only the end.
+    """
+    found = []
+    lines = []
+    command = [sys.executable, file, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    assert process.stdout is not None
+    timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        for line in process.stdout:
+            if line.startswith(RESULT):
+                found.append(json.loads(line.removeprefix(RESULT)))
+            elif quiet:
+                lines.append(line)
+            else:
+                print(line, end="", flush=True)
+        code = process.wait()
+    finally:
+        timer.cancel()
+        process.kill()
+    if code != 0:
+        print("".join(lines[-LINES_OF_AN_ERROR:]), end="")
+        print(f"{Path(file).name} {' '.join(arguments)} ended with exit code {code}", flush=True)
+    return found
