@@ -61,7 +61,7 @@ def run(config: Config, plan: list[list[Any]]) -> Watcher:
 
 
 def test_a_rank_of_a_group_is_lost_and_the_run_gives_the_same_bits(nodes: SimulatedNodes, tmp_path: Path) -> None:
-    """Two groups of two. All ranks make their graphs anew, because those of a group hold exchanges with the lost one."""
+    """Two groups of two. All ranks make their graphs anew, because those hold exchanges with the rank that is lost."""
     undisturbed, disturbed = (make_config(nodes, tmp_path / name) for name in ("undisturbed", "disturbed"))
     run(undisturbed, [])
     nodes.add()

@@ -124,7 +124,8 @@ def test_both_engines_are_asked_for_the_same(
         "mixed": Mixed(),
     }
     rollouts, (first, second) = run_both(workers, environments[kind], monkeypatch)
-    assert rollouts and all(rollout.tokens for rollout in rollouts)
+    assert rollouts
+    assert all(rollout.tokens for rollout in rollouts)
     assert first == second
     assert "step" in first
 
