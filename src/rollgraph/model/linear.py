@@ -139,8 +139,8 @@ class Linear(nn.Linear):
         group = self.sums_over
         if group is None:
             return functional.dropout(x, rate)
-        factors = functional.dropout(x.new_ones(len(x), x.shape[1] * group.size), rate)
-        return x * factors.chunk(group.size, 1)[group.rank]
+        drawn = functional.dropout(x.new_ones(len(x), x.shape[1] * group.size), rate)
+        return x * (drawn.chunk(group.size, 1)[group.rank] != 0) / (1 - rate)  # not by a factor that bf16 would round
 
     def expanding_weights(self) -> Iterator[Tensor]:
         """B of each part, [outputs, rank], in the dtype that it is multiplied in on a CPU."""

@@ -252,7 +252,10 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
 def load_policy(
     config: Config, world: World, inputs: Inputs, on_bytes: OnProgress | None, load: Callable[..., Decoder] = load_model
 ) -> PolicyWorker:
-    """Load the model and allocate what is trained. With sharded parameters, a rank never holds the whole model."""
+    """Load the model and allocate what is trained. With sharded parameters, a rank never holds the whole model.
+
+    `load` loads one that is whole, or divided by layers.
+    """
     division = LayerDivision(world, config.tensor_parallel)
     path = config.model.path
     if config.shard == "parameters" and world.size > 1 and config.adapter is None and path is not None:
