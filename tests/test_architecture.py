@@ -113,7 +113,8 @@ LAYERS = (
         "policy/phases.py", "policy/phase_memory.py", "policy/cache_layout.py", "policy/packing.py",
         "policy/packed_arrays.py", "policy/rollout_texts.py", "policy/score_graphs.py", "policy/step_graphs.py",
         "policy/exactness.py", "policy/agreement_layout.py", "policy/agreement_check.py",
-        "policy/train_metrics.py", "policy/turn_session.py", "policy/worker.py", "policy/layer_division.py",
+        "policy/train_metrics.py", "policy/turn_session.py", "policy/group_turns.py", "policy/worker.py",
+        "policy/layer_division.py",
     ), packages=None),
     Layer("run", (
         "run/checkpoints.py", "run/folder_lock.py", "run/stop.py", "run/built_in_names.py", "run/key_errors.py",

@@ -62,6 +62,18 @@ def test_a_run_with_shards_gives_the_bits_of_one_with_whole_parameters(folder: P
     assert alone[3]["loss"] == pytest.approx(metrics_of(sharded)[3]["loss"], abs=1e-4)
 
 
+def test_a_model_that_is_loaded_in_shards_trains_as_one_that_is_loaded_whole(folder: Path) -> None:
+    exported = run(folder, "start", 1, "steps=1", "checkpoint={every: 1, export_at_end: true}") / "model"
+    options = [f"model={{path: {exported}}}", "tokenizer.path=bytes", "checkpoint={every: 2, export_at_end: true}"]
+    runs = []
+    for name, shard in (("sharded", SHARDED), ("whole", "shard=optimizer")):
+        config = config_of(folder, f"output={folder / name}", shard, "graph.impl=none", *options)
+        found = run_world(3, folder, train_on_a_rank, config, folder / "output")
+        assert found == [None] * 3, found
+        runs.append(folder / name)
+    assert_same_run(*runs, 4)
+
+
 def test_a_run_goes_on_in_another_layout_with_another_number_of_ranks(folder: Path) -> None:
     """One rank, then three with shards, two with shards, and two with whole parameters."""
     stages = [(1, SHARDED), (3, SHARDED), (2, SHARDED), (2, "shard=optimizer")]

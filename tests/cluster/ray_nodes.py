@@ -11,11 +11,12 @@ QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "hea
 
 
 class SimulatedNodes:
-    """`count` nodes with one CPU core each, beside a head without any."""
+    """`count` nodes with so many CPU cores each, beside a head without any."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, cores: int = 1) -> None:
         from ray.cluster_utils import Cluster
 
+        self._cores = cores
         with sigterm_restored():
             self._cluster: Any = Cluster(
                 initialize_head=True,
@@ -31,7 +32,7 @@ class SimulatedNodes:
 
     def add(self) -> None:
         with sigterm_restored():
-            self._cluster.add_node(num_cpus=1)
+            self._cluster.add_node(num_cpus=self._cores)
 
     def close(self) -> None:
         self._cluster.shutdown()

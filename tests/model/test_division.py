@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,8 @@ ADAPTED = {
 }
 
 
-def adapt(model: Decoder, targets: tuple[str, ...]) -> Decoder:
-    attach(model, AdapterSpec(rank=3, alpha=5.0, targets=targets), seed=4)
+def adapt(model: Decoder, targets: tuple[str, ...], dropout: float = 0.0) -> Decoder:
+    attach(model, AdapterSpec(rank=3, alpha=5.0, targets=targets, dropout=dropout), seed=4)
     return model
 
 
@@ -196,6 +197,43 @@ def test_ranks_divide_adapters(targets: tuple[str, ...], tmp_path: Path) -> None
     merged, again = load_model(tmp_path / "merged"), load_model(tmp_path / "merged again")
     for one, other in zip(merged.parameters(), again.parameters(), strict=True):
         assert_same(one, other)
+
+
+@pytest.mark.parametrize("targets", ADAPTED.values(), ids=ADAPTED)
+def test_ranks_leave_out_the_inputs_that_one_rank_would(
+    targets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are threads here, so each draws from a generator of its own, which the seed of the step began."""
+    generators = threading.local()
+
+    def drop(x: Tensor, rate: float) -> Tensor:
+        kept = torch.rand(x.shape, generator=generators.own, dtype=x.dtype) >= rate
+        return x * kept / (1 - rate)
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", drop)
+
+    def learn_from_seed(model: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
+        generators.own = torch.Generator().manual_seed(6)
+        return learn(model)
+
+    whole = adapt(make_model(BIASED), targets, dropout=0.4)
+    draw_b(whole)
+    logprobs, gradients = learn_from_seed(whole)
+    save_adapter(whole, tmp_path, base=None)
+    base = make_model(BIASED)
+
+    def run(group: TensorGroup) -> None:
+        model = adapt(divide_model(base, group), targets, dropout=0.4)
+        load_adapter(model, tmp_path)
+        own_logprobs, own_gradients = learn_from_seed(model)
+        assert_same(own_logprobs, logprobs)
+        pieces = model_pieces(model)
+        for name, gradient in own_gradients.items():
+            assert_same(gradient, cut(gradients[name], pieces[name]))
+            if pieces[name].is_whole:
+                assert torch.equal(gradient, group.first(gradient)), name
+
+    run_group(2, run)
 
 
 def assert_same_files(one: Path, other: Path) -> None:

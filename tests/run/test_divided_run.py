@@ -232,15 +232,79 @@ def test_adapters_are_divided(folder: Path) -> None:
     assert_learns_the_same(same, other, step=2)
 
 
+@pytest.mark.multi
+@pytest.mark.slow
+def test_dropout_leaves_out_what_one_rank_would(folder: Path) -> None:
+    """Where inputs are whole and where they are divided; with graphs, and again after a checkpoint."""
+    options = ("adapter={rank: 4, alpha: 8, dropout: 0.3}", "algorithm.minibatches=2", "optimizer.schedule=constant")
+    whole = run(folder, "whole", 1, *options)
+    divided = run(folder, "divided", 2, "tensor_parallel=2", *options)
+    assert_learns_the_same(whole, divided, step=0)
+    run(folder, "resumed", 2, "tensor_parallel=2", *options, "steps=1")
+    resumed = run(folder, "resumed", 2, "tensor_parallel=2", *options)
+    assert metrics_of(resumed)[1:] == metrics_of(divided)[1:]  # the last step of a run is also validated
+    for rank in range(2):
+        ours, theirs = weights_of(resumed, 2, rank), weights_of(divided, 2, rank)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+REPLIES = """
+import os
+import random
+import time
+from pathlib import Path
+
+def add(text, prompt):
+    with Path(__file__).with_name("asked").open("a") as file:
+        file.write(os.environ["RANK"] + "\\n")
+    return "+" if len(text) < 6 else None
+
+def roll(text, prompt):
+    time.sleep(random.random() / 100)
+    add(text, prompt)
+    if random.random() < 0.1:
+        raise ValueError("lost")
+    return random.choice(["+", "++", None])
+"""
+
+
+def environment(folder: Path, reply: str) -> str:
+    (folder / "replies.py").write_text(REPLIES)
+    options = f"{{reply: '{folder / 'replies.py'}:{reply}', max_turns: 3, max_tokens: 8}}"
+    return f"rollout.environment={{name: 'rollgraph.rl.environment:MultiTurn', options: {options}}}"
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_the_first_rank_of_a_group_runs_the_environment(folder: Path) -> None:
+    """With replies that depend on the text, a group samples what one rank does; others may be random, slow or fail."""
+    turns = environment(folder, "add")
+    whole = run(folder, "whole", 1, turns, "rollout.max_tokens=2")
+    (folder / "asked").unlink()
+    divided = run(folder, "divided", 2, "tensor_parallel=2", turns, "rollout.max_tokens=2")
+    assert_learns_the_same(whole, divided, step=0)
+    assert set((folder / "asked").read_text().split()) == {"0"}
+    for row in metrics_of(divided):
+        assert row["policy/token_mult_prob_error_max"] == 1.0
+    (folder / "asked").unlink()
+    grid = run(folder, "grid", 4, "tensor_parallel=2", environment(folder, "roll"), "rollout.max_tokens=2")
+    assert set((folder / "asked").read_text().split()) == {"0", "2"}
+    for row in metrics_of(grid):
+        assert row["policy/token_mult_prob_error_max"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("rule", "ranks", "overrides"),
     [
         ("ranks_form_groups", 3, ["tensor_parallel=2"]),
         ("layers_divide", 3, ["tensor_parallel=3"]),
         ("adapters_of_own_heads", 4, ["tensor_parallel=4", "adapter={rank: 4}"]),
-        ("division_without_dropout", 2, ["tensor_parallel=2", "adapter={rank: 4, dropout: 0.1}"]),
-        ("division_without_turns", 2, ["tensor_parallel=2", "rollout.environment={name: single_turn}"]),
-        ("division_without_cluster", 2, ["tensor_parallel=2", "cluster={engine: ray, nodes: 2}"]),
+        ("groups_on_nodes", 2, ["tensor_parallel=2", "cluster={engine: ray, nodes: 2}"]),
+        (
+            "peers_without_division",
+            2,
+            ["tensor_parallel=2", "cluster={engine: ray, gpus_per_node: 2}", "checkpoint.peers=1"],
+        ),
         ("divided_once", 2, ["tensor_parallel=2", "shard=parameters"]),
     ],
 )

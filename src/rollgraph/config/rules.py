@@ -247,16 +247,13 @@ def _cluster_rules(config: Config) -> Iterator[BrokenRule]:
 def _division_rules(config: Config) -> Iterator[BrokenRule]:
     if config.tensor_parallel == 1:
         return
-    key = "tensor_parallel"
-    if config.adapter is not None and config.adapter.dropout:
-        wrong = "ranks that divide layers would leave out different inputs; set adapter.dropout to 0, or use 1"
-        yield "division_without_dropout", key, wrong
-    if config.rollout.environment is not None:
-        wrong = "the turns of an environment could differ between ranks that divide layers; use 1 with one"
-        yield "division_without_turns", key, wrong
-    if config.cluster.engine != "none":
-        wrong = "ranks that divide layers cannot join a later attempt in the same process; use torchrun, or 1"
-        yield "division_without_cluster", key, wrong
+    on_node = config.cluster.ranks_on_node
+    if config.cluster.engine != "none" and on_node % config.tensor_parallel:
+        wrong = f"ranks that divide layers have to be on one node, and each has {on_node}: use a divisor of that"
+        yield "groups_on_nodes", "tensor_parallel", wrong
+    if config.checkpoint.peers:
+        wrong = "ranks keep whole shards of each other, not of layers that they divide; set this to 0"
+        yield "peers_without_division", "checkpoint.peers", wrong
 
 
 def _resume_rules(config: Config) -> Iterator[BrokenRule]:

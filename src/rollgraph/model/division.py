@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollgraph.distributed.pieces import ParameterPiece
 from rollgraph.model.architecture import Architecture
@@ -138,6 +138,24 @@ def empty_decoder(
     model.to_empty(device=device)
     frequencies, _ = architecture.frequencies()
     model.frequencies.copy_(frequencies)
+    return model
+
+
+def hollow_decoder(
+    architecture: Architecture, dtype: torch.dtype | None, device: str | torch.device, *, checkpointing: int = 0
+) -> Decoder:
+    """A model whose parameters have a device, but no memory yet: all elements of one are the same element.
+
+    It is for whoever moves the parameters to other memory before they are written or read.
+    """
+    with torch.device("meta"):
+        model = Decoder(architecture, checkpointing=checkpointing).to(dtype=dtype)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            element = torch.zeros((), dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(element.expand(parameter.shape)))
+    frequencies, _ = architecture.frequencies()
+    model.frequencies = frequencies.to(device)
     return model
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from rollgraph.files import FileError, MissingFile, read_object, regular_file
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.config_fields import ArchitectureError
 from rollgraph.model.decoder import Decoder
-from rollgraph.model.division import Share, empty_decoder, tensor_shares
+from rollgraph.model.division import Share, empty_decoder, tensor_shares, whole_shapes
 from rollgraph.model.hf_names import tensor_places
 from rollgraph.model.tensor_group import TensorGroup
 from rollgraph.model.weight_stream import FileVersion, OnBytes, Transfer, stream
@@ -66,15 +67,48 @@ def load_model(
     Allocates nothing but the weights and a few buffers, whatever the size of the model. `on_bytes` is called again and
     again with how many bytes are loaded and how many there are. With a `group`, only this rank's pieces are read.
     """
+    found = find_weights(folder, dtype)
+    model = empty_decoder(found.architecture, found.dtype, device, checkpointing=checkpointing, group=group)
+    _fill(model, found.tensors, on_bytes)
+    return model
+
+
+@dataclass(frozen=True)
+class FoundWeights:
+    """The weights of a folder, which were found to be complete and are not read yet."""
+
+    architecture: Architecture
+    dtype: torch.dtype | None  # that they are to have in memory
+    tensors: dict[str, Stored]
+
+    def read(self, parts: Mapping[str, tuple[int, Tensor]], on_bytes: OnBytes | None = None) -> None:
+        """Read parts of parameters: of each name, flattened, from an element on as many as its memory has."""
+        shapes = whole_shapes(self.architecture)
+        transfers = []
+        for name, (parameter, rows) in tensor_places(self.architecture).items():
+            if parameter not in parts:
+                continue
+            found = self.tensors[name]
+            start, memory = parts[parameter]
+            row = math.prod(shapes[parameter][1:])
+            first = (rows.start or 0) * row  # of this tensor in its parameter, in elements
+            low = max(start, first)
+            high = min(start + len(memory), first + math.prod(found.shape))
+            if low < high:
+                offset = found.offset + (low - first) * found.dtype.itemsize
+                transfers.append(Transfer(found.file, offset, found.dtype, memory[low - start : high - start]))
+        _stream(transfers, on_bytes)
+
+
+def find_weights(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> FoundWeights:
+    """Find the weights of a folder, and check that they are those of its model, before anything is allocated."""
     source = Path(folder)
     architecture = read_architecture(source)
     stored = _read_headers(source)
     if dtype is None:
         dtype = _stored_dtype(source, architecture, stored)
     _check(source, stored, whole_views(architecture, dtype), cast=True)
-    model = empty_decoder(architecture, dtype, device, checkpointing=checkpointing, group=group)
-    _fill(model, stored, on_bytes)
-    return model
+    return FoundWeights(architecture, dtype, stored)
 
 
 def load_weights(model: Decoder, folder: str | os.PathLike[str], *, cast: bool = False) -> None:
@@ -137,13 +171,17 @@ def _fill(model: Decoder, stored: dict[str, Stored], on_bytes: OnBytes | None = 
     shares: dict[str, Share] = {}
     if model.group is not None:
         shares = tensor_shares(model.whole, model.group.rank, model.group.size)
-    transfers = [_transfer(stored[name], view, shares.get(name)) for name, view in views.items()]
+    _stream([_transfer(stored[name], view, shares.get(name)) for name, view in views.items()], on_bytes)
+    increment_version(list(views.values()))  # they were written behind autograd's back
+
+
+def _stream(transfers: list[Transfer], on_bytes: OnBytes | None) -> None:
+    """Read tensors in the order in which they are stored."""
     transfers.sort(key=lambda transfer: (transfer.file.path, transfer.offset))
     try:
         stream(transfers, on_bytes)
     except FileError as error:
         raise ModelFileError(f"{error.place} {error.detail}") from None
-    increment_version(list(views.values()))  # they were written behind autograd's back
 
 
 def _transfer(found: Stored, view: Tensor, share: Share | None) -> Transfer:

@@ -129,10 +129,24 @@ class Linear(nn.Linear):
         return product if self.sums_over is None else self.sums_over.sum(product)
 
     def _with_dropout(self, x: Tensor, adapter: LinearAdapter) -> Tensor:
-        base = functional.linear(x, self.weight, self.bias)
-        low = functional.linear(functional.dropout(x, adapter.dropout), self.lora_a)
+        bias = None if adapter.bias is None else self.bias  # of a sum over ranks, one of them adds it
+        base = functional.linear(x, self.weight, bias)
+        a: Tensor = self.lora_a if self.outputs_of is None else self.outputs_of.enter(self.lora_a)
+        low = functional.linear(self._drop(x, adapter.dropout), a)
         padding = len(adapter.extended) - adapter.low.stop
-        return torch.cat((base, functional.pad(low, (0, padding))), 1)
+        product = torch.cat((base, functional.pad(low, (0, padding))), 1)
+        return product if self.sums_over is None else self.sums_over.sum(product)
+
+    def _drop(self, x: Tensor, rate: float) -> Tensor:
+        """Leave out inputs. Ranks that divide layers draw from the same generator, and leave out what one rank would.
+
+        Those that divide the inputs draw for all of them, and each takes its part: their generators stay alike.
+        """
+        group = self.sums_over
+        if group is None:
+            return functional.dropout(x, rate)
+        drawn = functional.dropout(x.new_ones(len(x), x.shape[1] * group.size), rate)
+        return x * (drawn.chunk(group.size, 1)[group.rank] != 0) / (1 - rate)  # not by a factor that bf16 would round
 
     def expanding_weights(self) -> Iterator[Tensor]:
         """B of each part, [outputs, rank], in the dtype that it is multiplied in on a CPU."""

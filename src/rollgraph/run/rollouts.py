@@ -10,6 +10,7 @@ from functools import partial
 from typing import cast
 
 from rollgraph.inference import Progress
+from rollgraph.policy.group_turns import run_in_group
 from rollgraph.policy.weights import POLICY
 from rollgraph.rl.algorithms import UnrewardedAlgorithm
 from rollgraph.rl.algorithms.batches import describe, is_constant
@@ -97,10 +98,11 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
     on_progress = _counting_requests(partial(run.log.view.phase, "generate"))
     with run.log.timed("generate"):
         generate = run.policy.generator(seed=seed, on_progress=on_progress)
-        rollouts = run.inputs.environment.run(generate, prompts)
+        rollouts = run_in_group(run.inputs.environment, generate, prompts, run.policy.sharded.tensor)
     if run.inputs.rewarded:
         with run.log.timed("reward"):
-            rollouts = reward(run, rollouts)
+            reward(run, rollouts)
+    rollouts = share_in_group(run, rollouts)
     show_reward_failures(run)
     if run.inputs.algorithm.needs_reference:
         kept, _ = keep(run, rollouts)
@@ -109,13 +111,16 @@ def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
     return run.policy.gather_rollouts(rollouts)
 
 
-def reward(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
-    """The rollouts with their rewards. Of the ranks that divide layers, and have the same rollouts, one asks for them:
-    a function may give others the second time, and these ranks must not differ.
-    """
+def reward(run: Run, rollouts: list[Rollout]) -> None:
+    """Fill in the rewards. Of the ranks that divide layers, the one that has the rollouts asks for them."""
     tensor = run.policy.sharded.tensor
     if tensor is None or tensor.rank == 0:
         run.inputs.rewards.score(rollouts, trainer_state(run))
+
+
+def share_in_group(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
+    """The rollouts of the first of the ranks that divide layers, on all of them: these ranks must not differ."""
+    tensor = run.policy.sharded.tensor
     if tensor is None:
         return rollouts
     mine = json.dumps([rollout.to_dict() for rollout in rollouts]) if tensor.rank == 0 else ""
@@ -178,7 +183,8 @@ def _evaluate_unrewarded(run: Run, seed: str) -> dict[str, float]:
         else:
             mine = run.inputs.validation[run.policy.world.rank :: run.policy.world.size]
             generate = run.policy.generator(seed=seed, on_progress=_counting_requests(show))
-            rollouts = run.inputs.examiner.run(generate, mine)
+            rollouts = run_in_group(run.inputs.examiner, generate, mine, run.policy.sharded.tensor)
+            rollouts = share_in_group(run, rollouts)
             run.policy.score(rollouts, "reference")
         rollouts = run.policy.gather_rollouts(rollouts)
     run.log.examined = rollouts
@@ -196,9 +202,9 @@ def _evaluate_samples(run: Run, seed: str) -> dict[str, float]:
     with run.log.timed("validate"), run.log.phase("validate") as show:
         mine = inputs.validation[world.rank :: world.size]
         generate = run.policy.generator(seed=seed, params=params, on_progress=_counting_requests(show))
-        rollouts = inputs.examiner.run(generate, mine)
-        rollouts = reward(run, rollouts)
-        rollouts = run.policy.gather_rollouts(rollouts)
+        rollouts = run_in_group(inputs.examiner, generate, mine, run.policy.sharded.tensor)
+        reward(run, rollouts)
+        rollouts = run.policy.gather_rollouts(share_in_group(run, rollouts))
     run.log.examined = rollouts
     right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
     found = {"validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)}

@@ -20,7 +20,8 @@ from rollgraph.distributed.world import World
 from rollgraph.model import Decoder, load_model
 from rollgraph.model.adapter_files import load_adapter
 from rollgraph.model.adapters import attach
-from rollgraph.model.division import divide_model
+from rollgraph.model.division import divide_model, hollow_decoder
+from rollgraph.model.hf_weights import find_weights
 from rollgraph.model.tensor_group import TensorGroup
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.exactness import describe
@@ -199,9 +200,7 @@ def make_captured_policy(
     """Load the model, allocate everything, and capture every graph."""
     with contextlib.ExitStack() as undo:
         with log.phase("load model", in_bytes=True) as show:
-            division = LayerDivision(world, config.tensor_parallel)
-            model = make_model(config, inputs.tokenizer, world.device, show, load, division.group)
-            policy = make_policy(config, division.data, inputs, model, division.peers(model))
+            policy = load_policy(config, world, inputs, show, load)
         undo.callback(policy.close)
         stop.check_in_setup()
         if inputs.teacher is not None and (config.adapter or inputs.teacher != policy.model.whole):
@@ -250,6 +249,27 @@ def capture_graphs(config: Config, inputs: Inputs, policy: PolicyWorker, log: St
         log.note(describe(policy.products))
 
 
+def load_policy(
+    config: Config, world: World, inputs: Inputs, on_bytes: OnProgress | None, load: Callable[..., Decoder] = load_model
+) -> PolicyWorker:
+    """Load the model and allocate what is trained. With sharded parameters, a rank never holds the whole model.
+
+    `load` loads one that is whole, or divided by layers.
+    """
+    division = LayerDivision(world, config.tensor_parallel)
+    path = config.model.path
+    if config.shard == "parameters" and world.size > 1 and config.adapter is None and path is not None:
+        found = find_weights(model_folder(path), _wanted_dtype(config))
+        checkpointing = recomputed_layers(config, found.architecture)
+        model = hollow_decoder(found.architecture, found.dtype, world.device, checkpointing=checkpointing)
+        policy = make_policy(config, division.data, inputs, model)
+        policy.sharded.flat.fill(partial(found.read, on_bytes=on_bytes))
+        policy.optimizer.read_shards()
+        return policy
+    model = make_model(config, inputs.tokenizer, world.device, on_bytes, load, division.group)
+    return make_policy(config, division.data, inputs, model, division.peers(model))
+
+
 def make_policy(
     config: Config, world: World, inputs: Inputs, model: Decoder, tensor: TensorPeers | None = None
 ) -> PolicyWorker:
@@ -287,7 +307,7 @@ def make_model(
     """
     architecture, _ = read_architecture(config, tokenizer)
     checkpointing = recomputed_layers(config, architecture)
-    dtype = None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    dtype = _wanted_dtype(config)
     if config.model.path is not None:
         model = load(
             model_folder(config.model.path),
@@ -302,6 +322,11 @@ def make_model(
     model.reset_parameters(std=0.4 * architecture.hidden**-0.5)  # narrow layers learn faster from larger weights
     model = model.to(device, dtype or torch.float32)
     return _adapted(config, model if group is None else divide_model(model, group))
+
+
+def _wanted_dtype(config: Config) -> torch.dtype | None:
+    """The dtype of the weights; None: the one they are stored in."""
+    return None if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
 
 
 def _adapted(config: Config, model: Decoder) -> Decoder:

@@ -40,10 +40,14 @@ class Tenure:
         return self._policy is None or self._policy.sharded.collectives.settle(seconds)
 
     def take(self, made_for: MadeFor) -> PolicyWorker | None:
-        """The policy that was kept, if it is of use; otherwise its memory is freed, and there is none."""
+        """The policy that was kept, if it is of use; otherwise its memory is freed, and there is none.
+
+        One that divides layers with other ranks is of no use: its graphs hold exchanges with these, and a rank that is
+        new cannot capture without them.
+        """
         policy, self._policy = self._policy, None
         gc.collect()  # what an exception held on to, such as a forward whose backward never came
-        if policy is not None and self._made_for != made_for:
+        if policy is not None and (self._made_for != made_for or policy.sharded.tensor is not None):
             _discard(policy)
             return None
         return policy

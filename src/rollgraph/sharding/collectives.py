@@ -169,8 +169,8 @@ class Collectives:
             total += part
         return total
 
-    def all_gather_text(self, text: str) -> list[str]:
-        """Exchange strings: what each rank passed, in the order of ranks."""
+    def all_gather_text(self, text: str, *, counts: bool = True) -> list[str]:
+        """Exchange strings: what each rank passed, in the order of ranks. `counts` is as for any other collective."""
         if self._world.size == 1:
             return [text]
         self.before_blocking()
@@ -179,13 +179,13 @@ class Collectives:
         # One byte more than needed, because frombuffer refuses an empty buffer.
         mine = torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8).to(device)[:-1]
         what = "the exchange of strings"
-        lengths = self._all_gather_now(torch.tensor([len(mine)], device=device), what).tolist()
+        lengths = self._all_gather_now(torch.tensor([len(mine)], device=device), what, counts).tolist()
         longest = max(lengths)
         if longest == 0:
             return [""] * self._world.size
         padded = mine.new_zeros(longest)
         padded[: len(mine)] = mine
-        rows = self._all_gather_now(padded, what).view(self._world.size, -1).cpu()
+        rows = self._all_gather_now(padded, what, counts).view(self._world.size, -1).cpu()
         texts = []
         for row, length in zip(rows, lengths, strict=True):
             texts.append(row[:length].numpy().tobytes().decode(errors="surrogatepass"))
@@ -215,10 +215,10 @@ class Collectives:
             return
         self._start(_EXCHANGE, call, output, given, counts=False)()
 
-    def _all_gather_now(self, mine: Tensor, what: str) -> Tensor:
+    def _all_gather_now(self, mine: Tensor, what: str, counts: bool = True) -> Tensor:
         """The tensors of all ranks, one after the other."""
         gathered = mine.new_empty(self._world.size * len(mine))
-        self._start(what, _all_gather, gathered, mine)()
+        self._start(what, _all_gather, gathered, mine, counts=counts)()
         return gathered
 
     def _start(

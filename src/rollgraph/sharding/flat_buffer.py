@@ -51,6 +51,8 @@ class Bucket:
 
 
 Snapshot = tuple[Tensor, ...]  # what a rank keeps of the parameters of each bucket
+# What a rank keeps of each parameter, by its first name: from which element on, flattened, and the memory of it.
+HeldParts = dict[str, tuple[int, Tensor]]
 
 
 class FlatBuckets:
@@ -139,6 +141,25 @@ class FlatBuckets:
         self.gradient_memory.zero_()
 
     # -- weights -----------------------------------------------------------------------------------
+
+    def fill(self, write: Callable[[HeldParts], None]) -> None:
+        """Let `write` set the memory where this rank keeps parameters. All ranks do this, each with its own parts."""
+        self.check_memory()
+        self.before_writing()
+        write(self._held_parts())
+        self.after_writing()
+
+    def _held_parts(self) -> HeldParts:
+        parts: HeldParts = {}
+        for bucket in self.buckets:
+            if bucket.own is None:
+                for slot in bucket.plan.slots:
+                    parts[slot.parameter.name] = (0, bucket.parameters.narrow(0, slot.start, slot.numel))
+                continue
+            shard = self._rank * bucket.plan.shard_numel
+            for slot, start, end in bucket.plan.owned(self._rank):
+                parts[slot.parameter.name] = (shard + start - slot.start, bucket.own[start:end])
+        return parts
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy weights by name into the buffers. Nothing changes unless all of them fit."""

@@ -30,6 +30,14 @@ class TensorPeers:
         """The sum of a scalar over the peers, in their order."""
         return self.collectives.sum(value, what)
 
+    def send_from_first(self, text: str) -> None:
+        """Give a text to the peers, each of which calls `take_from_first`. The first of them does this."""
+        self.collectives.all_gather_text(text, counts=False)
+
+    def take_from_first(self) -> str:
+        """The text that the first of the peers sends. Other groups may send more or fewer of them."""
+        return self.collectives.all_gather_text("", counts=False)[0]
+
     def exchange_columns(self, texts: list[str]) -> list[str]:
         """From the texts of the ranks that have the same pieces as this one, those of all ranks, in their order."""
         columns = [json.loads(column) for column in self.collectives.all_gather_text(json.dumps(texts))]

@@ -1,0 +1,149 @@
+"""Environments of ranks that divide layers: the others give their engines what the first one gives its own."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from rollgraph.inference import SamplingParams
+from rollgraph.policy import PolicyWorker
+from rollgraph.policy.group_turns import run_in_group
+from rollgraph.policy.turn_session import TurnGenerator
+from rollgraph.rl.environment import MultiTurn, SingleTurn
+from rollgraph.rl.turns import Generate, open_session
+from rollgraph.sharding.tensor_peers import TensorPeers
+from rollgraph.tokenizer import ByteTokenizer
+from rollgraph.types import Prompt, Rollout
+from tests.policy.small_worker import make_worker
+
+PROMPTS = [Prompt(id, tokens, "") for id, tokens in enumerate([(1, 2), (3,), (4, 5, 6)])]
+PATIENCE = 120
+
+
+class Peers:
+    """Two ranks as threads; the engine of each has the whole model, so it can say what it was asked for."""
+
+    def __init__(self, rank: int, texts: queue.SimpleQueue[str]) -> None:
+        self.rank = rank
+        self._texts = texts
+
+    def send_from_first(self, text: str) -> None:
+        self._texts.put(text)
+
+    def take_from_first(self) -> str:
+        return self._texts.get(timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[PolicyWorker]]:
+    made = [make_worker(backend="eager", reference=False) for _ in range(2)]
+    yield made
+    for worker in made:
+        worker.close()
+
+
+def generator(worker: PolicyWorker) -> TurnGenerator:
+    return worker.generator(seed="s", params=SamplingParams(max_tokens=9, stop_ids=tuple(range(13))))
+
+
+def watch(worker: PolicyWorker, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests and the steps of an engine, in their order."""
+    assert worker.engine is not None
+    seen: list[Any] = []
+    submit, step = worker.engine.submit, worker.engine.step
+
+    def submitted(prompt: Any, params: SamplingParams, **options: Any) -> Any:
+        output = submit(prompt, params, **options)
+        seen.append((list(prompt), params))
+        return output
+
+    def stepped() -> bool:
+        seen.append("step")
+        return step()
+
+    monkeypatch.setattr(worker.engine, "submit", submitted)
+    monkeypatch.setattr(worker.engine, "step", stepped)
+    return seen
+
+
+def run_both(
+    workers: list[PolicyWorker], environment: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Rollout], list[list[Any]]]:
+    """What the first rank gets, and what each engine was asked for."""
+    texts: queue.SimpleQueue[str] = queue.SimpleQueue()
+    peers = [cast(TensorPeers, Peers(rank, texts)) for rank in range(2)]
+    seen = [watch(worker, monkeypatch) for worker in workers]
+    got: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: got.append(run_in_group(environment, generator(workers[1]), PROMPTS, peers[1])), daemon=True
+    )
+    thread.start()
+    rollouts = run_in_group(environment, generator(workers[0]), PROMPTS, peers[0])
+    thread.join(PATIENCE)
+    assert got == [[]]
+    return rollouts, seen
+
+
+class Mixed:
+    """Asks for turns in every way, and for some that are refused."""
+
+    stop: tuple[str, ...] = ()
+
+    def run(self, generate: Generate, prompts: Sequence[Prompt]) -> list[Rollout]:
+        generate([([1, 2], 1)])
+        with pytest.raises(ValueError, match="cannot be continued"):
+            generate([([1, 2], 1), ([99999], 2)])
+        with open_session(generate) as session:
+            session.submit([1, 2, 3], 3)
+            with pytest.raises(ValueError, match="cannot be continued"):
+                session.submit([99999], 4)
+            session.step()
+            session.submit([4], 5)
+            generate([([1], 6)])
+            session.step()
+        turns = generate([([7], 7)])
+        return [Rollout(prompts[0], list(turns[0].tokens), [True] * len(turns[0].tokens), list(turns[0].logprobs))]
+
+
+def roll(text: str, prompt: Prompt) -> str | None:
+    return random.choice(["\x01\x02", "\x03", None])
+
+
+@pytest.mark.parametrize("kind", ["single", "multi", "mixed"])
+def test_both_engines_are_asked_for_the_same(
+    workers: list[PolicyWorker], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments = {
+        "single": SingleTurn(2),
+        "multi": MultiTurn(ByteTokenizer(), roll, samples_per_prompt=3, max_turns=4, max_tokens=24),
+        "mixed": Mixed(),
+    }
+    rollouts, (first, second) = run_both(workers, environments[kind], monkeypatch)
+    assert rollouts
+    assert all(rollout.tokens for rollout in rollouts)
+    assert first == second
+    assert "step" in first
+
+
+def test_after_an_exception_in_a_session_nothing_more_can_be_asked_for(workers: list[PolicyWorker]) -> None:
+    class Failing(Mixed):
+        def run(self, generate: Generate, prompts: Sequence[Prompt]) -> list[Rollout]:
+            with pytest.raises(KeyError), open_session(generate):
+                raise KeyError
+            generate([([1], 1)])
+            return []
+
+    peers = cast(TensorPeers, Peers(0, queue.SimpleQueue()))
+    with pytest.raises(RuntimeError, match="other ranks of the group are still in it"):
+        run_in_group(Failing(), generator(workers[0]), PROMPTS, peers)
+
+
+def test_a_rank_with_whole_layers_runs_the_environment_itself(workers: list[PolicyWorker]) -> None:
+    environment = SingleTurn(2)
+    expected = environment.run(generator(workers[0]), PROMPTS)
+    assert run_in_group(environment, generator(workers[0]), PROMPTS, None) == expected
