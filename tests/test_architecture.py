@@ -82,7 +82,7 @@ LAYERS = (
         "sharding/peer_exchange.py",
         "model/config_fields.py", "model/rope.py", "model/architecture.py",
         "model/chained_launch.py", "model/attention_kernels.py", "model/shared_keys_kernels.py",
-        "model/attention_backward_kernels.py",
+        "model/decode_kernels.py", "model/attention_backward_kernels.py",
         "model/tiled_attention.py", "model/packed_attention.py", "model/attention.py",
         "model/matmul_kernels.py", "model/products.py", "model/tensor_group.py",
         "model/logprob_kernels.py", "model/logprobs.py",
@@ -99,7 +99,8 @@ LAYERS = (
     Layer("uses", (
         "inference/defaults.py", "inference/blocks.py", "inference/scheduler.py", "inference/kv_cache.py",
         "inference/sampling_kernels.py", "inference/sampler.py",
-        "inference/decode_graphs.py", "inference/requests.py", "inference/text_stream.py", "inference/engine.py",
+        "inference/step_kernels.py", "inference/decode_graphs.py",
+        "inference/requests.py", "inference/text_stream.py", "inference/engine.py",
         "rl/paths.py", "rl/worker_messages.py", "rl/worker_process.py", "rl/worker_keeper.py", "rl/worker_handle.py",
         "rl/workers.py", "rl/event_loop.py", "rl/builtin_rewards.py", "rl/reward_arguments.py",
         "rl/reward_loading.py", "rl/reward_pickling.py", "rl/reward_calls.py", "rl/reward_workers.py", "rl/rewards.py",

@@ -41,8 +41,6 @@ def run(model: Decoder) -> Tensor:
 class PlainLora(torch.nn.Module):
     """A fused linear layer whose parts have adapters, as PEFT computes them."""
 
-    adapted = False  # by adapters of ours
-
     def __init__(self, layer: Linear, scale: float) -> None:
         super().__init__()
         adapter = layer.adapter
@@ -51,6 +49,9 @@ class PlainLora(torch.nn.Module):
         self.b = [torch.nn.Parameter(layer.lora_b.detach()[:, part.up].t().clone()) for part in adapter.parts]
         self.columns = [part.columns for part in adapter.parts]
         self.routes = {}
+
+    def starts_next(self, rows: int) -> bool:
+        return False
 
     def forward(self, x: Tensor, rows: int | None = None, *, defer: bool = False) -> Tensor:
         out = torch.nn.functional.linear(x, self.weight, self.bias)

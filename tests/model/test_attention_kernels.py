@@ -60,13 +60,37 @@ def check_decode(
     dim: int, heads: tuple[int, int], block: int, window: int | None, lengths: Sequence[int], split: bool | None,
     device: torch.device, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    from rollgraph.model.attention_kernels import decode
+    from rollgraph.model.decode_kernels import decode
 
     cache = Cache(lengths, block, heads[1], dim, spare=2)
     q = torch.randn(len(lengths), heads[0], dim).to(dtype)
     pages, table, ends = cache.on(device, dtype)
     found = decode(q.to(device), pages, table, ends, window, split)
     close(found, paged_decode(q.float(), cache.plain(dtype), cache.table, cache.lengths, window))
+
+
+def check_unrotated_decode(
+    dim: int, heads: tuple[int, int], lengths: Sequence[int], split: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """A decode step that rotates by itself has the bits of two kernels, in its results and in the cache."""
+    from rollgraph.model.decode_kernels import Unrotated, decode
+    from rollgraph.model.head_kernels import rotate_and_store
+
+    block, (heads_q, heads_kv) = 16, heads
+    cache = Cache(lengths, block, heads_kv, dim, spare=1)
+    pages, table, ends = cache.on(device, dtype)
+    last = cache.lengths.long() - 1
+    slots = (cache.table[torch.arange(len(lengths)), last // block] * block + last % block).int().to(device)
+    pages.flatten(0, 1)[slots.long()] = torch.nan  # what a step adds is not there yet
+    qkv = torch.randn(len(lengths), (heads_q + 2 * heads_kv) * dim).to(device, dtype)
+    cos, sin = (x.to(device) for x in rotary_angles(last, torch.rand(dim // 2), 1.2))
+    expected_pages = pages.clone()
+    q = rotate_and_store(qkv, cos, sin, None, 1e-5, slots, expected_pages, heads_q)
+    expected = decode(q, expected_pages, table, ends, None, split)
+    found = decode(Unrotated(qkv, cos, sin, slots, heads_q), pages, table, ends, None, split)
+    assert torch.equal(found, expected)
+    assert found.isfinite().all()
+    assert torch.equal(pages.nan_to_num(7.0), expected_pages.nan_to_num(7.0))
 
 
 def check_prefill(
@@ -173,7 +197,8 @@ def check_one_arithmetic(
     dim: int, heads: tuple[int, int], window: int | None, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Decode, with and without parts, prefill in chunks, and packed with and without a shared prompt: equal bits."""
-    from rollgraph.model.attention_kernels import decode, packed, prefill
+    from rollgraph.model.attention_kernels import packed, prefill
+    from rollgraph.model.decode_kernels import decode
 
     lengths, block = (1, 64, 65, 300, 520, 40), 16
     cache = Cache(lengths, block, heads[1], dim, spare=1)
@@ -293,6 +318,10 @@ def make_cases() -> tuple[dict[str, Case], list[str]]:
             for split in (False, True):
                 several = partial(check_decode, 24, (3, 1), 16, window, lengths, split)
                 cases[f"decode in several parts, {split=}, lengths {lengths}, window {window}"] = several
+    for dim, heads in ((24, (2, 2)), (64, (7, 1)), (128, (12, 2))):
+        for split in (False, True):
+            unrotated = partial(check_unrotated_decode, dim, heads, (1, 64, 65, 700, 513), split)
+            cases[f"unrotated decode, dim {dim}, heads {heads[0]}/{heads[1]}, {split=}"] = unrotated
     many = [1 + i * 37 % 200 for i in range(300)]  # more programs than a GPU runs at the same time
     for kind, rows in (("many", many), ("few", many[:3])):
         cases[f"decode, {kind} rows"] = partial(check_decode, 64, (6, 2), 16, None, rows, None)

@@ -20,9 +20,10 @@ from rollgraph.graph import GraphPool, capture
 from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
 from rollgraph.inference.kv_cache import CachePlan, copy_blocks
-from rollgraph.inference.sampler import Rows, sample, sample_filtered
+from rollgraph.inference.sampler import Rows, sample_filtered, sample_into
 from rollgraph.inference.scheduler import IDLE
-from rollgraph.model.decoder import Decoder
+from rollgraph.model.decoder import Angles, Decoder
+from rollgraph.model.products import LIBRARY
 
 # Columns of a row's state, which is int32.
 TOKEN = 0
@@ -107,6 +108,9 @@ class DecodeGraphs:
         self.orders = torch.full((rows,), IDLE, dtype=torch.int32, device=device)
         # Each row is a token and the bits of two float32. The rows of a bucket are contiguous: one copy transfers them.
         self.results = torch.zeros((rows, 3), dtype=torch.int32, device=device)
+        self._angles: Angles | None = None  # of every position, for the kernels at both ends of a step
+        if device.type == "cuda":
+            self._angles = model.angles(torch.arange(max_length, device=device))
         self._batches = {}
         for tokens in prefill_buckets:
             self._batches[tokens] = torch.zeros(self._batch_size(tokens), dtype=torch.int32, device=device)
@@ -144,31 +148,47 @@ class DecodeGraphs:
     @torch.no_grad()
     def _decode_step(self, rows: int, filtered: bool) -> None:
         state = self.state[:rows]
-        orders = self.orders[:rows]
-        size = self._block_size
         token = state[:, TOKEN]
         position = state[:, POSITION]
         table = state[:, TABLE:]
+        slots, lengths, angles = self._begin_rows(self.orders[:rows], position, table)
+        hidden = self._model.decode(token, position, slots, self.pages, table, lengths, angles)
+        sampling = self._sampling_of(state, lengths)  # the token to be drawn comes after as many
+        logits = self._model.logits(hidden)
+        results = self.results[:rows]
+        if filtered:
+            self.history[:rows].scatter_(1, position.long()[:, None], token[:, None])
+            sample_filtered(logits, sampling, self.history[:rows]).write_to(results)
+        else:
+            chained = self._model.head_routes.get(rows, LIBRARY).way == "fixed"
+            sample_into(results, logits, sampling, chained=chained)
+        if self._model.group is not None:  # the ranks of a group decode the same tokens, whatever happens
+            results.copy_(self._model.group.first(results))
+        self._advance_rows(self.orders[:rows], results, token, position)
+
+    def _begin_rows(self, orders: Tensor, position: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Angles | None]:
+        """Append new blocks to the table. Slots in the cache, lengths, and rotary angles if they are known already."""
+        size = self._block_size
+        if self._angles is not None:
+            from rollgraph.inference.step_kernels import begin_step
+
+            return begin_step(orders, position, table, self._angles, size, IDLE)
         active = orders > IDLE
         column = (position // size).long()[:, None]
         block = torch.where(orders >= 0, orders, table.gather(1, column)[:, 0])
         table.scatter_(1, column, block[:, None])
         slots = torch.where(active, block * size + position % size, 0)
-        lengths = torch.where(active, position + 1, 1)
-        hidden = self._model.decode(token, position, slots, self.pages, table, lengths)
-        sampling = self._sampling_of(state, position + 1)
-        if filtered:
-            self.history[:rows].scatter_(1, position.long()[:, None], token[:, None])
-            drawn = sample_filtered(self._model.logits(hidden), sampling, self.history[:rows])
-        else:
-            drawn = sample(self._model.logits(hidden), sampling)
-        logprobs = torch.stack((drawn.logprob, drawn.policy_logprob), 1).view(torch.int32)
-        results = torch.cat((drawn.token[:, None], logprobs), 1)
-        if self._model.group is not None:  # the ranks of a group decode the same tokens, whatever happens
-            results = self._model.group.first(results)
+        return slots, torch.where(active, position + 1, 1), None
+
+    def _advance_rows(self, orders: Tensor, results: Tensor, token: Tensor, position: Tensor) -> None:
+        if self._angles is not None:
+            from rollgraph.inference.step_kernels import advance
+
+            advance(orders, results, token, position, IDLE)
+            return
+        active = orders > IDLE
         token.copy_(torch.where(active, results[:, 0].clamp_min(0), token))
         position.add_(active)
-        self.results[:rows] = results
 
     def _sampling_of(self, state: Tensor, position: Tensor) -> Rows:
         numbers = state.view(torch.float32)

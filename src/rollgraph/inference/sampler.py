@@ -45,15 +45,40 @@ class Drawn:
     logprob: Tensor  # float32, under the distribution it was drawn from (0 if the most likely token was taken)
     policy_logprob: Tensor  # float32, under softmax(logits)
 
+    def write_to(self, results: Tensor) -> None:
+        """Write tokens and the bits of both log-probabilities to `results`, [rows, 3] int32."""
+        results[:, 0] = self.token
+        results[:, 1:] = torch.stack((self.logprob, self.policy_logprob), 1).view(torch.int32)
+
+    @classmethod
+    def read_from(cls, results: Tensor) -> Drawn:
+        _, logprob, policy_logprob = results.view(torch.float32).unbind(1)
+        return cls(results[:, 0], logprob, policy_logprob)
+
 
 def sample(logits: Tensor, rows: Rows) -> Drawn:
     """Draw at a temperature, without filters. `logits` is [rows, vocabulary] in fp32."""
-    greedy = rows.temperature == 0
-    scale = _scales(rows.temperature)
+    results = torch.empty((len(logits), 3), dtype=torch.int32, device=logits.device)
+    sample_into(results, logits, rows)
+    return Drawn.read_from(results)
+
+
+def sample_into(results: Tensor, logits: Tensor, rows: Rows, *, chained: bool = False) -> None:
+    """`sample`, with what `Drawn.write_to` writes as the result.
+
+    `chained` says that the logits come from a kernel that lets the next one start early.
+    """
     if logits.is_cuda:
         from rollgraph.inference.sampling_kernels import draw
 
-        return Drawn(*draw(logits, rows.seed, rows.position, scale[:, 0], greedy))
+        draw(results, logits, rows.seed, rows.position, rows.temperature, chained)
+    else:
+        _sample_plainly(logits, rows).write_to(results)
+
+
+def _sample_plainly(logits: Tensor, rows: Rows) -> Drawn:
+    greedy = rows.temperature == 0
+    scale = _scales(rows.temperature)
     ids = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32).expand_as(logits)
     scaled = logits * scale
     scores = torch.where(greedy[:, None], scaled, scaled + gumbel(rows.seed, rows.position, ids))

@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
+from rollgraph.model.chained_launch import can_chain
 from rollgraph.model.logprob_kernels import PART, WARPS, lanes, normalizer, part_count, sum_part
 
 
@@ -30,14 +31,24 @@ def _log(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def _scale(temperature):
+    """1 / temperature, rounded as training rounds it, and whether the row takes the most likely token instead."""
+    greedy = temperature == 0.0
+    return tl.where(greedy, 1.0, tl.math.div_rn(1.0, tl.where(greedy, 1.0, temperature))), greedy
+
+
+@triton.jit
 def _draw_kernel(
-    logits, seeds, positions, scales, greedy_rows, parts, vocabulary, stride_seed, stride_position,
-    PARTS: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr,
+    logits, seeds, positions, temperatures, parts, vocabulary, stride_seed, stride_position, stride_temperature,
+    PARTS: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr, STARTS_NEXT: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Find the best token in one part of a row, and that part's sums of exponentials."""
+    if STARTS_NEXT:
+        gdc_launch_dependents()
+    if WAITS:
+        gdc_wait()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    scale = tl.load(scales + row)
-    greedy = tl.load(greedy_rows + row) != 0
+    scale, greedy = _scale(tl.load(temperatures + row * stride_temperature))
     ids = part * PART + tl.arange(0, PART)
     x = tl.load(logits + row * vocabulary + ids, mask=ids < vocabulary, other=-float("inf"))
     top, total = sum_part(x, scale)
@@ -68,14 +79,16 @@ def _draw_kernel(
 
 @triton.jit
 def _join_draws_kernel(
-    parts, scales, greedy_rows, tokens, logprobs, policy_logprobs, PARTS: tl.constexpr, LANES: tl.constexpr
+    parts, temperatures, results, stride_temperature, PARTS: tl.constexpr, LANES: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     inside = lane < PARTS
     source = parts + (row * PARTS + lane) * 6
-    scale = tl.load(scales + row)
-    greedy = tl.load(greedy_rows + row) != 0
+    scale, greedy = _scale(tl.load(temperatures + row * stride_temperature))
     scores = tl.load(source, mask=inside, other=-float("inf"))
     ids = tl.load(source + 1, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     tops = tl.load(source + 3, mask=inside, other=-1e30)
@@ -88,30 +101,29 @@ def _join_draws_kernel(
     policy = logit - plain
     logprob = tl.where(greedy, 0.0, tl.fma(logit, scale, -scaled))
     finite = (tl.abs(policy) < float("inf")) & (tl.abs(logprob) < float("inf"))  # false for NaN
-    tl.store(tokens + row, tl.where(finite, token, -1))
-    tl.store(logprobs + row, logprob)
-    tl.store(policy_logprobs + row, policy)
+    target = results + row * 3
+    tl.store(target, tl.where(finite, token, -1))
+    tl.store(target + 1, logprob.to(tl.int32, bitcast=True))
+    tl.store(target + 2, policy.to(tl.int32, bitcast=True))
 
 
 def draw(
-    logits: Tensor, seed: Tensor, position: Tensor, scale: Tensor, greedy: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The token of each row, its log-probability at the temperature, and under the policy.
-
-    `scale` is 1 / temperature, and 1 in rows that are `greedy`. The token is -1 where the logits are not finite.
+    results: Tensor, logits: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, chained: bool = False
+) -> None:
+    """Write to `results`, [rows, 3] int32: a token, and the bits of its log-probabilities at the temperature and
+    under the policy. The token is -1 where the logits are not finite. `chained` is as for `sampler.sample_into`.
     """
     rows, vocabulary = logits.shape
     count = part_count(vocabulary)
     parts = torch.empty((rows, count, 6), dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    policy = torch.empty_like(logprobs)
-    greedy = greedy.to(torch.int32)
+    chains = can_chain(logits.device)
+    waits = chained and chains
     _draw_kernel[(rows, count)](
-        logits, seed, position, scale, greedy, parts, vocabulary, seed.stride(0), position.stride(0),
-        PARTS=count, PART=PART, FAST=logits.is_cuda, num_warps=WARPS,
+        logits, seed, position, temperature, parts, vocabulary, seed.stride(0), position.stride(0),
+        temperature.stride(0), PARTS=count, PART=PART, FAST=logits.is_cuda, STARTS_NEXT=chains, WAITS=waits,
+        num_warps=WARPS, launch_pdl=waits,
     )  # fmt: skip
     _join_draws_kernel[(rows,)](
-        parts, scale, greedy, tokens, logprobs, policy, PARTS=count, LANES=lanes(count), num_warps=1
-    )
-    return tokens, logprobs, policy
+        parts, temperature, results, temperature.stride(0), PARTS=count, LANES=lanes(count), CHAINED=chains,
+        num_warps=1, launch_pdl=chains,
+    )  # fmt: skip

@@ -57,7 +57,7 @@ def paged_decode(q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, windo
     `table[row, p // block_size]`.
     """
     if q.is_cuda:
-        from rollgraph.model.attention_kernels import decode
+        from rollgraph.model.decode_kernels import decode
 
         return decode(q, pages, table, lengths, window)
     return _attend_paged(q, pages, table, lengths - 1, window)

@@ -14,22 +14,18 @@ The kernels launch outside of PyTorch's dispatcher, so the undo log of a capture
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from rollgraph.model.chained_launch import can_chain
 
 TILE = 64  # keys that a program reads in one iteration
 PART = 512  # keys that are summed up before they are joined with those before them; a multiple of TILE
 _ROWS = 64  # queries of one program of a packed kernel
 _LEVELS = tl.constexpr(TILE.bit_length() - 1)  # how often a tile can be halved
-_NOTHING = tl.constexpr(-1e30)  # the highest score where no key is visible
+NOTHING = tl.constexpr(-1e30)  # the highest score where no key is visible
 _LN_2 = 0.6931471805599453
 
 
@@ -47,7 +43,7 @@ def memory_row(place, inside, table, first, shared, own, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _attend_part(
+def attend_part(
     queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, end, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -58,7 +54,7 @@ def _attend_part(
     """
     dims = tl.arange(0, WIDTH)
     in_dim = dims < DIM
-    best = tl.full((queries.shape[0],), _NOTHING, tl.float32)
+    best = tl.full((queries.shape[0],), NOTHING, tl.float32)
     totals = tl.zeros((queries.shape[0], TILE), tl.float32)  # of each column of a tile; added up at the end
     mixed = tl.zeros((queries.shape[0], WIDTH), tl.float32)
     for start in range(begin, end, TILE):
@@ -72,7 +68,7 @@ def _attend_part(
         seen = (place <= positions[:, None]) & inside
         if WINDOW > 0:
             seen = seen & (positions[:, None] - place < WINDOW)
-        scores = tl.where(seen, scores * scale, _NOTHING)
+        scores = tl.where(seen, scores * scale, NOTHING)
         highest = tl.maximum(best, tl.max(scores, 1))
         weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
         shrink = tl.exp2(best - highest)
@@ -95,7 +91,7 @@ def _sum_columns(x):
 
 
 @triton.jit
-def _join(best, total, mixed, part_best, part_total, part_mixed):
+def join(best, total, mixed, part_best, part_total, part_mixed):
     """Add one more part to the sums of the parts before it."""
     highest = tl.maximum(best, part_best)
     shrink = tl.exp2(best - highest)
@@ -106,7 +102,7 @@ def _join(best, total, mixed, part_best, part_total, part_mixed):
 
 
 @triton.jit
-def _attend(
+def attend(
     queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, end, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     PART: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -116,17 +112,17 @@ def _attend(
     SEVERAL says that there can be more than one part: without the sums of other parts, a program needs less memory.
     """
     first_part = begin // PART
-    best, total, mixed = _attend_part(
+    best, total, mixed = attend_part(
         queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
         begin, tl.minimum(end, (first_part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
     )  # fmt: skip
     if SEVERAL:
         for part in range(first_part + 1, tl.cdiv(end, PART)):
-            part_best, part_total, part_mixed = _attend_part(
+            part_best, part_total, part_mixed = attend_part(
                 queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
                 part * PART, tl.minimum(end, (part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
             )  # fmt: skip
-            best, total, mixed = _join(best, total, mixed, part_best, part_total, part_mixed)
+            best, total, mixed = join(best, total, mixed, part_best, part_total, part_mixed)
     return best, total, mixed
 
 
@@ -136,118 +132,6 @@ def visible_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
     if WINDOW > 0:
         return tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
     return 0
-
-
-# -- decode ------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _decode_kernel(
-    q, pages, table, lengths, out, sums, scale, table_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-    SEVERAL: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Attention of the query heads that share one key/value head. With PARTS > 1, over one part of a row's places."""
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
-    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + row)
-    begin = visible_from(length - 1, WINDOW, TILE)
-    end = length
-    if PARTS > 1:
-        begin = tl.maximum(begin, part * PART)
-        end = tl.minimum(end, (part + 1) * PART)
-        if begin >= end:
-            return
-    group, dims = tl.arange(0, GROUP), tl.arange(0, WIDTH)
-    shown = (group < HEADS // KV_HEADS)[:, None] & (dims < DIM)
-    head = kv_head * (HEADS // KV_HEADS) + group
-    queries = tl.load(q + (row * HEADS + head)[:, None] * DIM + dims, mask=shown, other=0.0)
-    positions = tl.zeros((GROUP,), tl.int32) + (length - 1)
-    keys = pages + kv_head * DIM
-    values = keys + KV_HEADS * DIM
-    if PARTS > 1:
-        best, total, mixed = _attend_part(
-            queries, positions, keys, values, 2 * KV_HEADS * DIM, 2 * KV_HEADS * DIM, table + row * table_stride,
-            0, 0, 0, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
-        )  # fmt: skip
-        where = (row * HEADS + head).to(tl.int64) * PARTS + part
-        tl.store(sums + where * 2, best, mask=group < HEADS // KV_HEADS)
-        tl.store(sums + where * 2 + 1, total, mask=group < HEADS // KV_HEADS)
-        tl.store(out + where[:, None] * DIM + dims, mixed, mask=shown)
-    else:
-        best, total, mixed = _attend(
-            queries, positions, keys, values, 2 * KV_HEADS * DIM, 2 * KV_HEADS * DIM, table + row * table_stride,
-            0, 0, 0, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PART, SEVERAL, PRECISION,
-        )  # fmt: skip
-        result = (mixed / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + (row * HEADS + head)[:, None] * DIM + dims, result, mask=shown)
-
-
-@triton.jit
-def _join_kernel(
-    parts, sums, lengths, out,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Join the parts of one head of one row, in order."""
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
-    head = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + head // HEADS)
-    dims = tl.arange(0, WIDTH)
-    in_dim = dims < DIM
-    best = tl.full((1,), _NOTHING, tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    mixed = tl.zeros((1, WIDTH), tl.float32)
-    for part in range(visible_from(length - 1, WINDOW, TILE) // PART, tl.cdiv(length, PART)):
-        where = head * PARTS + part + tl.arange(0, 1)
-        part_mixed = tl.load(parts + where[:, None] * DIM + dims, mask=in_dim[None, :], other=0.0)
-        part_best, part_total = tl.load(sums + where * 2), tl.load(sums + where * 2 + 1)
-        best, total, mixed = _join(best, total, mixed, part_best, part_total, part_mixed)
-    target = out + head * DIM + dims[None, :]
-    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=in_dim[None, :])
-
-
-def decode(
-    q: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, window: int | None, split: bool | None = None
-) -> Tensor:
-    """See `attention.paged_decode`. If there are few rows, each part of a row is given to a program of its own."""
-    rows, heads, dim = q.shape
-    _, block, _, kv_heads, _ = pages.shape
-    most = parts = triton.cdiv(table.shape[1] * block, PART)
-    programs = rows * kv_heads
-    if split is None:
-        split = programs < 2 * _processors(q.device)
-    if not split:
-        parts = 1
-    crowded = programs > 4 * _processors(q.device)
-    chained = can_chain(q.device)  # the queries come from a kernel that lets this one start early
-    out = torch.empty_like(q)
-    target, sums = out, out
-    if parts > 1:
-        target = torch.empty((rows, heads, parts, dim), dtype=torch.float32, device=q.device)
-        sums = torch.empty((rows, heads, parts, 2), dtype=torch.float32, device=q.device)
-    width = max(16, triton.next_power_of_2(dim))
-    _decode_kernel[(rows, kv_heads, parts)](
-        q, pages, table, lengths, target, sums, _scale(dim), table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK=block, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, SEVERAL=most > 1,
-        PRECISION=dot_precision(q), CHAINED=chained, num_warps=2 if crowded else 4, num_stages=3, launch_pdl=chained,
-    )  # fmt: skip
-    if parts > 1:
-        _join_kernel[(rows * heads,)](
-            target, sums, lengths, out,
-            HEADS=heads, DIM=dim, WIDTH=width, WINDOW=window or 0, TILE=TILE, PART=PART, PARTS=parts, CHAINED=chained,
-            num_warps=1, launch_pdl=chained,
-        )  # fmt: skip
-    return out
-
-
-# -- packed queries: prefill, scoring and training ---------------------------------------------------------------------
 
 
 @triton.jit
@@ -299,7 +183,7 @@ def _packed_kernel(
     at_q = ((begin_rows + row).to(tl.int64) * HEADS + head) * DIM
     queries = tl.load(q + at_q[:, None] + dims, mask=shown, other=0.0)
     kv_head = head // (HEADS // KV_HEADS)
-    best, total, mixed = _attend(
+    best, total, mixed = attend(
         queries, position, keys + kv_head * DIM, values + kv_head * DIM, key_stride, value_stride,
         table + low * table_stride, first, shared, begin_rows,
         visible_from(length - count + tile * ROWS, WINDOW, TILE),
@@ -361,21 +245,16 @@ def _launch_packed(
     sequences = len(cu_rows) - 1
     _packed_kernel[(count // _ROWS + sequences, heads)](
         q, keys, values, table, tokens, cu_rows, cu_keys, lengths, out, out if normalizers is None else normalizers,
-        _scale(dim), sequences, count, *strides,
+        score_scale(dim), sequences, count, *strides,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK=block,
         WINDOW=window or 0, ROWS=_ROWS, TILE=TILE, PART=PART, STEPS=sequences.bit_length(),
         SEVERAL=longest > PART, NORMALIZE=normalizers is not None, PRECISION=dot_precision(q), num_warps=4,
     )  # fmt: skip
 
 
-def _scale(dim: int) -> float:
+def score_scale(dim: int) -> float:
     """The factor of scores whose powers of 2 are the softmax."""
     return dim**-0.5 / _LN_2
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def dot_precision(q: Tensor) -> Any:

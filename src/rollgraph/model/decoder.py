@@ -31,6 +31,8 @@ from rollgraph.model.products import Routes, gate, multiply, padded_rows
 from rollgraph.model.recompute import recompute
 from rollgraph.model.tensor_group import TensorGroup
 
+Angles = tuple[Tensor, Tensor]  # rotary cos and sin
+
 # Called with a layer's attention module, its projected qkv, cos and sin; gives the mixed values.
 Attend = Callable[["Attention", Tensor | Unexpanded, Tensor, Tensor], Tensor]
 
@@ -294,10 +296,13 @@ class Decoder(Adaptable):
 
     def decode(
         self, input_ids: Tensor, positions: Tensor, slots: Tensor, pages: Iterable[Tensor], table: Tensor,
-        lengths: Tensor,
+        lengths: Tensor, angles: Angles | None = None,
     ) -> Tensor:  # fmt: skip
-        """Hidden states of one new token in each row, [rows, hidden]. Its keys and values go to the cache."""
-        residual, update, cos, sin = self._begin(input_ids, positions)
+        """Hidden states of one new token in each row, [rows, hidden]. Its keys and values go to the cache.
+
+        `angles` are those of the positions, if the caller knows them already.
+        """
+        residual, update, cos, sin = self._begin(input_ids, positions, angles)
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             attend = partial(_attend_decode, slots, layer_pages, table, lengths)
             residual, update = layer.run(residual, update, cos, sin, attend)
@@ -307,10 +312,16 @@ class Decoder(Adaptable):
         """[tokens, vocabulary] in fp32."""
         return multiply(hidden, self.head_weight, None, self.head_routes, wide=True)
 
-    def _begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def angles(self, positions: Tensor) -> Angles:
+        """Rotary cos and sin, [tokens, head_dim / 2]."""
+        return rotary_angles(positions, self.frequencies, self.rope_factor)
+
+    def _begin(
+        self, input_ids: Tensor, positions: Tensor, angles: Angles | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The residual stream, an update of zero, and the rotary cos and sin."""
         residual = self.embed(input_ids)
-        cos, sin = rotary_angles(positions, self.frequencies, self.rope_factor)
+        cos, sin = angles or self.angles(positions)
         return residual, torch.zeros_like(residual), cos, sin
 
     def _end(self, residual: Tensor, update: Tensor) -> Tensor:
@@ -343,5 +354,11 @@ def _attend_decode(
     slots: Tensor, pages: Tensor, table: Tensor, lengths: Tensor, attention: Attention,
     qkv: Tensor | Unexpanded, cos: Tensor, sin: Tensor,
 ) -> Tensor:  # fmt: skip
+    if isinstance(qkv, Tensor) and qkv.is_cuda and attention.q_norm is None:
+        from rollgraph.model.decode_kernels import Unrotated, decode
+
+        chained = attention.qkv.starts_next(len(qkv))
+        unrotated = Unrotated(qkv.contiguous(), cos, sin, slots, attention.heads, chained)
+        return decode(unrotated, pages, table, lengths, attention.window)
     q = attention.split_and_store(qkv, cos, sin, slots, pages)
     return paged_decode(q, pages, table, lengths, attention.window)

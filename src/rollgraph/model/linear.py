@@ -73,10 +73,6 @@ class Linear(nn.Linear):
         self.shared = shared
         self.adapter: LinearAdapter | None = None
 
-    @property
-    def adapted(self) -> bool:
-        return self.adapter is not None
-
     def starts_next(self, rows: int) -> bool:
         """Whether a product of so many rows ends with a kernel of ours, which lets the next one start early."""
         if self.adapter is not None:
