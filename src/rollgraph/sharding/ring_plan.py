@@ -8,7 +8,7 @@ a unit (`frozen_parts.py`) are gathered with it, and that is all.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,18 +66,28 @@ class RingPlan:
         """Bytes in a slot: those of the largest unit in it."""
         return max(unit.nbytes for unit in self.units if unit.slot == slot)
 
-    @property
-    def ranks(self) -> int:
-        return self.units[0].buckets[0].ranks
-
     def slot_gradients(self, slot: int) -> int:
         """Elements of gradients in a slot."""
         return max(unit.gradients for unit in self.units if unit.slot == slot)
 
     @property
+    def kept_nbytes(self) -> int:
+        """Bytes of a rank's shards of the parameters that take turns."""
+        return sum(_shard_nbytes(unit.buckets) for unit in self.units[: self.turning])
+
+    @property
+    def kept_frozen_nbytes(self) -> int:
+        """The same of frozen tensors."""
+        return _shard_nbytes(self.frozen)
+
+    @property
     def copy_nbytes(self) -> int:
         """Bytes of a full copy, which has the parameters outside of layers in common with the ring."""
         return sum(unit.nbytes for unit in self.units[: self.turning])
+
+
+def _shard_nbytes(buckets: Iterable[BucketPlan]) -> int:
+    return sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets)
 
 
 def names_in(model: nn.Module, units: Sequence[nn.Module]) -> list[set[str]]:
@@ -133,8 +143,7 @@ def plan_ring(
     """The memory of one rank that holds shards, the slots of the ring, and AdamW. A full copy is not in it."""
     slots = range(plan.slots)
     parameters = sum(map(plan.slot_nbytes, slots))  # the shard of the rest is a part of its slot
-    for unit in plan.units[: plan.turning]:
-        parameters += unit.nbytes // plan.ranks
+    parameters += plan.kept_nbytes + plan.kept_frozen_nbytes
     gradients = sum(map(plan.slot_gradients, slots))
     gradients += sum(bucket.shard_numel for bucket in plan.buckets if bucket.trainable)
     return MemoryPlan(parameters, gradients * grad_dtype.itemsize, plan_optimizer(plan.buckets, state, offload))
