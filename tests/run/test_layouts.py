@@ -13,16 +13,22 @@ import pytest
 from rollgraph.config import Config, ConfigError, parse_config
 from rollgraph.distributed.world import World
 from rollgraph.model import Architecture
+from rollgraph.policy.adapted_weights import SHARDED_BASE
 from rollgraph.run import chosen_memory
 from rollgraph.run.chosen_memory import choose_memory, count_nodes
 from rollgraph.run.communication import Link, Network
+from rollgraph.run.inputs import make_tokenizer
 from rollgraph.run.layer_memory import Pass
 from rollgraph.run.memory_choice import MemoryBudget
 from rollgraph.run.memory_plan import pool_bytes
 from rollgraph.run.memory_remedies import DoesNotFit
 from rollgraph.run.plan import Plan, make_plan
 from rollgraph.run.plan_lines import GIB, PHASES, total
+from rollgraph.run.setup import make_model
+from rollgraph.sharding import ShardedAdamW, ShardedModel
 from tests.run.test_memory_plan import call, line
+from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
+from tests.sharding.test_ring import storages
 
 QWEN_32B = {
     "model_type": "qwen2",
@@ -290,6 +296,45 @@ def test_ranks_that_shard_parameters_divide_the_base_of_adapters(folder: Path) -
     assert not any(entry.name == "reference" for entry in plan.lines)  # the base is
     whole = planned(folder, "adapter.rank=32", "model.checkpointing=32", ranks=8)
     assert line(whole, "base, frozen") == pytest.approx(8 * line(plan, "base, frozen") + 2 * REST, rel=1e-4)
+
+
+TINY = """
+output: {output}
+data: {{train: t.jsonl, prompts_per_step: 4}}
+rollout: {{samples_per_prompt: 2, max_tokens: 8}}
+reward: {{functions: [{{name: exact_match}}]}}
+model: {{tiny: {{width: 48, mlp: 80, layers: 5, heads: 6, kv_heads: 3, max_length: 64}}}}
+tokenizer: {{path: bytes}}
+shard: parameters
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("overrides", [[], ["adapter.rank=3"], ["adapter={rank: 5, targets: [v_proj, down_proj]}"]])
+def test_a_rank_holds_what_is_planned(tmp_path: Path, ranks: int, overrides: list[str]) -> None:
+    config = parse_config(TINY.format(output=tmp_path), overrides)
+    plan = make_plan(config, ranks=ranks, device="cpu")
+    names = ("base, frozen", "parameters", "ring of layers", "embedding and head", "gradients, fp32", "optimizer")
+    planned_bytes = sum(line(plan, name) for name in names)
+
+    def run(rank: int, room: Room) -> tuple[int, int]:
+        model = make_model(config, make_tokenizer(config), "cpu")
+        base = None if model.adapters is None else SHARDED_BASE
+        sharded = ShardedModel(
+            model, World(rank, ranks, "cpu"), collectives=RoomCollectives(room, rank), shard="parameters",
+            units=list(model.layers), frozen=base,
+        )  # fmt: skip
+        optimizer = ShardedAdamW(sharded, 0.1)
+        tensors = [*model.parameters(), *([] if base is None else model.buffers()), sharded.flat.gradient_memory]
+        tensors += [bucket.kept for bucket in (*sharded.flat.buckets, *sharded.flat.frozen_buckets)]
+        tensors += [tensor for shard in optimizer.state.shards for tensor in shard.values()]
+        reader = sharded.make_reader()
+        copied = [*reader.parameters(), *([] if base is None else reader.buffers())]
+        return storages(tensors), storages([*tensors, *copied]) - storages(tensors)
+
+    for held, copied in run_ranks(ranks, run):
+        assert held == planned_bytes
+        assert copied == line(plan, "parameters, gathered")
 
 
 def test_adapters_have_every_layout(folder: Path) -> None:

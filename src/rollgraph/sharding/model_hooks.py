@@ -5,6 +5,7 @@ Owns all handles on the model. What the hooks do is in `parameter_gathers.py` an
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -54,6 +55,8 @@ class ModelHooks:
             model.register_forward_pre_hook(before_forward, prepend=True),
         ]
         self._tree: TreeView | None = None
+        if units:  # inputs of a first layer may need no gradient: its hook runs then as well, and PyTorch warns of that
+            warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
         self.hooks.enable()
         self.follow_tree()
 
