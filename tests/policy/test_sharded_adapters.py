@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 SPEC = AdapterSpec(rank=3, alpha=3.0)
 MLP_ONLY = replace(SPEC, targets=("down_proj",))
-QWEN = replace(DEEP, family="qwen2")  # with biases
+BIASED = replace(DEEP, family="qwen2", attention_bias=True)
 ONE_SIZE = replace(LIMITS, token_buckets=(48,))
 STEPS = 3
 SCORED = make_samples(4, seed=9)
@@ -39,10 +39,10 @@ GRAPH_HOOKS: list[GraphHooks] = []  # of all graphs that were made in this proce
 
 
 def make(
-    world: World, *, spec: AdapterSpec = SPEC, qwen: bool = False, recomputed: int = 0, **options: Any
+    world: World, *, spec: AdapterSpec = SPEC, biased: bool = False, recomputed: int = 0, **options: Any
 ) -> PolicyWorker:
     """In a process of its own: the model is changed for all of it."""
-    small_worker.TINY = QWEN if qwen else DEEP
+    small_worker.TINY = BIASED if biased else DEEP
 
     def make_model() -> Any:
         model = make_whole_model()
@@ -86,7 +86,7 @@ def run_phases(worker: PolicyWorker, ranks: int) -> list[Any]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "layers": {},
     "recomputed": {"recomputed": 3},
-    "biases": {"qwen": True},
+    "biases": {"biased": True},
     "eager": {"backend": "eager"},
     "attn, mlp": {"scopes": ("attn", "mlp")},
     "nothing to train in attentions": {"scopes": ("attn", "mlp"), "spec": MLP_ONLY},

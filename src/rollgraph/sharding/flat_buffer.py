@@ -242,8 +242,8 @@ def _make_ring(
     shards = sum(bucket.shard_numel for bucket in plan.buckets if bucket.trainable)
     gradient_memory = torch.zeros(sum(sizes) + shards, dtype=grad_dtype, device=device)
     next_shard = sum(sizes)
-    buckets = []
-    frozen = []
+    buckets: list[Bucket] = []
+    frozen: list[Bucket] = []
     for index, unit in enumerate(plan.units):
         start = 0
         gradient_start = sum(sizes[: unit.slot])

@@ -28,7 +28,7 @@ def find_frozen(parts: FrozenParts | None, units: Sequence[nn.Module]) -> list[F
     """The frozen tensors of each unit, by names that no other unit has, and no parameter."""
     if parts is None:
         return [{} for _ in units]
-    found = []
+    found: list[FrozenTensors] = []
     for index, unit in enumerate(units):
         found.append({f"layer {index}: {name}": tensors for name, tensors in parts.tensors(unit).items()})
     return found
