@@ -66,8 +66,8 @@ LAYERS = (
         "graph/sanitizer/diagnosis.py", "graph/sanitizer/interceptors.py", "graph/sanitizer/sanitizer.py",
     ), packages=BASE),
     Layer("parts", (
-        "sharding/bucket_plan.py", "sharding/state_memory.py", "sharding/ring_plan.py", "sharding/flat_buffer.py",
-        "sharding/host_staging.py",
+        "sharding/bucket_plan.py", "sharding/state_memory.py", "sharding/ring_plan.py", "sharding/frozen_parts.py",
+        "sharding/flat_buffer.py", "sharding/host_staging.py",
         "sharding/collectives.py", "sharding/rank_grid.py", "sharding/tensor_peers.py", "sharding/same_model.py",
         "sharding/bucket_sync.py", "sharding/step_abort.py", "sharding/parameter_gathers.py",
         "sharding/gradient_reductions.py", "sharding/gradient_sums.py", "sharding/ring.py",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rollgraph.config import Config
 from rollgraph.distributed.world import World
@@ -94,3 +95,53 @@ def test_a_killed_rank_is_named_and_the_run_can_be_resumed(folder: Path) -> None
     assert kill_rank(begin(folder, output, *options), a_step(output, 1, 0), victim=0, how=signal.SIGKILL)
     finish(begin(folder, output, *options))
     assert_same(folder / "undisturbed", output)
+
+
+# -- adapters ---------------------------------------------------------------------------------------
+
+ADAPTER = "adapter={rank: 2, alpha: 8}"
+
+
+def assert_same_adapter(one: Path, other: Path, steps: int) -> None:
+    assert metrics_of(one) == metrics_of(other)
+    assert [entry["step"] for entry in metrics_of(one)] == list(range(steps))
+    ours, theirs = (load_file(path / "model" / "adapter_model.safetensors") for path in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    base, their_base = (load_file(path / "base" / "model.safetensors") for path in (one, other))
+    assert all(torch.equal(base[name], their_base[name]) for name in base)
+
+
+@pytest.mark.parametrize("graphs", ["auto", "none"])
+def test_a_run_with_a_sharded_base_gives_the_bits_of_one_with_a_whole_base(folder: Path, graphs: str) -> None:
+    """With a KL term, so that the base scores in each step; its folder `base` is written from shards."""
+    options = [ADAPTER, "optimizer.lr=0.1", f"graph.impl={graphs}", "checkpoint={every: 2, export_at_end: true}"]
+    sharded = run(folder, "sharded", 2, SHARDED, *options)
+    whole = run(folder, "whole", 2, *options)
+    assert_same_adapter(sharded, whole, 4)
+    assert metrics_of(run(folder, "alone", 1, *options))[0]["reward"] == pytest.approx(metrics_of(sharded)[0]["reward"])
+
+
+def test_adapters_go_on_in_another_layout_with_another_number_of_ranks(folder: Path) -> None:
+    """One rank, then three with shards, two with shards, and two with a whole base. The base is loaded each time."""
+    stages = [(1, SHARDED), (3, SHARDED), (2, SHARDED), (2, "shard=optimizer")]
+    options = [ADAPTER, "optimizer={schedule: constant, lr: 0.1}", "checkpoint={every: 1, export_at_end: true}"]
+    for name in ("sharded", "whole"):
+        for taken, (ranks, shard) in enumerate(stages, 1):
+            layout = shard if name == "sharded" else "shard=optimizer"
+            run(folder, name, ranks, layout, f"steps={taken}", "graph.impl=none", *options)
+    assert_same_adapter(folder / "sharded", folder / "whole", len(stages))
+
+
+def test_an_adapter_to_start_from_is_the_reference_by_shards(folder: Path) -> None:
+    """It has a slot, because it changes the base; a run that goes on takes it from the folder of the run."""
+    start = run(folder, "start", 1, ADAPTER, "optimizer.lr=0.1", "checkpoint.export_at_end=true", "steps=1")
+    given = [f"model={{path: {start / 'base'}}}", f"adapter={{path: {start / 'model'}}}", "optimizer.schedule=constant"]
+    options = [*given, "graph.impl=none", "checkpoint={every: 1, export_at_end: true}"]
+    for name, layout in (("sharded", SHARDED), ("whole", "shard=optimizer")):
+        for taken in (1, 2):
+            run(folder, name, 2, layout, f"steps={taken}", *options)
+    assert metrics_of(folder / "sharded") == metrics_of(folder / "whole")
+    for place in ("model", "reference"):
+        ours, theirs = (load_file(folder / n / place / "adapter_model.safetensors") for n in ("sharded", "whole"))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)

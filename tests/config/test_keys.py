@@ -273,7 +273,6 @@ def test_scopes_by_the_number_of_ranks() -> None:
         ("scope_without_graphs", ["graph.scope=step", "graph.impl=none"]),
         ("scopes_apart", ["graph.scope=layer,attn"]),
         ("scopes_apart", ["graph.scope=attn,attn"]),
-        ("base_is_whole", ["shard=parameters", "adapter={}"]),
         ("divided_once", ["shard=parameters", "tensor_parallel=2"]),
         ("sinks_differ", ["log.sinks=[jsonl, jsonl]"]),
         ("wandb_used", ["log.wandb.project=p"]),

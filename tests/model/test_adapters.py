@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.model import Architecture, Decoder
-from rollgraph.model.adapters import TARGETS, AdapterSpec, attach
+from rollgraph.model.adapters import TARGETS, AdapterSpec, attach, copying_a, frozen_tensors
 from rollgraph.model.hf_weights import parameter_views
 from rollgraph.model.linear import Linear
 
@@ -114,6 +114,47 @@ def test_switched_off_the_model_is_the_base_bit_for_bit() -> None:
     assert adapters.scale == SPEC.scale
 
 
+@pytest.mark.parametrize("targets", [TARGETS, ("v_proj", "down_proj")])
+def test_the_base_of_a_layer_can_be_moved(targets: tuple[str, ...]) -> None:
+    """Every tensor of a layer is a parameter or in the base, and nothing else has to move."""
+    model = make_model(replace(SPEC, targets=targets))
+    expected = run(model)
+    for layer in model.layers:
+        frozen = frozen_tensors(layer)
+        moved = {id(tensor) for tensors in frozen.values() for tensor in tensors}
+        assert moved >= {id(buffer) for buffer in layer.buffers()}
+        for whole, *views in frozen.values():
+            before = whole.data
+            memory = torch.full((64 + whole.numel(),), float("nan"), dtype=whole.dtype)[64:].view(whole.shape)
+            whole.data = memory.copy_(before)
+            for view in views:
+                view.data = memory[: len(view)]
+            before.fill_(float("nan"))
+    torch.testing.assert_close(run(model), expected)
+
+
+def test_a_can_be_copied_layer_by_layer() -> None:
+    """As `refresh` does for all of them, but a backward that follows does not take it for a change."""
+    model, other = make_model(SPEC), make_model(SPEC)
+    for each in (model, other):
+        with torch.no_grad():
+            for layer in each.layers:
+                layer.attention.qkv.lora_a.mul_(3)
+    other.adapters.refresh()
+    expected = run(other)
+    model.adapters.leave_to_gathers()
+    model.adapters.refresh()
+    assert model.adapters.stale() is None
+    assert not torch.allclose(run(model), expected)
+    for layer in model.layers:
+        copying_a(layer)()
+    found = run(model)
+    assert torch.equal(found, expected)
+    for layer in model.layers:
+        copying_a(layer)()
+    found.sum().backward()
+
+
 def test_only_adapters_are_parameters_and_the_base_is_stored_once() -> None:
     model = make_model(replace(SPEC, targets=("q_proj", "v_proj")))
     assert {name.rsplit(".", 1)[1] for name, _ in model.named_parameters()} == {"lora_a", "lora_b"}
@@ -124,7 +165,8 @@ def test_only_adapters_are_parameters_and_the_base_is_stored_once() -> None:
         2 * 16 * (16 + 1) * 8
     )  # in each of two layers, 16 rows for A of two parts and for what the bias has there
     frequencies = 4 * 4
-    assert sum(held.values()) == sum(p.nbytes for p in plain.parameters()) + extended + frequencies
+    scale = 8
+    assert sum(held.values()) == sum(p.nbytes for p in plain.parameters()) + extended + frequencies + scale
 
 
 def test_a_copy_that_is_stale_is_noticed() -> None:

@@ -63,6 +63,21 @@ def test_ranks_that_shard_parameters_gather_layers_in_each_pass(folder: Path) ->
     assert trained.exposed == pytest.approx(microbatches * (gather + gather + reduce))
 
 
+def test_only_the_gradients_of_adapters_are_reduced(folder: Path) -> None:
+    """Layers are gathered with their base. The base outside of layers is whole and does not change."""
+    whole = exchanges(folder, "shard=parameters", ranks=8)
+    found = exchanges(folder, "shard=parameters", "adapter.rank=32", ranks=8)
+    assert found.keys() == {("train", "layers, gathered and reduced"), ("generate", "gathered parameters")}
+    group = Group(8, 1, CALM)
+    microbatches = -(-8 * (16 * 2048 + 512) // 8192)
+    gathers = microbatches * 64 * 2 * group.all_gather(LAYER * 2)
+    trained = found["train", "layers, gathered and reduced"]
+    assert gathers < trained.seconds < 1.03 * gathers
+    assert trained.seconds < whole["train", "layers, gathered and reduced"].seconds / 1.9
+    layers = group.all_gather(64 * LAYER * 2)
+    assert layers < found["generate", "gathered parameters"].seconds < 1.03 * layers
+
+
 def test_tensor_groups_sum_twice_in_each_layer_and_pass(folder: Path) -> None:
     found = exchanges(folder, "tensor_parallel=8", ranks=8)
     group = Group(8, 1, CALM)

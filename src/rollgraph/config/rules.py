@@ -209,9 +209,6 @@ def _graph_rules(config: Config) -> Iterator[BrokenRule]:
 def _shard_rules(config: Config) -> Iterator[BrokenRule]:
     if config.shard != "parameters":
         return
-    if config.adapter is not None:
-        wrong = "what is trained are adapters, and their base is whole on each rank; use shard: optimizer"
-        yield "base_is_whole", "shard", wrong
     if config.tensor_parallel > 1:
         wrong = "each layer is divided already (tensor_parallel); use shard: optimizer, or tensor_parallel: 1"
         yield "divided_once", "shard", wrong

@@ -6,9 +6,10 @@ it, and it is in no checkpoint. With the scale at zero the model is the base, bi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -57,7 +58,8 @@ class Adaptable(nn.Module):
 class Adapters:
     """The adapters of a model. Made by `attach`.
 
-    Each layer multiplies with a copy of A, which `refresh` brings up to date after the parameters have changed.
+    Each layer multiplies with a copy of A, which `refresh` brings up to date after the parameters have changed. Where
+    layers come and go, whoever brings one makes its copies, too (see `copying_a`), and nothing is left to do here.
     """
 
     def __init__(self, model: Adaptable, spec: AdapterSpec, scale: Tensor, layers: dict[str, Linear]) -> None:
@@ -68,6 +70,7 @@ class Adapters:
         self._layers = layers
         self._watched: list[Tensor] = [layer.lora_a for layer in layers.values()]
         self._copied = -1
+        self._layers_come_and_go = False
         self.refresh()
 
     # -- switching off -----------------------------------------------------------------------------
@@ -95,11 +98,15 @@ class Adapters:
         self._watched += tensors
         self.refresh()
 
+    def leave_to_gathers(self) -> None:
+        """Layers come and go from now on: their memory may hold others, and must not be written here."""
+        self._layers_come_and_go = True
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy A to where it is multiplied with, if it has changed."""
         version = self._version()
-        if version == self._copied:
+        if version == self._copied or self._layers_come_and_go:
             return
         copies = []
         for layer in self._layers.values():
@@ -110,7 +117,7 @@ class Adapters:
 
     def stale(self) -> str | None:
         """Why the model must not run now; None if it may. For use as a guard of a graph."""
-        if self._version() == self._copied:
+        if self._version() == self._copied or self._layers_come_and_go:
             return None
         return "the adapters have changed since they were last copied: call refresh()"
 
@@ -167,7 +174,36 @@ def attach(model: Adaptable, spec: AdapterSpec, *, seed: int) -> None:
         if scale.is_cuda:  # the memory of the old weight, which smaller tensors would split
             torch.cuda.empty_cache()
     _freeze(model)
+    model.register_buffer("adapter_scale", scale, persistent=False)  # so that a copy of the model can share it
     model.adapters = Adapters(model, spec, scale, layers)
+
+
+def frozen_tensors(layer: nn.Module) -> dict[str, tuple[Tensor, ...]]:
+    """The base in a layer of a model with adapters, by name: each tensor, and then views of it.
+
+    Whoever moves a tensor to other memory moves its views there, too.
+    """
+    found: dict[str, tuple[Tensor, ...]] = {}
+    for prefix, module in layer.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            whole = buffer
+            if isinstance(module, Linear) and module.adapter is not None:
+                extended = {"weight": module.adapter.extended, "bias": module.adapter.bias}[name]
+                whole = buffer if extended is None else extended
+            found[f"{prefix}.{name}".removeprefix(".")] = (whole,) if whole is buffer else (whole, buffer)
+    return found
+
+
+def copying_a(layer: nn.Module) -> Callable[[], None]:
+    """What copies A to where it is multiplied with in a layer; it does not look whether that is necessary."""
+    copies = []
+    originals = []
+    for module in layer.modules():
+        if isinstance(module, Linear) and module.adapter is not None:
+            # Not a change in autograd's eyes: a backward finds there what its forward did, or else a guard refuses it.
+            copies.append(module.adapter.extended.data[module.adapter.low])
+            originals.append(module.lora_a.data)
+    return partial(torch._foreach_copy_, copies, originals)
 
 
 def _draw_a(layer: Linear, rows: int, generator: torch.Generator) -> Tensor:

@@ -21,7 +21,7 @@ MOST_DIM = 256  # of a head
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-class Tiling(NamedTuple):
+class BackwardTiling(NamedTuple):
     """How a kernel divides the work: what a program keeps, what it reads at a time, and how it is compiled."""
 
     kept: int
@@ -31,8 +31,8 @@ class Tiling(NamedTuple):
 
 
 # Of the kernels for queries and for keys, by the width of a head.
-_OF_QUERIES = {128: Tiling(64, 64, 4, 2), MOST_DIM: Tiling(64, 32, 8, 2)}
-_OF_KEYS = {128: Tiling(64, 32, 4, 3), MOST_DIM: Tiling(64, 32, 8, 2)}
+_OF_QUERIES = {128: BackwardTiling(64, 64, 4, 2), MOST_DIM: BackwardTiling(64, 32, 8, 2)}
+_OF_KEYS = {128: BackwardTiling(64, 32, 4, 3), MOST_DIM: BackwardTiling(64, 32, 8, 2)}
 
 
 @triton.jit(do_not_specialize=["sequences"])  # specialized to 1, the search does not compile

@@ -3,6 +3,9 @@
 The copies must follow every change of the parameters: an optimizer's step, a gather, a slot that is swapped in, a
 checkpoint. They are refreshed where a phase begins, around the use of a slot and before a minibatch. What would be
 forgotten here is found by a guard, before the graph runs. For a model without adapters, nothing here does anything.
+
+If parameters are sharded, so is the base, and A is copied in each layer that is gathered: nothing else writes to where
+layers take turns. The guards are then those of the ring and of the full copy.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollgraph.model.adapters import Adapters
+from rollgraph.model.adapters import Adapters, copying_a, frozen_tensors
 from rollgraph.policy.weights import POLICY, SlotError, WeightSlots
-from rollgraph.sharding import ShardedModel
+from rollgraph.sharding import FrozenParts, ShardedModel
+
+SHARDED_BASE = FrozenParts(frozen_tensors, copying_a)  # what layers with adapters have beside their parameters
 
 
 class AdaptedWeights:
@@ -23,7 +28,9 @@ class AdaptedWeights:
         self._sharded = sharded
         self._slots = slots
         self._base: str | None = None  # the name under which the base scores
-        if adapters is not None:
+        if adapters is not None and sharded.has_copies:
+            adapters.leave_to_gathers()
+        elif adapters is not None:
             adapters.watch([bucket.parameters for bucket in sharded.flat.buckets])
 
     def __contains__(self, name: str) -> bool:
@@ -41,6 +48,7 @@ class AdaptedWeights:
     def use(self, name: str) -> Iterator[None]:
         """Compute with the weights of this name inside; afterwards with those of before, exception or not."""
         if name == self._base and self._adapters is not None:
+            self._sharded.refresh_copy()
             with self._adapters.off():
                 yield
             return
@@ -55,7 +63,7 @@ class AdaptedWeights:
 
     def refresh(self) -> None:
         """Bring everything that is computed with up to date with the parameters of all ranks."""
-        if self._adapters is not None:
+        if self._adapters is not None and not self._sharded.has_copies:
             self._sharded.gather()
             self._adapters.refresh()
 

@@ -157,7 +157,7 @@ class StepGraphs(ScoreGraphs):
     # -- what runs inside the graphs ---------------------------------------------------------------
 
     def _gather(self, head: Tensor) -> None:
-        if head.requires_grad:  # otherwise it belongs to a base that is not sharded
+        if head.requires_grad:  # otherwise it belongs to a base, which is whole outside of layers
             self._sharded.ensure_gathered([head])
 
     def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

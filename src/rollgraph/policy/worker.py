@@ -22,10 +22,10 @@ from rollgraph.graph.capture import BackendName
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.inference.kv_cache import CachePlan
-from rollgraph.model import Decoder, load_weights, save_model
+from rollgraph.model import Decoder, save_model
 from rollgraph.model.adapter_files import save_adapter
 from rollgraph.model.product_probe import ProductReport, clear_routes
-from rollgraph.policy.adapted_weights import AdaptedWeights
+from rollgraph.policy.adapted_weights import SHARDED_BASE, AdaptedWeights
 from rollgraph.policy.cache_layout import CacheLayout
 from rollgraph.policy.exactness import Exactness, make_exact
 from rollgraph.policy.limits import Limits
@@ -79,16 +79,15 @@ class PolicyWorker:
         if self._dropout and (model.checkpointing or exact == "must"):
             raise ValueError("dropout of adapters goes neither with checkpointing nor with exact: must")
         model.checkpoint_layers(model.checkpointing, parts=not {"step", "layer"} & set(scopes))
-        if shard == "parameters" and model.adapters is not None:
-            raise ValueError("the base of adapters is whole on each rank: use shard: optimizer")
         self.model = model
         self.reader = model  # what generates and scores; with sharded parameters, a full copy for these phases
         self.tokenizer = tokenizer
         self.world = world
         self.limits = limits
         self.sampling = sampling
+        base = None if model.adapters is None else SHARDED_BASE
         self.sharded = ShardedModel(
-            model, world, reduction=reduction, shard=shard, units=list(model.layers), tensor=tensor
+            model, world, reduction=reduction, shard=shard, units=list(model.layers), frozen=base, tensor=tensor
         )
         self.optimizer = ShardedAdamW(self.sharded, **optimizer)
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
@@ -370,14 +369,9 @@ class PolicyWorker:
                 if self.model.adapters is None or merge:
                     save_model(self.reader, folder, merge=merge)
                 else:
-                    save_adapter(self.model, folder, base=base[0], revision=base[1])
+                    save_adapter(self.reader, folder, base=base[0], revision=base[1])
                 if self.tokenizer is not None and self.sharded.rank == 0:
                     self.tokenizer.save(folder)
-
-    def load_weights(self, folder: Path, *, cast: bool = False) -> None:
-        """Copy the weights of a folder into the model, on all ranks. The optimizer does not learn of it."""
-        load_weights(self.reader, folder, cast=cast)
-        self.sharded.keep_reader()
 
     def rejoin(self, world: World) -> None:
         """Go on with the ranks of the next attempt; see `ShardedModel.rejoin`. Nothing is captured again.

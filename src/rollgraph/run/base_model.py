@@ -16,6 +16,7 @@ from rollgraph.model import Decoder, load_weights, save_model, weight_files
 from rollgraph.model.adapter_files import read_adapter
 from rollgraph.model.adapters import AdapterSpec
 from rollgraph.model.hf_weights import CONFIG
+from rollgraph.policy import PolicyWorker
 from rollgraph.run.config_changes import covers
 from rollgraph.run.fingerprints import fingerprint_weights
 from rollgraph.run.hub_cache import model_folder
@@ -118,13 +119,14 @@ def find_base(config: Config, source: Path, state: Mapping[str, Any]) -> Path:
     return folder
 
 
-def restore_base(config: Config, model: Decoder, source: Path, state: Mapping[str, Any]) -> list[FileRecord]:
-    """Give the model the base of a checkpoint, which is loaded next; gives what `keep_base` gave."""
+def restore_base(config: Config, policy: PolicyWorker, source: Path, state: Mapping[str, Any]) -> list[FileRecord]:
+    """Give the policy the base of a checkpoint, which is loaded next; gives what `keep_base` gave."""
     if config.adapter is None:
         return []
     folder = find_base(config, source, state)
     if config.model.path is not None:  # then the model was loaded from there
         return []
-    load_weights(model, folder)
+    with policy.sharded.writing_reader():
+        load_weights(policy.reader, folder)
     records: list[FileRecord] = state[RECORDED]
     return records

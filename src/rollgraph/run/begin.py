@@ -39,8 +39,9 @@ def begin(run: Run, start: Start) -> int | None:
 
 
 def _keep_base(run: Run) -> None:
-    if run.policy.world.rank == 0:  # with those that divide its layers
-        run.progress.base_files = keep_base(run.config, run.policy.model, run.inputs.tokenizer)
+    with run.policy.phases.enter("save"):
+        if run.policy.world.rank == 0:  # with those that divide its layers
+            run.progress.base_files = keep_base(run.config, run.policy.reader, run.inputs.tokenizer)
 
 
 def _load_checkpoint(run: Run, start: Resume) -> int:
@@ -72,7 +73,7 @@ def _load_from_peers(run: Run, start: FromPeers) -> int:
         copy, state_of_rank_0 = run.peers.find(start.version)
         place = run.checkpoints.path_of(step)  # where it would be on the disk
         restore_reference(run, place, state_of_rank_0)
-        run.progress.base_files = restore_base(run.config, run.policy.model, place, state_of_rank_0)
+        run.progress.base_files = restore_base(run.config, run.policy, place, state_of_rank_0)
         run.peers.load(copy)
         run.progress.taken = step + 1
         run.progress.load_state(copy.about["state"])

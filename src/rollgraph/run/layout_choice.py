@@ -72,8 +72,6 @@ def compare_layouts(
         changed = replace(config, shard=layout.shard, tensor_parallel=layout.tensor)
         if broken_rules(changed) or find_problem(changed, shape.whole) or not has_prompts(changed, layout):
             continue
-        if layout.shards_parameters and shape.adapters is not None:
-            continue  # the base is frozen, and stays whole on every rank
         found.append(LayoutOption(changed, choose(changed, shape.under(changed), budget, speed)))
     return found
 

@@ -22,7 +22,7 @@ from rollgraph.model import Decoder
 from rollgraph.policy import Limits
 from rollgraph.run.layer_memory import FP32, Pass
 from rollgraph.run.plan_lines import PHASES, Phase, Place, PlanLine, total
-from rollgraph.run.run_shape import RING_SLOTS, RunShape
+from rollgraph.run.run_shape import RunShape
 from rollgraph.sharding import MemoryPlan, OptimizerMemory
 from rollgraph.sharding.peer_copies import COPIES
 from rollgraph.sharding.state_memory import CHUNK
@@ -67,7 +67,7 @@ def _weights(config: Config, shape: RunShape) -> list[PlanLine]:
     memory = planned_weights(config, shape)
     optimizer = memory.optimizer
     return [
-        PlanLine("base, frozen", shape.frozen, "device", PHASES),
+        PlanLine("base, frozen", _base(shape), "device", PHASES),
         PlanLine("parameters", memory.parameters, "device", PHASES),
         PlanLine(GRADIENTS, memory.gradients, "device", ("train",)),
         PlanLine("optimizer", optimizer.device, "device", PHASES),
@@ -77,19 +77,26 @@ def _weights(config: Config, shape: RunShape) -> list[PlanLine]:
     ]
 
 
+def _base(shape: RunShape) -> int:
+    """The base of adapters: all of it or, with `shard: parameters`, a rank's part of the layers."""
+    return shape.base if shape.ring is None else shape.ring.kept_frozen_nbytes
+
+
 def _gathered(shape: RunShape) -> list[PlanLine]:
-    """With `shard: parameters`: what is gathered beside the parts that a rank keeps.
+    """With `shard: parameters`: what is gathered beside the parts that a rank keeps, the base of adapters included.
 
     Training has a ring of layers, whose addresses graphs know, so it is there all the time, like what belongs to no
     layer. Generation and scoring have a copy of all layers: on CUDA in the graphs' pool, over activations of training.
     """
-    if not shape.layout.shards_parameters:
+    ring = shape.ring
+    if ring is None:
         return []
-    layers = shape.trained - shape.outside_layers if shape.reads_all_parameters else 0
+    outside = shape.base_outside_layers + sum(unit.nbytes for unit in ring.units[ring.turning :])
+    layers = ring.copy_nbytes if shape.reads_all_parameters else 0
     return [
-        PlanLine("ring of layers", RING_SLOTS * shape.largest_layer * shape.itemsize, "device", PHASES),
-        PlanLine("embedding and head", shape.outside_layers * shape.itemsize, "device", PHASES),
-        PlanLine(GATHERED, layers * shape.itemsize, "device", ("generate", "score")),
+        PlanLine("ring of layers", sum(map(ring.slot_nbytes, range(ring.size))), "device", PHASES),
+        PlanLine("embedding and head", outside, "device", PHASES),
+        PlanLine(GATHERED, layers, "device", ("generate", "score")),
     ]
 
 
@@ -113,7 +120,7 @@ def _reference(config: Config, shape: RunShape) -> list[PlanLine]:
     if not shape.keeps_reference:
         return []
     where: Place = "host" if config.memory.reference == "host" else "device"
-    return [PlanLine("reference", sum(_kept_buckets(shape)), where, PHASES)]
+    return [PlanLine("reference", sum(shape.kept_buckets), where, PHASES)]
 
 
 # -- generation -------------------------------------------------------------------------------------
@@ -233,7 +240,7 @@ def _passes_on_cpu(config: Config, shape: RunShape, training: Pass, before: Sequ
     if "step" not in scopes:
         lines.append(PlanLine("inputs of graphs", _graph_inputs(training, scopes), "device", PHASES))
     if shape.keeps_reference:
-        lines.append(PlanLine("bucket in exchange", _largest_bucket(shape), "device", ("score",)))
+        lines.append(PlanLine("bucket in exchange", max(shape.kept_buckets), "device", ("score",)))
     if not shape.samples_nothing and config.graph.impl != "none":
         lines.append(_restored_cache(before))
     return lines
@@ -285,21 +292,11 @@ def _outside_graphs(config: Config, shape: RunShape) -> list[PlanLine]:
     """What the library's allocator keeps for work outside of the graphs, whose pool it does not share."""
     exchange = 0
     if shape.keeps_reference and config.memory.reference == "host":
-        exchange = 2 * _largest_bucket(shape)
+        exchange = 2 * max(shape.kept_buckets)
     elif shape.keeps_reference:  # a copy of each bucket in turn: one that is larger than all before it is new memory
-        exchange = sum(set(accumulate(_kept_buckets(shape), max)))
+        exchange = sum(set(accumulate(shape.kept_buckets, max)))
     norm = 2 * 8 * CHUNK  # gradients in fp64, and their squares
     return [PlanLine("outside of graphs", max(exchange, norm), "device", PHASES)]
-
-
-def _largest_bucket(shape: RunShape) -> int:
-    return max(_kept_buckets(shape))
-
-
-def _kept_buckets(shape: RunShape) -> list[int]:
-    """The bytes of each bucket that a rank keeps."""
-    parts = shape.layout.data if shape.layout.shards_parameters else 1
-    return [bucket.numel * bucket.dtype.itemsize // parts for bucket in shape.buckets]
 
 
 def _graphs(config: Config, shape: RunShape, limits: Limits) -> PlanLine:

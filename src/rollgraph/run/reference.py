@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollgraph.config import Config
-from rollgraph.model import save_model, weight_files
+from rollgraph.model import load_weights, save_model, weight_files
 from rollgraph.model.adapter_files import ADAPTER_WEIGHTS, load_adapter, save_adapter
 from rollgraph.model.hf_weights import CONFIG
 from rollgraph.model.peft_config import ADAPTER_CONFIG
@@ -64,10 +64,11 @@ def restore_reference(run: Run, source: Path, state: Mapping[str, Any]) -> None:
     folder = _own_folder(run.config)
     if folder is None:
         return  # it was saved when the model had been loaded
-    if run.config.adapter is not None:
-        load_adapter(run.policy.model, folder)
-    else:
-        run.policy.load_weights(folder)
+    with run.policy.sharded.writing_reader():  # the optimizer does not learn of it
+        if run.config.adapter is not None:
+            load_adapter(run.policy.reader, folder)
+        else:
+            load_weights(run.policy.reader, folder)
     run.policy.weights.save("reference")
 
 
@@ -76,14 +77,14 @@ def _write(run: Run, folder: Path) -> None:
         save_model(run.policy.reader, folder)
     else:
         base, revision = describe_base(run.config)
-        save_adapter(run.policy.model, folder, base=base, revision=revision)
+        save_adapter(run.policy.reader, folder, base=base, revision=revision)
 
 
 def _load_teacher(run: Run) -> None:
     """Put the weights of the teacher into the slot; one that is a model of its own has been loaded already."""
     if "reference" in run.policy.weights:
-        with run.policy.weights.use("reference"):
-            run.policy.load_weights(_folder(run.config), cast=True)
+        with run.policy.weights.use("reference"), run.policy.sharded.writing_reader():
+            load_weights(run.policy.reader, _folder(run.config), cast=True)
 
 
 def _check(run: Run, source: Path, state: Mapping[str, Any]) -> None:

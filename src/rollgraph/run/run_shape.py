@@ -6,6 +6,7 @@ Reads config.json at most: no weights, and nothing on a device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -17,6 +18,7 @@ from rollgraph.model import Architecture, Decoder
 from rollgraph.model.adapters import attach
 from rollgraph.model.linear import Linear
 from rollgraph.policy import Limits
+from rollgraph.policy.adapted_weights import SHARDED_BASE
 from rollgraph.rl.algorithms import Algorithm
 from rollgraph.rl.demonstrations import COLUMNS
 from rollgraph.run.base_model import adapter_spec, base_is_reference
@@ -31,14 +33,19 @@ from rollgraph.sharding import (
     BucketPlan,
     MemoryPlan,
     Offload,
+    RingPlan,
     StateFormat,
+    find_frozen,
+    frozen_specs,
+    names_in,
     plan_buckets,
     plan_memory,
+    plan_ring,
+    plan_units,
     specs_of,
 )
 
 Device = Literal["cuda", "cpu"]
-RING_SLOTS = 2  # layers that are gathered at a time, with `shard: parameters`: one is computed, and one arrives
 
 
 @dataclass(frozen=True)
@@ -86,15 +93,31 @@ class RunShape:
     @cached_property
     def buckets(self) -> tuple[BucketPlan, ...]:
         """Those of the parameters that are trained."""
+        if self.ring is not None:
+            return self.ring.buckets
         return plan_buckets(specs_of(self.model), ranks=self.layout.data, bucket_bytes=BUCKET_BYTES)
 
     @cached_property
-    def frozen(self) -> int:
-        """The bytes of the base of adapters; several buffers may be views of one storage."""
+    def ring(self) -> RingPlan | None:
+        """With `shard: parameters`, where the layers take turns; None: every rank has all of them."""
+        if not self.layout.shards_parameters:
+            return None
+        layers = list(self.model.layers)
+        base = None if self.adapters is None else SHARDED_BASE
+        frozen = [frozen_specs(tensors) for tensors in find_frozen(base, layers)]
+        return plan_units(specs_of(self.model), names_in(self.model, layers), ranks=self.layout.data, frozen=frozen)
+
+    @cached_property
+    def base(self) -> int:
+        """The bytes of the frozen base of adapters."""
+        return 0 if self.adapters is None else _held_bytes(self.model.buffers())
+
+    @cached_property
+    def base_outside_layers(self) -> int:
+        """Of these, the bytes that belong to no layer."""
         if self.adapters is None:
             return 0
-        storages = (buffer.untyped_storage() for buffer in self.model.buffers())
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        return self.base - _held_bytes(buffer for layer in self.model.layers for buffer in layer.buffers())
 
     def weights(self, state: StateFormat, offload: Offload) -> MemoryPlan:
         """Parameters, gradients and optimizer state.
@@ -103,34 +126,19 @@ class RunShape:
         part of everything and of what is gathered at a time.
         """
         if (state, offload) not in self._weights:
-            found = plan_memory(self.buckets, torch.float32, state, offload)
-            if self.layout.shards_parameters:
-                kept = (self.trained - self.outside_layers) * self.itemsize // self.layout.data
-                gradients = self.trained // self.layout.data + self.gathered_weights
-                found = replace(found, parameters=kept, gradients=gradients * torch.float32.itemsize)
+            if self.ring is None:
+                found = plan_memory(self.buckets, torch.float32, state, offload)
+            else:
+                found = plan_ring(self.ring, torch.float32, state, offload)
+                found = replace(found, parameters=self.ring.kept_nbytes)
             self._weights[state, offload] = found
         return self._weights[state, offload]
 
     @cached_property
-    def whole_parameters(self) -> int:
-        """The bytes of all trained parameters of the rank's part of the model, padding included."""
-        return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)
-
-    @cached_property
-    def largest_layer(self) -> int:
-        """The trained weights of a layer."""
-        return max(sum(parameter.numel() for parameter in layer.parameters()) for layer in self.model.layers)
-
-    @property
-    def gathered_weights(self) -> int:
-        """With `shard: parameters`, those that training has gathered at a time: a ring of layers, and the rest."""
-        return RING_SLOTS * self.largest_layer + self.outside_layers
-
-    @cached_property
-    def outside_layers(self) -> int:
-        """The trained weights that belong to no layer: the embedding, the head and the last norm."""
-        layers = (parameter for layer in self.model.layers for parameter in layer.parameters())
-        return self.trained - sum(parameter.numel() for parameter in layers)
+    def kept_buckets(self) -> tuple[int, ...]:
+        """The bytes of each bucket of trained parameters that a rank keeps."""
+        parts = 1 if self.ring is None else self.layout.data
+        return tuple(bucket.numel * bucket.dtype.itemsize // parts for bucket in self.buckets)
 
     @cached_property
     def trained(self) -> int:
@@ -193,6 +201,12 @@ class RunShape:
             return make_limits(config, self.architecture, self.device, self.layout.data)
         longest = self.longest or longest_written(config, self.architecture)
         return written_limits(config, longest, len(written), self.device, self.layout.data)
+
+
+def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of the memory of tensors, some of which may be views of others."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def shape_run(

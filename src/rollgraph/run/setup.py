@@ -86,7 +86,7 @@ class Run:
     def restore_base(self, saved: Saved) -> None:
         """With adapters, put the base model of a checkpoint in place, or make sure that it is there."""
         state = read_states(saved.path)[0] if self.config.adapter is not None else {}
-        self.progress.base_files = restore_base(self.config, self.policy.model, saved.path, state)
+        self.progress.base_files = restore_base(self.config, self.policy, saved.path, state)
 
     def load_weights(self, saved: Saved) -> dict[str, Any]:
         """Put the weights and the optimizer of a checkpoint in place, and return the rest of what it holds."""

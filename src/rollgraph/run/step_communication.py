@@ -7,7 +7,8 @@
   step, generation follows, which needs all of them, so nothing hides that.
 - *shard: parameters*: generation begins with a gather of everything, which nothing hides, and so does scoring by the
   reference policy. In training, a layer is gathered while the one before it computes, in the forward and again in the
-  backward, and its gradients are reduced while the next one computes, for every microbatch.
+  backward, and its gradients are reduced while the next one computes, for every microbatch. With adapters, layers are
+  gathered with their base, and only the gradients of adapters are reduced.
 - *tensor_parallel*: two sums in the forward of each layer and two in its backward. The layer waits for all of them. A
   rank gathers what all have computed and adds it up in the order of ranks, so that all have the same bits. With more
   than two ranks, it adds up one part of a large sum and gathers the others, which moves as much as the library's sum.
@@ -26,6 +27,7 @@ from rollgraph.run.layer_memory import FP32
 from rollgraph.run.plan_lines import Phase
 from rollgraph.run.run_shape import RunShape
 from rollgraph.run.step_floor import Speed
+from rollgraph.sharding import RingPlan
 
 _SUMS = 2  # of a tensor group, in the forward of a layer, and as many in its backward
 
@@ -53,8 +55,8 @@ def step_exchanges(
     """All communication of a step. `rows` decode at a time, and scoring is so many forward passes over all samples."""
     work = _Work(config, shape, speed, rows, score_passes)
     found: list[Exchange] = []
-    if shape.layout.shards_parameters:
-        found += _sharded_parameters(work)
+    if shape.ring is not None:
+        found += _sharded_parameters(work, shape.ring)
     elif shape.layout.data > 1:
         found += _sharded_optimizer(work)
     if shape.layout.tensor > 1:
@@ -126,16 +128,14 @@ def _sharded_optimizer(work: _Work) -> list[Exchange]:
     return [exchange for exchange in found if exchange.seconds]
 
 
-def _sharded_parameters(work: _Work) -> list[Exchange]:
+def _sharded_parameters(work: _Work, ring: RingPlan) -> list[Exchange]:
     shape, group, layers = work.shape, work.shape.layout.data_group, work.layers
-    gather = group.all_gather(shape.largest_layer * shape.itemsize)
-    reduce = group.reduce_scatter(shape.largest_layer * FP32)
+    gather = group.all_gather(ring.slot_nbytes(0))
+    reduce = group.reduce_scatter(ring.slot_gradients(0) * FP32)
     in_forward = Exchange("", "train", layers * gather, min((layers - 1) * gather, work.forward))
     both = gather + reduce
     in_backward = Exchange("", "train", layers * both, min((layers - 1) * both, work.backward))
     count = work.train_microbatches
-    rest = group.all_gather(shape.outside_layers * shape.itemsize)
-    rest += group.reduce_scatter(shape.outside_layers * FP32)
     found = [
         Exchange(
             "layers, gathered and reduced",
@@ -143,9 +143,11 @@ def _sharded_parameters(work: _Work) -> list[Exchange]:
             count * (in_forward.seconds + in_backward.seconds),
             count * (in_forward.hidden + in_backward.hidden),
         ),
-        Exchange("embedding and head", "train", work.updates * rest),
     ]
-    whole = group.all_gather(shape.whole_parameters)
+    for outside in ring.units[ring.turning :]:  # with adapters there is none: the base does not change
+        rest = group.all_gather(outside.nbytes) + group.reduce_scatter(outside.gradients * FP32)
+        found.append(Exchange("embedding and head", "train", work.updates * rest))
+    whole = group.all_gather(sum(unit.nbytes for unit in ring.units))
     if shape.keeps_reference:
         found.append(Exchange("gathered reference", "score", whole))
     if not shape.samples_nothing:

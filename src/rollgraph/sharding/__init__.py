@@ -9,6 +9,7 @@ from rollgraph.sharding.checkpoint_loader import load
 from rollgraph.sharding.checkpoint_writer import save
 from rollgraph.sharding.collectives import Collectives, CommunicationError
 from rollgraph.sharding.flat_buffer import FlatBuckets
+from rollgraph.sharding.frozen_parts import FrozenParts, find_frozen, frozen_specs
 from rollgraph.sharding.gradient_sums import add_gradients
 from rollgraph.sharding.hook_set import HookSet, HookState
 from rollgraph.sharding.manifest import CheckpointError
@@ -33,6 +34,7 @@ __all__ = [
     "Collectives",
     "CommunicationError",
     "FlatBuckets",
+    "FrozenParts",
     "HookSet",
     "HookState",
     "MemoryPlan",
@@ -49,6 +51,8 @@ __all__ = [
     "constant",
     "cosine",
     "execution_order",
+    "find_frozen",
+    "frozen_specs",
     "linear",
     "load",
     "names_in",

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from rollgraph.sharding.bucket_plan import BucketPlan, ParameterSlice, ParameterSpec, specs_of
+from rollgraph.sharding.frozen_parts import FrozenTensors, frozen_specs, views_of
 from rollgraph.sharding.ring_plan import RingPlan
 
 
@@ -58,7 +60,8 @@ HeldParts = dict[str, tuple[int, Tensor]]
 class FlatBuckets:
     """The buckets of a model. Creating them moves the model's parameters into them, once and for all.
 
-    With a `RingPlan`, this rank keeps shards, and a parameter is in its slot only while that holds its unit.
+    With a `RingPlan`, this rank keeps shards, and a parameter is in its slot only while that holds its unit. The same
+    holds for `frozen` tensors of units, which have buckets of their own.
     """
 
     def __init__(
@@ -68,17 +71,20 @@ class FlatBuckets:
         *,
         grad_dtype: torch.dtype = torch.float32,
         rank: int = 0,
+        frozen: FrozenTensors = MappingProxyType({}),
     ) -> None:
         self._model = model
         self._rank = rank
         by_name = dict(model.named_parameters(remove_duplicate=False))
         _check_plan(plan.buckets if isinstance(plan, RingPlan) else plan, specs_of(model))
+        _check_plan(plan.frozen if isinstance(plan, RingPlan) else (), frozen_specs(frozen))
         devices = {parameter.device for parameter in by_name.values()}
         if len(devices) != 1:
             raise ValueError(f"the parameters are on {len(devices)} devices; move the model to one device first")
         (device,) = devices
+        self.frozen_buckets: list[Bucket] = []
         if isinstance(plan, RingPlan):
-            self.buckets, self.gradient_memory = _make_ring(plan, grad_dtype, device, rank)
+            self.buckets, self.frozen_buckets, self.gradient_memory = _make_ring(plan, grad_dtype, device, rank)
         else:
             self.buckets, self.gradient_memory = _make_buckets(plan, grad_dtype, device)
         # Called before the contents are read, written or zeroed. Code that changes them in the background sets these.
@@ -96,6 +102,16 @@ class FlatBuckets:
             self._views[slot.parameter.name] = (parameter, view)
             if bucket.gradients is not None:
                 self.grad_buffers[parameter] = _view(bucket.gradients, slot)
+        for bucket in self.frozen_buckets:
+            for slot in bucket.plan.slots:
+                self._move_frozen(bucket, slot, frozen[slot.parameter.name])
+
+    def _move_frozen(self, bucket: Bucket, slot: ParameterSlice, tensors: Sequence[Tensor]) -> None:
+        view = _view(bucket.parameters, slot)
+        self._store(bucket, slot, view, tensors[0])
+        for number, (tensor, moved) in enumerate(zip(tensors, views_of(view, tensors), strict=True)):
+            tensor.data = moved
+            self._views[f"{slot.parameter.name} ({number})"] = (tensor, moved)
 
     def _slots(self) -> Iterator[tuple[Bucket, ParameterSlice]]:
         for bucket in self.buckets:
@@ -234,19 +250,25 @@ def _make_buckets(
     return buckets, gradient_memory
 
 
-def _make_ring(plan: RingPlan, grad_dtype: torch.dtype, device: torch.device, rank: int) -> tuple[list[Bucket], Tensor]:
-    """Buckets in slots, with their shards; the memory of gradients is that of all slots, then that of all shards."""
+def _make_ring(
+    plan: RingPlan, grad_dtype: torch.dtype, device: torch.device, rank: int
+) -> tuple[list[Bucket], list[Bucket], Tensor]:
+    """Buckets of parameters and of frozen tensors in slots, with their shards, and the memory of gradients.
+
+    That is the memory of all slots, then that of all shards.
+    """
     slots = range(plan.slots)
     memory = [torch.zeros(plan.slot_nbytes(slot), dtype=torch.uint8, device=device) for slot in slots]
     sizes = [plan.slot_gradients(slot) for slot in slots]
     shards = sum(bucket.shard_numel for bucket in plan.buckets if bucket.trainable)
     gradient_memory = torch.zeros(sum(sizes) + shards, dtype=grad_dtype, device=device)
     next_shard = sum(sizes)
-    buckets = []
+    buckets: list[Bucket] = []
+    frozen: list[Bucket] = []
     for index, unit in enumerate(plan.units):
         start = 0
         gradient_start = sum(sizes[: unit.slot])
-        for bucket in unit.buckets:
+        for bucket in (*unit.buckets, *unit.frozen):
             nbytes = bucket.numel * bucket.dtype.itemsize
             parameters = memory[unit.slot][start : start + nbytes].view(bucket.dtype)
             start += nbytes
@@ -261,8 +283,9 @@ def _make_ring(plan: RingPlan, grad_dtype: torch.dtype, device: torch.device, ra
                 gradient_start += bucket.numel
                 own_gradients = gradient_memory.narrow(0, next_shard, bucket.shard_numel)
                 next_shard += bucket.shard_numel
-            buckets.append(Bucket(bucket, parameters, gradients, own, own_gradients))
-    return buckets, gradient_memory
+            made = Bucket(bucket, parameters, gradients, own, own_gradients)
+            (frozen if bucket in unit.frozen else buckets).append(made)
+    return buckets, frozen, gradient_memory
 
 
 def _within(part: Tensor, whole: Tensor) -> bool:

@@ -1,13 +1,15 @@
 """A full copy of a model whose parameters are sharded, for what reads all of them at once: generation and scoring.
 
 Owns the memory of the copy and which version of the shards is in it. The copy is a model of its own, whose layers are
-views of that memory; what is outside of layers, and every buffer, it has in common with the trained model.
+views of that memory; what is outside of layers, and every buffer that is not sharded, it has in common with the trained
+model.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from rollgraph.distributed.world import World
 from rollgraph.sharding.collectives import Collectives
 from rollgraph.sharding.flat_buffer import Bucket
+from rollgraph.sharding.frozen_parts import FrozenParts, views_of
 from rollgraph.sharding.ring import Ring, Unit
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
@@ -25,25 +28,40 @@ def allocate_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 class FullCopy:
-    """The copy, which is empty until the first `gather`."""
+    """The copy, which is empty until the first `gather`. `units` are the modules of the units that take turns."""
 
     def __init__(
-        self, model: nn.Module, ring: Ring, world: World, collectives: Collectives, allocate: Allocate
+        self,
+        model: nn.Module,
+        ring: Ring,
+        world: World,
+        collectives: Collectives,
+        allocate: Allocate,
+        units: Sequence[nn.Module] = (),
+        parts: FrozenParts | None = None,
     ) -> None:
         self._ring = ring
         self._rank = world.rank
         self._collectives = collectives
         self._memory: dict[Unit, list[Tensor]] = {}
         self._versions: dict[Unit, int] = {}  # of the units that are in the copy
-        replaced: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        replaced: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         for unit in ring.turning:
             parameters = iter(unit.parameters)
             self._memory[unit] = [_allocate(allocate, bucket, ring) for bucket in unit.buckets]
             for bucket, memory in zip(unit.buckets, self._memory[unit], strict=True):
                 for slot in bucket.plan.slots:
                     view = memory.narrow(0, slot.start, slot.numel).view(slot.parameter.shape)
-                    replaced[id(next(parameters))] = nn.Parameter(view, requires_grad=False)
+                    frozen = unit.frozen.get(slot.parameter.name)
+                    if frozen is None:
+                        replaced[id(next(parameters))] = nn.Parameter(view, requires_grad=False)
+                    else:
+                        replaced |= zip(map(id, frozen), views_of(view, frozen), strict=True)
         self.model = copy.deepcopy(model, replaced)
+        self._refreshes: dict[Unit, Callable[[], object]] = {}  # to be called when a unit has been gathered
+        if parts is not None:
+            copied = (replaced[id(module)] for module in units)
+            self._refreshes = dict(zip(ring.turning, map(parts.refresh, copied), strict=True))
 
     def gather(self) -> None:
         """Bring the copy up to date with the shards of all ranks."""
@@ -56,7 +74,14 @@ class FullCopy:
                 pending.append(self._collectives.gather(memory, bucket.shard(self._rank), what))
         for collective in pending:
             collective.complete()
-        self._versions |= {unit: unit.version for unit in stale}
+        self._hold(stale)
+
+    def _hold(self, units: Iterable[Unit]) -> None:
+        """These units are in the copy now."""
+        for unit in units:
+            if unit in self._refreshes:
+                self._refreshes[unit]()
+            self._versions[unit] = unit.version
 
     def keep(self) -> None:
         """Take the shards of this rank from the copy, which was written on all ranks alike."""
@@ -65,7 +90,7 @@ class FullCopy:
                 shard = bucket.shard(self._rank)
                 shard.copy_(full.narrow(0, self._rank * len(shard), len(shard)))
         self._ring.after_writing()
-        self._versions = {unit: unit.version for unit in self._memory}
+        self._hold(self._memory)
 
     def forget(self) -> None:
         """Something else uses the memory of the copy: what is in it does not count any more."""

@@ -17,6 +17,7 @@ from rollgraph.distributed.world import World
 from rollgraph.graph.hooks import Guard
 from rollgraph.sharding.bucket_sync import BucketSync, StaleWeights
 from rollgraph.sharding.collectives import Collectives
+from rollgraph.sharding.frozen_parts import FrozenParts
 from rollgraph.sharding.full_copy import Allocate, FullCopy
 from rollgraph.sharding.parameter_gathers import ParameterGathers
 from rollgraph.sharding.ring import BACKWARD, Ring
@@ -31,7 +32,7 @@ class HeldParameters(Protocol):
 
     @property
     def known(self) -> Mapping[Tensor, Any]:
-        """The parameters, by what they are gathered with."""
+        """The parameters and what is gathered like them, each with what it is gathered with."""
 
     def start(self) -> None:
         """All ranks are about to wait for each other: start the gathers that come before."""
@@ -137,10 +138,20 @@ class RingParameters:
 
     catches_up = True
 
-    def __init__(self, model: nn.Module, ring: Ring, world: World, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ring: Ring,
+        world: World,
+        collectives: Collectives,
+        units: Sequence[nn.Module] = (),
+        parts: FrozenParts | None = None,
+    ) -> None:
         self._model = model
         self._world = world
         self._collectives = collectives
+        self._units = units
+        self._parts = parts
         self._copy: FullCopy | None = None
         self.ring = ring
         self.wait = ring.wait
@@ -177,12 +188,15 @@ class RingParameters:
         return True  # layers are gathered when they run
 
     def guards_of(self, module: nn.Module) -> list[Guard]:
-        units = dict.fromkeys(self.ring.unit_of[parameter] for parameter in module.parameters())
+        tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor in self.ring.unit_of]
+        units = dict.fromkeys(self.ring.unit_of[tensor] for tensor in tensors)
         return [partial(self.ring.refusal, unit) for unit in units]
 
     def make_reader(self, allocate: Allocate) -> nn.Module:
         if self._copy is None:
-            self._copy = FullCopy(self._model, self.ring, self._world, self._collectives, allocate)
+            self._copy = FullCopy(
+                self._model, self.ring, self._world, self._collectives, allocate, self._units, self._parts
+            )
         return self._copy.model
 
     def keep_reader(self) -> None:

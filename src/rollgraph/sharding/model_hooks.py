@@ -5,6 +5,7 @@ Owns all handles on the model. What the hooks do is in `parameter_gathers.py` an
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -34,7 +35,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class ModelHooks:
-    """The hooks on `model`, for the parameters in `known`. `units` are modules whose parameters come and go."""
+    """The hooks on `model`, for the tensors in `known`. `units` are modules whose parameters come and go."""
 
     def __init__(
         self, model: nn.Module, known: Mapping[Tensor, Any], actions: HookActions, units: Sequence[nn.Module] = ()
@@ -54,6 +55,8 @@ class ModelHooks:
             model.register_forward_pre_hook(before_forward, prepend=True),
         ]
         self._tree: TreeView | None = None
+        if units:  # inputs of a first layer may need no gradient: its hook runs then as well, and PyTorch warns of that
+            warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
         self.hooks.enable()
         self.follow_tree()
 
@@ -75,18 +78,20 @@ class ModelHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _own_parameters(self, module: nn.Module) -> list[Tensor]:
-        return [p for p in module._parameters.values() if p is not None and p in self._known]
+    def _own_tensors(self, module: nn.Module) -> list[Tensor]:
+        """The parameters of a module, and what is gathered like them."""
+        own = (*module._parameters.values(), *module._buffers.values())
+        return [tensor for tensor in own if tensor is not None and tensor in self._known]
 
     def _choose_hooks(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
         if module in self._units:
             return self._hooks_of_unit(self._units[module])
-        own = self._own_parameters(module)
+        own = self._own_tensors(module)
         if not own and module is not self._model:
             return {}
 
         def gather(module: nn.Module, args: Any) -> None:
-            self._actions.ensure_gathered(self._own_parameters(module) or own)  # a capture replaces them meanwhile
+            self._actions.ensure_gathered(self._own_tensors(module) or own)  # a capture replaces them meanwhile
 
         return {"forward_pre": gather, "gradient": self._actions.accumulate_gradient}
 
@@ -104,13 +109,13 @@ class ModelHooks:
         }
 
     def _choose_guards(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
-        own = self._own_parameters(module)
+        own = self._own_tensors(module)
         if not own and module is not self._model and module not in self._units:
             return {}
 
         def check(module: nn.Module, args: Any) -> None:
             if module not in self.hooks:  # otherwise its hook gathers, before or after this one
-                self._actions.raise_if_stale(self._own_parameters(module) or own)
+                self._actions.raise_if_stale(self._own_tensors(module) or own)
 
         def check_unit(module: nn.Module, args: Any) -> None:
             if module not in self.hooks:
@@ -121,7 +126,7 @@ class ModelHooks:
         return {"forward_pre": check}
 
     def graph_hooks(self, module: nn.Module) -> GraphHooks:
-        own = [parameter for parameter in module.parameters() if parameter in self._known]
+        own = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor in self._known]
 
         def gather(target: Any, args: Any, kwargs: Any) -> None:
             self._actions.enter_unit(own, FORWARD)
@@ -130,9 +135,9 @@ class ModelHooks:
             self._actions.enter_unit(own, BACKWARD)
 
         def reduce(target: Any) -> None:
-            for parameter in own:
-                if parameter.requires_grad:
-                    self._actions.gradient_arrived(parameter)
+            for tensor in own:
+                if tensor.requires_grad:
+                    self._actions.gradient_arrived(tensor)
 
         always: tuple[Moment, ...] = ("warmup", "capture", "replay")
         when: dict[str, tuple[Moment, ...]] = {"pre_forward": always, "post_backward": ("replay",)}

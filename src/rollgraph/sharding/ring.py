@@ -21,6 +21,7 @@ from rollgraph.distributed.world import World
 from rollgraph.sharding.bucket_sync import StaleWeights
 from rollgraph.sharding.collectives import Collectives, PendingCollective
 from rollgraph.sharding.flat_buffer import Bucket, FlatBuckets
+from rollgraph.sharding.frozen_parts import FrozenTensors
 from rollgraph.sharding.ring_plan import RingPlan
 
 FORWARD, BACKWARD = 1, -1  # directions of travel through the units
@@ -43,25 +44,40 @@ class Slot:
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together."""
+    """Parameters that are gathered and reduced together, and frozen tensors that are gathered with them."""
 
     index: int
     name: str
     slot: Slot
-    buckets: Sequence[Bucket]
+    buckets: Sequence[Bucket]  # those of frozen tensors are last
     parameters: Sequence[Tensor]
     trained: frozenset[Tensor]
+    frozen: FrozenTensors
+    refresh: Callable[[], object]  # called when the unit has been gathered into its slot
     version: int = 0  # of the shards: it grows whenever they are written
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that are in the slot."""
+        return [*self.parameters, *(tensor for views in self.frozen.values() for tensor in views)]
 
 
 class Ring:
     """The slots of a model whose parameters are sharded.
 
     `overlap` says whether the next units are gathered ahead, and whether reductions go on while others are computed.
+    `frozen` has the frozen tensors of each unit that takes turns, and `refreshes` what to call when it was gathered.
     """
 
     def __init__(
-        self, plan: RingPlan, flat: FlatBuckets, world: World, collectives: Collectives, overlap: tuple[bool, bool]
+        self,
+        plan: RingPlan,
+        flat: FlatBuckets,
+        world: World,
+        collectives: Collectives,
+        overlap: tuple[bool, bool],
+        frozen: Sequence[FrozenTensors] = (),
+        refreshes: Sequence[Callable[[], object]] = (),
     ) -> None:
         self._plan = plan
         self._rank = world.rank
@@ -70,16 +86,21 @@ class Ring:
         self.slots = [Slot(index) for index in range(plan.slots)]
         self.units: list[Unit] = []
         buckets = iter(flat.buckets)
+        frozen_buckets = iter(flat.frozen_buckets)
         for index, unit in enumerate(plan.units):
             own = [next(buckets) for _ in unit.buckets]
             parameters = [parameter for bucket in own for parameter in flat.parameters_of(bucket)]
             trained = frozenset(parameter for parameter in parameters if parameter in flat.grad_buffers)
-            self.units.append(Unit(index, unit.name, self.slots[unit.slot], own, parameters, trained))
+            own += [next(frozen_buckets) for _ in unit.frozen]
+            beside = frozen[index] if index < len(frozen) else {}
+            refresh = refreshes[index] if index < len(refreshes) else _do_nothing
+            slot = self.slots[unit.slot]
+            self.units.append(Unit(index, unit.name, slot, own, parameters, trained, beside, refresh))
         for unit_outside in self.units[plan.turning :]:  # its shard is a part of its slot
             unit_outside.slot.owner = unit_outside
         self.unit_of: dict[Tensor, Unit] = {}
         for each in self.units:
-            self.unit_of |= dict.fromkeys(each.parameters, each)
+            self.unit_of |= dict.fromkeys(each.tensors, each)
         self.started: list[str] = []  # the collectives of this step
         self.while_waiting: Callable[[], None] = _do_nothing  # may end a wait, see `Collectives.while_waiting`
 
@@ -192,13 +213,17 @@ class Ring:
             )
 
     def _finish_gathers(self, slot: Slot) -> None:
-        while slot.gathers:
-            try:
+        if not slot.gathers:
+            return
+        try:
+            while slot.gathers:
                 self._complete(slot.gathers[0])
-            except BaseException:
-                slot.owner = None
-                raise
-            slot.gathers.pop(0)
+                slot.gathers.pop(0)
+            if slot.owner is not None:
+                slot.owner.refresh()
+        except BaseException:
+            slot.owner = None
+            raise
 
     def _complete(self, pending: PendingCollective) -> None:
         self._collectives.while_waiting = self.while_waiting
@@ -306,7 +331,7 @@ class Ring:
 
 
 def _count_writes(slot: Slot) -> list[int]:
-    return [] if slot.owner is None else [parameter._version for parameter in slot.owner.parameters]
+    return [] if slot.owner is None else [tensor._version for tensor in slot.owner.tensors]
 
 
 def _in_backward() -> bool:

@@ -1,13 +1,14 @@
 """The layout of sharded parameters: which unit lies in which slot of a ring, and the memory that this takes.
 
 Owns the plan and touches no memory. A unit is what is gathered and reduced together, usually a layer. Units take turns
-in a few slots; what belongs to no unit (embedding, last norm, head) is a unit with a slot of its own.
+in a few slots; what belongs to no unit (embedding, last norm, head) is a unit with a slot of its own. Frozen tensors of
+a unit (`frozen_parts.py`) are gathered with it, and that is all.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +28,12 @@ class UnitPlan:
     name: str
     slot: int
     buckets: tuple[BucketPlan, ...]
+    frozen: tuple[BucketPlan, ...] = ()  # tensors that are no parameters
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its parameters."""
-        return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)
+        """Bytes of all that is gathered."""
+        return sum(bucket.numel * bucket.dtype.itemsize for bucket in (*self.buckets, *self.frozen))
 
     @property
     def gradients(self) -> int:
@@ -49,14 +51,19 @@ class RingPlan:
 
     @property
     def buckets(self) -> tuple[BucketPlan, ...]:
+        """Those of the parameters."""
         return tuple(bucket for unit in self.units for bucket in unit.buckets)
+
+    @property
+    def frozen(self) -> tuple[BucketPlan, ...]:
+        return tuple(bucket for unit in self.units for bucket in unit.frozen)
 
     @property
     def slots(self) -> int:
         return max(unit.slot for unit in self.units) + 1
 
     def slot_nbytes(self, slot: int) -> int:
-        """Bytes of parameters in a slot: those of the largest unit in it."""
+        """Bytes in a slot: those of the largest unit in it."""
         return max(unit.nbytes for unit in self.units if unit.slot == slot)
 
     def slot_gradients(self, slot: int) -> int:
@@ -64,9 +71,23 @@ class RingPlan:
         return max(unit.gradients for unit in self.units if unit.slot == slot)
 
     @property
+    def kept_nbytes(self) -> int:
+        """Bytes of a rank's shards of the parameters that take turns."""
+        return sum(_shard_nbytes(unit.buckets) for unit in self.units[: self.turning])
+
+    @property
+    def kept_frozen_nbytes(self) -> int:
+        """The same of frozen tensors."""
+        return _shard_nbytes(self.frozen)
+
+    @property
     def copy_nbytes(self) -> int:
         """Bytes of a full copy, which has the parameters outside of layers in common with the ring."""
         return sum(unit.nbytes for unit in self.units[: self.turning])
+
+
+def _shard_nbytes(buckets: Iterable[BucketPlan]) -> int:
+    return sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in buckets)
 
 
 def names_in(model: nn.Module, units: Sequence[nn.Module]) -> list[set[str]]:
@@ -81,9 +102,17 @@ def names_in(model: nn.Module, units: Sequence[nn.Module]) -> list[set[str]]:
 
 
 def plan_units(
-    parameters: Sequence[ParameterSpec], units: Sequence[Collection[str]], *, ranks: int, slots: int = SLOTS
+    parameters: Sequence[ParameterSpec],
+    units: Sequence[Collection[str]],
+    *,
+    ranks: int,
+    slots: int = SLOTS,
+    frozen: Sequence[Sequence[ParameterSpec]] = (),
 ) -> RingPlan:
-    """Lay out parameters, given in the order of execution. `units` has the names in each unit, in that order, too."""
+    """Lay out parameters, given in the order of execution. `units` has the names in each unit, in that order, too.
+
+    `frozen` has the frozen tensors of each unit, if units have any.
+    """
     if slots < 1:
         raise ValueError(f"slots={slots}: a ring has at least one slot")
     groups: list[list[ParameterSpec]] = [[] for _ in units]
@@ -101,7 +130,8 @@ def plan_units(
     planned = []
     for index, group in enumerate(groups):
         buckets = plan_buckets(group, ranks=ranks, bucket_bytes=sys.maxsize)
-        planned.append(UnitPlan(f"layer {index}", index % size, buckets))
+        beside = plan_buckets(frozen[index], ranks=ranks, bucket_bytes=sys.maxsize) if frozen else ()
+        planned.append(UnitPlan(f"layer {index}", index % size, buckets, beside))
     if rest:
         planned.append(UnitPlan(_REST, size, plan_buckets(rest, ranks=ranks, bucket_bytes=sys.maxsize)))
     return RingPlan(tuple(planned), len(groups), size)
@@ -112,9 +142,8 @@ def plan_ring(
 ) -> MemoryPlan:
     """The memory of one rank that holds shards, the slots of the ring, and AdamW. A full copy is not in it."""
     slots = range(plan.slots)
-    turning = [bucket for unit in plan.units[: plan.turning] for bucket in unit.buckets]
     parameters = sum(map(plan.slot_nbytes, slots))  # the shard of the rest is a part of its slot
-    parameters += sum(bucket.shard_numel * bucket.dtype.itemsize for bucket in turning)
+    parameters += plan.kept_nbytes + plan.kept_frozen_nbytes
     gradients = sum(map(plan.slot_gradients, slots))
     gradients += sum(bucket.shard_numel for bucket in plan.buckets if bucket.trainable)
     return MemoryPlan(parameters, gradients * grad_dtype.itemsize, plan_optimizer(plan.buckets, state, offload))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ from rollgraph.sharding.bucket_plan import BUCKET_BYTES, plan_buckets, specs_of
 from rollgraph.sharding.bucket_sync import BucketSync, StaleWeights
 from rollgraph.sharding.collectives import Collectives, Reduction
 from rollgraph.sharding.flat_buffer import FlatBuckets
+from rollgraph.sharding.frozen_parts import FrozenParts, FrozenTensors, find_frozen, frozen_specs
 from rollgraph.sharding.full_copy import Allocate, allocate_zeros
 from rollgraph.sharding.gradient_reductions import GradientReductions
 from rollgraph.sharding.held_parameters import HeldParameters, RingParameters, WholeParameters
@@ -47,8 +49,8 @@ class ShardedModel:
     """Data parallel over `world`: full parameters on every rank, gradients reduced into shards.
 
     With `shard="parameters"` each rank keeps a shard of the parameters, too. `units`, the layers in the order of a
-    forward, are gathered into a ring of `slots` when they run. With one rank there is nothing to divide, and the layout
-    is that of "optimizer".
+    forward, are gathered into a ring of `slots` when they run, with what is `frozen` in them. With one rank there is
+    nothing to divide, and the layout is that of "optimizer".
 
     Call the model itself as before. One step is: forward and backward of each microbatch (all but the last inside
     `no_sync()`), `finish_gradients()`, the optimizer's step. `order` names the parameters in the order in which a
@@ -73,6 +75,7 @@ class ShardedModel:
         shard: Sharded = "optimizer",
         units: Sequence[nn.Module] = (),
         slots: int = SLOTS,
+        frozen: FrozenParts | None = None,
         tensor: TensorPeers | None = None,
     ) -> None:
         if next(model.parameters(), None) is None:
@@ -88,8 +91,12 @@ class ShardedModel:
         self._grad_dtype = grad_dtype
         specs = specs_of(model, order)
         self._ring_plan: RingPlan | None = None
+        beside: list[FrozenTensors] = []  # the frozen tensors of each unit
         if shard == "parameters" and world.size > 1:
-            self._ring_plan = plan_units(specs, names_in(model, units), ranks=world.size, slots=slots)
+            beside = find_frozen(frozen, units)
+            also = [frozen_specs(tensors) for tensors in beside]
+            self._ring_plan = plan_units(specs, names_in(model, units), ranks=world.size, slots=slots, frozen=also)
+            specs = [*specs, *chain.from_iterable(also)]
         else:
             units = ()
         settings = {
@@ -104,7 +111,8 @@ class ShardedModel:
         aborts = self._begin_aborts()
 
         plan = self._ring_plan or plan_buckets(specs, ranks=world.size, bucket_bytes=bucket_bytes)
-        self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype, rank=world.rank)
+        every = {name: tensors for of_unit in beside for name, tensors in of_unit.items()}
+        self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype, rank=world.rank, frozen=every)
         self.has_copies = self._ring_plan is not None  # what reads all parameters at once reads a full copy of them
         self._parameters: HeldParameters
         self._gradients: GradientReductions
@@ -123,8 +131,9 @@ class ShardedModel:
             self.flat.before_reading = lambda: self.require_full_parameters("raise")
         else:
             overlap = (overlap_gather, overlap_reduce)
-            ring = Ring(self._ring_plan, self.flat, world, self.collectives, overlap)
-            self._parameters = RingParameters(model, ring, world, self.collectives)
+            refreshes = [] if frozen is None else [frozen.refresh(unit) for unit in units]
+            ring = Ring(self._ring_plan, self.flat, world, self.collectives, overlap, beside, refreshes)
+            self._parameters = RingParameters(model, ring, world, self.collectives, units, frozen)
             self._gradients = RingReductions(self.flat, ring, world, self.collectives, aborts)
             self.flat.after_writing = ring.after_writing
         self.collectives.before_starting = self._gradients.join_abort
@@ -224,8 +233,15 @@ class ShardedModel:
         if self.has_copies:
             self.gather()
 
-    def keep_reader(self) -> None:
-        """All parameters of `make_reader()` were written, alike on all ranks: they are the model's from now on."""
+    @contextmanager
+    def writing_reader(self) -> Iterator[None]:
+        """Inside, weights of `make_reader()` are written, alike on all ranks: they are the model's from then on."""
+        self.refresh_copy()
+        try:
+            yield
+        except BaseException:
+            self.forget_copy()
+            raise
         self.wait_for_gathers()
         self._parameters.keep_reader()
 

@@ -1,0 +1,281 @@
+"""Workers with adapters whose base is sharded do what one worker does, bit for bit, and hold what is planned."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollgraph.distributed.world import World
+from rollgraph.graph import StaleGraph
+from rollgraph.graph.hooks import GraphHooks
+from rollgraph.model import load_model
+from rollgraph.model.adapter_files import load_adapter
+from rollgraph.model.adapters import AdapterSpec, attach
+from rollgraph.model.hf_weights import parameter_views
+from rollgraph.policy import PolicyWorker
+from rollgraph.sharding import ShardedModel, StaleWeights, load, save
+from rollgraph.types import Batch
+from tests.policy import small_worker
+from tests.policy.small_worker import LIMITS, make_samples, make_worker, parameters, sample_rollouts
+from tests.policy.test_sharded_worker import DEEP, fail_on_one_rank, paired, refusals, same
+from tests.sharding.worlds import run_world
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+
+SPEC = AdapterSpec(rank=3, alpha=3.0)
+MLP_ONLY = replace(SPEC, targets=("down_proj",))
+BIASED = replace(DEEP, family="qwen2", attention_bias=True)
+ONE_SIZE = replace(LIMITS, token_buckets=(48,))
+STEPS = 3
+SCORED = make_samples(4, seed=9)
+make_whole_model = small_worker.make_model
+GRAPH_HOOKS: list[GraphHooks] = []  # of all graphs that were made in this process
+
+
+def make(
+    world: World, *, spec: AdapterSpec = SPEC, biased: bool = False, recomputed: int = 0, **options: Any
+) -> PolicyWorker:
+    """In a process of its own: the model is changed for all of it."""
+    small_worker.TINY = BIASED if biased else DEEP
+
+    def make_model() -> Any:
+        model = make_whole_model()
+        model.checkpoint_layers(recomputed)
+        return model
+
+    small_worker.make_model = make_model
+    ShardedModel.graph_hooks = noting_hooks  # type: ignore[method-assign]
+    settings = {"scopes": ("layer",), "reduction": "ordered", "shard": "parameters", **options}
+    return make_worker(world, limits=ONE_SIZE, adapter=spec, **settings)
+
+
+make_graph_hooks = ShardedModel.graph_hooks
+
+
+def noting_hooks(sharded: ShardedModel, module: nn.Module) -> GraphHooks:
+    GRAPH_HOOKS.append(make_graph_hooks(sharded, module))
+    return GRAPH_HOOKS[-1]
+
+
+def batch(step: int, ranks: int) -> Batch:
+    """Two samples for each rank, which fill a microbatch: one rank alone runs those of one rank after another."""
+    return Batch(
+        [(paired(step) + paired(step + 20))[: 2 * ranks], (paired(step + 10) + paired(step + 30))[: 2 * ranks]]
+    )
+
+
+def run_phases(worker: PolicyWorker, ranks: int) -> list[Any]:
+    """What comes out of every phase, step by step."""
+    found: list[Any] = []
+    for step in range(STEPS):
+        rollouts = sample_rollouts(worker, 3, f"step {step}")
+        worker.score(rollouts, "reference")
+        found.append([(r.tokens, r.logprobs, r.reference_logprobs) for r in rollouts])
+        found.append(worker.logprobs(SCORED))
+        worker.train(batch(step, ranks), score_old=step > 0)
+        found.append(parameters(worker))
+    return found
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "layers": {},
+    "recomputed": {"recomputed": 3},
+    "biases": {"biased": True},
+    "eager": {"backend": "eager"},
+    "attn, mlp": {"scopes": ("attn", "mlp")},
+    "nothing to train in attentions": {"scopes": ("attn", "mlp"), "spec": MLP_ONLY},
+    "nothing to train in attentions, eager": {"backend": "eager", "spec": MLP_ONLY},
+    "recomputed parts": {"scopes": ("attn", "mlp"), "recomputed": 5},
+}
+
+
+def all_settings(world: World, ranks: int) -> dict[str, Any]:
+    found = {}
+    for name, options in SETTINGS.items():
+        worker = make(world, **options)
+        assert worker.sharded.has_copies == (world.size > 1)
+        found[name] = run_phases(worker, ranks)
+        report = worker.pool.report()
+        assert report.eager_runs == 0 or options.get("backend") == "eager"
+        worker.close()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_with_a_sharded_base_do_what_one_rank_does(ranks: int, tmp_path: Path) -> None:
+    """With tape graphs and without, with biases, and with layers and their parts recomputed."""
+    (alone,) = run_world(1, tmp_path, all_settings, ranks)
+    assert isinstance(alone, dict), alone
+    for found in run_world(ranks, tmp_path, all_settings, ranks):
+        assert isinstance(found, dict), found
+        for name, expected in alone.items():
+            for number, (theirs, ours) in enumerate(zip(found[name], expected, strict=True)):
+                assert same(theirs, ours), (name, number)
+
+
+# -- one pair of ranks, on which everything else is tested -------------------------------------------
+
+
+def check_base(worker: PolicyWorker) -> None:
+    """The base of the full copy is what was drawn."""
+    with worker.phases.enter("save"):
+        drawn = parameter_views(make_whole_model())
+        for name, view in parameter_views(worker.reader).items():
+            assert torch.equal(view, drawn[name]), name
+
+
+def slots_of(worker: PolicyWorker) -> list[Any]:
+    """Log-probabilities under slots and the base, in one phase, where nothing but `use` gathers the full copy."""
+    worker.weights.save("start")
+    assert worker.weights.nbytes("device") == sum(bucket.kept.nbytes for bucket in worker.sharded.flat.buckets)
+    names = ("policy", "reference", "start", "reference", "policy")
+    before = [worker.logprobs(SCORED, name) for name in names]
+    assert before[0] == before[2] == before[4] != before[1] == before[3]
+    worker.train(batch(50, 2))
+    with worker.phases.enter("score"):
+        after = [worker.logprobs(SCORED, name) for name in names]
+    assert after[1] == after[3] == before[1]
+    assert after[2] == before[0] != after[0] == after[4]
+    worker.weights.drop("start")
+    return after
+
+
+def missing_gathers(worker: PolicyWorker) -> list[str]:
+    """Why the graph of a layer, and of an attention in which nothing is trained, refuse to run without a gather."""
+    worker.train(batch(51, 2))
+    worker.sharded.ensure_gathered(list(worker.model.layers[3].parameters()))
+    worker.sharded.ensure_gathered(list(worker.model.layers[4].parameters()))
+    attention = "attn" in worker._graphs.scopes
+    layer = worker.model.layers[2]
+    _, samples = worker._steps._units(ONE_SIZE.token_buckets[-1])
+    target, arguments = (layer.attention, samples[4]) if attention else (layer, samples[2])
+    reasons = []
+    with ExitStack() as paused:
+        for hooks in GRAPH_HOOKS:
+            paused.enter_context(hooks.paused())
+        for call in (target, target.forward):  # a hook of the module refuses the first, a guard of the graph the other
+            with worker.sharded.paused(gather=False), pytest.raises((StaleGraph, StaleWeights)) as refused:
+                call(*arguments)
+            reasons.append(str(refused.value))
+    return reasons
+
+
+def loaded(worker: PolicyWorker, folder: Path) -> None:
+    """What is written to the whole model stays, whatever the memory of the full copy held before."""
+    worker.train(batch(52, 2))
+    worker.sharded.forget_copy()
+    with torch.no_grad():
+        for tensor in worker.reader.layers.parameters():
+            tensor.fill_(7.0)
+    with worker.sharded.writing_reader():
+        load_adapter(worker.reader, folder / "exported")
+    check_base(worker)
+
+
+def everything(world: World, folder: Path) -> dict[str, Any]:
+    """Run everything that is tested, because starting ranks is slow."""
+    worker = make(world)
+    captures = worker.pool.report().captures
+    models = (worker.model, worker.reader)
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    found: dict[str, Any] = {"phases": run_phases(worker, 2), "slots": slots_of(worker)}
+    check_base(worker)
+    if world.size > 1:
+        assert worker.model.adapters is not None
+        assert worker.reader.adapters is not worker.model.adapters
+        found["stale"] = refusals(worker)
+        found["missing"] = missing_gathers(worker)
+        found["raised"] = fail_on_one_rank(worker)
+        kept = parameters(worker)
+        save(folder / "checkpoint", worker.sharded, worker.optimizer)
+        worker.export(folder / "exported")
+        worker.export(folder / "merged", merge=True)
+        worker.sharded.exchange_text("written")
+        found["before"] = (kept, worker.logprobs(SCORED))
+        loaded(worker, folder)
+        found["loaded"] = (parameters(worker), worker.logprobs(SCORED))
+        worker.train(batch(53, 2))
+        load(folder / "checkpoint", worker.sharded, worker.optimizer)
+        found["resumed"] = (parameters(worker), worker.logprobs(SCORED))
+    report = worker.pool.report()
+    assert (report.captures, report.eager_runs) == (captures, 0)
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    worker.sharded.flat.check()
+    worker.close()
+    if world.size > 1:
+        parts = make(world, spec=MLP_ONLY, scopes=("attn", "mlp"))
+        found["missing in a part"] = missing_gathers(parts)
+        parts.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    results = run_world(2, folder, everything, folder)
+    for found in results:
+        assert isinstance(found, dict), found
+    return folder, results
+
+
+Results = tuple[Path, list[dict[str, Any]]]
+
+
+def test_the_base_and_slots_of_adapters_score_as_on_one_rank(ranks: Results, tmp_path: Path) -> None:
+    """The base is that of the beginning after all updates, and a slot holds adapters alone."""
+    (alone,) = run_world(1, tmp_path, everything, tmp_path)
+    assert isinstance(alone, dict), alone
+    for found in ranks[1]:
+        assert same(found["phases"], alone["phases"])
+        assert found["slots"] == alone["slots"]
+
+
+def test_a_full_copy_that_is_not_current_is_refused(ranks: Results) -> None:
+    for found in ranks[1]:
+        for reason in found["stale"]:
+            assert "does not hold layer 0" in reason
+
+
+def test_a_layer_whose_base_is_not_in_its_slot_is_refused(ranks: Results) -> None:
+    """Also if nothing is trained there: an attention with a frozen base would read that of another layer."""
+    for found in ranks[1]:
+        for reasons in (found["missing"], found["missing in a part"]):
+            assert len(reasons) == 2
+            for reason in reasons:
+                assert "slot 0 holds layer 4, not layer 2" in reason
+
+
+def test_a_backward_that_fails_on_one_rank_alone_is_dropped_by_all(ranks: Results) -> None:
+    assert [found["raised"] for found in ranks[1]] == [["StepAborted"], ["ArithmeticError"]]
+
+
+def test_checkpoints_and_exports_are_whole(ranks: Results) -> None:
+    folder, results = ranks
+    for found in results:
+        for again in (found["loaded"], found["resumed"]):
+            assert same(list(again), list(found["before"]))
+    expected = make_deep()
+    load_adapter(expected, folder / "exported")
+    exported = torch.cat([parameter.detach().flatten() for parameter in expected.parameters()])
+    assert torch.equal(exported, results[0]["before"][0])
+    assert expected.adapters is not None
+    merged = parameter_views(load_model(folder / "merged"))
+    for name, weight in expected.adapters.merged_weights():
+        assert torch.equal(merged[name], weight), name
+
+
+def make_deep() -> Any:
+    small_worker.TINY, before = DEEP, small_worker.TINY
+    try:
+        model = make_whole_model()
+    finally:
+        small_worker.TINY = before
+    attach(model, SPEC, seed=0)
+    return model
