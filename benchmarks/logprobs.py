@@ -1,7 +1,7 @@
 """Time forward + backward of token log-probabilities: `python benchmarks/logprobs.py` on a machine with a CUDA device.
 
 S sequences of 512 tokens run through a model in the shape of Qwen2.5-1.5B in bf16, with the whole microbatch as one
-graph. The same run times transformers (eager) and, if it is installed, megatron-core with its local graphs, and
+graph, and gradients are added to those of earlier microbatches in fp32, as in training. The same run times transformers (eager) and, if it is installed, megatron-core with its local graphs, and
 computes the floor: 6 operations per parameter and token.
 """
 
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from rollgraph.graph import GraphPool, capture
 from rollgraph.model import Decoder, token_logprobs
+from rollgraph.sharding import add_gradients
 
 LENGTH = 512
 
 
-def ours(model: Decoder, sequences: int, backend: Any) -> Callable[[], object]:
+def ours(model: Decoder, buffers: dict[Tensor, Tensor], sequences: int, backend: Any) -> Callable[[], object]:
     tokens = sequences * LENGTH
     ids = torch.randint(0, QWEN_1_5B.vocabulary, (tokens,), device="cuda")
     positions = torch.arange(LENGTH, device="cuda").repeat(sequences)
@@ -34,7 +35,7 @@ def ours(model: Decoder, sequences: int, backend: Any) -> Callable[[], object]:
         # One chunk keeps the logits, as training does if memory allows.
         logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1), chunk=tokens)
         loss = (logprobs * weights).sum()
-        loss.backward()
+        add_gradients(loss, buffers)
         return loss
 
     inputs = (ids, positions, cu_seqlens, weights)
@@ -90,20 +91,19 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     model = random_decoder()
     parameters = sum(p.numel() for p in model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    buffers: dict[Tensor, Tensor] = {p: torch.zeros(p.shape, device="cuda") for p in model.parameters()}
     found: list[tuple[str, int, float]] = []
     for sequences in options.sequences:
         for name, backend in (("rollgraph", "cuda"), ("rollgraph, eager backend", "eager")):
             if name == "rollgraph" or not options.alone:
-                run = ours(model, sequences, backend)
+                run = ours(model, buffers, sequences, backend)
                 found.append((name, sequences, device_time(run, 10)))
                 if options.profile and backend == "cuda" and sequences == options.sequences[-1]:
                     profile(run)
                 del run
                 gc.collect()
         found.append(("rollgraph, forward only", sequences, device_time(scoring(model, sequences), 10)))
-    del model
+    del model, buffers
     gc.collect()
     torch.cuda.empty_cache()
     for sequences in options.sequences if not options.alone else ():

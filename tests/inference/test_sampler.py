@@ -202,9 +202,10 @@ def compare_kernel(device: str) -> None:
         logits[3, 7], logits[4, 100:], logits[5, 9] = math.nan, -math.inf, 100.0
         rows = rows_for(6)
         rows.temperature = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.3, 2e-38])  # the last one overflows
-        greedy = rows.temperature == 0
-        scale = torch.where(greedy, 1.0, rows.temperature.reciprocal())
-        ours = Drawn(*draw(*(t.to(device) for t in (logits, rows.seed, rows.position, scale, greedy))))
+        scale = torch.where(rows.temperature == 0, 1.0, rows.temperature.reciprocal())
+        results = torch.empty((6, 3), dtype=torch.int32, device=device)
+        draw(results, *(t.to(device) for t in (logits, rows.seed, rows.position, rows.temperature)))
+        ours = Drawn.read_from(results)
         plain = sample(logits, rows)
         assert ours.token.tolist() == plain.token.tolist()
         assert ours.token[5] == -1
