@@ -1,8 +1,9 @@
 """Time forward + backward of token log-probabilities: `python benchmarks/logprobs.py` on a machine with a CUDA device.
 
 S sequences of 512 tokens run through a model in the shape of Qwen2.5-1.5B in bf16, with the whole microbatch as one
-graph, and gradients are added to those of earlier microbatches in fp32, as in training. The same run times transformers (eager) and, if it is installed, megatron-core with its local graphs, and
-computes the floor: 6 operations per parameter and token.
+graph. Gradients are added to those of earlier microbatches in fp32, as in training. The same run times transformers
+(eager) and, if it is installed, megatron-core with its local graphs, and computes the floor: 6 operations per parameter
+and token.
 """
 
 from __future__ import annotations
