@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -83,6 +85,12 @@ def device_time(run: Callable[[], object], repeats: int = 20) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return statistics.median(times)
+
+
+def sample_without_flashinfer() -> None:
+    """Where FlashInfer is not installed, tell vLLM, before it is imported, that its sampler has to do without."""
+    if find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def synchronize() -> None:

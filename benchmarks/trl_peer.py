@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from apart import report, seconds_of_process
-from common import QWEN_1_5B, synchronize, transformers_config
+from common import QWEN_1_5B, sample_without_flashinfer, synchronize, transformers_config
 
 from rollgraph.tokenizer import ByteTokenizer
 
@@ -55,6 +55,8 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Take a step to warm up and then `repeats` more; return the seconds of the fastest, and of the start."""
+    sample_without_flashinfer()
+
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

@@ -7,12 +7,14 @@ import tempfile
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from common import transformers_config
+from common import sample_without_flashinfer, transformers_config
 
 from rollgraph.model import Architecture
 
 # One process: tokens do not have to cross to another one. vLLM reads this when it is imported.
 MULTIPROCESSING = os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+sample_without_flashinfer()
 
 from vllm import LLM, SamplingParams  # noqa: E402
 

@@ -289,9 +289,10 @@ class ReplayableSegment:
         if self.forward_number < 0:
             raise StaleGraph(f"graph {self.spec.name!r} was reset between its forward and its backward")
         if not self.arena.is_open(self.forward_number, ctx):
-            raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran for this forward")
+            raise StaleGraph(f"the backward of graph {self.spec.name!r} already ran, or was refused, for this forward")
         saved = self.saved
         if saved.tensors and list(map(_version, saved.tensors)) != saved.noted:
+            self.arena.close(self.forward_number)  # it can never run; autograd's threads may hold its node for a while
             saved.refuse_change(self.spec.name)
         if self._all_differentiable:
             return
