@@ -21,6 +21,7 @@ import torch
 import trl_peer
 from apart import run_apart, seconds_of_process
 from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, synchronize, table
+from phase_profile import PhaseProfile
 
 from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
@@ -78,10 +79,9 @@ def make_worker(architecture: Architecture, options: argparse.Namespace, backend
 
 
 def run_step(
-    worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, step: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Take one step as `train.py` does, with a random reward; return the seconds of phases, and training's metrics."""
-    clock = Clock()
+    worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, step: int, clock: Clock | PhaseProfile
+) -> dict[str, float]:
+    """Take one step as `train.py` does, with a random reward; return training's metrics."""
     generator = torch.Generator().manual_seed(step)
     vocabulary = worker.model.architecture.vocabulary
     ids = torch.randint(0, vocabulary, (options.prompts, options.prompt), generator=generator).tolist()
@@ -102,7 +102,7 @@ def run_step(
             pass
         with worker.phases.enter("train"):
             pass
-    return clock.seconds, learned
+    return learned
 
 
 def measure(
@@ -110,14 +110,19 @@ def measure(
 ) -> tuple[dict[str, float], float | None]:
     """Return the seconds of the phases of the fastest step, and from the start of this process to its first step."""
     worker, algorithm = make_worker(architecture, options, backend)
-    run_step(worker, algorithm, options, 0)
+    run_step(worker, algorithm, options, 0, Clock())
     start = None if options.tiny else seconds_of_process()
     found = []
     for step in range(1, 1 + options.repeats):
-        seconds, learned = run_step(worker, algorithm, options, step)
-        found.append(seconds)
+        clock = Clock()
+        learned = run_step(worker, algorithm, options, step, clock)
+        found.append(clock.seconds)
         error = learned["policy/token_mult_prob_error"], learned["policy/token_mult_prob_error_max"]
         print(f"{backend}: probability ratio of generation and training: mean {error[0]}, largest {error[1]}")
+    if options.profile:
+        profile = PhaseProfile()
+        run_step(worker, algorithm, options, 1 + options.repeats, profile)
+        profile.print()
     report = worker.pool.report()
     print(f"{backend}: {report.captures} captures, {report.replays} replays, {report.eager_runs} eager runs")
     worker.close()
@@ -178,11 +183,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="run a tiny model on a CPU, to see whether it runs")
     parser.add_argument("--trl", nargs="*", choices=list(trl_peer.SETTINGS), help="also time TRL, with these settings")
     parser.add_argument("--limit-s", type=float, default=400, help="seconds that TRL may take with one of them")
+    parser.add_argument(
+        "--profile", action="store_true", help="show where the time of each phase goes, in one more step"
+    )
     parser.add_argument("--alone", action="store_true", help="do not time the eager backend")
     options = parser.parse_args()
     architecture = QWEN_1_5B
     if options.trl == []:
         options.trl = ["defaults"]
+    if options.profile and (options.tiny or not torch.cuda.is_available()):
+        raise SystemExit("--profile needs a CUDA device, and not --tiny: it shows the time of CUDA kernels")
     if options.trl and not torch.cuda.is_available():
         raise SystemExit("--trl needs a CUDA device: TRL is given the 1.5B model, in bf16, also with --tiny")
     if options.tiny:

@@ -28,6 +28,7 @@ class Pass:
     cuda: bool
     recomputed: int = 0  # layers, from the first one, that keep nothing but their inputs
     parts: bool = False  # attention and MLP are recomputed by themselves, so the norms before them are kept
+    whole_step: bool = True  # a graph holds the forward and backward of a whole microbatch
     # For an adapted model: the columns that adapters add to each fused product, by its name. None: all weights learn.
     adapters: Mapping[str, int] | None = field(default=None)
     tensor: int = 1  # ranks that divide each layer
@@ -35,7 +36,7 @@ class Pass:
     @property
     def adds_products(self) -> bool:
         """Whether products add the gradients of weights to those in fp32 by themselves; see `graph/direct_sums.py`."""
-        return self.cuda and self.itemsize < FP32
+        return self.cuda and self.itemsize < FP32 and self.whole_step
 
     # -- what a forward keeps for its backward ------------------------------------------------------
 

@@ -188,13 +188,15 @@ def _blocks_of_row(limits: Limits) -> int:
 
 def _training_pass(config: Config, shape: RunShape, limits: Limits) -> Pass:
     tokens = limits.token_buckets[-1]
+    scopes = set(training_scopes(config, shape.ranks))
     return Pass(
         shape.architecture,
         tokens,
         shape.itemsize,
         shape.cuda,
         recomputed=shape.recomputed(config),
-        parts=not {"step", "layer"} & set(training_scopes(config, shape.ranks)),
+        parts=not {"step", "layer"} & scopes,
+        whole_step="step" in scopes,
         adapters=shape.adapters,
         tensor=shape.layout.tensor,
     )
