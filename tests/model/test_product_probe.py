@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollgraph.model import product_probe
 from rollgraph.model.product_probe import row_digests, set_routes
+from rollgraph.model.product_trials import run_if_it_fits
 from tests.policy.small_worker import make_model
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
@@ -45,3 +46,20 @@ def test_one_large_product_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     set_routes(make_model(), [1, 2, 16, 64], [1, 16, 64])
     assert len(most) > 10
     assert max(most) == 1
+
+
+class OutOfResources(Exception):
+    """As Triton raises it, for a kernel that needs more shared memory than a device has."""
+
+
+def test_a_way_that_does_not_fit_the_device_is_not_taken() -> None:
+    def too_large() -> Tensor:
+        raise OutOfResources("shared memory")
+
+    def wrong() -> Tensor:
+        raise ValueError("a mistake")
+
+    assert run_if_it_fits(too_large) is None
+    assert run_if_it_fits(lambda: torch.ones(2)).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="a mistake"):
+        run_if_it_fits(wrong)

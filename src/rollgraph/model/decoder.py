@@ -152,7 +152,7 @@ class MLP(nn.Module):
         """SwiGLU of gate and up, which may have more rows than x: those that `down` is padded to."""
         rows = len(x)
         gated = self.gated_routes.get(rows)
-        if gated is not None and not torch.is_grad_enabled():
+        if gated is not None and self.gate_up.adapter is None and not torch.is_grad_enabled():
             return gate(x, self.gate_up.weight, self.gate_up.bias, gated)
         gate_up = self.gate_up(x, defer=True)
         return swiglu(gate_up, padded_rows(self.down.routes, rows), chained=self.gate_up.starts_next(rows))

@@ -22,12 +22,10 @@ from torch import Tensor
 from rollgraph.files import write_atomically
 from rollgraph.model.decoder import Decoder
 from rollgraph.model.pointwise import swiglu
+from rollgraph.model.product_trials import device_time, draw_factors, run_if_it_fits
 from rollgraph.model.products import LIBRARY, Route, Routes, compute, gate, prepare
 
 _PROBE = 2  # raise it when the probe or a way changes: what was found before is then not used any more
-_REPEATS = 10  # calls in one timed graph
-_CANCELLING_PAIRS = 4
-_CANCELLING_SIZE = 2.0**12  # how much larger cancelling terms are than others
 _DIGESTED_ELEMENTS = 2**24  # of a product, at a time
 _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
 _FEW_ROWS = 64  # up to so many, our kernels may be faster than a library that agrees
@@ -155,14 +153,15 @@ def _find_routes(
     """Routes of all row counts, as far as there are any that agree."""
     generator = torch.Generator(like.device).manual_seed(0)
     most = counts[-1]
-    x, weight, bias = _draw_factors(like, like_bias, most, generator)
+    x, weight, bias = draw_factors(like, like_bias, most, generator)
 
     def run(count: int, route: Route) -> Tensor:
         """The product of the last `count` rows, which are elsewhere in the product of all."""
         return compute(x[most - count :], weight, bias, route, count, shape.wide)
 
     def agrees(count: int, route: Route) -> bool:
-        return torch.equal(row_digests(run(count, route)), expected[most - count :])
+        found = run_if_it_fits(partial(run, count, route))
+        return found is not None and torch.equal(row_digests(found), expected[most - count :])
 
     expected = row_digests(compute(x, weight, bias, LIBRARY, most, shape.wide))
     order = torch.randperm(most, generator=generator, device=like.device)
@@ -189,22 +188,6 @@ def _find_routes(
     return routes
 
 
-def _draw_factors(
-    like: Tensor, like_bias: Tensor | None, rows: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random x, weight and bias."""
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, dtype=torch.float32, device=like.device, generator=generator).to(like.dtype)
-
-    columns, depth = like.shape
-    x = draw(rows, depth)
-    weight = draw(columns, depth) * depth**-0.5
-    bias = draw(columns) if like_bias is not None else None
-    _add_cancelling_terms(x, weight, generator)
-    return x, weight, bias
-
-
 @torch.no_grad()
 def _find_gated_routes(
     like: Tensor, like_bias: Tensor | None, counts: Sequence[int], plain: Mapping[int, Route]
@@ -215,7 +198,7 @@ def _find_gated_routes(
     most = counts[-1]
     if plain.get(most) != LIBRARY:
         return {}
-    x, weight, bias = _draw_factors(like, like_bias, most, torch.Generator(like.device).manual_seed(0))
+    x, weight, bias = draw_factors(like, like_bias, most, torch.Generator(like.device).manual_seed(0))
     expected = swiglu(compute(x, weight, bias, LIBRARY, most, wide=False))
     routes = {}
     for count in counts:
@@ -225,10 +208,11 @@ def _find_gated_routes(
         if not suited or before is None:
             continue
         route = Route("gated", tiling=suited[0])
-        if not torch.equal(gate(own, weight, bias, route), expected[most - count :]):
+        found = run_if_it_fits(partial(gate, own, weight, bias, route))
+        if found is None or not torch.equal(found, expected[most - count :]):
             continue
         separately = partial(_gate_separately, own, weight, bias, before)
-        if _device_time(partial(gate, own, weight, bias, route)) < _device_time(separately):
+        if device_time(partial(gate, own, weight, bias, route)) < device_time(separately):
             routes[count] = route
     return routes
 
@@ -248,22 +232,6 @@ def row_digests(product: Tensor) -> Tensor:
     factors = torch.randint(-(2**62), 2**62, product.shape[1:], generator=generator).mul_(2).add_(1).to(product.device)
     rows = max(1, _DIGESTED_ELEMENTS // product.shape[1])
     return torch.cat([(part * factors).sum(1) for part in bits.split(rows)])
-
-
-def _add_cancelling_terms(x: Tensor, weight: Tensor, generator: torch.Generator) -> None:
-    """Add pairs of large terms to every sum along K that cancel each other.
-
-    How much of the other terms is lost depends on what was added up before, so that another order shows in the result,
-    even after it was rounded to half precision.
-    """
-    depth = x.shape[1]
-    pairs = min(_CANCELLING_PAIRS, depth // 2)
-    places = torch.randperm(depth, generator=generator, device=x.device)
-    one = places[:pairs]
-    other = places[pairs : 2 * pairs]
-    weight[:, other] = weight[:, one]
-    x[:, one] *= _CANCELLING_SIZE
-    x[:, other] = -x[:, one]
 
 
 def _candidates(device: torch.device, count: int, agreeing: Sequence[int]) -> list[Route]:
@@ -303,27 +271,7 @@ def _fastest(candidates: Sequence[Route], run: Callable[[Route], Tensor], device
     """On CUDA, the candidate that takes the least time; elsewhere the first."""
     if len(candidates) == 1 or device.type != "cuda":
         return candidates[0]
-    return min(candidates, key=lambda route: _device_time(partial(run, route)))
-
-
-def _device_time(call: Callable[[], Tensor]) -> float:
-    """The time of a call on the device, without that of its launch."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_REPEATS):
-            call()
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
+    return min(candidates, key=lambda route: device_time(partial(run, route)))
 
 
 class _RouteCache:
