@@ -115,7 +115,7 @@ def test_a_hook_on_a_parameter_sees_its_gradient_and_may_change_it() -> None:
     model = Tied()
     plain = make_buffers(model)
     add_gradients(model(torch.arange(5)), plain)
-    hooked = model.layers[0].weight
+    hooked = model.embed
     buffers = make_buffers(model)
     handle = hooked.register_hook(lambda gradient: 3 * gradient)
     with direct_sums(buffers):
@@ -136,7 +136,8 @@ class Recomputed(nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return recompute(self, self.linear, x)
+        output: Tensor = recompute(self, self.linear, x)
+        return output
 
 
 @pytest.mark.gpu
@@ -147,7 +148,7 @@ def test_a_product_adds_the_gradient_of_its_weight_in_fp32(way: str, recomputed:
     torch.manual_seed(0)
     linear = Linear(48, 32, bias=True).to("cuda", torch.bfloat16)
     module = Recomputed(linear) if recomputed else linear
-    buffers = {parameter: torch.zeros(parameter.shape, device="cuda") for parameter in module.parameters()}
+    buffers: dict[Tensor, Tensor] = {p: torch.zeros(p.shape, device="cuda") for p in module.parameters()}
     inputs = [torch.randn(64, 48, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
     upstream = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
 
@@ -178,7 +179,7 @@ def test_a_product_adds_the_gradient_of_its_weight_in_fp32(way: str, recomputed:
 def test_a_hook_changes_the_gradient_that_a_product_would_add(recomputed: bool) -> None:
     linear = Linear(48, 32, bias=True).to("cuda", torch.bfloat16)
     module = Recomputed(linear) if recomputed else linear
-    buffers = {parameter: torch.zeros(parameter.shape, device="cuda") for parameter in module.parameters()}
+    buffers: dict[Tensor, Tensor] = {p: torch.zeros(p.shape, device="cuda") for p in module.parameters()}
     linear.weight.register_hook(torch.zeros_like)
     add_gradients(module(torch.randn(64, 48, device="cuda", dtype=torch.bfloat16)).float().sum(), buffers)
     assert not buffers[linear.weight].any()
