@@ -105,7 +105,8 @@ def test_a_megatron_config_with_deprecated_graph_keys(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.schedule) == (4e-6, (0.9, 0.98), "cosine")
     assert config.optimizer.warmup_steps == 13
     assert found["policy.megatron_cfg.optimizer.min_lr"] == (Status.UNSUPPORTED, "the learning rate ends at 0")
-    assert found["policy.megatron_cfg.tensor_model_parallel_size"][0] is Status.UNSUPPORTED
+    too_many = (Status.UNSUPPORTED, "ranks that divide layers have to be on one node, and each has 1")
+    assert found["policy.megatron_cfg.tensor_model_parallel_size"] == too_many
     assert (config.checkpoint.every, config.checkpoint.keep_best) == (300, 0)  # only the last step is saved
     assert found["checkpointing.save_period"] == (Status.IGNORED, "checkpointing is off")
     assert (config.log.sinks, config.log.wandb) == (("jsonl", "wandb"), {"project": "small", "name": "run-7"})
@@ -140,6 +141,20 @@ def test_graph_keys(tmp_path: Path, graph_keys: str, ranks: int, impl: str, scop
     text = f"{SMALL}  megatron_cfg: {{enabled: true, {graph_keys}}}\ncluster: {{gpus_per_node: {ranks}}}\n"
     config, _ = translate(tmp_path, text)
     assert (config.graph.impl, config.graph.scope) == (impl, scope)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "divided", "divides"), [("true", 2, True), ("false", 4, True), ("true", 3, False)]
+)
+def test_ranks_divide_layers_if_those_of_a_node_can(tmp_path: Path, megatron: str, divided: int, divides: bool) -> None:
+    """With the backend that is enabled; what the other one says counts for nothing."""
+    theirs = {"true": (divided, 16), "false": (16, divided)}[megatron]
+    sections = f"  megatron_cfg: {{enabled: {megatron}, tensor_model_parallel_size: {theirs[0]}}}\n"
+    sections += f"  dtensor_cfg: {{tensor_parallel_size: {theirs[1]}}}\n"
+    config, found = translate(tmp_path, f"{SMALL}{sections}cluster: {{gpus_per_node: 8, num_nodes: 3}}\n")
+    key = {"true": "megatron_cfg.tensor_model_parallel_size", "false": "dtensor_cfg.tensor_parallel_size"}[megatron]
+    assert found[f"policy.{key}"][0] is (Status.TRANSLATED if divides else Status.UNSUPPORTED)
+    assert config.tensor_parallel == (divided if divides else 1)
 
 
 def test_eager_training_and_generation_is_eager(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The ranks are started as `torchrun` starts them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -230,6 +231,21 @@ def test_adapters_are_divided(folder: Path) -> None:
     same = run(folder, "divided", 2, "tensor_parallel=2", *options, "steps=3")
     other = run(folder, "other", 1, *options, "steps=3")
     assert_learns_the_same(same, other, step=2)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_adapters_go_from_shards_of_layers_to_parts_of_each_and_back(folder: Path) -> None:
+    """With recomputed layers. The base is random, so each layout reads it from the folder of the run."""
+    options = ("adapter={rank: 4, alpha: 8}", "model.checkpointing=1", "optimizer.schedule=constant")
+    layouts = {"shards": (2, "shard=parameters"), "parts": (4, "tensor_parallel=2"), "again": (2, "shard=parameters")}
+    names = list(layouts)
+    run(folder, "shards", *layouts["shards"], *options, "steps=1")
+    for step, (before, after) in enumerate(itertools.pairwise(names), 1):
+        shutil.copytree(folder / before, folder / after)
+        same, other = (run(folder, name, *layouts[name], *options, f"steps={step + 1}") for name in (before, after))
+        assert_learns_the_same(same, other, step)
+        assert metrics_of(other)[step]["policy/token_mult_prob_error_max"] == 1.0
 
 
 @pytest.mark.multi

@@ -278,6 +278,19 @@ def test_layouts_that_a_run_would_refuse_are_not_compared(folder: Path) -> None:
     assert make_plan(configured(folder), layouts=True).layouts == ()
 
 
+def test_exchanges_through_host_memory_in_graphs_are_refused_and_not_proposed(folder: Path) -> None:
+    """A run whose ranks share a GPU would refuse them."""
+    sharing = "ranks.backend=gloo"
+    with pytest.raises(ConfigError, match=r"^graph\.impl: .* set this to none.*exchanges_in_graphs"):
+        planned(folder, "tensor_parallel=2", sharing, ranks=2)
+    tensor = [option.layout.tensor for option in planned(folder, sharing, ranks=2, layouts=True).layouts]
+    assert tensor == [1, 1]
+    eager = planned(folder, sharing, "graph.impl=none", ranks=2, layouts=True)
+    assert [option.layout.tensor for option in eager.layouts] == [1, 1, 2]
+    on_cpus = planned(folder, sharing, "memory.cache_gib=1", ranks=2, device="cpu", layouts=True)
+    assert [option.layout.tensor for option in on_cpus.layouts] == [1, 1, 2]
+
+
 def test_ranks_that_shard_parameters_divide_the_base_of_adapters(folder: Path) -> None:
     """Each keeps a part of all layers; A is in the adapters, and once more in what is multiplied with."""
     plan = planned(folder, "shard=parameters", "adapter.rank=32", "model.checkpointing=32", ranks=8)

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph import capture, make_graphed_callables
-from rollgraph.graph.direct_sums import direct_sum_of
+from rollgraph.graph.direct_sums import direct_sum_of, direct_sums
 from rollgraph.model.linear import Linear
 from rollgraph.model.recompute import recompute
 from rollgraph.sharding import add_gradients
@@ -110,6 +110,24 @@ def test_a_backward_that_fails_leaves_no_hook() -> None:
     assert all(not parameter._backward_hooks for parameter in buffers)
 
 
+def test_a_hook_on_a_parameter_sees_its_gradient_and_may_change_it() -> None:
+    """So no product may add that gradient to its buffer by itself."""
+    model = Tied()
+    plain = make_buffers(model)
+    add_gradients(model(torch.arange(5)), plain)
+    hooked = model.embed
+    buffers = make_buffers(model)
+    handle = hooked.register_hook(lambda gradient: 3 * gradient)
+    with direct_sums(buffers):
+        assert {parameter for parameter in buffers if direct_sum_of(parameter) is None} == {hooked}
+    add_gradients(model(torch.arange(5)), buffers)
+    handle.remove()
+    assert torch.equal(buffers[hooked], 3 * plain[hooked])
+    assert all(torch.equal(buffers[p], plain[p]) for p in buffers if p is not hooked)
+    with direct_sums(buffers):
+        assert all(direct_sum_of(parameter) is not None for parameter in buffers)
+
+
 class Recomputed(nn.Module):
     """A linear layer whose product the backward pass computes again."""
 
@@ -118,7 +136,8 @@ class Recomputed(nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return recompute(self, self.linear, x)
+        output: Tensor = recompute(self, self.linear, x)
+        return output
 
 
 @pytest.mark.gpu
@@ -129,7 +148,7 @@ def test_a_product_adds_the_gradient_of_its_weight_in_fp32(way: str, recomputed:
     torch.manual_seed(0)
     linear = Linear(48, 32, bias=True).to("cuda", torch.bfloat16)
     module = Recomputed(linear) if recomputed else linear
-    buffers = {parameter: torch.zeros(parameter.shape, device="cuda") for parameter in module.parameters()}
+    buffers: dict[Tensor, Tensor] = {p: torch.zeros(p.shape, device="cuda") for p in module.parameters()}
     inputs = [torch.randn(64, 48, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
     upstream = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
 
@@ -153,3 +172,15 @@ def test_a_product_adds_the_gradient_of_its_weight_in_fp32(way: str, recomputed:
     assert direct_sum_of(linear.weight) is None
     right = 5 * upstream.double().sum(0)
     assert (buffers[linear.bias].double() - right).norm() / right.norm() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_hook_changes_the_gradient_that_a_product_would_add(recomputed: bool) -> None:
+    linear = Linear(48, 32, bias=True).to("cuda", torch.bfloat16)
+    module = Recomputed(linear) if recomputed else linear
+    buffers: dict[Tensor, Tensor] = {p: torch.zeros(p.shape, device="cuda") for p in module.parameters()}
+    linear.weight.register_hook(torch.zeros_like)
+    add_gradients(module(torch.randn(64, 48, device="cuda", dtype=torch.bfloat16)).float().sum(), buffers)
+    assert not buffers[linear.weight].any()
+    assert buffers[linear.bias].any()

@@ -41,7 +41,10 @@ class DirectSum:
 
 @contextmanager
 def direct_sums(buffers: Mapping[Tensor, Tensor]) -> Iterator[Mapping[Tensor, DirectSum]]:
-    """Let each of these parameters know its buffer, and give the sums of all of them."""
+    """Let each of these parameters know its buffer, and give the sums of all of them.
+
+    A parameter with a tensor hook does not learn of it: the hook has to see the gradient, and may change it.
+    """
     stand_ins: dict[tuple[torch.dtype, torch.device], Tensor] = {}
     sums: dict[Tensor, DirectSum] = {}
     for parameter, buffer in buffers.items():
@@ -52,7 +55,7 @@ def direct_sums(buffers: Mapping[Tensor, Tensor]) -> Iterator[Mapping[Tensor, Di
     before = {parameter: direct_sum_of(parameter) for parameter in sums}
     try:
         for parameter, own in sums.items():
-            set_direct_sum(parameter, own)
+            set_direct_sum(parameter, None if parameter._backward_hooks else own)
         yield sums
     finally:
         for parameter, earlier in before.items():

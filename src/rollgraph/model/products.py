@@ -140,7 +140,7 @@ class _Product(torch.autograd.Function):
         d_out = d_out.to(x.dtype)
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
-            d_x = d_out @ weight
+            d_x = d_out @ weight.to(x.dtype)  # which differ under autocast
             if len(x) > ctx.count:
                 d_x = functional.pad(d_x, (0, 0, 0, len(x) - ctx.count))
         if ctx.needs_input_grad[1]:

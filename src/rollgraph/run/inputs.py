@@ -31,7 +31,7 @@ from rollgraph.run.fingerprints import fingerprint_inputs
 from rollgraph.run.given import NOTHING, Given, read_held_out_rows, read_training_rows
 from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.key_errors import about
-from rollgraph.run.layer_checks import check_division, check_exchanges, check_groups
+from rollgraph.run.layer_checks import check_division, check_groups
 from rollgraph.run.resume import check_data
 from rollgraph.run.shapes import (
     check_buckets,
@@ -93,14 +93,13 @@ def check_inputs(config: Config, world: World, resume_from: Saved | None = None,
     """
     check_device(config, world.device)
     check_groups(config, world.size)
-    check_exchanges(config, world.staged)
     world = world.sharing_data(config.tensor_parallel)
     scopes = training_scopes(config, world.size)
     with about("model.path" if config.tokenizer.path is None else "tokenizer.path"):
         tokenizer = make_tokenizer(config)
     architecture, dtype = read_architecture(config, tokenizer)
     check_vocabulary(config, tokenizer, architecture)
-    check_division(config, architecture)
+    check_division(config, architecture, world.staged)
     recomputed_layers(config, architecture)  # refuses more than there are
     basis = _Basis(scopes, tokenizer, architecture, dtype, make_algorithm(config))
     read = _read_written if basis.algorithm.source in COLUMNS else _read_prompts

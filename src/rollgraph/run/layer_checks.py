@@ -16,27 +16,30 @@ def check_groups(config: Config, ranks: int) -> None:
         raise ConfigError([ConfigProblem(wrong, _KEY, rule="ranks_form_groups")])
 
 
-def check_exchanges(config: Config, staged: bool) -> None:
-    """Refuse CUDA graphs around exchanges that are `staged`, which means that they pass through host memory."""
-    if staged and config.tensor_parallel > 1 and config.graph.impl != "none":
-        wrong = (
-            "with ranks.backend: gloo, ranks that divide layers exchange tensors through host memory, which no CUDA "
-            "graph can contain: set this to none, to run eagerly"
-        )
-        raise ConfigError([ConfigProblem(wrong, "graph.impl", rule="exchanges_in_graphs")])
+def stages_exchanges(config: Config, ranks: int, device: str) -> bool:
+    """Whether so many ranks would exchange tensors through host memory, as `join` in `distributed/attempt.py` says."""
+    return device.startswith("cuda") and ranks > 1 and config.ranks.backend == "gloo"
 
 
-def check_division(config: Config, architecture: Architecture) -> None:
+def check_division(config: Config, architecture: Architecture, staged: bool) -> None:
     """Refuse a division of layers that cannot be."""
-    if problem := find_problem(config, architecture):
+    if problem := find_problem(config, architecture, staged):
         raise ConfigError([problem])
 
 
-def find_problem(config: Config, architecture: Architecture) -> ConfigProblem | None:
-    """Why layers cannot be divided: parts would not be equal, or ranks would share heads that have adapters."""
+def find_problem(config: Config, architecture: Architecture, staged: bool) -> ConfigProblem | None:
+    """Why layers cannot be divided: parts would not be equal, or ranks would share heads that have adapters, or
+    graphs would contain exchanges that are `staged`, which means that they pass through host memory.
+    """
     if wrong := architecture.why_indivisible(config.tensor_parallel):
         return ConfigProblem(wrong, _KEY, rule="layers_divide")
     if config.adapter is not None and config.tensor_parallel > architecture.kv_heads:
         wrong = f"with adapters, ranks cannot share the {architecture.kv_heads} key/value heads: use at most as many"
         return ConfigProblem(wrong, _KEY, rule="adapters_of_own_heads")
+    if staged and config.tensor_parallel > 1 and config.graph.impl != "none":
+        wrong = (
+            "with ranks.backend: gloo, ranks that divide layers exchange tensors through host memory, which no CUDA "
+            "graph can contain: set this to none, to run eagerly"
+        )
+        return ConfigProblem(wrong, "graph.impl", rule="exchanges_in_graphs")
     return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollgraph.config import Config, broken_rules
-from rollgraph.run.layer_checks import find_problem
+from rollgraph.run.layer_checks import find_problem, stages_exchanges
 from rollgraph.run.layout import Layout, has_prompts, possible_layouts
 from rollgraph.run.memory_choice import Choice, MemoryBudget, choose
 from rollgraph.run.plan_lines import gib, peak, peak_phase
@@ -68,9 +68,10 @@ def compare_layouts(
     found: list[LayoutOption] = []
     if shape.layout.ranks == 1:
         return found
+    staged = stages_exchanges(config, shape.layout.ranks, shape.device)
     for layout in possible_layouts(shape.layout):
         changed = replace(config, shard=layout.shard, tensor_parallel=layout.tensor)
-        if broken_rules(changed) or find_problem(changed, shape.whole) or not has_prompts(changed, layout):
+        if broken_rules(changed) or find_problem(changed, shape.whole, staged) or not has_prompts(changed, layout):
             continue
         found.append(LayoutOption(changed, choose(changed, shape.under(changed), budget, speed)))
     return found

@@ -24,7 +24,7 @@ from rollgraph.rl.demonstrations import COLUMNS
 from rollgraph.run.base_model import adapter_spec, base_is_reference
 from rollgraph.run.communication import Network
 from rollgraph.run.inputs import Inputs, make_algorithm, make_tokenizer, read_architecture
-from rollgraph.run.layer_checks import check_division
+from rollgraph.run.layer_checks import check_division, stages_exchanges
 from rollgraph.run.layout import Layout, layout_of
 from rollgraph.run.shapes import longest_written, make_limits, memory_limits, recomputed_layers, written_limits
 from rollgraph.run.teacher import shape_teacher
@@ -221,7 +221,7 @@ def shape_run(
     """The shape of one rank out of `ranks`. With `inputs`, rows that were written are as long as those in the data."""
     layout = layout_of(config, ranks, nodes, network)
     whole, dtype, notes = _read_model(config)
-    check_division(config, whole)
+    check_division(config, whole, stages_exchanges(config, ranks, device))
     a = whole.divided(layout.tensor)
     with torch.device("meta"):
         model = Decoder(a).to(dtype=dtype)

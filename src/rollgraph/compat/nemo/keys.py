@@ -32,7 +32,7 @@ Rule = To | Ignored | Unless
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 ONE_ENGINE = "rollgraph generates with the model that it trains; there is no second engine to set up"
-NO_PARALLEL = "rollgraph replicates the model and shards the optimizer state; it has no such parallelism"
+NO_PARALLEL = "rollgraph divides data (shard) and layers (tensor_parallel); it has no such parallelism"
 ADAPTER = "LoRA is the section `adapter`, which you have to write: see docs/lora.md"
 NO_EXPERTS = "rollgraph has no mixture-of-experts models"
 PACKED = "sequences are always packed, into microbatches of up to train.microbatch_tokens"
@@ -88,7 +88,7 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("policy.logprob_batch_size", Ignored(PACKED)),
     ("policy.logprob_chunk_size", Ignored(LOGITS)),
     ("policy.offload_optimizer_for_logprob", Ignored(PLANNED)),
-    ("policy.make_sequence_length_divisible_by", Ignored(NO_PARALLEL)),
+    ("policy.make_sequence_length_divisible_by", Ignored("no sequence is divided among ranks")),
     ("policy.dynamic_batching.*", Ignored(PACKED)),
     ("policy.sequence_packing.*", Ignored(PACKED)),
     ("policy.reward_model_cfg.enabled", Unless(OFF, "call a reward model in a reward function of your own")),

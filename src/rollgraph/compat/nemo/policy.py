@@ -21,6 +21,16 @@ def translate_backend(book: Ledger) -> None:
         book.ignore(key, f"policy.{used} is the backend in use")
     key = f"policy.{used}.activation_checkpointing"
     book.translate(key, "model.checkpointing", bool(book.get(key)))
+    _translate_division(book, f"policy.{used}.tensor_{'model_' * book.megatron}parallel_size")
+
+
+def _translate_division(book: Ledger, key: str) -> None:
+    size = book.count(key) or 1
+    on_node = book.count("cluster.gpus_per_node") or 1
+    if on_node % size:
+        book.refuse(key, f"ranks that divide layers have to be on one node, and each has {on_node}")
+    elif size > 1:
+        book.translate(key, "tensor_parallel", size)
 
 
 def translate_model(book: Ledger) -> None:

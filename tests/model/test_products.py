@@ -1,0 +1,56 @@
+"""Products by routes have the gradients of the library's, whatever is multiplied and whatever needs one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from rollgraph.model.products import Route, multiply
+
+ROWS = 5
+ROUTES = [Route("fixed"), Route("biased"), Route("fixed", rows=8), Route("library", rows=8)]
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape))).requires_grad_()
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_first_and_second_derivatives_are_those_of_the_product(route: Route, biased: bool) -> None:
+    inputs = [drawn(ROWS, 6), drawn(4, 6)] + [drawn(4)] * biased
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return multiply(x, weight, bias, {ROWS: route})
+
+    assert gradcheck(product, inputs)
+    assert gradgradcheck(product, inputs)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_inputs_may_be_strided_padded_or_constant(route: Route) -> None:
+    weight = drawn(4, 6)
+    routes = {ROWS: route}
+    assert gradcheck(lambda x, w: multiply(x.t(), w.t(), None, routes), (drawn(6, ROWS), drawn(6, 4)))
+    assert gradcheck(lambda x: multiply(x, weight, None, routes, rows=ROWS), (drawn(8, 6),))
+    assert gradcheck(lambda w: multiply(drawn(ROWS, 6).detach(), w, None, routes), (weight,))
+    assert gradcheck(lambda x: multiply(x, weight.detach(), None, routes), (drawn(ROWS, 6),))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+def test_autocast_multiplies_in_its_dtype_and_gives_each_input_a_gradient_of_its_own(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """What one layer gives to the next is not in the dtype of the weights then."""
+    x, weight = drawn(ROWS, 6, dtype=dtypes[0]), drawn(4, 6, dtype=dtypes[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        product = multiply(x, weight, None, {ROWS: Route("fixed")})
+    assert product.dtype == torch.bfloat16
+    product.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert (x.grad.dtype, weight.grad.dtype) == dtypes
+    torch.testing.assert_close(x.grad.double(), weight.double().sum(0).expand(ROWS, -1), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(weight.grad.double(), x.double().sum(0).expand(4, -1), rtol=0.05, atol=0.05)
