@@ -69,12 +69,17 @@ def test_a_long_scroll_asks_for_what_is_in_sight_at_its_end(browser: Any, tmp_pa
         groups = len({(record["step"], record["group"]) for record in records})
         opened.wait(f"{COUNT} === '{groups} groups'")
         held: list[Any] = []
+
+        def asked_by_the_scroll() -> list[Any]:
+            """The first page is there already; it is asked for again if the server finds more, before the scroll."""
+            return [route for route in held if "offset=0&" not in route.request.url]
+
         page.route(PAGES, lambda route: held.append(route))
         page.evaluate(scroll, 700)
         end = time.monotonic() + WAIT / 1000
-        while not held and time.monotonic() < end:
+        while not asked_by_the_scroll() and time.monotonic() < end:
             page.wait_for_timeout(100)
-        assert 0 < len(held) <= 2
+        assert 0 < len(asked_by_the_scroll()) <= 2
         page.route(PAGES, lambda route: route.continue_())
         for route in held:
             route.continue_()
