@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
 
 from rollgraph.view.catalog import Catalog
 from rollgraph.view.events import look
