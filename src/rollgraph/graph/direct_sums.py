@@ -33,10 +33,11 @@ class DirectSum:
         torch.addmm(self._buffer, left, right, out_dtype=torch.float32, out=self._buffer)
         return self._stand_in.expand(self._buffer.shape)
 
-    def add(self, gradient: Tensor) -> None:
-        """Add what autograd has found. A stand-in was added already."""
+    def add(self, gradient: Tensor) -> Tensor:
+        """Add what autograd has found, unless it is a stand-in; returns what autograd may keep in its place."""
         if gradient.data_ptr() != self._stand_in.data_ptr():
             self._buffer.add_(gradient)
+        return self._stand_in.expand(self._buffer.shape)
 
 
 @contextmanager

@@ -147,11 +147,7 @@ class RingParameters:
         units: Sequence[nn.Module] = (),
         parts: FrozenParts | None = None,
     ) -> None:
-        self._model = model
-        self._world = world
-        self._collectives = collectives
-        self._units = units
-        self._parts = parts
+        self._make_copy = partial(FullCopy, model, ring, world, collectives, units=units, parts=parts)
         self._copy: FullCopy | None = None
         self.ring = ring
         self.wait = ring.wait
@@ -194,9 +190,7 @@ class RingParameters:
 
     def make_reader(self, allocate: Allocate) -> nn.Module:
         if self._copy is None:
-            self._copy = FullCopy(
-                self._model, self.ring, self._world, self._collectives, allocate, self._units, self._parts
-            )
+            self._copy = self._make_copy(allocate)
         return self._copy.model
 
     def keep_reader(self) -> None:
