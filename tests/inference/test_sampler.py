@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.inference.sampler import Drawn, Rows, gumbel, sample, sample_filtered
+from rollgraph.model.vocabulary_parts import PART
 from tests.interpreter import run_interpreted
 
 DRAWS = 40_000
@@ -120,10 +121,9 @@ def test_a_tiny_top_p_keeps_one_token() -> None:
 
 def test_a_top_p_of_one_keeps_the_tail() -> None:
     """A token so unlikely that the others add up to 1 after rounding can still be drawn, as without filters."""
-    rows = Rows(
-        **{name: tensor[97:] for name, tensor in vars(rows_for(98)).items()}
-    )  # a seed with unusually large and small noise
-    noise = gumbel(rows.seed, rows.position, torch.arange(100_000, dtype=torch.int32)[None])[0]
+    many = rows_for(2411, min_p=1e-30)  # a filter that keeps everything
+    rows = Rows(**{name: tensor[2410:] for name, tensor in vars(many).items()})  # unusually large and small noise
+    noise = gumbel(rows.seed, rows.position, torch.arange(PART, dtype=torch.int32))[0]
     luck = noise.max() - noise.min()
     assert luck > 18
     logits = torch.full((1, len(noise)), -50.0)

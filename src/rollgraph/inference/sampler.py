@@ -1,9 +1,13 @@
 """Sampling: from logits to one token for each row, with its log-probabilities.
 
-Noise is a function of (seed, position, vocabulary id) and of nothing else, and no global generator is used. Given equal
-logits, a request therefore draws the same tokens whatever else is in its batch, before and after a preemption, with and
-without filters. A token is drawn as the largest of logit / temperature + Gumbel noise. Nothing here reads a value on
-the host. On CUDA, sampling without filters is one pass over the logits, in `sampling_kernels.py`.
+The largest of log-weight + Gumbel noise is a draw by weight. A part of the vocabulary (`model/vocabulary_parts.py`) is
+drawn in this way by the sum of its weights, and then one of its tokens by logit / temperature: the distribution is that
+of a draw from all tokens at once, and most of them need no noise.
+
+Noise is a function of (seed, position, id of the token or part) and of nothing else, and no global generator is used.
+Given equal logits, a request therefore draws the same tokens whatever else is in its batch, before and after a
+preemption, with and without filters. Nothing here reads a value on the host. On CUDA, sampling without filters is one
+pass over the logits, in `sampling_kernels.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ import struct
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rollgraph.model.logprobs import reduce_logits
+from rollgraph.model.vocabulary_parts import PART, part_count
 
 _MASK16 = 0xFFFF
 _MASK17 = 0x1FFFF
@@ -79,10 +85,7 @@ def sample_into(results: Tensor, logits: Tensor, rows: Rows, *, chained: bool = 
 def _sample_plainly(logits: Tensor, rows: Rows) -> Drawn:
     greedy = rows.temperature == 0
     scale = _scales(rows.temperature)
-    ids = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32).expand_as(logits)
-    scaled = logits * scale
-    scores = torch.where(greedy[:, None], scaled, scaled + gumbel(rows.seed, rows.position, ids))
-    token = scores.argmax(-1)
+    token = _draw(logits * scale, rows)
     return _finish(logits, token, greedy, reduce_logits(logits, scale, token)[0])
 
 
@@ -106,10 +109,9 @@ def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
     enough = (before >= top_p) & (top_p < 1)
     unlikely = kept < kept[:, :1] + rows.min_p[:, None].log()
     kept = kept.masked_fill((enough | unlikely) & (rank > 0), -torch.inf)
-    scores = torch.where(greedy[:, None], kept, kept + gumbel(rows.seed, rows.position, ids.to(torch.int32)))
-    place = scores.argmax(-1)
-    token = ids.gather(1, place[:, None])[:, 0]
-    logprob = reduce_logits(kept, torch.ones_like(kept[:, :1]), place)[0]
+    kept = torch.empty_like(kept).scatter(1, ids, kept)  # in the order of the vocabulary again
+    token = _draw(kept, rows)
+    logprob = reduce_logits(kept, torch.ones_like(kept[:, :1]), token)[0]
     filtered = _finish(raw, token, greedy, logprob)
     plain = sample(raw, rows)  # a row without filters gets what it would get in a batch without filters
     uses = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0) | (rows.penalty != 1)
@@ -137,8 +139,30 @@ def sample_seed(seed: int, index: int) -> tuple[int, int]:
     return low, high
 
 
+def _draw(scaled: Tensor, rows: Rows) -> Tensor:
+    """The tokens, [rows], drawn from softmax(scaled): a part of each row, and a token of that part."""
+    vocabulary = scaled.shape[1]
+    count = part_count(vocabulary)
+    if count == 1:
+        return _pick(scaled, torch.arange(vocabulary, device=scaled.device, dtype=torch.int32), rows)
+    padded = F.pad(scaled, (0, count * PART - vocabulary), value=-torch.inf).unflatten(1, (count, PART))
+    weights = torch.where(rows.temperature[:, None] == 0, padded.amax(-1), padded.logsumexp(-1))
+    # Parts count down from -1, because noise of their own needs ids that no token has.
+    part = _pick(weights, ~torch.arange(count, device=scaled.device, dtype=torch.int32), rows)[:, None]
+    begin = part * PART
+    inside = padded.gather(1, part[:, :, None].expand(-1, 1, PART))[:, 0]
+    ids = begin.int() + torch.arange(PART, device=scaled.device, dtype=torch.int32)
+    return begin[:, 0] + _pick(inside, ids, rows)
+
+
+def _pick(scores: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+    """The places, [rows], of the largest of scores + noise, and of the first largest score in greedy rows."""
+    noisy = scores + gumbel(rows.seed, rows.position, ids)
+    return torch.where(rows.temperature[:, None] == 0, scores, noisy).argmax(-1)
+
+
 def gumbel(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, [rows, ids], keyed by (seed, position, vocabulary id)."""
+    """Standard Gumbel noise, [rows, ids], keyed by (seed, position, id). `ids` are [ids] or [rows, ids], in int32."""
     low, high = seed.unbind(1)
     # Two keys, because it takes 64 bits to tell all rows and positions apart.
     first = _mix(_mix(_mix(low) ^ high) + position)

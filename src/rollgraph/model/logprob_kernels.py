@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PART = 4096  # logits that are added up at a time
+from rollgraph.model.vocabulary_parts import PART, part_count
+
 WARPS = 8  # of a kernel that adds up a part
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -94,11 +95,6 @@ def reduce(logits: Tensor, scale: Tensor, targets: Tensor, entropy: bool) -> tup
         PARTS=count, LANES=lanes(count), ENTROPY=entropy, num_warps=1,
     )  # fmt: skip
     return logprobs, normalizers, entropies
-
-
-def part_count(vocabulary: int) -> int:
-    """How many parts a row has."""
-    return triton.cdiv(vocabulary, PART)
 
 
 def lanes(parts: int) -> int:
