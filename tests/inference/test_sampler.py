@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.inference.sampler import Drawn, Rows, gumbel, sample, sample_filtered
-from rollgraph.model.vocabulary_parts import PART
+from rollgraph.model.vocabulary_parts import PART, part_count
 from tests.interpreter import run_interpreted
 
 DRAWS = 40_000
@@ -112,6 +112,74 @@ def test_samples_follow_the_exact_distribution(filters: dict[str, float], device
         torch.testing.assert_close(plain.logprob, drawn.logprob, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("temperature", [1.0, 1.6])
+def test_samples_from_several_parts_follow_the_exact_distribution(temperature: float, device: str) -> None:
+    """Few likely tokens in one part, many unlikely ones in the next, and a third that is short and rare."""
+    likely = [0, 17, PART - 1, PART + 3, 2 * PART, 2 * PART + 99]
+    logits = torch.full((2 * PART + 100,), -9.0)
+    logits[PART : 2 * PART] = -7.5
+    logits[likely] = torch.tensor([1.0, 0.2, -1.0, 0.7, -1.2, -3.0])
+    kinds = torch.arange(len(logits)) // PART  # each likely token is a kind, and the others of each part are one
+    kinds[likely] = torch.arange(3, 3 + len(likely))
+    weights = (logits.double() / temperature).softmax(0)
+    expected = torch.zeros(3 + len(likely), dtype=torch.float64).index_add(0, kinds, weights)
+    rows = rows_for(8000, device, temperature=temperature)
+    drawn = []
+    for begin in range(0, 8000, 1000):
+        some = Rows(**{name: tensor[begin : begin + 1000] for name, tensor in vars(rows).items()})
+        drawn.append(sample(logits.to(device).expand(1000, -1).contiguous(), some))
+    tokens = torch.cat([part.token.cpu().long() for part in drawn])
+    assert_fits(kinds[tokens], expected.numpy())
+    others = tokens[kinds[tokens] == 1] - PART  # equally likely, except for the one that is a kind of its own
+    assert_fits(others // 512, np.array([511, *[512] * 7]) / 4095)
+    logprobs = torch.cat([part.logprob.cpu() for part in drawn])
+    torch.testing.assert_close(logprobs, weights.log()[tokens].float(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_parts_of_impossible_tokens_are_never_drawn(device: str) -> None:
+    logits = torch.randn(400, 3 * PART + 10, generator=torch.Generator().manual_seed(0))
+    for row, possible in enumerate((slice(0, PART), slice(PART, 2 * PART), slice(3 * PART, None), slice(-1, None))):
+        kept = logits[row::4, possible].clone()
+        logits[row::4] = -math.inf
+        logits[row::4, possible] = kept
+    rows = rows_for(400, device, temperature=1.5)
+    rows.temperature[200:] = 0
+    for top_k in (0, 5):
+        rows.top_k[:] = top_k
+        drawn = sample_filtered(logits.to(device), rows, torch.zeros((400, 4), dtype=torch.int32, device=device))
+        tokens = drawn.token.cpu().long()
+        assert torch.all(tokens >= 0)
+        assert torch.all(logits.gather(1, tokens[:, None]).isfinite())
+        assert torch.equal(tokens[200:], logits[200:].argmax(-1))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_first_of_equally_likely_tokens_is_taken_at_temperature_zero(device: str) -> None:
+    logits = torch.zeros(3, 2 * PART + 10, device=device)
+    logits[1, [PART + 5, PART + 9, 2 * PART + 1]] = 1.0
+    logits[2, [PART - 1, PART]] = 1.0
+    rows = rows_for(3, device, temperature=0.0)
+    for top_k in (0, 4):
+        rows.top_k[:] = top_k
+        drawn = sample_filtered(logits, rows, torch.zeros((3, 4), dtype=torch.int32, device=device))
+        assert drawn.token.tolist() == [0, PART + 5, PART - 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("filters", [{"top_k": 9000}, {"min_p": 1e-30}], ids=str)
+def test_filters_that_keep_everything_draw_the_same_tokens(filters: dict[str, float], device: str) -> None:
+    logits = 2 * torch.randn(40, 9000, generator=torch.Generator().manual_seed(2)).to(device)
+    rows = rows_for(40, device, temperature=1.4, **filters)
+    rows.temperature[::8] = 0
+    plain = sample(logits, rows)
+    filtered = sample_filtered(logits, rows, torch.zeros((40, 4), dtype=torch.int32, device=device))
+    assert (plain.token // PART).unique().tolist() == [0, 1, 2]
+    assert torch.equal(filtered.token, plain.token)
+    torch.testing.assert_close(filtered.logprob, plain.logprob, rtol=0, atol=1e-5)
+
+
 def test_a_tiny_top_p_keeps_one_token() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0], [50.0, 0.0, 0.0]])
     drawn = sample_filtered(logits, rows_for(2, top_p=1e-6), torch.zeros(2, 4, dtype=torch.int32))
@@ -144,12 +212,13 @@ def test_temperature_zero_takes_the_most_likely_token() -> None:
         torch.testing.assert_close(drawn.policy_logprob, logits.log_softmax(-1).amax(-1))
 
 
-def test_non_finite_logits_give_token_minus_one() -> None:
-    logits = torch.zeros(4, 20)
-    logits[1, 7], logits[2, :] = math.nan, -math.inf
-    logits[3, :19] = -math.inf  # one token is left
-    for drawn in (sample(logits, rows_for(4)), sample_filtered(logits, rows_for(4), torch.zeros(4, 4).int())):
-        assert drawn.token.tolist()[1:] == [-1, -1, 19]
+@pytest.mark.parametrize("vocabulary", [20, 2 * PART + 20])
+def test_non_finite_logits_give_token_minus_one(vocabulary: int) -> None:
+    logits = torch.zeros(5, vocabulary)
+    logits[1, 7], logits[2, :], logits[3, 7] = math.nan, -math.inf, math.inf
+    logits[4, :-1] = -math.inf  # one token is left
+    for drawn in (sample(logits, rows_for(5)), sample_filtered(logits, rows_for(5, top_k=9), torch.zeros(5, 4).int())):
+        assert drawn.token.tolist()[1:] == [-1, -1, -1, vocabulary - 1]
         assert drawn.token[0] >= 0
 
 
@@ -168,10 +237,11 @@ def test_logits_that_overflow_at_the_temperature_give_token_minus_one(extreme: d
 
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     """A row draws the same in any batch, and another position or seed gives other noise."""
-    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
     rows = rows_for(6)
-    alone = [sample(logits[i : i + 1], Rows(**{k: v[i : i + 1] for k, v in vars(rows).items()})) for i in range(6)]
-    assert sample(logits, rows).token.tolist() == [int(drawn.token) for drawn in alone]
+    for vocabulary in (40, 9000):
+        logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(1))
+        alone = [sample(logits[i : i + 1], Rows(**{k: v[i : i + 1] for k, v in vars(rows).items()})) for i in range(6)]
+        assert sample(logits, rows).token.tolist() == [int(drawn.token) for drawn in alone]
     ids = torch.arange(1000, dtype=torch.int32).expand(1, -1)
     base = gumbel(torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), ids)
     for seed, position in (((1, 3), 5), ((2, 2), 5), ((1, 2), 6), ((2, 1), 5)):
@@ -198,24 +268,26 @@ def compare_kernel(device: str) -> None:
     from rollgraph.model.logprob_kernels import reduce
 
     for vocabulary in (300, 5000, 9001):
-        logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3
-        logits[3, 7], logits[4, 100:], logits[5, 9] = math.nan, -math.inf, 100.0
-        rows = rows_for(6)
-        rows.temperature = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.3, 2e-38])  # the last one overflows
+        logits = torch.randn(16, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
+        logits[0, 9], logits[1, 7], logits[2, -1], logits[3] = 100.0, math.nan, math.inf, -math.inf
+        logits[4, 100:], logits[5, :-100] = -math.inf, -math.inf
+        logits[6] = logits[6].round()  # equal logits, in several parts, of a greedy row
+        rows = rows_for(16)
+        rows.temperature = torch.tensor([2e-38, 2, 1, 1, 1.3, 0.8, 0, 0, 1, 1, 0.5, 0.7, 1.2, 1.5, 2, 3])
         scale = torch.where(rows.temperature == 0, 1.0, rows.temperature.reciprocal())
-        results = torch.empty((6, 3), dtype=torch.int32, device=device)
+        results = torch.empty((16, 3), dtype=torch.int32, device=device)
         draw(results, *(t.to(device) for t in (logits, rows.seed, rows.position, rows.temperature)))
         ours = Drawn.read_from(results)
         plain = sample(logits, rows)
         assert ours.token.tolist() == plain.token.tolist()
-        assert ours.token[5] == -1
-        fine = [0, 1, 2, 4]
-        torch.testing.assert_close(ours.logprob.cpu()[fine], plain.logprob[fine], rtol=0, atol=2e-5)
-        torch.testing.assert_close(ours.policy_logprob.cpu()[fine], plain.policy_logprob[fine], rtol=0, atol=2e-5)
-        drawn = ours.token[fine].to(device)
-        for found, factor in ((ours.logprob, scale), (ours.policy_logprob, torch.ones(6))):
-            trained, _, _ = reduce(logits[fine].to(device), factor[fine, None].to(device), drawn, False)
-            assert torch.equal(found[fine][1:], trained[1:])  # the first row is greedy: its token is certain
+        assert ours.token[:4].tolist() == [-1] * 4  # the first row overflows at its temperature
+        assert len((ours.token[4:] // PART).unique()) == part_count(vocabulary)
+        torch.testing.assert_close(ours.logprob.cpu()[4:], plain.logprob[4:], rtol=0, atol=2e-5)
+        torch.testing.assert_close(ours.policy_logprob.cpu()[4:], plain.policy_logprob[4:], rtol=0, atol=2e-5)
+        drawn = ours.token[8:].contiguous()  # without greedy rows, whose tokens are certain
+        for found, factor in ((ours.logprob, scale), (ours.policy_logprob, torch.ones(16))):
+            trained, _, _ = reduce(logits[8:].to(device), factor[8:, None].to(device), drawn, False)
+            assert torch.equal(found[8:], trained)
 
 
 def test_the_kernel_draws_the_same_tokens_as_pytorch() -> None:

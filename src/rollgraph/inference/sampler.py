@@ -17,8 +17,8 @@ import struct
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from rollgraph.model.logprobs import reduce_logits
 from rollgraph.model.vocabulary_parts import PART, part_count
@@ -109,7 +109,7 @@ def sample_filtered(logits: Tensor, rows: Rows, history: Tensor) -> Drawn:
     enough = (before >= top_p) & (top_p < 1)
     unlikely = kept < kept[:, :1] + rows.min_p[:, None].log()
     kept = kept.masked_fill((enough | unlikely) & (rank > 0), -torch.inf)
-    kept = torch.empty_like(kept).scatter(1, ids, kept)  # in the order of the vocabulary again
+    kept = torch.empty_like(kept).scatter_(1, ids, kept)  # in the order of the vocabulary again
     token = _draw(kept, rows)
     logprob = reduce_logits(kept, torch.ones_like(kept[:, :1]), token)[0]
     filtered = _finish(raw, token, greedy, logprob)
@@ -145,7 +145,7 @@ def _draw(scaled: Tensor, rows: Rows) -> Tensor:
     count = part_count(vocabulary)
     if count == 1:
         return _pick(scaled, torch.arange(vocabulary, device=scaled.device, dtype=torch.int32), rows)
-    padded = F.pad(scaled, (0, count * PART - vocabulary), value=-torch.inf).unflatten(1, (count, PART))
+    padded = functional.pad(scaled, (0, count * PART - vocabulary), value=-torch.inf).unflatten(1, (count, PART))
     weights = torch.where(rows.temperature[:, None] == 0, padded.amax(-1), padded.logsumexp(-1))
     # Parts count down from -1, because noise of their own needs ids that no token has.
     part = _pick(weights, ~torch.arange(count, device=scaled.device, dtype=torch.int32), rows)[:, None]
