@@ -1,8 +1,8 @@
 """Triton kernels that sample at a temperature in one pass over the logits. `sampler.py` does the same in PyTorch.
 
-The pass does no more than add up the parts of each row, so that it takes no longer than reading the logits: noise for
-all of them would take three times as long. A second kernel draws a part of each row, and a token from that part. The
-sums are those of training, see `model/logprob_kernels.py`.
+The pass does no more than add up the parts of each row, because noise for all logits takes three times as long as
+reading them. A second kernel draws a part of each row, and a token from that part. It has one warp, as the kernel that
+joins the sums in training has: both must add them up in the same order, see `model/logprob_kernels.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def _scale(temperature):
 
 @triton.jit
 def _keys(seeds, positions, row, stride_seed, stride_position):
+    """The two keys of a row's noise."""
     low = tl.load(seeds + row * stride_seed).to(tl.uint32, bitcast=True)
     high = tl.load(seeds + row * stride_seed + 1).to(tl.uint32, bitcast=True)
     position = tl.load(positions + row * stride_position).to(tl.uint32, bitcast=True)
@@ -77,7 +78,7 @@ def _draw_part(tops, totals, scale, greedy, first, second, lane, FAST: tl.conste
 def _draw_token(
     logits, vocabulary, part, scale, greedy, first, second, PART: tl.constexpr, CHUNK: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
-    """The best token of each place in a chunk, and the best of those."""
+    """The best token of each place in a chunk, and the best of those. If no score is a number, the part's first."""
     chosen = part * PART + tl.arange(0, CHUNK)
     best = tl.full((CHUNK,), -float("inf"), tl.float32)
     for start in tl.range(0, PART, CHUNK, num_stages=_STAGES):
@@ -117,8 +118,8 @@ def _sum_kernel(
 @triton.jit
 def _draw_kernel(
     parts, logits, seeds, positions, temperatures, results, vocabulary, stride_seed, stride_position,
-    stride_temperature, PARTS: tl.constexpr, LANES: tl.constexpr, PART: tl.constexpr,
-    CHUNK: tl.constexpr, FAST: tl.constexpr, CHAINED: tl.constexpr,
+    stride_temperature, PARTS: tl.constexpr, LANES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    FAST: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Join the sums of a row, draw one of its parts, and draw a token from that part."""
     if CHAINED:

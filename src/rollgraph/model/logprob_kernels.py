@@ -2,7 +2,7 @@
 
 The sampler of the inference engine uses the same sums, so that the log-probability of a token has the same bits when it
 is drawn and when it is trained on: `sum_part` adds up one part of a row, and `normalizer` joins the parts of a row. All
-kernels that call them must have PART and WARPS.
+kernels that call the first must have PART and WARPS, and those that call the second must have one warp.
 
 A target outside the vocabulary makes its row NaN in both passes.
 """
