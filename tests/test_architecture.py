@@ -84,7 +84,7 @@ LAYERS = (
         "model/chained_launch.py", "model/attention_kernels.py", "model/shared_keys_kernels.py",
         "model/decode_kernels.py", "model/attention_backward_kernels.py",
         "model/tiled_attention.py", "model/packed_attention.py", "model/attention.py",
-        "model/matmul_kernels.py", "model/products.py", "model/tensor_group.py",
+        "model/matmul_kernels.py", "model/sum_kernels.py", "model/products.py", "model/tensor_group.py",
         "model/logprob_kernels.py", "model/logprobs.py",
         "model/low_rank.py", "model/adapter_kernels.py", "model/linear.py",
         "model/pointwise_kernels.py", "model/pointwise.py", "model/head_kernels.py", "model/adapted_head_kernels.py",
