@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
 from rollgraph.graph import capture
+from rollgraph.graph.direct_sums import direct_sums
+from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate
 from tests.interpreter import run_interpreted
 
 ROWS = (1, 7, 128, 129, 300)  # a part of a block, a whole one, and several
@@ -83,3 +87,46 @@ def test_a_capture_takes_back_what_its_warm_up_adds_and_each_replay_adds_once() 
     for scale in (1, 2):
         graph(scale * x)
     assert total.tolist() == [901.0] * 5
+
+
+def summed_by(outputs: Sequence[Tensor], weights: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
+    """What a backward adds to the sums of the gradients of these weights, by itself."""
+    buffers: dict[Tensor, Tensor] = {weight: torch.zeros(weight.shape, device="cuda") for weight in weights}
+    with direct_sums(buffers) as sums:
+        for weight, gradient in zip(weights, torch.autograd.grad(outputs, weights, upstream), strict=True):
+            added = buffers[weight].clone()
+            sums[weight].add(gradient)
+            assert torch.equal(buffers[weight], added)  # autograd has found nothing but a stand-in
+    return list(buffers.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 3000])
+def test_norms_add_the_gradients_of_their_weights_in_fp32(rows: int) -> None:
+    stream, update, weight, d_out = (torch.randn(n, 96).to("cuda", torch.bfloat16) for n in (rows, rows, 1, rows))
+    weight = weight[0].clone().requires_grad_()
+    out, summed = add_norm(stream, update, weight, 1e-5)
+    (found,) = summed_by([out], [weight], [d_out])
+    wide = weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(norm(summed.detach().double(), wide, 1e-5), [wide], d_out.double())
+    assert (found.double() - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 3000])
+def test_norms_of_heads_add_the_gradients_of_their_weights_in_fp32(tokens: int) -> None:
+    from rollgraph.model.head_kernels import SplitHeads
+
+    heads, kv_heads, dim = 3, 1, 64
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to("cuda", torch.bfloat16)
+    weights = [torch.randn(dim).to("cuda", torch.bfloat16).requires_grad_() for _ in range(2)]
+    cos, sin = (x.cuda() for x in rotary_angles(torch.arange(tokens), torch.rand(dim // 2), 1.0))
+    outputs = SplitHeads.apply(qkv, cos, sin, *weights, 1e-5, heads, kv_heads)
+    upstream = [torch.randn_like(output) for output in outputs]
+    found = summed_by(outputs, weights, upstream)
+    wide = [weight.detach().double().requires_grad_() for weight in weights]
+    q, k, _ = qkv.double().view(tokens, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    plain = [rotate(norm(x, weight, 1e-5), cos, sin) for x, weight in zip((q, k), wide, strict=True)]
+    expected = torch.autograd.grad(plain, wide, [x.double() for x in upstream[:2]])
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).norm() <= 1e-5 * other.norm()

@@ -1,4 +1,4 @@
-"""Triton kernels that add up rows: the gradient of a bias is a sum over all tokens.
+"""Triton kernels that add up rows: the gradients of biases and norms are sums over all tokens.
 
 Many programs add up some rows each, and write what they found as a row of partial sums. A last kernel adds these up and
 adds the result to the fp32 sum over microbatches. The order of every sum is fixed, without atomics.
@@ -6,10 +6,14 @@ adds the result to the fp32 sum over microbatches. The order of every sum is fix
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rollgraph.graph.direct_sums import DirectSum, direct_sum_for
 
 _BLOCK = 128  # rows that a program adds up
 
@@ -63,3 +67,19 @@ def add_rows(total: Tensor, partials: Tensor) -> None:
     _add_rows_kernel[(triton.cdiv(columns, 16),)](
         total, partials, rows, columns, partials.stride(0), ROWS=256, COLUMNS=16, num_warps=8
     )
+
+
+def summed_gradients(weights: Sequence[Tensor], partials: Tensor) -> list[Tensor | None]:
+    """The gradients of weights, the sums over the rows of `partials`, [rows, weights, columns] in fp32.
+
+    If all can be added where gradients are summed, they are, and there are placeholders in their place.
+    """
+    totals: list[DirectSum] = []
+    for weight in weights:
+        total = direct_sum_for(weight, weight.dtype)
+        if total is None:
+            return list(partials.sum(0).to(weight.dtype))
+        totals.append(total)
+    for total, rows in zip(totals, partials.unbind(1), strict=True):
+        add_rows(total.buffer(), rows)
+    return [total.placeholder() for total in totals]
