@@ -89,6 +89,7 @@ LAYERS = (
         "model/low_rank.py", "model/adapter_kernels.py", "model/linear.py",
         "model/pointwise_kernels.py", "model/pointwise.py", "model/head_kernels.py", "model/adapted_head_kernels.py",
         "model/hf_names.py", "model/adapters.py", "model/recompute.py",
+        "model/embedding_kernels.py", "model/embedding.py",
         "model/decoder.py", "model/division.py", "model/attention_probe.py", "model/product_trials.py",
         "model/product_probe.py",
         "model/weight_stream.py", "model/hf_weights.py",

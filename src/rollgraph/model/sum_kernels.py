@@ -38,12 +38,12 @@ def _add_rows_kernel(total, partials, rows, columns, stride, ROWS: tl.constexpr,
     """Add all rows of partial sums to the total, in some columns."""
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < columns
+    before = tl.load(total + at, mask=inside, other=0.0)
     found = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
         source = partials + row.to(tl.int64)[:, None] * stride + at[None, :]
         found += tl.load(source, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-    before = tl.load(total + at, mask=inside, other=0.0)
     tl.store(total + at, before + tl.sum(found, 0), mask=inside)
 
 
