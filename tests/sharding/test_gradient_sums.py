@@ -190,7 +190,7 @@ def test_a_hook_changes_the_gradient_that_a_product_would_add(recomputed: bool) 
     assert buffers[linear.bias].any()
 
 
-SMALL = Architecture("llama", 61, hidden=64, mlp=96, layers=3, heads=4, kv_heads=2, head_dim=32)
+SMALL = Architecture("llama", 64, hidden=64, mlp=96, layers=3, heads=4, kv_heads=2, head_dim=32)
 MODELS = {
     "llama": SMALL,
     "tied, biases": replace(SMALL, family="qwen2", tied=True),
