@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from rollgraph.model.adapters import Adaptable
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
+from rollgraph.model.embedding import Embedding
 from rollgraph.model.linear import Linear, Shared, Unexpanded, expand
 from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate, swiglu
 from rollgraph.model.products import Routes, gate, multiply, padded_rows
@@ -221,7 +222,7 @@ class Decoder(Adaptable):
             a = architecture.divided(group.size)
             repeats = a.kv_heads * group.size // architecture.kv_heads
         self.architecture = a
-        self.embed = nn.Embedding(a.vocabulary, a.hidden)
+        self.embed = Embedding(a.vocabulary, a.hidden)
         layers = nn.ModuleList(DecoderLayer(a, layer, group, repeats) for layer in range(a.layers))
         self.layers: Iterable[DecoderLayer] = layers  # type: ignore[assignment]
         self.checkpoint_layers(checkpointing)

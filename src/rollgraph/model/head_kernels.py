@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rollgraph.model.chained_launch import can_chain
+from rollgraph.model.sum_kernels import summed_gradients
 
 _PROGRAMS = 1056  # programs of the backward; each adds up the gradients of the norms over its share of the tokens
 
@@ -206,6 +207,7 @@ class SplitHeads(torch.autograd.Function):
             weights = (q_weight, k_weight)
         _launch(qkv, cos, sin, weights, eps, None, q, k, v, kv_heads * dim, heads, kv_heads)
         ctx.save_for_backward(cos, sin, q_weight, k_weight, qkv if weights else None)
+        ctx.weights = weights  # the parameters themselves, which know where their gradients are added up
         ctx.eps = eps
         return q, k, v
 
@@ -227,5 +229,5 @@ class SplitHeads(torch.autograd.Function):
         )  # fmt: skip
         if not normed or not ctx.needs_input_grad[3]:
             return d_qkv, None, None, None, None, None, None, None
-        d_q_weight, d_k_weight = d_weights.sum(0).to(q_weight.dtype)
+        d_q_weight, d_k_weight = summed_gradients(ctx.weights, d_weights)
         return d_qkv, None, None, d_q_weight, d_k_weight, None, None, None

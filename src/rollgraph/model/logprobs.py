@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgraph.graph.direct_sums import direct_sum_of
+from rollgraph.graph.direct_sums import direct_sum_for
 from rollgraph.model.products import Routes, multiply
 
 NO_ROUTES: Routes = {}
@@ -97,7 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
             for_entropies = zeros
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
         several = ctx.chunk < hidden.shape[0]
-        total = direct_sum_of(ctx.lm_head)
+        total = direct_sum_for(ctx.lm_head, hidden.dtype) if wants_head else None
         hidden_parts: list[Tensor] = []
         head_grad: Tensor | None = None
         per_token = (hidden, targets, scale, normalizers, entropies, for_logprobs, for_entropies)
@@ -106,12 +106,14 @@ class _TokenLogprobs(torch.autograd.Function):
             d_logits = _gradient(logits, chunk_hidden.dtype, through_entropy, *rows)
             if wants_hidden:
                 hidden_parts.append(d_logits @ lm_head)
-            if wants_head and total is not None and total.takes(chunk_hidden.dtype):
-                head_grad = total.add_product(d_logits.t(), chunk_hidden)
+            if total is not None:
+                total.add_product(d_logits.t(), chunk_hidden)
             elif wants_head:
                 head_grad = _accumulate(head_grad, d_logits, chunk_hidden, several)
         hidden_grad = torch.cat(hidden_parts) if wants_hidden else None
-        if head_grad is not None:
+        if total is not None:
+            head_grad = total.placeholder()
+        elif head_grad is not None:
             head_grad = head_grad.to(lm_head.dtype)
         return hidden_grad, head_grad, None, None, None, None, None
 

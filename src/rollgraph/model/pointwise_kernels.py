@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rollgraph.model.chained_launch import can_chain
 from rollgraph.model.matmul_kernels import swish_product
+from rollgraph.model.sum_kernels import summed_gradients
 
 _PROGRAMS = 1056  # programs in the backward of a norm; each sums the weight's gradient over its share of the rows
 _TILE = 1024
@@ -87,6 +88,7 @@ class AddNorm(torch.autograd.Function):
             KEEP=keep, WIDTH=block, WAITS=waits, STARTS_NEXT=chains, num_warps=_warps(block), launch_pdl=waits,
         )  # fmt: skip
         ctx.save_for_backward(total, weight, scales)
+        ctx.weight = weight  # the parameter itself, which knows where its gradient is added up
         return out, total
 
     @staticmethod
@@ -98,12 +100,14 @@ class AddNorm(torch.autograd.Function):
         share = triton.cdiv(rows, _PROGRAMS)
         programs = triton.cdiv(rows, share)
         d_x = torch.empty_like(stream)
-        d_weights = torch.empty((programs, width), dtype=torch.float32, device=stream.device)
+        d_weights = torch.empty((programs, 1, width), dtype=torch.float32, device=stream.device)
         _add_norm_backward_kernel[(programs,)](
             d_out.contiguous(), d_stream.contiguous(), stream, weight, scales, d_x, d_weights, rows, share, width,
             WIDTH=block, num_warps=_warps(block),
         )  # fmt: skip
-        d_weight = d_weights.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        d_weight = None
+        if ctx.needs_input_grad[2]:
+            (d_weight,) = summed_gradients([ctx.weight], d_weights)
         return d_x, d_x, d_weight, None, None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rollgraph.graph.direct_sums import direct_sum_of
+from rollgraph.graph.direct_sums import direct_sum_for
 
 _BLOCK = 16  # rows in one product of the fixed way on a CPU
 
@@ -67,12 +67,24 @@ def gate(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor
     return gated_product(x.contiguous(), weight, bias, GATED_TILINGS[route.tiling])
 
 
-def weight_gradient(weight: Tensor, d_out: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a weight, `d_out.T @ x`, or a stand-in for it, if it was added to its sum already."""
-    total = direct_sum_of(weight)
-    if total is not None and total.takes(x.dtype):
-        return total.add_product(d_out.t(), x)
+def weight_gradient(weight: Tensor, d_out: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient of a weight, `d_out.T @ x`, or a placeholder for it, if it was added to its sum already."""
+    total = direct_sum_for(weight, x.dtype)
+    if total is not None:
+        total.add_product(d_out.t(), x)
+        return total.placeholder()
     return d_out.t() @ x
+
+
+def bias_gradient(bias: Tensor, d_out: Tensor) -> Tensor | None:
+    """The gradient of a bias, the sum of all rows of `d_out`, or a placeholder for it, as for a weight."""
+    total = direct_sum_for(bias, d_out.dtype)
+    if total is not None:
+        from rollgraph.model.sum_kernels import add_rows, sum_blocks
+
+        add_rows(total.buffer(), sum_blocks(d_out))
+        return total.placeholder()
+    return d_out.sum(0)
 
 
 def padded_rows(routes: Routes, rows: int) -> int:
@@ -130,7 +142,8 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, count: int, wide: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight = weight  # the parameter itself, which knows where its gradient is added up
+        ctx.weight = weight  # the parameters themselves, which know where their gradients are added up
+        ctx.bias = bias
         ctx.count = count
         return compute(x, weight, bias, route, count, wide)
 
@@ -146,5 +159,5 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             d_weight = weight_gradient(ctx.weight, d_out, x[: ctx.count])
         if ctx.needs_input_grad[2]:
-            d_bias = d_out.sum(0)
+            d_bias = bias_gradient(ctx.bias, d_out)
         return d_x, d_weight, d_bias, None, None, None
