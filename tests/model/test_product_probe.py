@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.model import product_probe
-from rollgraph.model.product_probe import row_digests, set_routes
-from rollgraph.model.product_trials import run_if_it_fits
+from rollgraph.model import product_probe, product_trials
+from rollgraph.model.product_probe import set_routes
+from rollgraph.model.product_trials import row_digests, run_if_it_fits
 from tests.policy.small_worker import make_model
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
@@ -19,7 +19,7 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_a_digest_tells_one_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_probe, "_DIGESTED_ELEMENTS", 100)  # several parts
+    monkeypatch.setattr(product_trials, "_DIGESTED_ELEMENTS", 100)  # several parts
     product = torch.randn(9, 33).to(dtype)
     changed = product.clone()
     changed.view(INTEGERS[dtype])[4, 32] ^= 1

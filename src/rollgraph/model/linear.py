@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from rollgraph.model.library_choice import input_gradient
 from rollgraph.model.low_rank import LinearAdapter, Part, expand_backward, expand_by_products, expanding_weight
 from rollgraph.model.products import LIBRARY, Route, Routes, compute, multiply
 from rollgraph.model.tensor_group import TensorGroup
@@ -196,7 +197,7 @@ class _ExtendedProduct(torch.autograd.Function):
         x, extended = ctx.saved_tensors
         d_x = d_a = None
         if ctx.needs_input_grad[0]:
-            d_x = d_out @ extended
+            d_x = input_gradient(d_out, extended)
             if len(x) > ctx.count:
                 d_x = functional.pad(d_x, (0, 0, 0, len(x) - ctx.count))
         if ctx.needs_input_grad[1]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.graph.direct_sums import direct_sum_for
+from rollgraph.model.library_choice import add_weight_gradient, input_gradient
 from rollgraph.model.products import Routes, multiply
 
 NO_ROUTES: Routes = {}
@@ -105,9 +106,9 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = kept[0] if kept else multiply(chunk_hidden, lm_head, None, ctx.routes, wide=True)
             d_logits = _gradient(logits, chunk_hidden.dtype, through_entropy, *rows)
             if wants_hidden:
-                hidden_parts.append(d_logits @ lm_head)
+                hidden_parts.append(input_gradient(d_logits, lm_head))
             if total is not None:
-                total.add_product(d_logits.t(), chunk_hidden)
+                add_weight_gradient(total, d_logits, chunk_hidden)
             elif wants_head:
                 head_grad = _accumulate(head_grad, d_logits, chunk_hidden, several)
         hidden_grad = torch.cat(hidden_parts) if wants_hidden else None

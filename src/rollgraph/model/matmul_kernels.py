@@ -31,6 +31,7 @@ class Tiling(NamedTuple):
 
 # From few rows to many. A product of few rows has few programs, so each must have much of the weight in flight.
 TILINGS = (
+    Tiling(16, 16, 1024, 3, 4),
     Tiling(16, 16, 512, 4, 2),
     Tiling(16, 32, 256, 4, 2),
     Tiling(32, 16, 512, 3, 2),

@@ -20,15 +20,17 @@ import torch
 from torch import Tensor
 
 from rollgraph.files import write_atomically
+from rollgraph.model.cublas_offers import LibraryProduct, ProductKind
 from rollgraph.model.decoder import Decoder
+from rollgraph.model.library_choice import choose, find_choice
 from rollgraph.model.pointwise import swiglu
-from rollgraph.model.product_trials import device_time, draw_factors, run_if_it_fits
-from rollgraph.model.products import LIBRARY, Route, Routes, compute, gate, prepare
+from rollgraph.model.product_trials import device_time, draw_factors, lasting_times, row_digests, run_if_it_fits
+from rollgraph.model.products import LIBRARY, Route, Routes, compute, gate, offers_of, prepare
 
-_PROBE = 2  # raise it when the probe or a way changes: what was found before is then not used any more
-_DIGESTED_ELEMENTS = 2**24  # of a product, at a time
+_PROBE = 3  # raise it when the probe or a way changes: what was found before is then not used any more
 _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
 _FEW_ROWS = 64  # up to so many, our kernels may be faster than a library that agrees
+_SHORT_ROWS = 1024  # with more, a product takes long enough for the device's clock to fall
 
 OnProbe = Callable[[str, int, int], None]  # called with the next shape, how many are done, and of how many
 
@@ -74,13 +76,14 @@ def set_routes(
     row_counts: Sequence[int],
     head_counts: Sequence[int],
     *,
+    trained: Sequence[int] = (),
     at_any_cost: bool = False,
     on_probe: OnProbe | None = None,
 ) -> ProductReport:
     """Choose the routes of all products of a model for these numbers of rows, of which the largest is the reference.
 
-    `head_counts` are the numbers of rows that get logits. `at_any_cost` allows slower ways for the largest number of
-    rows too, if the library's do not agree among themselves.
+    `head_counts` are the numbers of rows that get logits. `trained` are numbers of rows, of both, that get gradients.
+    `at_any_cost` allows slower ways for the largest number of rows too, if the library's do not agree among themselves.
     """
     started = time.perf_counter()
     cache = _RouteCache(model, at_any_cost)
@@ -104,11 +107,29 @@ def set_routes(
             report.inexact[shape] = missing
         for set_routes_of in setters:
             set_routes_of(routes)
+        if weight.is_cuda and not shape.gated:
+            for rows in sorted({*counts} & {*trained}):
+                _choose_gradients(cache, shape, weight, rows)
     cache.save()
     if model.embed.weight.is_cuda:
         torch.cuda.empty_cache()  # a key/value cache takes a share of what is free, which the probe must not change
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _choose_gradients(cache: _RouteCache, shape: ProductShape, weight: Tensor, rows: int) -> None:
+    """Choose how the gradients of a product are computed. That of a weight is not needed if the weight is frozen."""
+    kinds: list[ProductKind] = ["input gradient"]
+    if weight.requires_grad:
+        kinds.append("weight gradient")
+    for kind in kinds:
+        product = LibraryProduct(kind, rows, shape.columns, shape.depth, weight.dtype)
+        found = cache.get(product, [rows])
+        if found is None:
+            index = find_choice(product, weight.device)
+            found = {} if index is None else {rows: Route("offered", tiling=index)}
+            cache.put(product, [rows], found)
+        choose(product, weight.device, found[rows].tiling if found else None)
 
 
 def clear_routes(model: Decoder) -> None:
@@ -171,15 +192,18 @@ def _find_routes(
     agreeing: list[int] = []
     if consistent:
         for count in reversed(counts):
-            candidates = [LIBRARY]
+            others = _offered(like, shape, count, most)
+            candidates = []
             if agrees(count, LIBRARY):
                 agreeing.append(count)
+                candidates.append(LIBRARY)
                 if like.is_cuda and count <= _FEW_ROWS:
-                    candidates += [route for route in _tilings(like.device, count) if agrees(count, route)]
+                    others += _tilings(like.device, count)
             else:
-                candidates = [route for route in _candidates(like.device, count, agreeing) if agrees(count, route)]
+                others += _candidates(like.device, count, agreeing)
+            candidates += [route for route in others if agrees(count, route)]
             if candidates:
-                routes[count] = _fastest(candidates, partial(run, count), like.device)
+                routes[count] = _fastest(candidates, partial(run, count), like.device, count > _SHORT_ROWS)
     if len(routes) < len(counts) and at_any_cost:
         routes = {count: _tilings(like.device, count)[-1] for count in counts}
         expected = row_digests(run(most, routes[most]))
@@ -196,10 +220,10 @@ def _find_gated_routes(
     from rollgraph.model.matmul_kernels import GATED_TILINGS
 
     most = counts[-1]
-    if plain.get(most) != LIBRARY:
+    if most not in plain:
         return {}
     x, weight, bias = draw_factors(like, like_bias, most, torch.Generator(like.device).manual_seed(0))
-    expected = swiglu(compute(x, weight, bias, LIBRARY, most, wide=False))
+    expected = swiglu(compute(x, weight, bias, plain[most], most, wide=False))
     routes = {}
     for count in counts:
         own = x[most - count :].contiguous()
@@ -221,17 +245,12 @@ def _gate_separately(x: Tensor, weight: Tensor, bias: Tensor | None, route: Rout
     return swiglu(compute(x, weight, bias, route, len(x), wide=False), chained=route.way == "fixed")
 
 
-def row_digests(product: Tensor) -> Tensor:
-    """A number for each row, [rows] int64, that tells rows apart by any of their bits.
-
-    The logits of many rows take gigabytes. With digests, only one product exists at a time.
-    """
-    whole_numbers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = product.view(whole_numbers[product.element_size()])
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, product.shape[1:], generator=generator).mul_(2).add_(1).to(product.device)
-    rows = max(1, _DIGESTED_ELEMENTS // product.shape[1])
-    return torch.cat([(part * factors).sum(1) for part in bits.split(rows)])
+def _offered(like: Tensor, shape: ProductShape, count: int, most: int) -> list[Route]:
+    """What cuBLAS offers for row counts that take much of a run's time: those of decode steps, and the most rows."""
+    if not like.is_cuda or count < _FEW_ROWS or not (shape.wide or count <= _SHORT_ROWS or count == most):
+        return []
+    found = offers_of("forward", count, like, like.dtype, shape.wide, shape.biased)
+    return [Route("offered", tiling=i) for i in range(len(found))]
 
 
 def _candidates(device: torch.device, count: int, agreeing: Sequence[int]) -> list[Route]:
@@ -267,11 +286,13 @@ def _next_multiple(number: int, factor: int) -> int:
     return -(-number // factor) * factor
 
 
-def _fastest(candidates: Sequence[Route], run: Callable[[Route], Tensor], device: torch.device) -> Route:
+def _fastest(candidates: Sequence[Route], run: Callable[[Route], Tensor], device: torch.device, lasting: bool) -> Route:
     """On CUDA, the candidate that takes the least time; elsewhere the first."""
     if len(candidates) == 1 or device.type != "cuda":
         return candidates[0]
-    return min(candidates, key=lambda route: device_time(partial(run, route)))
+    calls = [partial(run, route) for route in candidates]
+    times = lasting_times(calls) if lasting else [device_time(call) for call in calls]
+    return candidates[times.index(min(times))]
 
 
 class _RouteCache:
@@ -300,16 +321,16 @@ class _RouteCache:
         except (OSError, ValueError, TypeError, AttributeError):
             return {}
 
-    def get(self, shape: ProductShape, counts: Sequence[int]) -> dict[int, Route] | None:
+    def get(self, shape: ProductShape | LibraryProduct, counts: Sequence[int]) -> dict[int, Route] | None:
         entries = self._entries.get(self._key_of(shape, counts))
         return None if entries is None else dict(entries)
 
-    def put(self, shape: ProductShape, counts: Sequence[int], routes: dict[int, Route]) -> None:
+    def put(self, shape: ProductShape | LibraryProduct, counts: Sequence[int], routes: dict[int, Route]) -> None:
         self._entries[self._key_of(shape, counts)] = list(routes.items())
         self._changed = True
 
-    def _key_of(self, shape: ProductShape, counts: Sequence[int]) -> str:
-        return json.dumps([*self._key, list(shape), list(counts)])
+    def _key_of(self, shape: ProductShape | LibraryProduct, counts: Sequence[int]) -> str:
+        return json.dumps([*self._key, list(shape), list(counts)], default=str)
 
     def save(self) -> None:
         if self._path is None or not self._changed:

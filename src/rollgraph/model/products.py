@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgraph.graph.direct_sums import direct_sum_for
+from rollgraph.model.cublas_offers import LibraryProduct, Offer, ProductKind, offers
+from rollgraph.model.library_choice import add_weight_gradient, input_gradient
 
 _BLOCK = 16  # rows in one product of the fixed way on a CPU
 
@@ -25,13 +27,14 @@ class Route(NamedTuple):
 
     - library: the library's product of a weight without a bias, or with its bias.
     - biased: the library's product with a bias of zeros, for which cuBLAS has other algorithms.
+    - offered: one of the ways that cuBLAS offers, of which the library's is the first; see `cublas_offers.py`.
     - fixed: a product with one order along K at any number of rows: our kernel on CUDA, blocks of rows elsewhere.
     - gated: like fixed, and the kernel ends with SwiGLU.
     """
 
-    way: Literal["library", "biased", "fixed", "gated"]
+    way: Literal["library", "biased", "offered", "fixed", "gated"]
     rows: int = 0  # the rows are padded to this number
-    tiling: int = 0  # index of the kernel's tiling
+    tiling: int = 0  # index of the kernel's tiling, or of the offer
 
     def __str__(self) -> str:
         padded = f", padded to {self.rows} rows" if self.rows else ""
@@ -71,7 +74,7 @@ def weight_gradient(weight: Tensor, d_out: Tensor, x: Tensor) -> Tensor | None:
     """The gradient of a weight, `d_out.T @ x`, or a placeholder for it, if it was added to its sum already."""
     total = direct_sum_for(weight, x.dtype)
     if total is not None:
-        total.add_product(d_out.t(), x)
+        add_weight_gradient(total, d_out, x)
         return total.placeholder()
     return d_out.t() @ x
 
@@ -104,6 +107,8 @@ def compute(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, count:
         x = functional.pad(x[:count], (0, 0, 0, route.rows - count))
     if route.way == "fixed":
         return _fixed(x, weight, bias, route, wide)[:count]
+    if route.way == "offered":
+        return _offered(x[:count], weight, bias, route.tiling, wide)
     if route.way == "biased" and bias is None:
         bias = _zeros(len(weight), weight.dtype, weight.device)
     return _library(x, weight, bias, wide)[:count]
@@ -115,6 +120,21 @@ def _library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tens
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return functional.linear(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def offers_of(
+    kind: ProductKind, rows: int, weight: Tensor, dtype: torch.dtype, wide: bool = False, biased: bool = False
+) -> tuple[Offer, ...]:
+    """What cuBLAS offers for a product of so many rows with a weight, or for one of its gradients."""
+    columns, depth = weight.shape
+    return offers(LibraryProduct(kind, rows, columns, depth, dtype, wide, biased), weight.device)
+
+
+def _offered(x: Tensor, weight: Tensor, bias: Tensor | None, index: int, wide: bool) -> Tensor:
+    offer = offers_of("forward", len(x), weight, x.dtype, wide, bias is not None)[index]
+    out = torch.empty((len(x), len(weight)), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    offer.run(x, weight, out, bias)
+    return out
 
 
 @cache
@@ -153,7 +173,7 @@ class _Product(torch.autograd.Function):
         d_out = d_out.to(x.dtype)
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
-            d_x = d_out @ weight.to(x.dtype)  # which differ under autocast
+            d_x = input_gradient(d_out, weight.to(x.dtype))  # dtypes differ under autocast
             if len(x) > ctx.count:
                 d_x = functional.pad(d_x, (0, 0, 0, len(x) - ctx.count))
         if ctx.needs_input_grad[1]:

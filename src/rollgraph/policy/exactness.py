@@ -40,8 +40,10 @@ def make_exact(
         logits |= logit_rows(tokens, model.architecture.vocabulary)
         if whole_logits:
             logits.add(tokens)
+    largest = token_buckets[-1]  # most microbatches have it
+    trained = {largest} if whole_logits else {largest, *logit_rows(largest, model.architecture.vocabulary)}
     rows = (*defaults.product_rows(limits.rows, prefill_tokens), *token_buckets)
-    report = set_routes(model, rows, sorted(logits), at_any_cost=must, on_probe=on_probe)
+    report = set_routes(model, rows, sorted(logits), trained=sorted(trained), at_any_cost=must, on_probe=on_probe)
     report.attention_agrees = attention_agrees(model, defaults.row_buckets(limits.rows))
     if must and not report.exact:
         raise ExactnessError(f"exact: must, but {describe(report)}")
