@@ -13,6 +13,7 @@ import argparse
 import gc
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -51,7 +52,25 @@ class Clock:
         self.seconds[name] += time.perf_counter() - start
 
 
-def make_worker(architecture: Architecture, options: argparse.Namespace, backend: Any) -> tuple[PolicyWorker, Any]:
+class StartClock:
+    """Divides the seconds from the start of this process to its first finished step."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._part = "imports and weights"
+        self._since = 0.0
+
+    def enter(self, phase: str, part: str = "", done: int = 0, total: int = 0) -> None:
+        """Called where a part begins; `capture_all` does so with every graph."""
+        now = seconds_of_process()
+        self.seconds[self._part] += now - self._since
+        self._part = {"probe": "trying out products"}.get(phase, f"captures of {phase}" if part else phase)
+        self._since = now
+
+
+def make_worker(
+    architecture: Architecture, options: argparse.Namespace, backend: Any, start: StartClock
+) -> tuple[PolicyWorker, Any]:
     device = "cuda:0" if torch.cuda.is_available() and not options.tiny else "cpu"
     torch.manual_seed(0)
     with torch.device(device):
@@ -74,7 +93,7 @@ def make_worker(architecture: Architecture, options: argparse.Namespace, backend
         backend=backend,
     )
     worker.weights.save("reference")
-    worker.capture_all({"policy": (algorithm.loss, False)})
+    worker.capture_all({"policy": (algorithm.loss, False)}, start.enter)
     return worker, algorithm
 
 
@@ -107,11 +126,13 @@ def run_step(
 
 def measure(
     architecture: Architecture, options: argparse.Namespace, backend: Any
-) -> tuple[dict[str, float], float | None]:
-    """Return the seconds of the phases of the fastest step, and from the start of this process to its first step."""
-    worker, algorithm = make_worker(architecture, options, backend)
+) -> tuple[dict[str, float], Counter[str]]:
+    """Return the seconds of the phases of the fastest step, and those from the start of this process to its first."""
+    start = StartClock()
+    worker, algorithm = make_worker(architecture, options, backend, start)
+    start.enter("the first step")
     run_step(worker, algorithm, options, 0, Clock())
-    start = None if options.tiny else seconds_of_process()
+    start.enter("")
     found = []
     for step in range(1, 1 + options.repeats):
         clock = Clock()
@@ -126,7 +147,7 @@ def measure(
     report = worker.pool.report()
     print(f"{backend}: {report.captures} captures, {report.replays} replays, {report.eager_runs} eager runs")
     worker.close()
-    return min(found, key=lambda seconds: sum(seconds[phase] for phase in PHASES)), start
+    return min(found, key=lambda seconds: sum(seconds[phase] for phase in PHASES)), start.seconds
 
 
 def floor(architecture: Architecture, options: argparse.Namespace) -> dict[str, float]:
@@ -203,7 +224,8 @@ def main() -> None:
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     found, start = {}, {}
-    found["rollgraph"], start["rollgraph"] = measure(architecture, options, "auto")
+    found["rollgraph"], own_start = measure(architecture, options, "auto")
+    start["rollgraph"] = own_start.total()
     gc.collect()
     if not options.alone:
         found["rollgraph, graph.impl: none"], _ = measure(architecture, options, "eager")
@@ -222,8 +244,8 @@ def main() -> None:
             start[theirs["name"]] = theirs["start"]
     title = f"a GRPO step, {options.prompts} x {options.samples}, {options.prompt} + {options.new} tokens, seconds"
     table(title, ("", *PHASES, SWITCHING, "step", "x floor"), rows)
-    if not options.tiny:
-        table("start to first step, with imports, weights and captures", ("", "seconds"), list(start.items()))
+    table("start to first step, with imports, weights and captures", ("", "seconds"), list(start.items()))
+    table("where rollgraph's start goes", ("", "seconds"), list(own_start.items()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ KINDS = {
     "norms": ("norm",),
     "heads": ("heads",),
     "log-probabilities": ("_part_kernel", "_gradient_kernel", "_join_kernel"),
-    "sampling": ("draw",),
+    "sampling": ("draw", "logit_sums"),
 }
 REST = "the rest"
 GAPS = "between kernels"

@@ -92,7 +92,7 @@ def _draw_token(
 
 
 @triton.jit
-def _sum_kernel(
+def _logit_sums_kernel(
     logits, temperatures, parts, vocabulary, stride_temperature, PARTS: tl.constexpr, PART: tl.constexpr,
     STARTS_NEXT: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def draw(
     parts = torch.empty((rows, count, 3), dtype=torch.float32, device=logits.device)
     chains = can_chain(logits.device)
     waits = chained and chains
-    _sum_kernel[(rows, count)](
+    _logit_sums_kernel[(rows, count)](
         logits, temperature, parts, vocabulary, temperature.stride(0), PARTS=count, PART=PART, STARTS_NEXT=chains,
         WAITS=waits, num_warps=WARPS, launch_pdl=waits,
     )  # fmt: skip

@@ -37,7 +37,7 @@ def _begin_kernel(
     tl.store(sin + row * HALF + at, tl.load(sin_of + position * HALF + at, mask=inside, other=0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _advance_kernel(orders, results, tokens, positions, rows, state_stride, IDLE: tl.constexpr, LANES: tl.constexpr):
     """Make a sampled token the next one to be fed, and move on by one position."""
     row = tl.program_id(0) * LANES + tl.arange(0, LANES)

@@ -62,7 +62,7 @@ def scaled_sum(base, added, factor):
     return tl.where(factor != 0, tl.fma(added, factor, base.to(tl.float32)).to(base.dtype), base)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _expand_kernel(
     product, b, scale, out, rows, outputs, stride, b_width, begin_0, end_0, up_0, begin_1, end_1, up_1, begin_2, end_2,
     up_2, WHOLE: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -56,7 +56,7 @@ def swish_product(gate, up, kind):
     return (opened * up.to(kind).to(tl.float32)).to(kind)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one kernel for all numbers of rows takes less time to compile
 def _product_kernel(
     x, weight, bias, out, rows, columns, depth, x_stride,
     BIAS: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,

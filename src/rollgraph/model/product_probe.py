@@ -30,6 +30,7 @@ from rollgraph.model.products import LIBRARY, Route, Routes, compute, gate, offe
 _PROBE = 3  # raise it when the probe or a way changes: what was found before is then not used any more
 _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
 _FEW_ROWS = 64  # up to so many, our kernels may be faster than a library that agrees
+_FEW_OFFERS = 4  # of short products, of which there are many, and whose first offers are good guesses
 _SHORT_ROWS = 1024  # with more, a product takes long enough for the device's clock to fall
 
 OnProbe = Callable[[str, int, int], None]  # called with the next shape, how many are done, and of how many
@@ -247,9 +248,11 @@ def _gate_separately(x: Tensor, weight: Tensor, bias: Tensor | None, route: Rout
 
 def _offered(like: Tensor, shape: ProductShape, count: int, most: int) -> list[Route]:
     """What cuBLAS offers for row counts that take much of a run's time: those of decode steps, and the most rows."""
-    if not like.is_cuda or count < _FEW_ROWS or not (shape.wide or count <= _SHORT_ROWS or count == most):
+    if not like.is_cuda or count < _FEW_ROWS or _SHORT_ROWS < count < most:
         return []
     found = offers_of("forward", count, like, like.dtype, shape.wide, shape.biased)
+    if count <= _SHORT_ROWS:
+        found = found[:_FEW_OFFERS]
     return [Route("offered", tiling=i) for i in range(len(found))]
 
 

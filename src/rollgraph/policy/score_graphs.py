@@ -94,7 +94,11 @@ class ScoreGraphs:
         return fill(samples, bucket, self._limits.sequences(bucket), self._limits.longest(bucket))
 
     def _upload(self, arrays: PackedArrays) -> tuple[Tensor, ...]:
-        return tuple(torch.from_numpy(array).to(self._device) for array in arrays.tensors)
+        """The arrays on the device. From pinned memory, the host does not wait for a replay that still runs."""
+        on_host = [torch.from_numpy(array) for array in arrays.tensors]
+        if self._device.type == "cuda":
+            on_host = [tensor.pin_memory() for tensor in on_host]
+        return tuple(tensor.to(self._device, non_blocking=True) for tensor in on_host)
 
     # -- capture and replay ------------------------------------------------------------------------
 
