@@ -31,7 +31,12 @@ def compare_with_vllm(only: Sequence[str], repeats: int, limit_s: float) -> None
     if find_spec("vllm") is None:
         print("vLLM is not installed, so it is left out: pip install vllm==0.25.1")
     else:
+        show(systems)  # already, because vLLM takes minutes
         systems["vLLM"] = measure_system("vllm", only, repeats, limit_s)
+    show(systems)
+
+
+def show(systems: dict[str, dict[str, Any]]) -> None:
     for name, found in systems.items():
         print(f"{name}: {found.get('settings', 'nothing was measured')}")
     show_decode(systems)

@@ -55,11 +55,12 @@ DECODE = {batch: Shape(QWEN_1_5B, batch, 1, 128, LONG) for batch in (1, 64, 512)
 ROLLOUTS = {
     "rollout": Shape(QWEN_1_5B, 32, 16, 128, 384),
     "long": Shape(QWEN_1_5B, 8, 8, 512, 4096),
+    "longest": Shape(QWEN_1_5B, 4, 8, 1024, 15_360),
     "7b": Shape(QWEN_7B, 32, 16, 128, 384),
 }
 PARTS = ("decode", *ROLLOUTS)
 # The parts of a group share a process and a set-up, whose sizes are those that the group needs.
-GROUPS = {"short": ("decode", "rollout"), "long": ("long",), "7b": ("7b",)}
+GROUPS = {"short": ("decode", "rollout"), "long": ("long",), "longest": ("longest",), "7b": ("7b",)}
 
 
 class System(Protocol):

@@ -248,7 +248,7 @@ def _gate_separately(x: Tensor, weight: Tensor, bias: Tensor | None, route: Rout
 
 def _offered(like: Tensor, shape: ProductShape, count: int, most: int) -> list[Route]:
     """What cuBLAS offers for row counts that take much of a run's time: those of decode steps, and the most rows."""
-    if not like.is_cuda or count < _FEW_ROWS or _SHORT_ROWS < count < most:
+    if not like.is_cuda or count <= _FEW_ROWS or _SHORT_ROWS < count < most:
         return []
     found = offers_of("forward", count, like, like.dtype, shape.wide, shape.biased)
     if count <= _SHORT_ROWS:
