@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollgraph.graph import make_graphed_callables
+from rollgraph.graph import CaptureError, make_graphed_callables
 from rollgraph.graph.direct_sums import direct_sum_for, direct_sum_of, direct_sums
 from rollgraph.model.recompute import recompute
 from rollgraph.sharding import add_gradients
@@ -83,6 +83,23 @@ def test_each_gradient_is_added_once(uses: str, way: str, recomputed: bool) -> N
     found = buffers[module.weight].double()
     assert ((found - 2 * expected).abs() <= 1e-5 * expected.abs()).all()
     assert direct_sum_of(module.weight) is None
+
+
+def test_a_hook_that_no_gradient_would_reach_is_refused() -> None:
+    """The backward graph adds the gradient to its buffer, so that nothing leaves for the hook to see."""
+    module = nn.Linear(3, 2)
+    seen: list[Tensor] = []
+    hook = module.weight.register_hook(seen.append)
+    buffers: dict[Tensor, Tensor] = {module.weight: torch.zeros(2, 3)}
+    forward = module.forward
+    with pytest.raises(CaptureError, match=r"shape \(2, 3\) has a gradient buffer and a tensor hook"):
+        make_graphed_callables(module, (torch.ones(4, 3),), grad_buffers=buffers, backend="tape")
+    assert module.forward == forward
+    assert not buffers[module.weight].any()
+    hook.remove()
+    make_graphed_callables(module, (torch.ones(4, 3),), grad_buffers=buffers, backend="tape")
+    module(torch.ones(4, 3)).sum().backward()
+    assert torch.equal(buffers[module.weight], torch.full((2, 3), 4.0))
 
 
 def test_stand_ins_are_not_added_up() -> None:

@@ -474,6 +474,7 @@ def test_ranks_and_nodes_are_those_given_or_those_of_the_cluster(
             ["tensor_parallel=3", "--ranks", "8"],
             r"3 does not divide the 8 ranks that the run has \[ranks_form_groups\]",
         ),
+        (["tensor_parallel=2"], "2 does not divide the one rank that the run has"),
         (["tensor_parallel=8", "--ranks", "16", "--nodes", "4"], "8 does not divide the 4 ranks that a node has"),
         (["tensor_parallel=16", "--ranks", "16", "--nodes", "1"], "16 must divide the 40 heads"),
         (["--ranks", "1024"], "data.prompts_per_step: 64, but each of 1024 ranks needs at least one"),

@@ -144,6 +144,13 @@ class CallablePasses:
         buffers = self.spec.grad_buffers
         parameters = self._find_parameters()
         buffered = [p for p in parameters if p in buffers]
+        for parameter in buffered:
+            if parameter._backward_hooks:
+                raise CaptureError(
+                    f"{self.spec.name!r}: a parameter of shape {tuple(parameter.shape)} has a gradient buffer and a "
+                    "tensor hook, which would never be given its gradient: the backward graph adds it to the buffer. "
+                    "Remove the hook, or leave the parameter out of grad_buffers"
+                )
         passed = tuple(p for p in parameters if p not in buffers)
         no_gradients: tuple[None, ...] = ()
         if buffered:  # one of them keeps the node in the autograd graph; its gradient goes to its buffer

@@ -34,7 +34,8 @@ class Layout:
             raise ConfigError([f"{self.ranks} ranks cannot be spread equally over {self.nodes} nodes"])
         if self.per_node % self.tensor:
             place = "the run has" if self.nodes == 1 else "a node has"
-            wrong = f"{self.tensor} does not divide the {self.per_node} ranks that {place}"
+            ranks = "one rank" if self.per_node == 1 else f"{self.per_node} ranks"
+            wrong = f"{self.tensor} does not divide the {ranks} that {place}"
             raise ConfigError([ConfigProblem(wrong, "tensor_parallel", rule="ranks_form_groups")])
 
     @property
