@@ -55,7 +55,7 @@ def time_forward(columns: int, depth: int, rows: int, wide: bool) -> tuple[float
     weight = (torch.randn(columns, depth, device="cuda") * depth**-0.5).to(BF16)
     expected = compute(x, weight, None, LIBRARY, len(x), wide)[:rows]
     x = x[:rows]
-    offered = [Route("offered", tiling=i) for i in range(len(offers_of("forward", rows, weight, BF16, wide)))]
+    offered = [Route("offered", tiling=i) for i in range(len(offers_of(rows, weight, wide, biased=False)))]
     own = [Route("fixed", tiling=i) for i, tiling in enumerate(TILINGS) if rows <= 256 or tiling.rows == 128]
     ways: list[tuple[str, Callable[[], Tensor]]] = [("library", partial(compute, x, weight, None, LIBRARY, rows, wide))]
     for kind, routes in (("offered", offered), ("own", own)):

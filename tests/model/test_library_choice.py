@@ -11,7 +11,7 @@ from torch import Tensor
 from rollgraph.graph import GraphPool, capture
 from rollgraph.graph.direct_sums import DirectSum
 from rollgraph.model import library_choice
-from rollgraph.model.cublas_offers import LibraryProduct, ProductKind, offers
+from rollgraph.model.cublas_offers import LibraryProduct, Offer, ProductKind, offers
 from rollgraph.model.library_choice import add_weight_gradient, choose, find_choice, input_gradient
 from rollgraph.model.products import Route, multiply
 
@@ -19,6 +19,7 @@ ROWS, COLUMNS, DEPTH = 320, 192, 256
 HALF = [torch.bfloat16, torch.float16]
 GRADIENTS: list[ProductKind] = ["input gradient", "weight gradient"]
 CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -37,10 +38,27 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def test_a_gradient_without_a_choice_is_the_librarys() -> None:
-    cpu = torch.device("cpu")
-    d_out, weight = drawn(5, 4, device=cpu), drawn(4, 6, device=cpu)
+    d_out, weight = drawn(5, 4, device=CPU), drawn(4, 6, device=CPU)
     assert torch.equal(input_gradient(d_out, weight), d_out @ weight)
-    assert offers(LibraryProduct("input gradient", 5, 4, 6, torch.float32), cpu) == ()
+    assert offers(LibraryProduct("input gradient", 5, 4, 6, torch.float32), CPU) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "other"),
+    [
+        ("forward", drawn(5, 6, device=CPU), drawn(4, 8, device=CPU)),
+        ("forward", drawn(5, 8, device=CPU), drawn(4, 8, device=CPU, dtype=torch.float32)),
+        ("input gradient", drawn(5, 8, device=CPU), drawn(4, 8, device=CPU)),
+        ("weight gradient", drawn(5, 4, device=CPU), drawn(4, 8, device=CPU)),
+    ],
+)
+def test_operands_of_another_product_are_refused(kind: ProductKind, one: Tensor, other: Tensor) -> None:
+    """Before cuBLAS, which knows addresses alone, is called."""
+    offer = Offer(LibraryProduct(kind, 5, 4, 8, torch.bfloat16), (), None, None)
+    out = torch.zeros(5, 4)
+    with pytest.raises(ValueError, match=rf"a product \({kind}\) of \(5, .* was given \(5, "):
+        offer.run(one, other, out)
+    assert not out.any()
 
 
 @pytest.mark.gpu

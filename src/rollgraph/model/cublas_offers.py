@@ -63,7 +63,7 @@ class Offer:
 
     product: LibraryProduct
     descriptors: tuple[Any, ...]  # of the product and its matrices
-    algorithm: _Algorithm
+    algorithm: Any
     handle: Any
 
     def run(self, one: Tensor, other: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -71,6 +71,7 @@ class Offer:
 
         `one` and `other` are x and the weight, or the gradient and the weight, or the gradient and x.
         """
+        self._refuse_others(one, other)
         product, left, right, result = self.descriptors
         one, other = _aligned(one), _aligned(other)
         if bias is not None:
@@ -87,6 +88,18 @@ class Offer:
                 ctypes.c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
             )
         )  # fmt: skip
+
+    def _refuse_others(self, one: Tensor, other: Tensor) -> None:
+        """Raise if these are not the operands of the product: cuBLAS would read whatever is there."""
+        kind, rows, columns, depth, dtype, *_ = self.product
+        shapes = {
+            "forward": ((rows, depth), (columns, depth)),
+            "input gradient": ((rows, columns), (columns, depth)),
+            "weight gradient": ((rows, columns), (rows, depth)),
+        }[kind]
+        if (one.shape, other.shape) != shapes or not one.dtype == other.dtype == dtype:
+            given = f"{tuple(one.shape)} in {one.dtype} and {tuple(other.shape)} in {other.dtype}"
+            raise ValueError(f"a product ({kind}) of {shapes[0]} and {shapes[1]} in {dtype} was given {given}")
 
 
 @cache

@@ -33,8 +33,7 @@ def input_gradient(d_out: Tensor, weight: Tensor) -> Tensor:
 
 def add_weight_gradient(total: DirectSum, d_out: Tensor, x: Tensor) -> None:
     """Add `d_out.T @ x` to the sum of a weight's gradients."""
-    product = LibraryProduct("weight gradient", len(x), d_out.shape[1], x.shape[1], x.dtype)
-    if _choice(product, x.device) is None or d_out.dtype != x.dtype:
+    if _choice(_weight_product(d_out, x), x.device) is None or d_out.dtype != x.dtype:
         total.add_product(d_out.t(), x)
     else:
         _add_product(total.buffer(), d_out, x)
@@ -43,8 +42,11 @@ def add_weight_gradient(total: DirectSum, d_out: Tensor, x: Tensor) -> None:
 # An operation of PyTorch, so that a capture sees what it writes, and takes back what a warm-up adds.
 @torch.library.custom_op("rollgraph::add_product", mutates_args=("total",))
 def _add_product(total: Tensor, d_out: Tensor, x: Tensor) -> None:
-    product = LibraryProduct("weight gradient", len(x), d_out.shape[1], x.shape[1], x.dtype)
-    _chosen[product, x.device].run(d_out, x, total)
+    _chosen[_weight_product(d_out, x), x.device].run(d_out, x, total)
+
+
+def _weight_product(d_out: Tensor, x: Tensor) -> LibraryProduct:
+    return LibraryProduct("weight gradient", len(x), d_out.shape[1], x.shape[1], x.dtype)
 
 
 def _choice(product: LibraryProduct, device: torch.device) -> Offer | None:

@@ -250,7 +250,7 @@ def _offered(like: Tensor, shape: ProductShape, count: int, most: int) -> list[R
     """What cuBLAS offers for row counts that take much of a run's time: those of decode steps, and the most rows."""
     if not like.is_cuda or count <= _FEW_ROWS or _SHORT_ROWS < count < most:
         return []
-    found = offers_of("forward", count, like, like.dtype, shape.wide, shape.biased)
+    found = offers_of(count, like, shape.wide, shape.biased)
     if count <= _SHORT_ROWS:
         found = found[:_FEW_OFFERS]
     return [Route("offered", tiling=i) for i in range(len(found))]

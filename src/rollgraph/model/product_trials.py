@@ -68,14 +68,8 @@ def device_time(call: Callable[[], Tensor]) -> float:
     with torch.cuda.graph(graph):
         for _ in range(_REPEATS):
             call()
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
     graph.replay()
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
+    return _time_block(graph.replay, 1)
 
 
 def lasting_times(calls: Sequence[Callable[[], object]]) -> list[float]:

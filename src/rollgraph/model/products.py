@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgraph.graph.direct_sums import direct_sum_for
-from rollgraph.model.cublas_offers import LibraryProduct, Offer, ProductKind, offers
+from rollgraph.model.cublas_offers import LibraryProduct, Offer, offers
 from rollgraph.model.library_choice import add_weight_gradient, input_gradient
 
 _BLOCK = 16  # rows in one product of the fixed way on a CPU
@@ -122,16 +122,14 @@ def _library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tens
     return functional.linear(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def offers_of(
-    kind: ProductKind, rows: int, weight: Tensor, dtype: torch.dtype, wide: bool = False, biased: bool = False
-) -> tuple[Offer, ...]:
-    """What cuBLAS offers for a product of so many rows with a weight, or for one of its gradients."""
+def offers_of(rows: int, weight: Tensor, wide: bool, biased: bool) -> tuple[Offer, ...]:
+    """What cuBLAS offers for a product of so many rows with a weight."""
     columns, depth = weight.shape
-    return offers(LibraryProduct(kind, rows, columns, depth, dtype, wide, biased), weight.device)
+    return offers(LibraryProduct("forward", rows, columns, depth, weight.dtype, wide, biased), weight.device)
 
 
 def _offered(x: Tensor, weight: Tensor, bias: Tensor | None, index: int, wide: bool) -> Tensor:
-    offer = offers_of("forward", len(x), weight, x.dtype, wide, bias is not None)[index]
+    offer = offers_of(len(x), weight, wide, bias is not None)[index]
     out = torch.empty((len(x), len(weight)), dtype=torch.float32 if wide else x.dtype, device=x.device)
     offer.run(x, weight, out, bias)
     return out

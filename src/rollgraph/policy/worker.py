@@ -257,10 +257,8 @@ class PolicyWorker:
         """
         samples = [unweighted(rollout.prompt.tokens, rollout.tokens, rollout.logprobs) for rollout in rollouts]
         for rollout, logprobs in zip(rollouts, self.logprobs(samples, weights), strict=True):
-            found = logprobs
-            if not all(rollout.sampled):
-                pairs = zip(logprobs, rollout.sampled, strict=True)
-                found = [logprob if sampled else 0.0 for logprob, sampled in pairs]
+            pairs = zip(logprobs, rollout.sampled, strict=True)
+            found = [logprob if sampled else 0.0 for logprob, sampled in pairs]
             if weights == POLICY:
                 rollout.logprobs = found
             else:
