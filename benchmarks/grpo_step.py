@@ -27,6 +27,7 @@ from phase_profile import PhaseProfile
 from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
+from rollgraph.model.shapes_only import shapes_only
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.environment import SingleTurn
@@ -151,7 +152,7 @@ def measure(
 
 
 def floor(architecture: Architecture, options: argparse.Namespace) -> dict[str, float]:
-    with torch.device("meta"):
+    with shapes_only():
         parameters = sum(p.numel() for p in Decoder(architecture).parameters())
     a, sequences = architecture, options.prompts * options.samples
     tokens = sequences * (options.prompt + options.new)

@@ -20,6 +20,7 @@ import torch
 from common import QWEN_1_5B, synchronize, table
 
 from rollgraph.model import Architecture, Decoder, load_model, save_model, weight_files
+from rollgraph.model.shapes_only import shapes_only
 from rollgraph.model.weight_stream import READERS
 
 GIB = 2**30
@@ -31,7 +32,7 @@ LAYER = replace(
 
 def architecture_of(gib: float) -> Architecture:
     """As many layers as have so many GiB in bf16."""
-    with torch.device("meta"):
+    with shapes_only():
         each = sum(p.numel() for p in Decoder(LAYER).layers[0].parameters()) * 2  # type: ignore[index]
     return replace(LAYER, layers=max(1, round(gib * GIB / each)))
 

@@ -29,6 +29,7 @@ from rollgraph.config import Config, parse_config
 from rollgraph.distributed.world import World
 from rollgraph.model import Decoder
 from rollgraph.model.hf_weights import read_architecture
+from rollgraph.model.shapes_only import shapes_only
 from rollgraph.rl.environment import SingleTurn
 from rollgraph.run import chosen_memory
 from rollgraph.run.memory_choice import MemoryBudget
@@ -110,7 +111,7 @@ def random_model(
     """In place of `load_model`: random weights that never exist anywhere but on the device, and once."""
     architecture = read_architecture(folder)
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    with torch.device("meta"):
+    with shapes_only():
         model = Decoder(architecture, checkpointing=checkpointing).to(dtype=dtype)
     model.to_empty(device=device)
     model.frequencies.copy_(architecture.frequencies()[0])

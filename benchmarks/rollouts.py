@@ -20,6 +20,7 @@ from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, QWEN_7B, rando
 
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.model import Architecture, Decoder
+from rollgraph.model.shapes_only import shapes_only
 
 SHORT, LONG = 64, 256  # new tokens of the two runs whose difference is the time of decode steps
 CACHE_BYTES = 32 << 30  # no shape needs more
@@ -43,7 +44,7 @@ class Shape:
     def weights(self) -> int:
         """How many parameters each token is multiplied with. An embedding that is not the head is only looked up."""
         a = self.architecture
-        with torch.device("meta"):
+        with shapes_only():
             parameters = sum(p.numel() for p in Decoder(a).parameters())
         return parameters if a.tied else parameters - a.vocabulary * a.hidden
 

@@ -7,6 +7,7 @@ Owns the public entry point and the choice of the backend. A captured function i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from rollgraph.graph.backend import Backend, EagerBackend
 from rollgraph.graph.captured import (
     Captured,
+    FirstRun,
     GraphSpec,
     OnMismatch,
     callable_name,
@@ -71,6 +73,7 @@ def capture(
     on_mismatch: OnMismatch = "raise",
     warmup: int = 3,
     warmup_in_pool: bool = False,
+    first_run: FirstRun = nullcontext,
     name: str | None = None,
 ) -> GraphedFunction[P, R]:
     """Capture `fn(*example_inputs, **example_kwargs)`, including any backward and optimizer step inside it.
@@ -81,6 +84,9 @@ def capture(
 
     With `warmup_in_pool`, warm-up takes its memory on a GPU from the pool and leaves it to the recording; otherwise the
     two need their memory side by side. A function that keeps something it makes in warm-up is then refused.
+
+    The first run of warm-up is in the context that `first_run` makes. What it computes there need not be right, so that
+    it can leave out what has yet to be compiled, for example.
     """
     if not callable(fn):
         raise CaptureError(f"capture takes a function, got {type(fn).__name__}")
@@ -97,7 +103,7 @@ def capture(
     name = name or callable_name(fn)
     refuse_nesting(name)
     record = GraphRecord(pool.unique_name(name), chosen.name)
-    spec = GraphSpec(fn, chosen, record, hooks, guards, on_mismatch, warmup, warmup_in_pool)
+    spec = GraphSpec(fn, chosen, record, hooks, guards, on_mismatch, warmup, warmup_in_pool, first_run)
     graphed: GraphedFunction[P, R] = GraphedFunction(spec)
     graphed.capture(tuple(example_inputs), kwargs, pool.arena)
     pool.add(graphed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 
@@ -29,6 +30,7 @@ from rollgraph.graph.tape import Recorder
 from rollgraph.graph.undo_log import UndoLog
 
 OnMismatch = Literal["raise", "eager", "recapture"]
+FirstRun = Callable[[], AbstractContextManager[None]]
 MAX_VARIANTS = 16  # variants that one graph keeps under on_mismatch="recapture"
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
@@ -45,6 +47,7 @@ class GraphSpec:
     on_mismatch: OnMismatch
     warmup: int  # runs before the recording
     warmup_in_pool: bool = False  # these runs allocate from the pool, too
+    first_run: FirstRun = nullcontext  # the context of the first of these runs
     own_guards: Sequence[Guard] = ()  # asked after the hooks, and again before a backward
 
     def __post_init__(self) -> None:

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.backend import (
     Recording,
@@ -22,6 +21,7 @@ from rollgraph.graph.backend import (
     refuse_host_read,
     refusing_host_reads,
 )
+from rollgraph.graph.operation_mode import OperationMode
 from rollgraph.graph.pool import Arena, pool_segments
 from rollgraph.graph.pool_memory import with_index
 from rollgraph.graph.surface import StaticTensors
@@ -31,7 +31,7 @@ from rollgraph.graph.undo_log import storage_of, tensors_in
 _increment_version = torch._C._increment_version
 
 
-class CaptureMonitor(TorchDispatchMode):
+class CaptureMonitor(OperationMode):
     """Sees each operation of a CUDA capture: refuses host reads before they break it, and keeps what it reads alive."""
 
     @classmethod

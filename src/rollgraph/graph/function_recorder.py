@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ class FunctionRecorder:
         with stage, capture_errors(f"warm-up of {spec.name!r}", WarmupError):
             for run in range(runs):
                 self._gradients.bind()
-                self._run_once(transaction, again=run > 0)
+                with spec.first_run() if run == 0 else nullcontext():
+                    self._run_once(transaction, again=run > 0)
                 leaves = transaction.changed_gradients()
                 if len(leaves) > len(self._gradients.leaves):
                     if run == runs - 1:

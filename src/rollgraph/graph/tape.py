@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.backend import Recording, Thunk, refuse_host_read, refusing_host_reads
 from rollgraph.graph.errors import CaptureError, GeneratorError, here
+from rollgraph.graph.operation_mode import OperationMode
 from rollgraph.graph.pool import Arena
 from rollgraph.graph.surface import StaticTensors
 from rollgraph.graph.tape_program import Entry, Register, RngMark, TapeProgram, Value, count_operations
@@ -29,7 +29,7 @@ _COLLECTIVES = ("c10d::", "_c10d_functional::", "rollgraph::group_")
 _GRAD_SENSITIVE = ("aten::mkldnn_rnn_layer",)  # operations whose results depend on the grad mode
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperationMode):
     """Records the operations that run while it is entered."""
 
     def __init__(self, marks: dict[Any, RngMark], generators: Sequence[torch.Generator]) -> None:

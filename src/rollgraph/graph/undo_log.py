@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rollgraph.graph.errors import CaptureError, GeneratorError, Location, StateError, here
+from rollgraph.graph.operation_mode import OperationMode
 from rollgraph.graph.surface import Span, spanned
 
 # Positions of arguments that an operation writes although its schema does not mark them as written.
@@ -88,7 +89,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class UndoLog(TorchDispatchMode):
+class UndoLog(OperationMode):
     """While entered, saves memory before operations overwrite it; `rollback()` restores it.
 
     Storages whose keys are in `unsaved` are left as the operations leave them.

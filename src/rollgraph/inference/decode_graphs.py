@@ -23,6 +23,7 @@ from rollgraph.inference.kv_cache import CachePlan, copy_blocks
 from rollgraph.inference.sampler import Rows, sample_filtered, sample_into
 from rollgraph.inference.scheduler import IDLE
 from rollgraph.model.decoder import Angles, Decoder
+from rollgraph.model.kernel_compilation import compiling_together
 from rollgraph.model.products import LIBRARY
 
 # Columns of a row's state, which is int32.
@@ -123,7 +124,14 @@ class DecodeGraphs:
             if on_capture is not None:
                 on_capture(name, done, len(steps))
             self._graphs[key] = capture(
-                step, pool=pool, backend=backend, guards=guards, name=name, warmup=2, warmup_in_pool=True
+                step,
+                pool=pool,
+                backend=backend,
+                guards=guards,
+                name=name,
+                warmup=2,
+                warmup_in_pool=True,
+                first_run=compiling_together,
             )
 
     def _list_steps(self, buckets: Sequence[int], filters: bool) -> dict[_StepKey, tuple[str, Callable[[], None]]]:

@@ -39,11 +39,11 @@ _OF_KEYS = {128: BackwardTiling(64, 32, 4, 3), MOST_DIM: BackwardTiling(64, 32, 
 def _query_kernel(
     d_out, out, q, k, v, normalizers, products, tokens, cu_rows, cu_keys, d_q, scale, sequences, count_all,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of ROWS queries of one head of one sequence, and the product of each result with its gradient."""
     program, head = tl.program_id(0), tl.program_id(1)
-    sequence = sequence_of(program, cu_rows, sequences, ROWS, STEPS)
+    sequence = sequence_of(program, cu_rows, sequences, ROWS)
     begin_rows = tl.load(cu_rows + sequence)
     count = tl.load(cu_rows + sequence + 1) - begin_rows
     tile = program - begin_rows // ROWS - sequence
@@ -92,11 +92,11 @@ def _query_kernel(
 def _key_kernel(
     d_out, q, k, v, normalizers, products, tokens, cu_rows, cu_keys, d_k, d_v, scale, sequences, count_all,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of TILE keys and values of one head, as far as the queries of one sequence see them."""
     program, kv_head = tl.program_id(0), tl.program_id(1)
-    sequence = sequence_of(program, cu_keys, sequences, TILE, STEPS)
+    sequence = sequence_of(program, cu_keys, sequences, TILE)
     begin_keys = tl.load(cu_keys + sequence)
     length = tl.load(cu_keys + sequence + 1) - begin_keys
     first_place = (program - begin_keys // TILE - sequence) * TILE
@@ -166,7 +166,7 @@ def packed_backward(
     d_v = torch.empty_like(d_k)
     common = {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": width, "WINDOW": window or 0,
-        "STEPS": sequences.bit_length(), "PRECISION": dot_precision(q),
+        "PRECISION": dot_precision(q),
     }  # fmt: skip
     scale = dim**-0.5
     tiling = _OF_QUERIES[max(128, width)]

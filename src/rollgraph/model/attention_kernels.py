@@ -43,38 +43,67 @@ def memory_row(place, inside, table, first, shared, own, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def attend_part(
+def _attend_tiles(
     queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, end, scale,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    best, totals, mixed, MASKED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of queries, [n, WIDTH], over the places begin to end. `scale` includes the factor from e to 2.
-
-    Gives each query's highest score, the sum of its weights relative to that score, and the weighted sum of values.
-    """
+    """Add the tiles from begin to end to the sums of queries. Without MASKED, all queries see all of their places."""
     dims = tl.arange(0, WIDTH)
-    in_dim = dims < DIM
-    best = tl.full((queries.shape[0],), NOTHING, tl.float32)
-    totals = tl.zeros((queries.shape[0], TILE), tl.float32)  # of each column of a tile; added up at the end
-    mixed = tl.zeros((queries.shape[0], WIDTH), tl.float32)
+    in_dim = (dims < DIM)[None, :]
+    factor = tl.full((queries.shape[0], TILE), 1.0, tl.float32) * scale
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < end
         row = memory_row(place, inside, table, first, shared, own, BLOCK)
-        shown = inside[:, None] & in_dim
+        shown = in_dim
+        if MASKED:
+            shown = inside[:, None] & in_dim
         tile_keys = tl.load(keys + row[:, None] * key_stride + dims, mask=shown, other=0.0)
         tile_values = tl.load(values + row[:, None] * value_stride + dims, mask=shown, other=0.0)
         scores = tl.dot(queries, tl.trans(tile_keys), input_precision=PRECISION)
         seen = (place <= positions[:, None]) & inside
         if WINDOW > 0:
             seen = seen & (positions[:, None] - place < WINDOW)
-        scores = tl.where(seen, scores * scale, NOTHING)
-        highest = tl.maximum(best, tl.max(scores, 1))
-        weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0)
+        if MASKED:
+            scores = tl.where(seen, scores, NOTHING)
+        highest = tl.maximum(best, tl.max(scores, 1) * scale)
+        weights = tl.exp2(tl.fma(scores, factor, tl.broadcast_to(-highest[:, None], scores.shape)))
+        if MASKED:
+            weights = tl.where(seen, weights, 0.0)
         shrink = tl.exp2(best - highest)
         totals = tl.fma(totals, tl.broadcast_to(shrink[:, None], totals.shape), weights)
         mixed = tl.dot(weights.to(tile_values.dtype), tile_values, mixed * shrink[:, None], input_precision=PRECISION)
         best = highest
+    return best, totals, mixed
+
+
+@triton.jit
+def attend_part(
+    queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, full, end, scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    LONG: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention of queries, [n, WIDTH], over the places begin to end. `scale` includes the factor from e to 2.
+
+    All queries see the places before `full`, a multiple of TILE. With LONG, those take a loop of their own, without
+    masks: of a long sequence they are most. Gives each query's highest score, the sum of its weights relative to that
+    score, and the weighted sum of values.
+    """
+    best = tl.full((queries.shape[0],), NOTHING, tl.float32)
+    totals = tl.zeros((queries.shape[0], TILE), tl.float32)  # of each column of a tile; added up at the end
+    mixed = tl.zeros((queries.shape[0], WIDTH), tl.float32)
+    if LONG and WINDOW == 0:
+        best, totals, mixed = _attend_tiles(
+            queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
+            begin, tl.minimum(full, end), scale, best, totals, mixed, False,
+            DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+        )  # fmt: skip
+        begin = tl.maximum(begin, full)
+    best, totals, mixed = _attend_tiles(
+        queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
+        begin, end, scale, best, totals, mixed, True, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+    )  # fmt: skip
     return best, _sum_columns(totals), mixed
 
 
@@ -103,9 +132,9 @@ def join(best, total, mixed, part_best, part_total, part_mixed):
 
 @triton.jit
 def attend(
-    queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, end, scale,
+    queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, full, end, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    PART: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr,
+    PART: tl.constexpr, SEVERAL: tl.constexpr, LONG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention over all places from begin to end, part after part. `begin` is a multiple of TILE.
 
@@ -113,14 +142,14 @@ def attend(
     """
     first_part = begin // PART
     best, total, mixed = attend_part(
-        queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
-        begin, tl.minimum(end, (first_part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+        queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, full,
+        tl.minimum(end, (first_part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, LONG, PRECISION,
     )  # fmt: skip
     if SEVERAL:
         for part in range(first_part + 1, tl.cdiv(end, PART)):
             part_best, part_total, part_mixed = attend_part(
-                queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
-                part * PART, tl.minimum(end, (part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+                queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, part * PART,
+                full, tl.minimum(end, (part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, LONG, PRECISION,
             )  # fmt: skip
             best, total, mixed = join(best, total, mixed, part_best, part_total, part_mixed)
     return best, total, mixed
@@ -135,14 +164,14 @@ def visible_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def sequence_of(program, begins, sequences, TILE: tl.constexpr, STEPS: tl.constexpr):
+def sequence_of(program, begins, sequences, TILE: tl.constexpr):
     """The sequence of a program, if programs have TILE rows each and sequence i begins at row `begins[i]`.
 
     Sequence i has the programs from `begins[i] // TILE + i` on: at least as many as it needs, and the search needs no
     table.
     """
     low, high = 0, sequences
-    for _ in range(STEPS):
+    while high - low > 1:
         middle = (low + high) // 2
         found = tl.load(begins + middle) // TILE + middle <= program
         low = tl.where(found, middle, low)
@@ -155,12 +184,12 @@ def _packed_kernel(
     q, keys, values, table, tokens, cu_rows, cu_keys, lengths, out, normalizers, scale, sequences, count_all,
     key_stride, value_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, STEPS: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
     SEVERAL: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of ROWS queries of one head of one sequence. With BLOCK > 0 keys are paged, otherwise packed."""
     program, head = tl.program_id(0), tl.program_id(1)
-    low = sequence_of(program, cu_rows, sequences, ROWS, STEPS)
+    low = sequence_of(program, cu_rows, sequences, ROWS)
     begin_rows = tl.load(cu_rows + low)
     count = tl.load(cu_rows + low + 1) - begin_rows
     tile = program - begin_rows // ROWS - low
@@ -183,12 +212,12 @@ def _packed_kernel(
     at_q = ((begin_rows + row).to(tl.int64) * HEADS + head) * DIM
     queries = tl.load(q + at_q[:, None] + dims, mask=shown, other=0.0)
     kv_head = head // (HEADS // KV_HEADS)
+    lowest = length - count + tile * ROWS
     best, total, mixed = attend(
         queries, position, keys + kv_head * DIM, values + kv_head * DIM, key_stride, value_stride,
         table + low * table_stride, first, shared, begin_rows,
-        visible_from(length - count + tile * ROWS, WINDOW, TILE),
-        tl.minimum(length - count + (tile + 1) * ROWS, length), scale,
-        DIM, WIDTH, BLOCK, WINDOW, TILE, PART, SEVERAL, PRECISION,
+        visible_from(lowest, WINDOW, TILE), (lowest + 1) // TILE * TILE, tl.minimum(lowest + ROWS, length), scale,
+        DIM, WIDTH, BLOCK, WINDOW, TILE, PART, SEVERAL, SEVERAL, PRECISION,
     )  # fmt: skip
     total = tl.where(in_row, total, 1.0)
     result = (mixed / total[:, None]).to(out.dtype.element_ty)
@@ -247,7 +276,7 @@ def _launch_packed(
         q, keys, values, table, tokens, cu_rows, cu_keys, lengths, out, out if normalizers is None else normalizers,
         score_scale(dim), sequences, count, *strides,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=max(16, triton.next_power_of_2(dim)), BLOCK=block,
-        WINDOW=window or 0, ROWS=_ROWS, TILE=TILE, PART=PART, STEPS=sequences.bit_length(),
+        WINDOW=window or 0, ROWS=_ROWS, TILE=TILE, PART=PART,
         SEVERAL=longest > PART, NORMALIZE=normalizers is not None, PRECISION=dot_precision(q), num_warps=4,
     )  # fmt: skip
 

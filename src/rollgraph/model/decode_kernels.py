@@ -100,7 +100,7 @@ def _decode_kernel(
     if PARTS > 1:
         best, total, mixed = attend_part(
             queries, positions, keys, values, 2 * KV_HEADS * DIM, 2 * KV_HEADS * DIM, table + row * table_stride,
-            0, 0, 0, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+            0, 0, 0, begin, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, False, PRECISION,
         )  # fmt: skip
         where = (row * HEADS + head).to(tl.int64) * PARTS + part
         tl.store(sums + where * 2, best, mask=group < HEADS // KV_HEADS)
@@ -109,7 +109,7 @@ def _decode_kernel(
     else:
         best, total, mixed = attend(
             queries, positions, keys, values, 2 * KV_HEADS * DIM, 2 * KV_HEADS * DIM, table + row * table_stride,
-            0, 0, 0, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PART, SEVERAL, PRECISION,
+            0, 0, 0, begin, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PART, SEVERAL, False, PRECISION,
         )  # fmt: skip
         result = (mixed / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + (row * HEADS + head)[:, None] * DIM + dims, result, mask=shown)

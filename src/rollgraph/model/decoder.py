@@ -230,7 +230,7 @@ class Decoder(Adaptable):
         self.head = None if a.tied else nn.Linear(a.hidden, a.vocabulary, bias=False)
         self.head_routes: Routes = {}
         frequencies, self.rope_factor = a.frequencies()
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("frequencies", frequencies.to(self.embed.weight.device), persistent=False)
         self.reset_parameters()
 
     def checkpoint_layers(self, count: int, *, parts: bool = False) -> None:

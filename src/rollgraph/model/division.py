@@ -18,6 +18,7 @@ from rollgraph.model.architecture import Architecture
 from rollgraph.model.decoder import Decoder
 from rollgraph.model.hf_names import tensor_places
 from rollgraph.model.linear import Linear
+from rollgraph.model.shapes_only import shapes_only
 from rollgraph.model.tensor_group import TensorGroup
 
 
@@ -114,7 +115,7 @@ def _adapter_pieces(model: Decoder, group: TensorGroup) -> dict[str, ParameterPi
 
 def whole_shapes(whole: Architecture) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of a model that is not divided."""
-    with torch.device("meta"):
+    with shapes_only():
         model = Decoder(whole)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -133,7 +134,7 @@ def empty_decoder(
     group: TensorGroup | None = None,
 ) -> Decoder:
     """A model whose weights are not set. Allocates nothing but them."""
-    with torch.device("meta"):
+    with shapes_only():
         model = Decoder(architecture, checkpointing=checkpointing, group=group).to(dtype=dtype)
     model.to_empty(device=device)
     frequencies, _ = architecture.frequencies()
@@ -148,7 +149,7 @@ def hollow_decoder(
 
     It is for whoever moves the parameters to other memory before they are written or read.
     """
-    with torch.device("meta"):
+    with shapes_only():
         model = Decoder(architecture, checkpointing=checkpointing).to(dtype=dtype)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollgraph.model.sum_operators import sum_operator
+
 _CHUNK = 32  # places in the order of ids; also, how many pieces of a run are added up at a time
 _COLUMNS = 256
 
@@ -73,8 +75,7 @@ def _add_pieces_kernel(total, pieces, ids, tokens, width, CHUNK: tl.constexpr, C
         tl.store(target, tl.load(target, mask=inside, other=0.0) + found, mask=inside)
 
 
-# An operation of PyTorch, so that a capture sees what it writes, and takes back what a warm-up adds.
-@torch.library.custom_op("rollgraph::add_to_rows", mutates_args=("total",))
+@sum_operator
 def add_to_rows(total: Tensor, ids: Tensor, gradients: Tensor) -> None:
     """Add each token's gradient, [tokens, width], to the row of its id in a contiguous total, [vocabulary, width]."""
     tokens, width = gradients.shape

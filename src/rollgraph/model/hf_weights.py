@@ -25,6 +25,7 @@ from rollgraph.model.config_fields import ArchitectureError
 from rollgraph.model.decoder import Decoder
 from rollgraph.model.division import Share, empty_decoder, tensor_shares, whole_shapes
 from rollgraph.model.hf_names import tensor_places
+from rollgraph.model.shapes_only import shapes_only
 from rollgraph.model.tensor_group import TensorGroup
 from rollgraph.model.weight_stream import FileVersion, OnBytes, Transfer, stream
 
@@ -151,7 +152,7 @@ def has_weights(folder: Path) -> bool:
 
 def whole_views(architecture: Architecture, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The shapes and the dtype of the tensors of a model that is not divided, without memory."""
-    with torch.device("meta"):
+    with shapes_only():
         return parameter_views(Decoder(architecture).to(dtype=dtype))
 
 

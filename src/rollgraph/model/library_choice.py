@@ -14,6 +14,7 @@ from torch import Tensor
 from rollgraph.graph.direct_sums import DirectSum
 from rollgraph.model.cublas_offers import LibraryProduct, Offer, offers
 from rollgraph.model.product_trials import lasting_times, row_digests
+from rollgraph.model.sum_operators import sum_operator
 
 _LEAST_GAIN = 0.01  # of the library's time
 
@@ -39,8 +40,7 @@ def add_weight_gradient(total: DirectSum, d_out: Tensor, x: Tensor) -> None:
         _add_product(total.buffer(), d_out, x)
 
 
-# An operation of PyTorch, so that a capture sees what it writes, and takes back what a warm-up adds.
-@torch.library.custom_op("rollgraph::add_product", mutates_args=("total",))
+@sum_operator
 def _add_product(total: Tensor, d_out: Tensor, x: Tensor) -> None:
     _chosen[_weight_product(d_out, x), x.device].run(d_out, x, total)
 

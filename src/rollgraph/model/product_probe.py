@@ -22,6 +22,7 @@ from torch import Tensor
 from rollgraph.files import write_atomically
 from rollgraph.model.cublas_offers import LibraryProduct, ProductKind
 from rollgraph.model.decoder import Decoder
+from rollgraph.model.kernel_compilation import compiling_together
 from rollgraph.model.library_choice import choose, find_choice
 from rollgraph.model.pointwise import swiglu
 from rollgraph.model.product_trials import device_time, draw_factors, lasting_times, row_digests, run_if_it_fits
@@ -90,10 +91,15 @@ def set_routes(
     cache = _RouteCache(model, at_any_cost)
     report = ProductReport()
     shapes = list(_shapes(model))
+    counts_of = {shape: sorted(set(head_counts if shape.wide else row_counts)) for shape, *_ in shapes}
+    with compiling_together():
+        for shape, weight, bias, _ in shapes:
+            if weight.is_cuda and cache.get(shape, counts_of[shape]) is None:
+                _launch_candidates(shape, weight, bias, counts_of[shape])
     for done, (shape, weight, bias, setters) in enumerate(shapes):
         if on_probe is not None:
             on_probe(str(shape), done, len(shapes))
-        counts = sorted(set(head_counts if shape.wide else row_counts))
+        counts = counts_of[shape]
         routes = cache.get(shape, counts)
         if routes is None:
             if shape.gated:
@@ -116,6 +122,19 @@ def set_routes(
         torch.cuda.empty_cache()  # a key/value cache takes a share of what is free, which the probe must not change
     report.seconds = time.perf_counter() - started
     return report
+
+
+@torch.no_grad()
+def _launch_candidates(shape: ProductShape, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> None:
+    """Launch all kernels of ours that will be tried out for a shape."""
+    few = [count for count in counts if count <= _FEW_ROWS]
+    for count in counts if shape.gated else few:
+        for route in _gated_tilings(count) if shape.gated else _tilings(weight.device, count):
+            x = weight.new_zeros(count, shape.depth)
+            if shape.gated:
+                run_if_it_fits(partial(gate, x, weight, bias, route))
+            else:
+                run_if_it_fits(partial(compute, x, weight, bias, route, count, shape.wide))
 
 
 def _choose_gradients(cache: _RouteCache, shape: ProductShape, weight: Tensor, rows: int) -> None:
@@ -218,8 +237,6 @@ def _find_gated_routes(
     like: Tensor, like_bias: Tensor | None, counts: Sequence[int], plain: Mapping[int, Route]
 ) -> dict[int, Route]:
     """Routes that end with SwiGLU, where they agree with a product and SwiGLU, and are faster than `plain` routes."""
-    from rollgraph.model.matmul_kernels import GATED_TILINGS
-
     most = counts[-1]
     if most not in plain:
         return {}
@@ -229,17 +246,23 @@ def _find_gated_routes(
     for count in counts:
         own = x[most - count :].contiguous()
         before = plain.get(count)
-        suited = [i for i, tiling in enumerate(GATED_TILINGS) if tiling.rows == _tile_rows(count)]
-        if not suited or before is None:
+        if before is None:
             continue
-        route = Route("gated", tiling=suited[0])
-        found = run_if_it_fits(partial(gate, own, weight, bias, route))
-        if found is None or not torch.equal(found, expected[most - count :]):
-            continue
-        separately = partial(_gate_separately, own, weight, bias, before)
-        if device_time(partial(gate, own, weight, bias, route)) < device_time(separately):
-            routes[count] = route
+        for route in _gated_tilings(count):
+            found = run_if_it_fits(partial(gate, own, weight, bias, route))
+            if found is None or not torch.equal(found, expected[most - count :]):
+                continue
+            separately = partial(_gate_separately, own, weight, bias, before)
+            if device_time(partial(gate, own, weight, bias, route)) < device_time(separately):
+                routes[count] = route
     return routes
+
+
+def _gated_tilings(count: int) -> list[Route]:
+    """The gated way, in the tiling that suits a number of rows, if there is one."""
+    from rollgraph.model.matmul_kernels import GATED_TILINGS
+
+    return [Route("gated", tiling=i) for i, tiling in enumerate(GATED_TILINGS) if tiling.rows == _tile_rows(count)]
 
 
 def _gate_separately(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:

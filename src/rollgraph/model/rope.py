@@ -60,7 +60,7 @@ class Rope:
     options: Mapping[str, Any] = field(default_factory=dict)  # by their Hugging Face names
 
     def frequencies(self, head_dim: int, max_length: int) -> tuple[Tensor, float]:
-        """The frequency of each pair of dimensions, [head_dim / 2], and a factor for cosine and sine."""
+        """The frequency of each pair of dimensions, [head_dim / 2] on the CPU, and a factor for cosine and sine."""
         plain = 1.0 / self._periods(head_dim)
         if self.kind == "default":
             return plain, 1.0
@@ -73,7 +73,7 @@ class Rope:
         return self._yarn(factor, original, head_dim)
 
     def _periods(self, head_dim: int) -> Tensor:
-        return self.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+        return self.theta ** (torch.arange(0, head_dim, 2, device="cpu").float() / head_dim)
 
     def _llama3(self, plain: Tensor, factor: float, original: float) -> Tensor:
         """Slow down the low frequencies, keep the high ones, and blend those in between."""
@@ -86,7 +86,7 @@ class Rope:
     def _yarn(self, factor: float, original: float, head_dim: int) -> tuple[Tensor, float]:
         """Operations are in the order of transformers, so that frequencies are equal bit for bit."""
         low, high = self._yarn_range(original, head_dim)
-        ramp = ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+        ramp = ((torch.arange(head_dim // 2, device="cpu").float() - low) / (high - low)).clamp(0, 1)
         kept = 1 - ramp
         periods = self._periods(head_dim)
         frequencies = 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept

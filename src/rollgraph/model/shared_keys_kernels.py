@@ -15,13 +15,13 @@ from torch import Tensor
 @triton.jit(do_not_specialize=["sequences"])  # specialized to 1, the loop does not compile
 def _sum_kernel(
     d_keys, d_values, out_keys, out_values, tokens, cu_rows, cu_keys, sequences, width,
-    STEPS: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of all copies of one token's key, and of its value."""
     token, at = tl.program_id(0), tl.arange(0, WIDTH)
     inside = at < width
     low, high = 0, sequences
-    for _ in range(STEPS):  # find the token's sequence: the last one that does not begin after it
+    while high - low > 1:  # find the token's sequence: the last one that does not begin after it
         middle = (low + high) // 2
         found = tl.load(cu_rows + middle) <= token
         low = tl.where(found, middle, low)
@@ -63,6 +63,6 @@ def sum_over_copies(
     out_values = torch.empty_like(out_keys)
     _sum_kernel[(rows,)](
         d_keys, d_values, out_keys, out_values, tokens, cu_rows, cu_keys, sequences, width,
-        STEPS=sequences.bit_length(), WIDTH=triton.next_power_of_2(width), num_warps=1,
+        WIDTH=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return out_keys, out_values

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollgraph.graph.direct_sums import DirectSum, direct_sum_for
+from rollgraph.model.sum_operators import sum_operator
 
 _BLOCK = 128  # rows that a program adds up
 
@@ -59,8 +60,7 @@ def sum_blocks(x: Tensor) -> Tensor:
     return partials
 
 
-# An operation of PyTorch, so that a capture sees what it writes, and takes back what a warm-up adds.
-@torch.library.custom_op("rollgraph::add_rows", mutates_args=("total",))
+@sum_operator
 def add_rows(total: Tensor, partials: Tensor) -> None:
     """Add all rows of partial sums, which are fp32, to a contiguous total."""
     rows, columns = partials.shape

@@ -19,6 +19,7 @@ from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, Keys, token_logprobs
+from rollgraph.model.kernel_compilation import compiling_together
 from rollgraph.policy.limits import Limits
 from rollgraph.policy.packed_arrays import PackedArrays, fill
 from rollgraph.policy.packing import measure, pack
@@ -122,7 +123,7 @@ class ScoreGraphs:
         return capture(
             step, self._upload(self.fill([], tokens)), pool=settings.pool, backend=settings.backend, name=name,
             guards=[*self._guards, *guards], on_mismatch=settings.on_mismatch, warmup=max(1, settings.warmup),
-            warmup_in_pool=True,
+            warmup_in_pool=True, first_run=compiling_together,
         )  # fmt: skip
 
     def score(self, arrays: PackedArrays) -> Tensor:

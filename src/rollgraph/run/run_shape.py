@@ -17,6 +17,7 @@ from rollgraph.config import Config
 from rollgraph.model import Architecture, Decoder
 from rollgraph.model.adapters import attach
 from rollgraph.model.linear import Linear
+from rollgraph.model.shapes_only import shapes_only
 from rollgraph.policy import Limits
 from rollgraph.policy.adapted_weights import SHARDED_BASE
 from rollgraph.rl.algorithms import Algorithm
@@ -223,12 +224,12 @@ def shape_run(
     whole, dtype, notes = _read_model(config)
     check_division(config, whole, stages_exchanges(config, ranks, device))
     a = whole.divided(layout.tensor)
-    with torch.device("meta"):
+    with shapes_only():
         model = Decoder(a).to(dtype=dtype)
     table = 0 if a.tied else a.vocabulary * a.hidden
     multiplied = sum(parameter.numel() for parameter in model.parameters()) - table
     if config.adapter is not None:
-        with torch.device("meta"):
+        with shapes_only():
             attach(model, adapter_spec(config.adapter), seed=0)
     algorithm = make_algorithm(config)
     if algorithm.source in COLUMNS:

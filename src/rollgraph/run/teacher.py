@@ -10,6 +10,7 @@ import torch
 
 from rollgraph.config import Config, ConfigError
 from rollgraph.model import Architecture, Decoder, hf_weights
+from rollgraph.model.shapes_only import shapes_only
 from rollgraph.run.hub_cache import model_folder
 from rollgraph.run.key_errors import about
 from rollgraph.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +30,7 @@ def shape_teacher(config: Config) -> Decoder | None:
         return None
     assert config.algorithm.teacher is not None
     dtype = hf_weights.read_dtype(model_folder(config.algorithm.teacher)) or "bfloat16"
-    with torch.device("meta"):
+    with shapes_only():
         return Decoder(architecture).to(dtype=getattr(torch, dtype))
 
 

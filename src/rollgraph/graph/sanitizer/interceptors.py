@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.backend import reads_on_host, refuse_copy_to_host, refuse_host_read
 from rollgraph.graph.errors import GraphError, HostReadError, here
+from rollgraph.graph.operation_mode import OperationMode
 from rollgraph.graph.sanitizer.output_poisoning import HandedOut
 from rollgraph.graph.sanitizer.session import Session
 from rollgraph.graph.saved_versions import saved_tensors
@@ -22,7 +22,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm
 _OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")  # they read nothing of their first argument
 
 
-class OperationInterceptor(TorchDispatchMode):
+class OperationInterceptor(OperationMode):
     """Sees what reaches the dispatcher: reads of poisoned outputs; in a capture, host reads and collectives."""
 
     @classmethod

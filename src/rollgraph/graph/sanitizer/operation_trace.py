@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollgraph.graph.errors import Location, here
+from rollgraph.graph.operation_mode import OperationMode
 from rollgraph.graph.undo_log import storage_of, tensors_in, written_arguments
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -37,7 +37,7 @@ class TracedOperation:
     results: list[weakref.ref[Tensor]]  # the tensors that it made
 
 
-class OperationTrace(TorchDispatchMode):
+class OperationTrace(OperationMode):
     """Traces each operation while it is entered."""
 
     @classmethod

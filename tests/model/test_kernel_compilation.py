@@ -1,0 +1,100 @@
+"""Triton kernels are compiled side by side: which are left out meanwhile, and what is there afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from rollgraph.graph import GraphPool, capture
+from rollgraph.model.kernel_compilation import compiling_together
+
+
+def test_without_a_device_nothing_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with compiling_together():
+        assert torch.arange(3).sum().item() == 3
+
+
+@contextmanager
+def noting_compilations() -> Iterator[list[str]]:
+    from triton import knobs
+
+    names: list[str] = []
+
+    def note(*, fn: Any, **_: Any) -> None:
+        names.append(fn.name)
+
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = note
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+
+
+@pytest.mark.gpu
+def test_kernels_are_left_out_until_all_are_compiled() -> None:
+    from tests.model.unique_kernels import add
+
+    x = torch.ones(64, device="cuda")
+    with noting_compilations() as compiled:
+        with compiling_together():
+            for shift in (1, 2, 1):
+                assert not add(x, shift).any()  # zeros, though `add` takes its memory from torch.empty
+        assert len(compiled) == 2
+        assert [add(x, shift).unique().tolist() for shift in (1, 2)] == [[2.0], [3.0]]
+        assert len(compiled) == 2, "a kernel was compiled again when it was launched"
+        with compiling_together():
+            assert add(x, 2).unique().tolist() == [3.0]  # it is compiled, so it runs
+    from triton import knobs
+
+    assert knobs.runtime.jit_cache_hook is None
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_does_not_fit_is_refused_at_its_launch_and_not_before() -> None:
+    from triton import OutOfResources
+
+    from tests.model.unique_kernels import take_too_much
+
+    x = torch.ones(64, 64, device="cuda")
+    with compiling_together():
+        take_too_much(x)
+    with pytest.raises(OutOfResources):
+        take_too_much(x)
+
+
+@pytest.mark.gpu
+def test_a_capture_compiles_in_its_first_run_and_records_every_kernel() -> None:
+    from tests.model.unique_kernels import add
+
+    x = torch.zeros(64, device="cuda")
+    with noting_compilations() as compiled:
+        graph = capture(
+            lambda given: add(add(given, 5), 6), (x,), pool=GraphPool(), backend="cuda", first_run=compiling_together
+        )
+        assert len(compiled) == 2
+        assert graph(torch.full_like(x, 2.0)).unique().tolist() == [13.0]
+
+
+@pytest.mark.gpu
+def test_an_error_inside_takes_the_hook_back() -> None:
+    from triton import knobs
+
+    from tests.model.unique_kernels import add
+
+    x = torch.ones(64, device="cuda")
+
+    def fail() -> None:
+        with compiling_together():
+            add(x, 9)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert knobs.runtime.jit_cache_hook is None
+    assert add(x, 9).unique().tolist() == [10.0]
