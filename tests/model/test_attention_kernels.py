@@ -261,14 +261,16 @@ def check_backward(
     layout = [x.to(device) for x in (cu_seqlens, *keys)]
     ours = [x.to(device) for x in (q, k, v)]
     out, normalizers = packed(*ours, *layout, window, tokens)
-    found, again = (
-        packed_backward(upstream.to(device), *ours, *layout, out, normalizers, window, shares) for _ in range(2)
-    )
-    for name, one, other, right in zip("qkv", found, again, expected, strict=True):
-        assert one.dtype == dtype
-        assert torch.equal(one, other), name
-        error = (one.double().cpu() - right).norm() / right.norm()
-        assert error < TOLERANCE[dtype], (name, float(error))
+    for parts in {1, heads[0] // heads[1], None}:
+        found, again = (
+            packed_backward(upstream.to(device), *ours, *layout, out, normalizers, window, shares, parts)
+            for _ in range(2)
+        )
+        for name, one, other, right in zip("qkv", found, again, expected, strict=True):
+            assert one.dtype == dtype
+            assert torch.equal(one, other), (name, parts)
+            error = (one.double().cpu() - right).norm() / right.norm()
+            assert error < TOLERANCE[dtype], (name, parts, float(error))
 
 
 def check_shared_keys(

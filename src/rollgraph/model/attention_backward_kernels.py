@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollgraph.model.attention_kernels import dot_precision, memory_row, sequence_of, visible_from
+from rollgraph.model.attention_kernels import dot_precision, memory_row, processors, sequence_of, visible_from
 from rollgraph.model.shared_keys_kernels import sum_over_copies
 
 MOST_DIM = 256  # of a head
@@ -88,14 +88,17 @@ def _query_kernel(
     tl.store(d_q + here, (total * scale).to(d_q.dtype.element_ty), mask=shown)
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["sequences", "keys_all"])
 def _key_kernel(
-    d_out, q, k, v, normalizers, products, tokens, cu_rows, cu_keys, d_k, d_v, scale, sequences, count_all,
+    d_out, q, k, v, normalizers, products, tokens, cu_rows, cu_keys, d_k, d_v, scale, sequences, count_all, keys_all,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of TILE keys and values of one head, as far as the queries of one sequence see them."""
-    program, kv_head = tl.program_id(0), tl.program_id(1)
+    """The gradients of TILE keys and values of one head, as far as the queries of one sequence see them.
+
+    They come from SHARE of the heads of these queries. Other programs have the others, and results of their own.
+    """
+    program, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = sequence_of(program, cu_keys, sequences, TILE)
     begin_keys = tl.load(cu_keys + sequence)
     length = tl.load(cu_keys + sequence + 1) - begin_keys
@@ -121,8 +124,8 @@ def _key_kernel(
     if WINDOW > 0:
         end = tl.maximum(tl.minimum(count, first_place + TILE - 1 + WINDOW - shared), begin)
     tiles = tl.cdiv(end - begin, ROWS)
-    for index in range(tiles * (HEADS // KV_HEADS)):
-        head = kv_head * (HEADS // KV_HEADS) + index // tiles
+    for index in range(tiles * SHARE):
+        head = kv_head * (HEADS // KV_HEADS) + part * SHARE + index // tiles
         row = begin + index % tiles * ROWS + tl.arange(0, ROWS)
         in_row = row < end
         here = ((begin_rows + row).to(tl.int64) * HEADS + head)[:, None] * DIM + dims
@@ -141,18 +144,20 @@ def _key_kernel(
         d_weights = tl.dot(values, tl.trans(gradients), input_precision=PRECISION)
         d_scores = (weights * (d_weights - product)).to(queries.dtype)
         d_keys = tl.dot(d_scores, queries, d_keys, input_precision=PRECISION)
-    target = ((begin_keys + place).to(tl.int64) * KV_HEADS + kv_head)[:, None] * DIM + dims
+    at_key = part.to(tl.int64) * keys_all + begin_keys + place
+    target = (at_key * KV_HEADS + kv_head)[:, None] * DIM + dims
     tl.store(d_k + target, (d_keys * scale).to(d_k.dtype.element_ty), mask=shown)
     tl.store(d_v + target, d_values.to(d_v.dtype.element_ty), mask=shown)
 
 
 def packed_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_rows: Tensor, tokens: Tensor, cu_keys: Tensor, out: Tensor,
-    normalizers: Tensor, window: int | None, shares: bool,
+    normalizers: Tensor, window: int | None, shares: bool, parts: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, given what `attention_kernels.packed` returned. All tensors are contiguous.
 
-    `shares` says whether sequences can share a prompt; otherwise `tokens` is not used.
+    `shares` says whether sequences can share a prompt; otherwise `tokens` is not used. The query heads of a key/value
+    head are divided into `parts`, of which each has programs of its own, if there are few programs.
     """
     count, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -160,10 +165,6 @@ def packed_backward(
     width = max(16, triton.next_power_of_2(dim))
     d_q = torch.empty_like(q)
     products = torch.empty_like(normalizers)
-    d_k = torch.empty_like(k)
-    if shares:
-        d_k = torch.empty((len(tokens), kv_heads, dim), dtype=torch.float32, device=k.device)
-    d_v = torch.empty_like(d_k)
     common = {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": width, "WINDOW": window or 0,
         "PRECISION": dot_precision(q),
@@ -175,10 +176,24 @@ def packed_backward(
         ROWS=tiling.kept, TILE=tiling.read, **common, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     tiling = _OF_KEYS[max(128, width)]
-    _key_kernel[(len(d_k) // tiling.kept + sequences, kv_heads)](
-        d_out, q, k, v, normalizers, products, tokens, cu_rows, cu_keys, d_k, d_v, scale, sequences, count,
-        TILE=tiling.kept, ROWS=tiling.read, **common, num_warps=tiling.warps, num_stages=tiling.stages,
+    keys = len(tokens) if shares else len(k)
+    programs = keys // tiling.kept + sequences
+    if parts is None:
+        parts = _suited_parts(heads // kv_heads, programs * kv_heads, q.device)
+    summed = torch.float32 if shares or parts > 1 else k.dtype
+    d_k, d_v = torch.empty((2, parts, keys, kv_heads, dim), dtype=summed, device=k.device)
+    _key_kernel[(programs, kv_heads, parts)](
+        d_out, q, k, v, normalizers, products, tokens, cu_rows, cu_keys, d_k, d_v, scale, sequences, count, keys,
+        TILE=tiling.kept, ROWS=tiling.read, SHARE=heads // kv_heads // parts, **common,
+        num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
+    d_k, d_v = (d_k.sum(0), d_v.sum(0)) if parts > 1 else (d_k[0], d_v[0])
     if shares:
         d_k, d_v = sum_over_copies(d_k, d_v, tokens, cu_rows, cu_keys, count, q.dtype)
-    return d_q, d_k, d_v
+    return d_q, d_k.to(k.dtype), d_v.to(k.dtype)
+
+
+def _suited_parts(group: int, programs: int, device: torch.device) -> int:
+    """The most parts of a group of heads that the device can still run at the same time."""
+    enough = 2 * processors(device)
+    return max(part for part in range(1, group + 1) if group % part == 0 and (part == 1 or programs * part <= enough))

@@ -14,6 +14,7 @@ The kernels launch outside of PyTorch's dispatcher, so the undo log of a capture
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -279,6 +280,12 @@ def _launch_packed(
         WINDOW=window or 0, ROWS=_ROWS, TILE=TILE, PART=PART,
         SEVERAL=longest > PART, NORMALIZE=normalizers is not None, PRECISION=dot_precision(q), num_warps=4,
     )  # fmt: skip
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many programs a device runs at a time, if each fills a processor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def score_scale(dim: int) -> float:

@@ -6,7 +6,6 @@ and writes key and value to the cache. The arithmetic of attention is that of `a
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from rollgraph.model.attention_kernels import (
     attend_part,
     dot_precision,
     join,
+    processors,
     score_scale,
     visible_from,
 )
@@ -159,10 +159,10 @@ def decode(
     most = parts = triton.cdiv(table.shape[1] * block, PART)
     programs = rows * kv_heads
     if split is None:
-        split = programs < 2 * _processors(device)
+        split = programs < 2 * processors(device)
     if not split:
         parts = 1
-    crowded = programs > 4 * _processors(device)
+    crowded = programs > 4 * processors(device)
     out = torch.empty((rows, heads, dim), dtype=source.dtype, device=device)
     target, sums = out, out
     if parts > 1:
@@ -183,8 +183,3 @@ def decode(
             num_warps=1, launch_pdl=chains,
         )  # fmt: skip
     return out
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
