@@ -55,7 +55,7 @@ def compare_swiglu(like: Tensor) -> None:
     for targeted, rank in (([0, 1], 4), ([1], 20), ([0], 70)):
         product, b, adapter, _ = unexpanded([70, 70], targeted, rank, max(ROWS), like)
         leaves = [product.requires_grad_(), b.requires_grad_()]
-        found = AdaptedSwiGLU.apply(product, b, adapter.scale, adapter, max(ROWS))
+        found = AdaptedSwiGLU.apply(product, b, adapter.scale, adapter, max(ROWS), False)
         wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
         low = wide[0][:, adapter.low].split(rank, 1)
         base = list(wide[0][:, :140].split(70, 1))
@@ -69,7 +69,7 @@ def compare_swiglu(like: Tensor) -> None:
         for one, other in zip(gradients, torch.autograd.grad(expected, wide, direction.double()), strict=True):
             assert (one.double() - other).norm() <= (0.02 if like.is_cuda else 1e-5) * other.norm()
         for rows in ROWS:
-            alone = AdaptedSwiGLU.apply(product[:rows], b, adapter.scale, adapter, rows + 3)
+            alone = AdaptedSwiGLU.apply(product[:rows], b, adapter.scale, adapter, rows + 3, False)
             assert torch.equal(alone[:rows], found[:rows])
 
 

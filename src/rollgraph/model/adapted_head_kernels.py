@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rollgraph.model.adapter_kernels import load_low, load_up, low_rank_product, rank_constants, scaled_sum
+from rollgraph.model.chained_launch import can_chain
 from rollgraph.model.head_kernels import turn
 from rollgraph.model.linear import Unexpanded
 
@@ -23,7 +25,7 @@ def _adapted_heads_kernel(
     product, b, scale, cos, sin, slots, q_out, k_out, v_out, tokens, stride, b_width, key_stride,
     low_q, low_k, low_v, up_q, up_k, up_v,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    RANK: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    RANK: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, WAITS: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """Rotate one head of a tile of tokens. Keys and values go to the slots of the tokens in the cache.
 
@@ -40,6 +42,10 @@ def _adapted_heads_kernel(
     half_b = half & (low >= 0)
     up_first = load_up(b, b_width, up, at, half_b, 0, RANK, DEPTH)
     up_second = load_up(b, b_width, up + DIM // 2, at, half_b, 0, RANK, DEPTH)
+    if WAITS:
+        gdc_wait()
+    if STARTS_NEXT:
+        gdc_launch_dependents()
     from_row = product + token.to(tl.int64) * stride
     source = from_row + head * DIM + at
     first = tl.load(source, mask=inside, other=0.0)
@@ -76,9 +82,11 @@ def rotate_and_store_adapted(
     qkv: Unexpanded, cos: Tensor, sin: Tensor, slots: Tensor, pages: Tensor, heads: int
 ) -> Tensor:
     """`head_kernels.rotate_and_store`, without norms, of an extended product."""
-    product, b, adapter, _ = qkv
+    product, b, adapter, chained = qkv
     _, _, _, kv_heads, dim = pages.shape
     tokens = len(product)
+    starts_next = can_chain(product.device)
+    waits = chained and starts_next
     q = torch.empty((tokens, heads, dim), dtype=product.dtype, device=product.device)
     values = pages.flatten()[kv_heads * dim :]
     parts = {part.columns.start: (part.low.start, part.up.start) for part in adapter.parts}
@@ -89,6 +97,6 @@ def rotate_and_store_adapted(
         product, b, adapter.scale, cos, sin, slots, q, pages, values, tokens, product.stride(0), b.shape[1],
         2 * kv_heads * dim, *lows, *ups,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, COLUMNS=columns, ROWS=_ROWS, num_warps=_WARPS, num_stages=1,
-        **rank_constants(product, adapter),
+        WAITS=waits, STARTS_NEXT=starts_next, launch_pdl=waits, **rank_constants(product, adapter),
     )  # fmt: skip
     return q

@@ -136,6 +136,7 @@ def rank_constants(product: Tensor, adapter: LinearAdapter) -> dict[str, Any]:
 def _gate_and_up(
     product, b, scale, row, column, rows, width, stride, b_width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GATE: tl.constexpr, UP: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    WAITS: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     """A tile of both, in fp32. GATE and UP say which of them have an adapter; gate's comes first."""
     in_row, in_column = row < rows, column < width
@@ -144,11 +145,17 @@ def _gate_and_up(
     low_up = low + GATE * RANK
     up = GATE * width
     if GATE:
-        gate_low = load_low(from_row, in_row, low, 0, RANK, DEPTH)
         gate_b = load_up(b, b_width, 0, column, in_column, 0, RANK, DEPTH)
     if UP:
-        up_low = load_low(from_row, in_row, low_up, 0, RANK, DEPTH)
         up_b = load_up(b, b_width, up, column, in_column, 0, RANK, DEPTH)
+    if WAITS:
+        gdc_wait()
+    if STARTS_NEXT:
+        gdc_launch_dependents()
+    if GATE:
+        gate_low = load_low(from_row, in_row, low, 0, RANK, DEPTH)
+    if UP:
+        up_low = load_low(from_row, in_row, low_up, 0, RANK, DEPTH)
     gate_base = tl.load(from_row + column, mask=in_row & in_column, other=0.0)
     up_base = tl.load(from_row + width + column, mask=in_row & in_column, other=0.0)
     factor = tl.load(scale)
@@ -168,12 +175,14 @@ def _gate_and_up(
 @triton.jit
 def _swiglu_kernel(
     product, b, scale, out, rows, width, stride, b_width, GATE: tl.constexpr, UP: tl.constexpr, RANK: tl.constexpr,
-    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, WAITS: tl.constexpr,
+    STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     gate, up = _gate_and_up(
-        product, b, scale, row, column, rows, width, stride, b_width, ROWS, COLUMNS, GATE, UP, RANK, DEPTH, PRECISION
+        product, b, scale, row, column, rows, width, stride, b_width, ROWS, COLUMNS, GATE, UP, RANK, DEPTH, PRECISION,
+        WAITS, STARTS_NEXT,
     )  # fmt: skip
     inside = (row < rows) & (column < width)
     activated = swish_product(gate, up, out.dtype.element_ty)
@@ -188,7 +197,8 @@ def _swiglu_backward_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     gate, up = _gate_and_up(
-        product, b, scale, row, column, rows, width, stride, b_width, ROWS, COLUMNS, GATE, UP, RANK, DEPTH, PRECISION
+        product, b, scale, row, column, rows, width, stride, b_width, ROWS, COLUMNS, GATE, UP, RANK, DEPTH, PRECISION,
+        False, False,
     )  # fmt: skip
     inside = (row < rows) & (column < width)
     gradient = tl.load(d_out + row.to(tl.int64) * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -204,11 +214,18 @@ class AdaptedSwiGLU(torch.autograd.Function):
     """`pointwise.swiglu` of an extended product."""
 
     @staticmethod
-    def forward(ctx: Any, product: Tensor, b: Tensor, scale: Tensor, adapter: LinearAdapter, padded: int) -> Tensor:
+    def forward(
+        ctx: Any, product: Tensor, b: Tensor, scale: Tensor, adapter: LinearAdapter, padded: int, chained: bool
+    ) -> Tensor:
+        starts_next = can_chain(product.device)
+        waits = chained and starts_next
         rows, width = len(product), adapter.outputs // 2
         out = product.new_empty(padded, width)
         grid, constants = _tiles(product, adapter)
-        _swiglu_kernel[grid](product, b, scale, out, rows, width, product.stride(0), b.shape[1], **constants)
+        _swiglu_kernel[grid](
+            product, b, scale, out, rows, width, product.stride(0), b.shape[1],
+            WAITS=waits, STARTS_NEXT=starts_next, launch_pdl=waits, **constants,
+        )  # fmt: skip
         ctx.save_for_backward(product, b, scale)
         ctx.adapter = adapter
         return out
@@ -224,7 +241,7 @@ class AdaptedSwiGLU(torch.autograd.Function):
             d_out.contiguous(), product, b, scale, d_product, rows, width, product.stride(0), b.shape[1], **constants
         )
         d_b = expand_backward(d_product, product[:, adapter.low], b, scale, adapter)
-        return d_product, d_b, None, None, None
+        return d_product, d_b, None, None, None, None
 
 
 def _tiles(product: Tensor, adapter: LinearAdapter) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -181,16 +181,18 @@ def packed_backward(
     if parts is None:
         parts = _suited_parts(heads // kv_heads, programs * kv_heads, q.device)
     summed = torch.float32 if shares or parts > 1 else k.dtype
-    d_k, d_v = torch.empty((2, parts, keys, kv_heads, dim), dtype=summed, device=k.device)
+    both = torch.empty((2, parts, keys, kv_heads, dim), dtype=summed, device=k.device)
     _key_kernel[(programs, kv_heads, parts)](
-        d_out, q, k, v, normalizers, products, tokens, cu_rows, cu_keys, d_k, d_v, scale, sequences, count, keys,
+        d_out, q, k, v, normalizers, products, tokens, cu_rows, cu_keys, *both, scale, sequences, count, keys,
         TILE=tiling.kept, ROWS=tiling.read, SHARE=heads // kv_heads // parts, **common,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
-    d_k, d_v = (d_k.sum(0), d_v.sum(0)) if parts > 1 else (d_k[0], d_v[0])
+    both = both.sum(1) if parts > 1 else both[:, 0]
     if shares:
-        d_k, d_v = sum_over_copies(d_k, d_v, tokens, cu_rows, cu_keys, count, q.dtype)
-    return d_q, d_k.to(k.dtype), d_v.to(k.dtype)
+        d_k, d_v = sum_over_copies(both[0], both[1], tokens, cu_rows, cu_keys, count, q.dtype)
+    else:
+        d_k, d_v = both.to(k.dtype)
+    return d_q, d_k, d_v
 
 
 def _suited_parts(group: int, programs: int, device: torch.device) -> int:

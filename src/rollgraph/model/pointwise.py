@@ -48,14 +48,15 @@ def swiglu(gate_up: Tensor | Unexpanded, rows: int = 0, *, chained: bool = False
     """`silu(gate) * up`, where gate and up are the two halves of the last dimension.
 
     On CUDA, the result has `rows` rows if that is more, and the additional ones hold anything: a product of so many
-    rows then needs no copy. `chained` is as for `add_norm`.
+    rows then needs no copy. `chained` is as for `add_norm`; an unexpanded product says so by itself.
     """
     activated: Tensor
     if isinstance(gate_up, Unexpanded):
         from rollgraph.model.adapter_kernels import AdaptedSwiGLU
 
-        product, b, adapter, _ = gate_up
-        activated = AdaptedSwiGLU.apply(product, b, adapter.scale, adapter, max(rows, len(product)))  # type: ignore[no-untyped-call]
+        product, b, adapter, own_kernel = gate_up
+        padded = max(rows, len(product))
+        activated = AdaptedSwiGLU.apply(product, b, adapter.scale, adapter, padded, own_kernel)  # type: ignore[no-untyped-call]
         return activated
     if gate_up.is_cuda:
         from rollgraph.model.pointwise_kernels import SwiGLU
