@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -274,3 +276,51 @@ def test_a_failed_recapture_keeps_the_existing_graphs(backend: str, device: torc
     assert_same(before, photograph(trainer.model, trainer.optimizer))
     assert run(step, trainer, 3, 3) == run(twin.step, twin, 3, 3)
     assert (step.record.captures, step.record.replays) == (1, 3)
+
+
+def test_what_the_first_run_computes_in_its_context_is_not_kept(backend: str, device: torch.device) -> None:
+    """In that context a function may compute anything: neither its writes nor its results are in the graph."""
+    wrong: list[bool] = []
+    weight = torch.ones(3, device=device, requires_grad=True)
+    total = torch.zeros(3, device=device)
+
+    @contextmanager
+    def computing_wrong_values() -> Iterator[None]:
+        wrong.append(True)
+        yield
+        wrong.append(False)
+
+    def step(x: Tensor) -> Tensor:
+        factor = float("nan") if wrong[-1:] == [True] else 2.0
+        (weight * x * factor).sum().backward()
+        assert weight.grad is not None
+        total.add_(weight.grad)
+        return total * factor
+
+    captured = capture(
+        step, (torch.ones(3, device=device),), pool=GraphPool(), backend=backend, first_run=computing_wrong_values
+    )
+    assert wrong == [True, False]
+    assert weight.grad is None
+    assert total.tolist() == [0.0, 0.0, 0.0]
+    assert captured(torch.full((3,), 5.0, device=device)).tolist() == [20.0, 20.0, 20.0]
+    assert total.tolist() == [10.0, 10.0, 10.0]
+    assert wrong == [True, False]
+
+
+def test_an_error_in_the_first_run_leaves_its_context(backend: str, device: torch.device) -> None:
+    left: list[bool] = []
+
+    @contextmanager
+    def noting_the_end() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            left.append(True)
+
+    def fail(x: Tensor) -> Tensor:
+        raise Explosion
+
+    with pytest.raises(CaptureError):
+        capture(fail, (torch.ones(3, device=device),), pool=GraphPool(), backend=backend, first_run=noting_the_end)
+    assert left == [True]
