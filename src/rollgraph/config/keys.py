@@ -240,7 +240,7 @@ class GraphConfig:
         Annotated[tuple[Scope, ...], COMMAS] | None,
         "What one training graph contains. null: step on one rank, layer on several.",
     ] = None
-    warmup: Annotated[Count, "Number of warm-up runs before a capture."] = 3
+    warmup: Annotated[Count, "Number of warm-up runs before a capture."] = 2
     on_mismatch: Annotated[
         Literal["raise", "eager", "recapture"], "What to do with a call that does not fit its graph."
     ] = "raise"

@@ -143,7 +143,7 @@ def reads_on_host(func: Any, args: tuple[Any, ...]) -> str | None:
 
 
 def _lists_tensors(argument: Any) -> bool:
-    return isinstance(argument, (list, tuple)) and next(tensors_in(argument), None) is not None
+    return isinstance(argument, (list, tuple)) and bool(tensors_in(argument))
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def refuse_copy_to_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     """Raise HostReadError for a copy into pageable memory, which CUDA cannot capture."""
     name = func._schema.name
     sources = args[1:2] if "copy_" in name else args[:1]
-    source = next(tensors_in(sources), None)
+    source = next(iter(tensors_in(sources)), None)
     if source is None or not source.is_cuda:
         return
     target = kwargs.get("device")

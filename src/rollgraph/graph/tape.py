@@ -70,7 +70,7 @@ class Recorder(OperationMode):
             if id(generator) not in self._streams:
                 raise GeneratorError(f"{func} at {here()} draws from a generator made inside the captured function")
             self._rewind_if_moved(generator)
-        given = list(tensors_in((args, kwargs)))
+        given = tensors_in((args, kwargs))
         result = func(*args, **kwargs)
         sequence = isinstance(result, (list, tuple))
         keep = bool(written) or draws or func._schema.name.startswith(_COLLECTIVES)
@@ -116,7 +116,7 @@ class Recorder(OperationMode):
 
     def _output(self, entry: Entry, output: Any, given: Sequence[Tensor]) -> int | None:
         if not isinstance(output, Tensor):
-            if isinstance(output, (list, tuple)) and next(tensors_in(output), None) is not None:
+            if isinstance(output, (list, tuple)) and tensors_in(output):
                 raise CaptureError(
                     f"{entry.function} at {here()} returns nested lists of tensors, which cannot be recorded"
                 )

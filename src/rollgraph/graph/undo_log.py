@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from rollgraph.graph.surface import Span, spanned
 
 # Positions of arguments that an operation writes although its schema does not mark them as written.
 _UNMARKED_WRITES = {"aten::native_batch_norm": (3, 4), "aten::cudnn_batch_norm": (3, 4)}
-_SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)  # kinds of arguments that hold no tensor
+# Kinds of arguments that hold no tensor.
+_SCALARS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 _HOST_WRITES = ("apply_", "map_", "map2_")  # methods that run Python for each element
 _UNINITIALISED = ("aten::empty", "aten::new_empty")  # name prefixes; the first write gives the initial value
 _FACTORIES = tuple(
@@ -34,7 +35,7 @@ _FACTORIES = tuple(
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The tensor's storage, or None if it has none of its own (sparse, meta, wrappers)."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if tensor.layout is not torch.strided or tensor.is_meta:
         return None
     try:
         return tensor.untyped_storage()
@@ -52,35 +53,63 @@ def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
     return keys
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree. The arguments of every operation pass through here, so plain containers skip pytree."""
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of a tree."""
+    found: list[Tensor] = []
+    _add_tensors(tree, found)
+    return found
+
+
+def _add_tensors(tree: Any, found: list[Tensor]) -> None:
+    """The arguments of every operation pass through here, so plain containers skip pytree."""
     kind = type(tree)
-    if isinstance(tree, Tensor):
-        yield tree
-    elif kind in (tuple, list, dict):
-        for item in tree.values() if kind is dict else tree:
-            yield from tensors_in(item)
-    elif kind not in _SCALARS:
-        yield from (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    if kind is Tensor:
+        found.append(tree)
+    elif kind is tuple or kind is list:
+        for item in tree:
+            _add_tensors(item, found)
+    elif kind is dict:
+        for item in tree.values():
+            _add_tensors(item, found)
+    elif kind in _SCALARS:
+        return
+    elif isinstance(tree, Tensor):  # a parameter, or of another kind
+        found.append(tree)
+    else:
+        found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _Traits(NamedTuple):
+    """What an operation does, by its schema. Arguments are given by their positions and names."""
+
+    written: list[tuple[int, str]]  # in place
+    generators: list[tuple[int, str]]
+    reshapes: bool  # changes the shape of its argument
+    draws: bool  # random numbers
 
 
 @cache
-def _written_positions(func: Any) -> tuple[tuple[int, str], ...]:
-    """Index and name of each argument that an operation writes in place."""
+def _traits_of(func: Any) -> _Traits:
     unmarked = _UNMARKED_WRITES.get(func._schema.name, ())
-    return tuple(
-        (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
-        if index in unmarked or (argument.alias_info is not None and argument.alias_info.is_write)
-    )
+    written = []
+    generators = []
+    for index, argument in enumerate(func._schema.arguments):
+        if index in unmarked or (argument.alias_info is not None and argument.alias_info.is_write):
+            written.append((index, argument.name))
+        if "Generator" in str(argument.type):
+            generators.append((index, argument.name))
+    reshapes = torch.Tag.inplace_view in func.tags
+    return _Traits(written, generators, reshapes, torch.Tag.nondeterministic_seeded in func.tags)
+
+
+def _arguments_at(places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    return [args[index] if index < len(args) else kwargs.get(name) for index, name in places]
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors an operation writes in place."""
-    written: list[Tensor] = []
-    for index, name in _written_positions(func):
-        written += tensors_in(args[index] if index < len(args) else kwargs.get(name))
-    return written
+    places = _traits_of(func).written
+    return tensors_in(_arguments_at(places, args, kwargs)) if places else []
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -135,11 +164,12 @@ class UndoLog(OperationMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator) and id(value) not in self.generators:
-                self.generators[id(value)] = (value, value.get_state())
+        traits = _traits_of(func)
+        for generator in _arguments_at(traits.generators, args, kwargs):
+            if generator is not None and id(generator) not in self.generators:
+                self.generators[id(generator)] = (generator, generator.get_state())
         written = written_arguments(func, args, kwargs)
-        if torch.Tag.inplace_view in func.tags:
+        if traits.reshapes:
             self._refuse_reshape(func, written)
         for tensor in written:
             self._save(tensor, func)
@@ -149,7 +179,10 @@ class UndoLog(OperationMode):
         self._writes_at_read.update(dict.fromkeys(inputs, len(self._writes)))
         for tensor in written:
             self._note_write(tensor)
-        with self._following_cuda_rng(func, args, kwargs):
+        if traits.draws and torch.cuda.is_initialized():
+            with self._following_cuda_rng(func, args, kwargs):
+                result = func(*args, **kwargs)
+        else:
             result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             storage = storage_of(tensor)
@@ -179,12 +212,9 @@ class UndoLog(OperationMode):
 
         Activation checkpointing does so to draw the dropout of a region again. (A tape can hold that.)
         """
-        if torch.Tag.nondeterministic_seeded not in func.tags or not torch.cuda.is_initialized():
-            yield
-            return
         once = func._schema.name == "aten::_cudnn_init_dropout_state"  # draws once for the process, not for each call
-        given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)), None)
-        generator = given or torch.cuda.default_generators[torch.cuda.current_device()]
+        given = _arguments_at(_traits_of(func).generators, args, kwargs)
+        generator = next(filter(None, given), None) or torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.get_state()
         known = self._cuda_rng.setdefault(id(generator), before)
         if generator.device.type == "cuda" and not once and not torch.equal(known, before):

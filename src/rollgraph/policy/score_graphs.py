@@ -35,7 +35,7 @@ class GraphSettings:
     backend: BackendName
     scopes: tuple[str, ...] = ("step",)
     on_mismatch: Any = "raise"
-    warmup: int = 3
+    warmup: int = 2
 
 
 def choose_backend(name: BackendName, world: World, tensor: TensorPeers | None) -> BackendName:

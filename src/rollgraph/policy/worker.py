@@ -64,7 +64,7 @@ class PolicyWorker:
         backend: BackendName = "auto",
         scopes: tuple[str, ...] = ("step",),
         on_mismatch: Any = "raise",
-        warmup: int = 3,
+        warmup: int = 2,
         reduction: Any = "library",
         verify_weights: bool = False,
         exact: Exactness = "auto",

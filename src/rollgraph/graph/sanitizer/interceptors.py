@@ -103,7 +103,7 @@ def _poisoned_outputs_behind(roots: Any, session: Session) -> list[HandedOut]:
     if not session.outputs.has_poisoned():
         return found
     with suppress(RuntimeError):  # a graph that a backward has freed saves nothing any more
-        for tensor in saved_tensors(list(tensors_in(roots))):
+        for tensor in saved_tensors(tensors_in(roots)):
             output = session.outputs.find_poisoned(tensor)
             if output is not None and output not in found:
                 found.append(output)

@@ -54,7 +54,7 @@ class OperationTrace(OperationMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        returned = list(tensors_in(result))
+        returned = tensors_in(result)
         checksums: list[Tensor] = []
         if _computes(func):
             checksums = _checksums([*returned, *written_arguments(func, args, kwargs)])
