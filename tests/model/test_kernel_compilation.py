@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,13 +43,13 @@ def test_kernels_are_left_out_until_all_are_compiled() -> None:
 
     x = torch.ones(64, device="cuda")
     with noting_compilations() as compiled:
-        with compiling_together():
+        with compiling_together("tests"):
             for shift in (1, 2, 1):
                 assert not add(x, shift).any()  # zeros, though `add` takes its memory from torch.empty
         assert len(compiled) == 2
         assert [add(x, shift).unique().tolist() for shift in (1, 2)] == [[2.0], [3.0]]
         assert len(compiled) == 2, "a kernel was compiled again when it was launched"
-        with compiling_together():
+        with compiling_together("tests"):
             assert add(x, 2).unique().tolist() == [3.0]  # it is compiled, so it runs
     from triton import knobs
 
@@ -62,7 +63,7 @@ def test_a_kernel_that_does_not_fit_is_refused_at_its_launch_and_not_before() ->
     from tests.model.unique_kernels import take_too_much
 
     x = torch.ones(64, 64, device="cuda")
-    with compiling_together():
+    with compiling_together("tests"):
         take_too_much(x)
     with pytest.raises(OutOfResources):
         take_too_much(x)
@@ -75,7 +76,11 @@ def test_a_capture_compiles_in_its_first_run_and_records_every_kernel() -> None:
     x = torch.zeros(64, device="cuda")
     with noting_compilations() as compiled:
         graph = capture(
-            lambda given: add(add(given, 5), 6), (x,), pool=GraphPool(), backend="cuda", first_run=compiling_together
+            lambda given: add(add(given, 5), 6),
+            (x,),
+            pool=GraphPool(),
+            backend="cuda",
+            first_run=partial(compiling_together, "tests"),
         )
         assert len(compiled) == 2
         assert graph(torch.full_like(x, 2.0)).unique().tolist() == [13.0]
@@ -90,7 +95,7 @@ def test_an_error_inside_takes_the_hook_back() -> None:
     x = torch.ones(64, device="cuda")
 
     def fail() -> None:
-        with compiling_together():
+        with compiling_together("tests"):
             add(x, 9)
             raise ZeroDivisionError
 
@@ -98,3 +103,11 @@ def test_an_error_inside_takes_the_hook_back() -> None:
         fail()
     assert knobs.runtime.jit_cache_hook is None
     assert add(x, 9).unique().tolist() == [10.0]
+
+
+@pytest.mark.gpu
+def test_kernels_of_others_are_launched_as_ever() -> None:
+    from tests.model.unique_kernels import add
+
+    with compiling_together():
+        assert add(torch.ones(64, device="cuda"), 20).unique().tolist() == [21.0]

@@ -17,11 +17,12 @@ _UNINITIALIZED = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new
 
 
 @contextmanager
-def compiling_together() -> Iterator[None]:
-    """Inside, a kernel that has yet to be compiled is not launched. At the end, all such kernels are compiled.
+def compiling_together(package: str = __name__.partition(".")[0]) -> Iterator[None]:
+    """Inside, a kernel of the package that has yet to be compiled is not launched. At the end, all such are compiled.
 
     So a result made inside means nothing: do the same again afterwards. What a kernel did not write may be an index for
-    the next operation, so that `torch.empty` gives zeros inside. Does nothing without Triton and a CUDA device.
+    the next operation, so that `torch.empty` gives zeros inside. Kernels of others are launched as ever: whoever times
+    them to choose among them would time nothing. Does nothing without Triton and a CUDA device.
     """
     if not torch.cuda.is_available() or torch.version.hip is not None:
         yield
@@ -35,7 +36,7 @@ def compiling_together() -> Iterator[None]:
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **_: Any) -> bool:
         """Called by Triton before it compiles. True means: neither compile nor launch."""
-        if is_manual_warmup:  # asked for by `_compile`
+        if is_manual_warmup or fn.module.partition(".")[0] != package:  # the former is asked for by `_compile`
             return False
         known = (fn.module, fn.name, key)
         if known not in found:
