@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,11 +15,20 @@ import torch
 from rollgraph.graph import GraphPool, capture
 from rollgraph.model.kernel_compilation import compiling_together
 
+ON_THE_CPU = """
+import torch
+from rollgraph.graph import GraphPool, capture
+from rollgraph.model.kernel_compilation import compiling_together
 
-def test_without_a_device_nothing_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with compiling_together():
-        assert torch.arange(3).sum().item() == 3
+graph = capture(lambda x: x + 1, (torch.ones(()),), pool=GraphPool(), first_run=compiling_together)
+print(graph(torch.tensor(4.0)).item(), torch.cuda.is_initialized())
+"""
+
+
+def test_a_run_on_the_cpu_does_not_begin_to_use_a_gpu() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_THE_CPU], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["5.0", "False"]
 
 
 @contextmanager

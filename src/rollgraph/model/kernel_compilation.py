@@ -22,9 +22,9 @@ def compiling_together(package: str = __name__.partition(".")[0]) -> Iterator[No
 
     So a result made inside means nothing: do the same again afterwards. What a kernel did not write may be an index for
     the next operation, so that `torch.empty` gives zeros inside. Kernels of others are launched as ever: whoever times
-    them to choose among them would time nothing. Does nothing without Triton and a CUDA device.
+    them to choose among them would time nothing. Does nothing without Triton, or if nothing has used a CUDA device yet.
     """
-    if not torch.cuda.is_available() or torch.version.hip is not None:
+    if not torch.cuda.is_initialized() or torch.version.hip is not None:
         yield
         return
     try:
