@@ -92,6 +92,8 @@ def set_routes(
     report = ProductReport()
     shapes = list(_shapes(model))
     counts_of = {shape: sorted(set(head_counts if shape.wide else row_counts)) for shape, *_ in shapes}
+    if on_probe is not None:
+        on_probe(str(shapes[0][0]), 0, len(shapes))
     with compiling_together():
         for shape, weight, bias, _ in shapes:
             if weight.is_cuda and cache.get(shape, counts_of[shape]) is None:
