@@ -6,7 +6,7 @@ import copy
 import gc
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -324,3 +324,12 @@ def test_an_error_in_the_first_run_leaves_its_context(backend: str, device: torc
     with pytest.raises(CaptureError):
         capture(fail, (torch.ones(3, device=device),), pool=GraphPool(), backend=backend, first_run=noting_the_end)
     assert left == [True]
+
+
+def test_a_context_in_place_of_a_function_that_makes_one_is_refused(backend: str, device: torch.device) -> None:
+    runs: list[Tensor] = []
+    with pytest.raises(
+        CaptureError, match="first_run must be a function that makes a context manager, got nullcontext"
+    ):
+        capture(runs.append, (torch.ones(3, device=device),), backend=backend, first_run=nullcontext())  # type: ignore[arg-type]
+    assert not runs

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @triton.jit
-def add_kernel(x, out, SHIFT: tl.constexpr, SIZE: tl.constexpr):
+def _add_kernel(x, out, SHIFT: tl.constexpr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     tl.store(out + at, tl.load(x + at) + SHIFT)
 
@@ -17,7 +17,7 @@ def add_kernel(x, out, SHIFT: tl.constexpr, SIZE: tl.constexpr):
 def add(x: Tensor, shift: int) -> Tensor:
     """x + shift, by a kernel of its own for each shift."""
     out = torch.empty_like(x)
-    add_kernel[(1,)](x, out, SHIFT=shift, SIZE=x.numel())
+    _add_kernel[(1,)](x, out, SHIFT=shift, SIZE=x.numel())
     return out
 
 

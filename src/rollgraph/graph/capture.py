@@ -94,6 +94,8 @@ def capture(
         raise CaptureError(f"example_inputs must be a tuple of arguments, got {type(example_inputs).__name__}")
     if warmup < 1:
         raise CaptureError(f"warmup={warmup}: at least one run is needed, to find what the function writes")
+    if not callable(first_run):
+        raise CaptureError(f"first_run must be a function that makes a context manager, got {type(first_run).__name__}")
     hooks = hooks or NO_HOOKS
     if hooks.pre_backward or hooks.post_backward:
         raise CaptureError("a captured function has no backward of its own: use make_graphed_callables")

@@ -24,12 +24,8 @@ def compiling_together(package: str = __name__.partition(".")[0]) -> Iterator[No
     the next operation, so that `torch.empty` gives zeros inside. Kernels of others are launched as ever: whoever times
     them to choose among them would time nothing. Does nothing without Triton, or if nothing has used a CUDA device yet.
     """
-    if not torch.cuda.is_initialized() or torch.version.hip is not None:
-        yield
-        return
-    try:
-        from triton import knobs
-    except ImportError:
+    runtime = _triton_runtime()
+    if runtime is None:
         yield
         return
     found: dict[tuple[str, str, str], Future[None]] = {}
@@ -44,17 +40,28 @@ def compiling_together(package: str = __name__.partition(".")[0]) -> Iterator[No
         return True
 
     count = min(_MOST_THREADS, os.cpu_count() or 1)
-    before = knobs.runtime.jit_cache_hook
+    before = runtime.jit_cache_hook
     with ThreadPoolExecutor(
         count, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
     ) as threads:
-        knobs.runtime.jit_cache_hook = note
+        runtime.jit_cache_hook = note
         try:
             with _ZeroedMemory():
                 yield
             wait(found.values())  # not their results: what cannot be compiled is refused again when it is launched
         finally:
-            knobs.runtime.jit_cache_hook = before
+            runtime.jit_cache_hook = before
+
+
+def _triton_runtime() -> Any:
+    """Triton's hooks, or None where it compiles nothing for CUDA."""
+    if not torch.cuda.is_initialized() or torch.version.hip is not None:
+        return None
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    return knobs.runtime
 
 
 def _compile(kernel: Any, specialization: str) -> None:

@@ -92,17 +92,18 @@ def set_routes(
     report = ProductReport()
     shapes = list(_shapes(model))
     counts_of = {shape: sorted(set(head_counts if shape.wide else row_counts)) for shape, *_ in shapes}
+    known = {shape: cache.get(shape, counts) for shape, counts in counts_of.items()}
     if on_probe is not None:
         on_probe(str(shapes[0][0]), 0, len(shapes))
     with compiling_together():
         for shape, weight, bias, _ in shapes:
-            if weight.is_cuda and cache.get(shape, counts_of[shape]) is None:
+            if weight.is_cuda and known[shape] is None:
                 _launch_candidates(shape, weight, bias, counts_of[shape])
     for done, (shape, weight, bias, setters) in enumerate(shapes):
         if on_probe is not None:
             on_probe(str(shape), done, len(shapes))
         counts = counts_of[shape]
-        routes = cache.get(shape, counts)
+        routes = known[shape]
         if routes is None:
             if shape.gated:
                 routes = _find_gated_routes(weight, bias, counts, report.routes[shape._replace(gated=False)])
@@ -129,13 +130,13 @@ def set_routes(
 @torch.no_grad()
 def _launch_candidates(shape: ProductShape, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> None:
     """Launch all kernels of ours that will be tried out for a shape."""
-    few = [count for count in counts if count <= _FEW_ROWS]
-    for count in counts if shape.gated else few:
-        for route in _gated_tilings(count) if shape.gated else _tilings(weight.device, count):
-            x = weight.new_zeros(count, shape.depth)
-            if shape.gated:
+    for count in counts:
+        x = weight.new_zeros(min(count, 4 * _FEW_ROWS), shape.depth)  # there is no kernel of ours to try with more rows
+        if shape.gated:
+            for route in _gated_tilings(count):
                 run_if_it_fits(partial(gate, x, weight, bias, route))
-            else:
+        elif count <= _FEW_ROWS:
+            for route in _tilings(weight.device, count):
                 run_if_it_fits(partial(compute, x, weight, bias, route, count, shape.wide))
 
 

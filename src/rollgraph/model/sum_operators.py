@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("rollgraph", "FRAGMENT")
+_library = torch.library.Library("rollgraph", "FRAGMENT")  # operations exist as long as it does
 
 
 def sum_operator(function: Callable[..., None]) -> Callable[..., None]:
