@@ -68,7 +68,7 @@ def _decode_kernel(
         gdc_launch_dependents()
     if WAITS:
         gdc_wait()
-    row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)  # neighbours read the same places
     length = tl.load(lengths + row)
     begin = visible_from(length - 1, WINDOW, TILE)
     end = length
@@ -156,25 +156,21 @@ def decode(
     else:
         source, (rows, heads, _) = q, q.shape
         rotation = (q, q, q)
-    most = parts = triton.cdiv(table.shape[1] * block, PART)
-    programs = rows * kv_heads
-    if split is None:
-        split = programs < 2 * processors(device)
-    if not split:
-        parts = 1
-    crowded = programs > 4 * processors(device)
+    most = triton.cdiv(table.shape[1] * block, PART)
+    few = rows * kv_heads < 2 * processors(device)
+    parts = most if (few if split is None else split) else 1
     out = torch.empty((rows, heads, dim), dtype=source.dtype, device=device)
     target, sums = out, out
     if parts > 1:
         target = torch.empty((rows, heads, parts, dim), dtype=torch.float32, device=device)
         sums = torch.empty((rows, heads, parts, 2), dtype=torch.float32, device=device)
     width = max(16, triton.next_power_of_2(dim))
-    _decode_kernel[(rows, kv_heads, parts)](
+    _decode_kernel[(kv_heads, rows, parts)](
         source, *rotation, pages, table, lengths, target, sums, score_scale(dim), table.stride(0),
         ROTATES=isinstance(q, Unrotated), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width,
         GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK=block, WINDOW=window or 0, TILE=TILE, PART=PART,
         PARTS=parts, SEVERAL=most > 1, PRECISION=dot_precision(source), STARTS_NEXT=chains, WAITS=waits,
-        num_warps=2 if crowded else 4, num_stages=3, launch_pdl=waits,
+        num_warps=4 if few else 2, num_stages=3, launch_pdl=waits,
     )  # fmt: skip
     if parts > 1:
         _join_kernel[(rows * heads,)](

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def compiling_together(package: str = __name__.partition(".")[0]) -> Iterator[No
     if runtime is None:
         yield
         return
+    threads = _threads(torch.cuda.current_device())
     found: dict[tuple[str, str, str], Future[None]] = {}
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **_: Any) -> bool:
@@ -39,18 +41,21 @@ def compiling_together(package: str = __name__.partition(".")[0]) -> Iterator[No
             found[known] = threads.submit(_compile, fn.jit_function, compile["specialization_data"])
         return True
 
-    count = min(_MOST_THREADS, os.cpu_count() or 1)
     before = runtime.jit_cache_hook
-    with ThreadPoolExecutor(
-        count, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),)
-    ) as threads:
-        runtime.jit_cache_hook = note
-        try:
-            with _ZeroedMemory():
-                yield
-            wait(found.values())  # not their results: what cannot be compiled is refused again when it is launched
-        finally:
-            runtime.jit_cache_hook = before
+    runtime.jit_cache_hook = note
+    try:
+        with _ZeroedMemory():
+            yield
+        wait(found.values())  # not their results: what cannot be compiled is refused again when it is launched
+    finally:
+        runtime.jit_cache_hook = before
+
+
+@cache
+def _threads(device: int) -> ThreadPoolExecutor:
+    """Threads that compile for a device. They last: to end a thread that has used CUDA takes milliseconds."""
+    count = min(_MOST_THREADS, os.cpu_count() or 1)
+    return ThreadPoolExecutor(count, "compile", torch.cuda.set_device, (device,))
 
 
 def _triton_runtime() -> Any:
