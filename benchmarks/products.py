@@ -41,7 +41,7 @@ def times_of(calls: list[Callable[[], Tensor]], rows: int) -> list[float]:
     """Return the microseconds of each call."""
     if rows > FEW_ROWS:
         return [1e3 * milliseconds for milliseconds in lasting_times(calls)]
-    return [1e2 * min(device_time(call) for _ in range(3)) for call in calls]  # it times ten calls
+    return [1e3 * min(device_time(call) for _ in range(3)) for call in calls]
 
 
 def time_forward(columns: int, depth: int, rows: int, wide: bool) -> tuple[float, float, float]:

@@ -88,7 +88,7 @@ LAYERS = (
         "model/tiled_attention.py", "model/packed_attention.py", "model/attention.py",
         "model/matmul_kernels.py", "model/sum_operators.py", "model/sum_kernels.py",
         "model/cublas_offers.py", "model/product_trials.py",
-        "model/library_choice.py", "model/products.py", "model/tensor_group.py",
+        "model/library_choice.py", "model/products.py", "model/route_cache.py", "model/tensor_group.py",
         "model/vocabulary_parts.py", "model/logprob_kernels.py", "model/logprobs.py",
         "model/low_rank.py", "model/adapter_kernels.py", "model/linear.py",
         "model/pointwise_kernels.py", "model/pointwise.py", "model/head_kernels.py", "model/adapted_head_kernels.py",

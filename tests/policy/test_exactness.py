@@ -15,7 +15,7 @@ from torch import Tensor
 from rollgraph.distributed.world import World
 from rollgraph.inference import Engine, SamplingParams, defaults
 from rollgraph.inference.kv_cache import CachePlan
-from rollgraph.model import Architecture, Decoder, Rope, attention_probe, product_probe, products
+from rollgraph.model import Architecture, Decoder, Rope, attention_probe, product_probe, products, route_cache
 from rollgraph.model.adapters import AdapterSpec, attach
 from rollgraph.model.attention_probe import attention_agrees
 from rollgraph.model.linear import Linear
@@ -287,7 +287,7 @@ def test_routes_of_an_earlier_start_make_nothing_when_they_are_used(monkeypatch:
     def known(cache: Any, shape: Any, counts: Sequence[int]) -> dict[int, products.Route]:
         return dict.fromkeys(counts, products.Route("biased"))
 
-    monkeypatch.setattr(product_probe._RouteCache, "get", known)
+    monkeypatch.setattr(route_cache.RouteCache, "get", known)
     model = decoder(LLAMA, "cpu")
     products._zeros.cache_clear()
     assert set_routes(model, ROW_COUNTS, ROW_COUNTS).exact
@@ -400,9 +400,9 @@ def test_routes_are_not_kept_if_there_is_no_home(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("ROLLGRAPH_CACHE", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
-    assert product_probe.cache_path() is None
+    assert route_cache.cache_path() is None
     monkeypatch.setenv("ROLLGRAPH_CACHE", str(tmp_path))
-    assert product_probe.cache_path() == tmp_path / "products.json"
+    assert route_cache.cache_path() == tmp_path / "products.json"
 
 
 def test_attention_that_depends_on_the_number_of_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

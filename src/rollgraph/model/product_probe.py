@@ -1,25 +1,21 @@
 """Finds out, on this device with this library, how each product of a model gets the same bits at any number of rows.
 
 For every shape of weight, products of all row counts that will be used are compared with the product of the most rows.
-Where they differ, other ways are tried, and the fastest one that agrees is taken. The results are kept in a file for
-the next start; `ROLLGRAPH_CACHE` says in which folder.
+Where they differ, other ways are tried, and the fastest one that agrees is taken. `route_cache.py` keeps what was found
+for the next start.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rollgraph.files import write_atomically
 from rollgraph.model.cublas_offers import LibraryProduct, ProductKind
 from rollgraph.model.decoder import Decoder
 from rollgraph.model.kernel_compilation import compiling_together
@@ -27,11 +23,12 @@ from rollgraph.model.library_choice import choose, find_choice
 from rollgraph.model.pointwise import swiglu
 from rollgraph.model.product_trials import device_time, draw_factors, lasting_times, row_digests, run_if_it_fits
 from rollgraph.model.products import LIBRARY, Route, Routes, compute, gate, offers_of, prepare
+from rollgraph.model.route_cache import RouteCache
 
-_PROBE = 3  # raise it when the probe or a way changes: what was found before is then not used any more
 _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
 _FEW_ROWS = 64  # up to so many, our kernels may be faster than a library that agrees
 _FEW_OFFERS = 4  # of short products, of which there are many, and whose first offers are good guesses
+_SAVED_MS = 0.0005  # by a kernel of ours, because the one after it starts early
 _SHORT_ROWS = 1024  # with more, a product takes long enough for the device's clock to fall
 
 OnProbe = Callable[[str, int, int], None]  # called with the next shape, how many are done, and of how many
@@ -88,7 +85,7 @@ def set_routes(
     `at_any_cost` allows slower ways for the largest number of rows too, if the library's do not agree among themselves.
     """
     started = time.perf_counter()
-    cache = _RouteCache(model, at_any_cost)
+    cache = RouteCache(model.embed.weight, at_any_cost)
     report = ProductReport()
     shapes = list(_shapes(model))
     counts_of = {shape: sorted(set(head_counts if shape.wide else row_counts)) for shape, *_ in shapes}
@@ -140,7 +137,7 @@ def _launch_candidates(shape: ProductShape, weight: Tensor, bias: Tensor | None,
                 run_if_it_fits(partial(compute, x, weight, bias, route, count, shape.wide))
 
 
-def _choose_gradients(cache: _RouteCache, shape: ProductShape, weight: Tensor, rows: int) -> None:
+def _choose_gradients(cache: RouteCache, shape: ProductShape, weight: Tensor, rows: int) -> None:
     """Choose how the gradients of a product are computed. That of a weight is not needed if the weight is frozen."""
     kinds: list[ProductKind] = ["input gradient"]
     if weight.requires_grad:
@@ -321,78 +318,5 @@ def _fastest(candidates: Sequence[Route], run: Callable[[Route], Tensor], device
         return candidates[0]
     calls = [partial(run, route) for route in candidates]
     times = lasting_times(calls) if lasting else [device_time(call) for call in calls]
-    return candidates[times.index(min(times))]
-
-
-class _RouteCache:
-    """Routes on disk, by device, versions of the libraries, dtype, row counts and shape."""
-
-    def __init__(self, model: Decoder, at_any_cost: bool) -> None:
-        weight = model.embed.weight
-        self._key = [_PROBE, _device_name(weight.device), *_versions(), str(weight.dtype), at_any_cost]
-        self._path: Path | None = None
-        self._entries: dict[str, list[tuple[int, Route]]] = {}
-        self._changed = False
-        if weight.device.type == "cuda":  # elsewhere the probe takes no time worth saving
-            self._path = cache_path()
-        if self._path is not None:
-            self._entries = self._read(self._path)
-
-    @staticmethod
-    def _read(path: Path) -> dict[str, list[tuple[int, Route]]]:
-        """What the file says, or nothing: a cache that cannot be read is no reason to stop."""
-        try:
-            stored = json.loads(path.read_text())
-            return {
-                key: [(int(rows), Route(str(way), int(padded), int(tiling))) for rows, (way, padded, tiling) in entries]  # type: ignore[arg-type]
-                for key, entries in stored.items()
-            }
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}
-
-    def get(self, shape: ProductShape | LibraryProduct, counts: Sequence[int]) -> dict[int, Route] | None:
-        entries = self._entries.get(self._key_of(shape, counts))
-        return None if entries is None else dict(entries)
-
-    def put(self, shape: ProductShape | LibraryProduct, counts: Sequence[int], routes: dict[int, Route]) -> None:
-        self._entries[self._key_of(shape, counts)] = list(routes.items())
-        self._changed = True
-
-    def _key_of(self, shape: ProductShape | LibraryProduct, counts: Sequence[int]) -> str:
-        return json.dumps([*self._key, list(shape), list(counts)], default=str)
-
-    def save(self) -> None:
-        if self._path is None or not self._changed:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, json.dumps(self._entries, indent=1))
-        except OSError:
-            return
-
-
-def cache_path() -> Path | None:
-    """Where routes are kept; None if the user has no home, as in some containers."""
-    folder = os.environ.get("ROLLGRAPH_CACHE")
-    if folder:
-        return Path(folder) / "products.json"
-    try:
-        return Path.home() / ".cache" / "rollgraph" / "products.json"
-    except RuntimeError:
-        return None
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type
-
-
-def _versions() -> list[str]:
-    try:
-        import triton
-
-        kernels = str(triton.__version__)
-    except ImportError:
-        kernels = ""
-    return [torch.__version__, str(torch.version.cuda), str(torch.backends.cuda.preferred_blas_library()), kernels]
+    costs = [taken - _SAVED_MS * (route.way == "fixed") for route, taken in zip(candidates, times, strict=True)]
+    return candidates[costs.index(min(costs))]

@@ -59,7 +59,7 @@ def run_if_it_fits(call: Callable[[], Tensor]) -> Tensor | None:
 
 
 def device_time(call: Callable[[], Tensor]) -> float:
-    """The time of a call on the device, without that of its launch."""
+    """The milliseconds of a call on the device, without that of its launch."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         call()
@@ -69,7 +69,7 @@ def device_time(call: Callable[[], Tensor]) -> float:
         for _ in range(_REPEATS):
             call()
     graph.replay()
-    return _time_block(graph.replay, 1)
+    return _time_block(graph.replay, 1) / _REPEATS
 
 
 def lasting_times(calls: Sequence[Callable[[], object]]) -> list[float]:
