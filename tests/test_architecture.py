@@ -86,7 +86,7 @@ LAYERS = (
         "model/chained_launch.py", "model/attention_kernels.py", "model/shared_keys_kernels.py",
         "model/decode_kernels.py", "model/attention_backward_kernels.py",
         "model/tiled_attention.py", "model/packed_attention.py", "model/attention.py",
-        "model/matmul_kernels.py", "model/sum_operators.py", "model/sum_kernels.py",
+        "model/matmul_kernels.py", "model/operators.py", "model/sum_kernels.py",
         "model/cublas_offers.py", "model/product_trials.py",
         "model/library_choice.py", "model/products.py", "model/route_cache.py", "model/tensor_group.py",
         "model/vocabulary_parts.py", "model/logprob_kernels.py", "model/logprobs.py",

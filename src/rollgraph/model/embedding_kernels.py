@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollgraph.model.sum_operators import sum_operator
+from rollgraph.model.operators import sum_operator
 
 _CHUNK = 32  # places in the order of ids; also, how many pieces of a run are added up at a time
 _COLUMNS = 256

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rollgraph.graph.direct_sums import DirectSum
 from rollgraph.model.cublas_offers import LibraryProduct, Offer, offers
+from rollgraph.model.operators import sum_operator
 from rollgraph.model.product_trials import lasting_times, row_digests
-from rollgraph.model.sum_operators import sum_operator
 
 _LEAST_GAIN = 0.01  # of the library's time
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollgraph.graph.direct_sums import DirectSum, direct_sum_for
-from rollgraph.model.sum_operators import sum_operator
+from rollgraph.model.operators import sum_operator
 
 _BLOCK = 128  # rows that a program adds up
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rollgraph.model.operators import operator
+
 Gather = Callable[[Tensor], Tensor]  # from a contiguous tensor to those of all ranks, [ranks, ...]
 Spread = Callable[[Tensor], Tensor]  # from a row for each rank to those that all ranks have for this one, [ranks, ...]
 LARGE_SUM = 1 << 20  # bytes from which on two exchanges of parts take less time than one of everything
@@ -78,14 +80,13 @@ class TensorGroup:
         flat = x.detach().reshape(-1)
         part = -(-len(flat) // self.size)
         rows = functional.pad(flat, (0, part * self.size - len(flat))).view(self.size, part)
-        spread = torch.ops.rollgraph.group_exchange(rows, self._number, "spread")
+        spread = group_exchange(rows, self._number, "spread")
         total = self.gather(_add_up(spread, range(self.size)))
         return total.view(-1)[: len(flat)].view(x.shape)
 
     def gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, [ranks, ...], in their order, without a gradient."""
-        gathered: Tensor = torch.ops.rollgraph.group_exchange(x.detach(), self._number, "gather")
-        return gathered
+        return group_exchange(x.detach(), self._number, "gather")
 
 
 def _add_up(parts: Tensor, ranks: Sequence[int]) -> Tensor:
@@ -101,14 +102,13 @@ _groups: WeakValueDictionary[int, TensorGroup] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-@torch.library.custom_op("rollgraph::group_exchange", mutates_args=())
+def _exchanged_shape(x: Tensor, group: int, how: str) -> Tensor:
+    return x.new_empty((_groups[group].size, *x.shape) if how == "gather" else x.shape)
+
+
+@operator(shaped=_exchanged_shape)
 def group_exchange(x: Tensor, group: int, how: str) -> Tensor:
     return _groups[group].exchanges[how](x.contiguous())
-
-
-@group_exchange.register_fake
-def _(x: Tensor, group: int, how: str) -> Tensor:
-    return x.new_empty((_groups[group].size, *x.shape) if how == "gather" else x.shape)
 
 
 class _Sum(torch.autograd.Function):

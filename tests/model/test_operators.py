@@ -1,0 +1,75 @@
+"""Functions as operations of PyTorch: those that add to a tensor, and those that return one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+from torch import Tensor
+
+from rollgraph.graph import GraphPool, capture
+from rollgraph.model.operators import operator, sum_operator
+
+
+@sum_operator
+def add_first_row(total: Tensor, rows: Tensor) -> None:
+    total.numpy()[:] += rows.numpy()[0]  # which PyTorch does not see
+
+
+def test_a_capture_sees_the_sum_and_takes_back_what_warm_up_adds() -> None:
+    total = torch.full((3,), 7.0)
+
+    def step(rows: Tensor) -> None:
+        add_first_row(total, rows)
+
+    graph = capture(step, (torch.ones(2, 3),), pool=GraphPool())
+    assert total.tolist() == [7.0, 7.0, 7.0]
+    graph(torch.full((2, 3), 2.0))
+    graph(torch.full((2, 3), 3.0))
+    assert total.tolist() == [12.0, 12.0, 12.0]
+
+
+def test_autograd_hears_of_the_write() -> None:
+    total = torch.zeros(3)
+    before = total._version
+    add_first_row(total, torch.ones(1, 3))
+    assert total._version > before
+
+
+def shape_of_two(x: Tensor, factor: int) -> Tensor:
+    return x.new_empty(2, *x.shape)
+
+
+@operator(shaped=shape_of_two)
+def multiplied_twice(x: Tensor, factor: int) -> Tensor:
+    return torch.from_numpy(x.numpy() * factor).expand(2, -1).contiguous()
+
+
+def test_a_tape_records_an_operation_that_it_cannot_see_into() -> None:
+    graph = capture(lambda x: multiplied_twice(x, 3) + 1, (torch.zeros(2),), pool=GraphPool())
+    assert graph(torch.tensor([1.0, 2.0])).tolist() == [[4.0, 7.0], [4.0, 7.0]]
+    assert graph(torch.tensor([5.0, 0.0])).tolist() == [[16.0, 1.0], [16.0, 1.0]]
+
+
+def test_an_operation_on_tensors_without_memory_gives_their_shape() -> None:
+    found = multiplied_twice(torch.empty(5, device="meta"), 3)
+    assert found.is_meta
+    assert found.shape == (2, 5)
+
+
+EXCHANGE = """
+import sys, torch
+from rollgraph.model.tensor_group import TensorGroup
+
+group = TensorGroup(0, 2, lambda x: torch.stack((x, 2 * x)), lambda rows: rows)
+x = torch.tensor([1.0, 2.0], requires_grad=True)
+group.sum(group.enter(x)).sum().backward()
+print(group.total(x.detach()).tolist(), x.grad.tolist(), "torch._dynamo" in sys.modules)
+"""
+
+
+def test_ranks_that_divide_layers_do_not_import_the_compiler() -> None:
+    done = subprocess.run([sys.executable, "-c", EXCHANGE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[3.0, 6.0] [3.0, 3.0] False"
