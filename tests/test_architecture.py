@@ -117,7 +117,8 @@ LAYERS = (
     Layer("policy", (
         "policy/limits.py", "policy/host_exchange.py", "policy/weights.py", "policy/adapted_weights.py",
         "policy/phases.py", "policy/phase_memory.py", "policy/cache_layout.py", "policy/packing.py",
-        "policy/packed_arrays.py", "policy/rollout_texts.py", "policy/score_graphs.py", "policy/step_graphs.py",
+        "policy/packed_arrays.py", "policy/asked_rows.py", "policy/rollout_texts.py", "policy/score_graphs.py",
+        "policy/step_graphs.py",
         "policy/exactness.py", "policy/agreement_layout.py", "policy/agreement_check.py",
         "policy/train_metrics.py", "policy/turn_session.py", "policy/group_turns.py", "policy/worker.py",
         "policy/layer_division.py",

@@ -205,6 +205,12 @@ class TrainConfig:
         Count | None,
         "Largest microbatch, in tokens, if `token_buckets` is null. null: 16,384, or what fits into memory.",
     ] = None
+    long_prompts: Annotated[
+        Literal["auto"] | bool,
+        "Compute the logits of half of the tokens in each microbatch of the largest size whose completions are at most "
+        "half of it. This needs one more graph for scoring and for each loss. auto: if prompts and completions as long "
+        "as allowed would be such microbatches; never for `sft` and `dpo`.",
+    ] = "auto"
 
     @property
     def largest_bucket(self) -> int | None:

@@ -47,14 +47,15 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
     )
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     rows = max(1, min(config.rollout.rows, -(-samples // ranks)))
-    return _limits(config, device, longest, rows, buckets)
+    return _limits(config, device, longest, rows, buckets, has_long_prompts(config, after))
 
 
 def written_limits(config: Config, longest: int, per_prompt: int, device: str, ranks: int = 1) -> Limits:
     """The limits of a run that samples nothing: rows with so many completions each, none longer than `longest`."""
     samples = -(-config.data.prompts_per_step * per_prompt // config.algorithm.minibatches)
     tokens = max(-(-samples // ranks), _warm_start_samples(config, ranks)) * longest
-    return _limits(config, device, longest, 1, config.train.token_buckets or automatic_buckets(config, longest, tokens))
+    buckets = config.train.token_buckets or automatic_buckets(config, longest, tokens)
+    return _limits(config, device, longest, 1, buckets, config.train.long_prompts is True)
 
 
 def longest_written(config: Config, architecture: Architecture) -> int:
@@ -80,7 +81,21 @@ def recomputed_layers(config: Config, architecture: Architecture) -> int:
     return given
 
 
-def _limits(config: Config, device: str, longest: int, rows: int, buckets: Sequence[int]) -> Limits:
+def has_long_prompts(config: Config, after: int) -> bool:
+    """Whether at most half of the tokens of a group need logits, if it has `after` tokens after the longest prompt."""
+    if config.train.long_prompts != "auto":
+        return config.train.long_prompts
+    prompt = config.data.max_prompt_tokens
+    if prompt is None:
+        return False
+    samples = config.rollout.samples_per_prompt
+    packed = prompt - 1 + samples * (1 + after)  # all share the prompt but for its last token
+    return 2 * samples * after <= packed
+
+
+def _limits(
+    config: Config, device: str, longest: int, rows: int, buckets: Sequence[int], long_prompts: bool
+) -> Limits:
     on_cpu = device == "cpu"
     return Limits(
         max_length=longest,
@@ -88,6 +103,7 @@ def _limits(config: Config, device: str, longest: int, rows: int, buckets: Seque
         token_buckets=tuple(buckets),
         tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every slot that a sequence could have
         prefill_tokens=sizes_on("cpu" if on_cpu else "cuda").prefill_tokens,
+        long_prompts=long_prompts,
         **memory_limits(config),
     )
 
