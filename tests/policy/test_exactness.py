@@ -25,7 +25,7 @@ from rollgraph.model.product_probe import clear_routes, set_routes
 from rollgraph.model.products import LIBRARY
 from rollgraph.policy import Limits, PolicyWorker, step_graphs
 from rollgraph.policy.exactness import ExactnessError, describe, make_exact
-from rollgraph.policy.limits import Bucket
+from rollgraph.policy.limits import TokenBucket
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.turns import Turn
 from rollgraph.types import Batch, Sample
@@ -418,6 +418,6 @@ def test_attention_that_depends_on_the_number_of_rows_is_found(monkeypatch: pyte
     attention_probe._agrees.cache_clear()
     model = decoder(LLAMA, "cpu")
     assert not attention_agrees(model, (1, 2, 4))
-    report = make_exact(model, LIMITS, [Bucket(256, 256)], whole_logits=True, must=False)
+    report = make_exact(model, LIMITS, [TokenBucket(256, 256)], whole_logits=True, must=False)
     assert "attention of few rows is not that of many" in describe(report)
     attention_probe._agrees.cache_clear()

@@ -16,7 +16,7 @@ from rollgraph.graph import GraphPool
 from rollgraph.model import logprobs as model_logprobs
 from rollgraph.model.adapters import AdapterSpec
 from rollgraph.policy import Limits, PolicyWorker
-from rollgraph.policy.limits import Bucket
+from rollgraph.policy.limits import TokenBucket
 from rollgraph.policy.packed_arrays import PackedArrays
 from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
 from rollgraph.rl.losses import TokenStreams
@@ -35,7 +35,7 @@ from tests.policy.test_exactness import ARCHITECTURES, check_agreement, decoder,
 from tests.sharding.worlds import run_world
 
 LONG = replace(LIMITS, long_prompts=True)
-HALF, WHOLE = Bucket(96, 48), Bucket(96, 96)
+HALF, WHOLE = TokenBucket(96, 48), TokenBucket(96, 96)
 Pieces = dict[tuple[str, int], Tensor]
 
 
@@ -81,7 +81,7 @@ def test_tokens_that_are_asked_for_have_the_same_bits(name: str, dtype: torch.dt
         ((indices, bucket),) = worker._steps.plan(samples)
         assert bucket == (512, 256)
         ordered = [samples[index] for index in indices]
-        half, whole = (worker._steps.fill(ordered, Bucket(512, logits)) for logits in (256, 512))
+        half, whole = (worker._steps.fill(ordered, TokenBucket(512, logits)) for logits in (256, 512))
         with worker.phases.enter("score"):
             scored = worker._steps.score(half).clone()
             expected = worker._steps.score(whole).clone()
@@ -202,20 +202,20 @@ def worker() -> Iterator[PolicyWorker]:
 
 
 def test_half_of_the_logits_are_used_where_they_are_enough(worker: PolicyWorker) -> None:
-    def planned(*completions: int) -> list[Bucket]:
+    def planned(*completions: int) -> list[TokenBucket]:
         return [bucket for _, bucket in worker._steps.plan(long_samples(*completions))]
 
     assert planned(12, 12, 12, 12) == [HALF]  # 48 of 88 tokens
     assert planned(12, 12, 12, 13) == [WHOLE]
-    assert planned(19, 9) == [Bucket(48, 48)]  # a smaller microbatch has all logits
+    assert planned(19, 9) == [TokenBucket(48, 48)]  # a smaller microbatch has all logits
     assert planned(19, 10) == [HALF]
     assert planned() == []
 
 
 def test_without_long_prompts_all_tokens_have_logits() -> None:
-    assert LIMITS.buckets == (Bucket(48, 48), WHOLE)
-    assert LONG.buckets == (Bucket(48, 48), HALF, WHOLE)
-    assert replace(LONG, max_length=1, token_buckets=(1,)).buckets == (Bucket(1, 1),)  # nothing to halve
+    assert LIMITS.buckets == (TokenBucket(48, 48), WHOLE)
+    assert LONG.buckets == (TokenBucket(48, 48), HALF, WHOLE)
+    assert replace(LONG, max_length=1, token_buckets=(1,)).buckets == (TokenBucket(1, 1),)  # nothing to halve
 
 
 def test_one_graph_more_for_scoring_and_for_each_loss(worker: PolicyWorker) -> None:

@@ -16,7 +16,7 @@ from rollgraph.model import Decoder
 from rollgraph.model.attention_probe import attention_agrees
 from rollgraph.model.logprobs import logit_rows
 from rollgraph.model.product_probe import OnProbe, ProductReport, set_routes
-from rollgraph.policy.limits import Bucket, Limits
+from rollgraph.policy.limits import TokenBucket, Limits
 
 Exactness = Literal["auto", "must", "off"]
 
@@ -28,7 +28,7 @@ class ExactnessError(UserError, RuntimeError):
 def make_exact(
     model: Decoder,
     limits: Limits,
-    buckets: Sequence[Bucket],
+    buckets: Sequence[TokenBucket],
     whole_logits: bool,
     must: bool,
     on_probe: OnProbe | None = None,

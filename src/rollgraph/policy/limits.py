@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Bucket(NamedTuple):
+class TokenBucket(NamedTuple):
     """The size of a microbatch: all of its tokens, and those of them that have logits."""
 
     tokens: int
@@ -34,12 +34,12 @@ class Limits:
     long_prompts: bool = False  # the largest bucket also has graphs in which only half of the tokens have logits
 
     @property
-    def buckets(self) -> tuple[Bucket, ...]:
+    def buckets(self) -> tuple[TokenBucket, ...]:
         """The sizes that graphs are captured for; each computes more than the one before."""
-        found = [Bucket(tokens, tokens) for tokens in self.token_buckets]
+        found = [TokenBucket(tokens, tokens) for tokens in self.token_buckets]
         largest = self.token_buckets[-1]
         if self.long_prompts and largest > 1:
-            found.insert(-1, Bucket(largest, largest // 2))
+            found.insert(-1, TokenBucket(largest, largest // 2))
         return tuple(found)
 
     def sequences(self, tokens: int) -> int:

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
-from rollgraph.policy.limits import Bucket
+from rollgraph.policy.limits import TokenBucket
 from rollgraph.policy.packing import prompt_of
 from rollgraph.types import Sample
 
@@ -39,9 +39,9 @@ class PackedArrays:
     asked: np.ndarray | None = None  # int64: different entries, which have logits; None: all of them have
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self) -> TokenBucket:
         tokens = len(self.ids)
-        return Bucket(tokens, tokens if self.asked is None else len(self.asked))
+        return TokenBucket(tokens, tokens if self.asked is None else len(self.asked))
 
     @property
     def tensors(self) -> tuple[np.ndarray, ...]:

@@ -21,7 +21,7 @@ from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, Keys, token_logprobs
 from rollgraph.model.kernel_compilation import compiling_together
 from rollgraph.policy.asked_rows import put_rows, take_rows
-from rollgraph.policy.limits import Bucket, Limits
+from rollgraph.policy.limits import TokenBucket, Limits
 from rollgraph.policy.packed_arrays import PackedArrays, fill
 from rollgraph.policy.packing import measure, pack
 from rollgraph.sharding.tensor_peers import TensorPeers
@@ -75,12 +75,14 @@ class ScoreGraphs:
         self.buckets = limits.buckets
         if not self._whole_step:
             self.buckets = tuple(bucket for bucket in limits.buckets if bucket.tokens == limits.token_buckets[-1])
-        self._score: dict[Bucket, Callable[..., Any]] = {}
+        self._score: dict[TokenBucket, Callable[..., Any]] = {}
         self._with_entropy: Callable[..., Any] | None = None
 
     # -- inputs ------------------------------------------------------------------------------------
 
-    def plan(self, samples: Sequence[Sample], buckets: Sequence[Bucket] = ()) -> list[tuple[list[int], Bucket]]:
+    def plan(
+        self, samples: Sequence[Sample], buckets: Sequence[TokenBucket] = ()
+    ) -> list[tuple[list[int], TokenBucket]]:
         """Divide samples into microbatches: the indices of the samples, and the smallest bucket they fit."""
         largest = self.buckets[-1].tokens
         planned = []
@@ -95,7 +97,7 @@ class ScoreGraphs:
             planned.append((indices, fitting[0]))
         return planned
 
-    def fill(self, samples: Sequence[Sample], bucket: Bucket) -> PackedArrays:
+    def fill(self, samples: Sequence[Sample], bucket: TokenBucket) -> PackedArrays:
         tokens, logits = bucket
         return fill(samples, tokens, self._limits.sequences(tokens), self._limits.longest(tokens), logits)
 
@@ -124,7 +126,7 @@ class ScoreGraphs:
             self._with_entropy = self._capture(self._entropy_step, bucket, name, [])
 
     def _capture(
-        self, step: Callable[..., Any], bucket: Bucket, name: str, guards: Sequence[Guard]
+        self, step: Callable[..., Any], bucket: TokenBucket, name: str, guards: Sequence[Guard]
     ) -> Callable[..., Any]:
         settings = self._settings
         return capture(
@@ -155,7 +157,7 @@ class ScoreGraphs:
         return both
 
     def _score_samples(
-        self, samples: Sequence[Sample], score: Callable[[PackedArrays], Tensor], buckets: Sequence[Bucket]
+        self, samples: Sequence[Sample], score: Callable[[PackedArrays], Tensor], buckets: Sequence[TokenBucket]
     ) -> list[Any]:
         """What `score` gives for the tokens of each sample, in its last dimension."""
         scored = []

@@ -21,7 +21,7 @@ from rollgraph.graph.hooks import Guard
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, Keys
 from rollgraph.policy.adapted_weights import AdaptedWeights
-from rollgraph.policy.limits import Bucket, Limits
+from rollgraph.policy.limits import TokenBucket, Limits
 from rollgraph.policy.packed_arrays import STREAMS, PackedArrays
 from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
 from rollgraph.rl.losses import TokenStreams
@@ -64,7 +64,7 @@ class StepGraphs(ScoreGraphs):
         self._training_guards: list[Guard] = [weights.not_the_policy, *training_guards]
         self.has_reference = False  # whether there was a reference policy when the losses were captured
         self._whole_logits = False
-        self._train: dict[tuple[str, Bucket], Callable[..., Any]] = {}
+        self._train: dict[tuple[str, TokenBucket], Callable[..., Any]] = {}
         self._losses: dict[str, _TrainedLoss] = {}
 
     # -- running -----------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class StepGraphs(ScoreGraphs):
         """The modules to capture, and sample arguments for each of them."""
         scopes = self._settings.scopes
         architecture = self._model.architecture
-        cu_seqlens, *keys = self._upload(self.fill([], Bucket(tokens, tokens)))[4:7]
+        cu_seqlens, *keys = self._upload(self.fill([], TokenBucket(tokens, tokens)))[4:7]
         cos, sin = (torch.zeros(tokens, architecture.head_dim // 2, device=self._device) for _ in range(2))
         layout = (cos, sin, cu_seqlens, self._limits.longest(tokens), Keys(*keys))
 
