@@ -16,7 +16,7 @@ from rollgraph.model import Decoder
 from rollgraph.model.attention_probe import attention_agrees
 from rollgraph.model.logprobs import logit_rows
 from rollgraph.model.product_probe import OnProbe, ProductReport, set_routes
-from rollgraph.policy.limits import TokenBucket, Limits
+from rollgraph.policy.limits import Limits, TokenBucket
 
 Exactness = Literal["auto", "must", "off"]
 

@@ -21,7 +21,7 @@ from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, Keys, token_logprobs
 from rollgraph.model.kernel_compilation import compiling_together
 from rollgraph.policy.asked_rows import put_rows, take_rows
-from rollgraph.policy.limits import TokenBucket, Limits
+from rollgraph.policy.limits import Limits, TokenBucket
 from rollgraph.policy.packed_arrays import PackedArrays, fill
 from rollgraph.policy.packing import measure, pack
 from rollgraph.sharding.tensor_peers import TensorPeers

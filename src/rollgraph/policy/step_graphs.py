@@ -21,7 +21,7 @@ from rollgraph.graph.hooks import Guard
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, Keys
 from rollgraph.policy.adapted_weights import AdaptedWeights
-from rollgraph.policy.limits import TokenBucket, Limits
+from rollgraph.policy.limits import Limits, TokenBucket
 from rollgraph.policy.packed_arrays import STREAMS, PackedArrays
 from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
 from rollgraph.rl.losses import TokenStreams
