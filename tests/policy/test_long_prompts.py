@@ -31,6 +31,7 @@ from tests.policy.small_worker import (
     make_worker,
     parameters,
 )
+from tests.policy.test_divided_worker import make as make_divided
 from tests.policy.test_exactness import ARCHITECTURES, check_agreement, decoder, worker_of
 from tests.sharding.worlds import run_world
 
@@ -268,3 +269,27 @@ def test_ranks_with_fewer_microbatches_run_padding(tmp_path: Path) -> None:
     alone, expected = train_once(replace(LIMITS, token_buckets=(48,)), long_samples(6, 7, 5, prompt=20))
     assert_equal_up_to_rounding(join(*(pieces for _, pieces, _ in found)), expected)
     assert found[0][0]["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+
+
+def divided_update(world: World) -> tuple[list[list[float]], dict[str, float], dict[str, int]]:
+    """Two ranks divide layers; each has the whole head. Returns what they score, their metrics, and their replays."""
+    worker = make_divided(world, 2, limits=LONG)
+    samples = long_samples(12, 9, 14, 10)
+    scored = worker.logprobs(samples)
+    metrics = worker.train(Batch([samples]))
+    replays = {graph.name: graph.replays for graph in worker.pool.report().graphs}
+    worker.close()
+    return scored, metrics, replays
+
+
+@pytest.mark.multi
+def test_ranks_that_divide_layers_learn_the_same(tmp_path: Path, worker: PolicyWorker) -> None:
+    found = run_world(2, tmp_path, divided_update)
+    expected = worker.logprobs(long_samples(12, 9, 14, 10))
+    metrics, _ = train_once(LONG, long_samples(12, 9, 14, 10))
+    for scored, divided, replays in found:
+        for one, other in zip(scored, expected, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
+        assert divided["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+        assert divided["optimizer/grad_norm"] == pytest.approx(metrics["optimizer/grad_norm"], rel=1e-5)
+        assert replays["score 96, logits of 48"] == replays["train 96, logits of 48"] == 1

@@ -14,7 +14,8 @@ from rollgraph.run.plan import Plan, make_plan
 from rollgraph.run.resume import REPORT
 from rollgraph.run.setup import make_run
 from rollgraph.train import train
-from tests.test_train import ONE, metrics_of, rows_of
+from tests.sharding.worlds import run_world
+from tests.test_train import ONE, metrics_of, rows_of, train_on_a_rank
 
 SMALL = """
 steps: 3
@@ -81,6 +82,15 @@ def written_run(folder: Path, *overrides: str, text: str = WRITTEN) -> Config:
     return parse_config(text, [f"output={folder / 'run'}", f"data.train={folder / 'train.jsonl'}", *overrides])
 
 
+def check_exact_steps(output: Path) -> None:
+    steps = metrics_of(output)
+    assert len(steps) == 3
+    for step in steps:
+        assert step["policy/token_mult_prob_error"] == step["policy/token_mult_prob_error_max"] == 1.0
+        assert step["optimizer/grad_norm"] > 0
+        assert step["optimizer/skipped_steps"] == 0
+
+
 # -- whole runs ------------------------------------------------------------------------------------
 
 
@@ -95,12 +105,7 @@ def test_a_run_with_long_prompts_trains_exactly_and_captures_nothing_later(tmp_p
     assert replays["train 96, logits of 48"] >= 3
     assert replays["score 96, logits of 48"] >= 3
     assert replays["train 96"] == 0
-    steps = metrics_of(tmp_path / "run")
-    assert len(steps) == 3
-    for step in steps:
-        assert step["policy/token_mult_prob_error"] == step["policy/token_mult_prob_error_max"] == 1.0
-        assert step["optimizer/grad_norm"] > 0
-        assert step["optimizer/skipped_steps"] == 0
+    check_exact_steps(tmp_path / "run")
 
 
 def test_a_step_is_that_of_all_logits(tmp_path: Path) -> None:
@@ -142,6 +147,17 @@ def test_dpo_with_long_prompts_learns_the_same(tmp_path: Path) -> None:
         found.append(metrics_of(tmp_path / setting))
     for half, whole in zip(*found, strict=True):
         assert half["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+
+
+@pytest.mark.multi
+def test_ranks_train_exactly_with_half_of_the_logits(tmp_path: Path) -> None:
+    config = sampling_run(tmp_path, "shard=parameters", "cpu_threads=1")
+    run_world(2, tmp_path, train_on_a_rank, config, tmp_path / "shown.txt")
+    check_exact_steps(tmp_path / "run")
+    report = json.loads((tmp_path / "run" / REPORT).read_text())
+    replays = {graph["name"]: graph["replays"] for graph in report["graphs"]}
+    assert replays["score 96, logits of 48"] >= 3
+    assert replays["score 96"] == 0
 
 
 # -- the plan --------------------------------------------------------------------------------------
