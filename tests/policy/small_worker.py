@@ -40,6 +40,7 @@ def make_worker(
     world: World = ALONE,
     *,
     loss: Loss = ALGORITHM.loss,
+    needs_entropy: bool = False,
     limits: Limits = LIMITS,
     temperature: float = 1.0,
     reference: bool = True,
@@ -62,7 +63,7 @@ def make_worker(
         worker.adapted.name_base("reference")
     elif reference:
         worker.weights.save("reference")
-    worker.capture_all({"policy": (loss, False)}, entropies=entropies)
+    worker.capture_all({"policy": (loss, needs_entropy)}, entropies=entropies)
     return worker
 
 

@@ -16,7 +16,7 @@ from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Decoder, load_model
 from rollgraph.model.division import cut, divide_model, parameter_pieces
-from rollgraph.policy import PolicyWorker
+from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.policy.layer_division import LayerDivision
 from rollgraph.sharding import Collectives, checkpoint_loader, checkpoint_writer
 from rollgraph.types import Batch, Sample
@@ -40,7 +40,9 @@ ONE_SIZE = replace(LIMITS, token_buckets=(48,))
 Whole = dict[str, Tensor]
 
 
-def make(world: World, ranks: int, model: Decoder | None = None, **options: Any) -> PolicyWorker:
+def make(
+    world: World, ranks: int, model: Decoder | None = None, limits: Limits = ONE_SIZE, **options: Any
+) -> PolicyWorker:
     """A worker with layers divided among so many ranks."""
     division = LayerDivision(world, ranks)
     model = model or make_model()
@@ -58,7 +60,7 @@ def make(world: World, ranks: int, model: Decoder | None = None, **options: Any)
         model,
         None,
         division.data,
-        ONE_SIZE,
+        limits,
         tensor=division.peers(model),
         **settings,  # type: ignore[arg-type]
     )

@@ -25,6 +25,7 @@ from rollgraph.model.product_probe import clear_routes, set_routes
 from rollgraph.model.products import LIBRARY
 from rollgraph.policy import Limits, PolicyWorker, step_graphs
 from rollgraph.policy.exactness import ExactnessError, describe, make_exact
+from rollgraph.policy.limits import TokenBucket
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.turns import Turn
 from rollgraph.types import Batch, Sample
@@ -278,7 +279,7 @@ def test_must_takes_the_fixed_way_or_stops(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(products, "_library", lambda x, weight, bias, wide: torch.randn(len(x), len(weight)))
     limits = Limits(max_length=32, rows=2, token_buckets=(64,), prefill_tokens=32)
     with pytest.raises(ExactnessError, match="exact: must, but generation and training differ"):
-        make_exact(model, limits, (64,), whole_logits=True, must=True)
+        make_exact(model, limits, limits.buckets, whole_logits=True, must=True)
 
 
 def test_routes_of_an_earlier_start_make_nothing_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,6 +418,6 @@ def test_attention_that_depends_on_the_number_of_rows_is_found(monkeypatch: pyte
     attention_probe._agrees.cache_clear()
     model = decoder(LLAMA, "cpu")
     assert not attention_agrees(model, (1, 2, 4))
-    report = make_exact(model, LIMITS, (256,), whole_logits=True, must=False)
+    report = make_exact(model, LIMITS, [TokenBucket(256, 256)], whole_logits=True, must=False)
     assert "attention of few rows is not that of many" in describe(report)
     attention_probe._agrees.cache_clear()

@@ -175,3 +175,38 @@ def test_a_sample_that_cannot_be_laid_out_is_refused() -> None:
         fill([Sample([1], [2, 3, 4], [1.0], [1.0] * 3, [0.0] * 3)], 12, 4, 12)
     with pytest.raises(ValueError, match="5 tokens is longer than the 4"):
         fill([Sample([1, 2], [2, 3, 4], [1.0] * 3, [1.0] * 3, [0.0] * 3)], 12, 4, 4)
+
+
+@given(samples_of_few_prompts(), st.integers(0, 50), st.data())
+def test_all_entries_that_predict_a_sample_have_logits(
+    samples: list[Sample], padding: int, data: st.DataObject
+) -> None:
+    ordered = sorted(samples, key=lambda one: list(one.prompt))
+    size = measure(ordered)
+    tokens = max(size.tokens, size.repeated) + padding
+    written = sum(len(one.tokens) for one in ordered)
+    assume(tokens > max(1, written))
+    logits = data.draw(st.integers(max(1, written), tokens - 1))
+    arrays = fill(ordered, tokens, size.sequences, 50, logits)
+    assert arrays.asked is not None
+    asked = arrays.asked.tolist()
+    assert (arrays.asked.dtype, arrays.bucket) == (np.int64, (tokens, logits))
+    assert len(set(asked)) == len(asked) == logits
+    assert set(asked) <= set(range(tokens))
+    predicting = []
+    for start, one in zip(arrays.starts, ordered, strict=True):
+        predicting += range(start, start + len(one.tokens))
+    assert asked[:written] == predicting
+    everything = fill(ordered, tokens, size.sequences, 50, tokens)
+    assert everything.asked is None
+    assert everything.bucket == (tokens, tokens)
+    for with_half, with_all in zip(arrays.tensors, everything.tensors, strict=False):  # which has nothing more
+        assert np.array_equal(with_half, with_all)
+    assert len(arrays.tensors) == len(everything.tensors) + 1
+
+
+def test_more_tokens_than_logits_are_refused() -> None:
+    samples = of_lengths(7, 7, prompt=2)
+    assert fill(samples, 20, 4, 20, logits=10).bucket == (20, 10)
+    with pytest.raises(ValueError, match="samples of 10 tokens do not fit a microbatch with the logits of 9"):
+        fill(samples, 20, 4, 20, logits=9)

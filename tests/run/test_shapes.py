@@ -102,3 +102,15 @@ def shares(config: Config, prompt: int, completion: int, ranks: int, seed: int) 
         bounds = [len(ordered) * rank // ranks for rank in range(ranks + 1)]
         found += [ordered[bounds[rank] : bounds[rank + 1]] for rank in range(ranks)]
     return found
+
+
+def test_prompts_are_long_if_at_most_half_of_the_tokens_follow_them() -> None:
+    """Four samples of 48 tokens, and 4 + P - 1 tokens before them."""
+    assert limits_of("data.max_prompt_tokens=189").long_prompts  # 192 of 384
+    assert not limits_of("data.max_prompt_tokens=188").long_prompts
+    assert limits_of(
+        "rollout.samples_per_prompt=1", "data.max_prompt_tokens=48", "algorithm.name=reinforce_pp"
+    ).long_prompts
+    assert not limits_of("data.max_prompt_tokens=null").long_prompts
+    assert limits_of("data.max_prompt_tokens=null", "train.long_prompts=true").long_prompts
+    assert not limits_of("data.max_prompt_tokens=189", "train.long_prompts=false").long_prompts

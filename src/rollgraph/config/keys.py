@@ -34,6 +34,7 @@ from rollgraph.config.key_types import (
     WidthOfMlp,
 )
 from rollgraph.config.reward_keys import RewardConfig
+from rollgraph.config.train_keys import TrainConfig
 
 MICROBATCH_TOKENS = 16_384  # the largest microbatch where neither the user nor memory says otherwise
 
@@ -192,24 +193,6 @@ class OptimizerConfig:
         "streamed through the device during an update, which gives the same results; auto: on the host if memory "
         "requires it.",
     ] = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    token_buckets: Annotated[
-        tuple[Count, ...] | None,
-        "Microbatch sizes, in tokens, that get a graph of their own (only the largest if a graph is less than a step). "
-        "null: `microbatch_tokens`, or what a minibatch can fill if that is less, its half and its quarter.",
-    ] = None
-    microbatch_tokens: Annotated[
-        Count | None,
-        "Largest microbatch, in tokens, if `token_buckets` is null. null: 16,384, or what fits into memory.",
-    ] = None
-
-    @property
-    def largest_bucket(self) -> int | None:
-        """None if it is not configured."""
-        return max(self.token_buckets) if self.token_buckets else self.microbatch_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,7 @@ def check_agreement(model: Decoder, limits: Limits, routed: bool = True) -> Agre
     whole_logits = limits.keeps_logits(model.architecture.vocabulary, free)
     products = None
     if routed:
-        products = make_exact(model, limits, limits.token_buckets, whole_logits, must=False)
+        products = make_exact(model, limits, limits.buckets, whole_logits, must=False)
     else:
         clear_routes(model)
     row_counts = defaults.row_buckets(limits.rows)

@@ -16,7 +16,7 @@ from rollgraph.model import Decoder
 from rollgraph.model.attention_probe import attention_agrees
 from rollgraph.model.logprobs import logit_rows
 from rollgraph.model.product_probe import OnProbe, ProductReport, set_routes
-from rollgraph.policy.limits import Limits
+from rollgraph.policy.limits import Limits, TokenBucket
 
 Exactness = Literal["auto", "must", "off"]
 
@@ -28,7 +28,7 @@ class ExactnessError(UserError, RuntimeError):
 def make_exact(
     model: Decoder,
     limits: Limits,
-    token_buckets: Sequence[int],
+    buckets: Sequence[TokenBucket],
     whole_logits: bool,
     must: bool,
     on_probe: OnProbe | None = None,
@@ -36,13 +36,15 @@ def make_exact(
     """Choose how each product of the model is computed. With `must`, slow ways are allowed, and failure is an error."""
     prefill_tokens = limits.prefill_tokens or defaults.sizes_on(model.embed.weight.device.type).prefill_tokens
     logits = set(defaults.row_buckets(limits.rows))
-    for tokens in token_buckets:
-        logits |= logit_rows(tokens, model.architecture.vocabulary)
-        if whole_logits:
-            logits.add(tokens)
-    largest = token_buckets[-1]  # most microbatches have it
-    trained = {largest} if whole_logits else {largest, *logit_rows(largest, model.architecture.vocabulary)}
-    rows = (*defaults.product_rows(limits.rows, prefill_tokens), *token_buckets)
+    largest = buckets[-1].tokens  # most microbatches have it
+    trained = {largest}
+    for bucket in buckets:
+        scored = logit_rows(bucket.logits, model.architecture.vocabulary)
+        kept = {bucket.logits} if whole_logits else scored
+        logits |= scored | kept
+        if bucket.tokens == largest:
+            trained |= kept
+    rows = (*defaults.product_rows(limits.rows, prefill_tokens), *(bucket.tokens for bucket in buckets))
     report = set_routes(model, rows, sorted(logits), trained=sorted(trained), at_any_cost=must, on_probe=on_probe)
     report.attention_agrees = attention_agrees(model, defaults.row_buckets(limits.rows))
     if must and not report.exact:

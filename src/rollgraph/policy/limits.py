@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class TokenBucket(NamedTuple):
+    """The size of a microbatch: all of its tokens, and those of them that have logits."""
+
+    tokens: int
+    logits: int
+
+    def __str__(self) -> str:
+        """As the name of a graph has it."""
+        if self.logits == self.tokens:
+            return str(self.tokens)
+        return f"{self.tokens}, logits of {self.logits}"
 
 
 @dataclass(frozen=True)
@@ -17,6 +31,16 @@ class Limits:
     prefill_tokens: int | None = None
     pool_bytes: int = 0  # that graphs are expected to need on a GPU: taken in one piece, so that none of it is lost
     whole_logits: bool | None = None  # keep the logits of a microbatch for its backward; None: if memory allows
+    long_prompts: bool = False  # the largest bucket also has graphs in which only half of the tokens have logits
+
+    @property
+    def buckets(self) -> tuple[TokenBucket, ...]:
+        """The sizes that graphs are captured for; each computes more than the one before."""
+        found = [TokenBucket(tokens, tokens) for tokens in self.token_buckets]
+        largest = self.token_buckets[-1]
+        if self.long_prompts and largest > 1:
+            found.insert(-1, TokenBucket(largest, largest // 2))
+        return tuple(found)
 
     def sequences(self, tokens: int) -> int:
         """How many sequences a token bucket has room for."""

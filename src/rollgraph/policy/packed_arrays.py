@@ -12,6 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
+from rollgraph.policy.limits import TokenBucket
 from rollgraph.policy.packing import prompt_of
 from rollgraph.types import Sample
 
@@ -35,19 +36,32 @@ class PackedArrays:
     streams: np.ndarray  # [len(STREAMS), tokens] float32
     starts: list[int]  # for each sample, the entry that predicts its first token
     used: int  # tokens that are not padding
+    asked: np.ndarray | None = None  # int64: different entries, which have logits; None: all of them have
+
+    @property
+    def bucket(self) -> TokenBucket:
+        tokens = len(self.ids)
+        return TokenBucket(tokens, tokens if self.asked is None else len(self.asked))
 
     @property
     def tensors(self) -> tuple[np.ndarray, ...]:
-        return (
+        always = (
             self.ids, self.positions, self.targets, self.sequence, self.cu_seqlens, self.keys, self.cu_keys,
             self.streams,
         )  # fmt: skip
+        return always if self.asked is None else (*always, self.asked)
 
 
-def fill(samples: Iterable[Sample], tokens: int, sequences: int, longest: int) -> PackedArrays:
-    """Lay samples out in a token bucket. No sequence is longer than `longest`; padding is divided accordingly."""
+def fill(
+    samples: Iterable[Sample], tokens: int, sequences: int, longest: int, logits: int | None = None
+) -> PackedArrays:
+    """Lay samples out in a token bucket. No sequence is longer than `longest`; padding is divided accordingly.
+
+    If fewer than all tokens have `logits`, these are the ones that predict tokens of samples, and some others.
+    """
     arrays = _allocate(tokens, sequences, longest)
     writer = _SequenceWriter(arrays)
+    predicts = np.zeros(tokens, np.bool_)
     for prompt, group in groupby(samples, key=prompt_of):
         siblings = list(group)
         if not prompt:
@@ -62,12 +76,23 @@ def fill(samples: Iterable[Sample], tokens: int, sequences: int, longest: int) -
         for sample in siblings:
             whole = np.array([*prompt, *sample.tokens])
             own = writer.add_sequence(whole, len(whole) - len(shared), shared)
-            _write_streams(sample, arrays, own.start + len(prompt) - len(shared) - 1)
+            first = own.start + len(prompt) - len(shared) - 1
+            predicts[first : first + len(sample.tokens)] = True
+            _write_streams(sample, arrays, first)
+    if logits is not None and logits < tokens:
+        arrays.asked = _choose_asked(predicts, logits)
     arrays.used = writer.position
     while writer.position < tokens:
         writer.add_padding(min(longest, tokens - writer.position))
     writer.finish()
     return arrays
+
+
+def _choose_asked(predicts: np.ndarray, logits: int) -> np.ndarray:
+    """The entries that predict something, in ascending order, and as many others as are missing."""
+    if predicts.sum() > logits:
+        raise ValueError(f"samples of {predicts.sum()} tokens do not fit a microbatch with the logits of {logits}")
+    return np.argsort(~predicts, kind="stable")[:logits].astype(np.int64)
 
 
 def _allocate(tokens: int, sequences: int, longest: int) -> PackedArrays:

@@ -20,7 +20,8 @@ from rollgraph.graph.hooks import Guard
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, Keys, token_logprobs
 from rollgraph.model.kernel_compilation import compiling_together
-from rollgraph.policy.limits import Limits
+from rollgraph.policy.asked_rows import put_rows, take_rows
+from rollgraph.policy.limits import Limits, TokenBucket
 from rollgraph.policy.packed_arrays import PackedArrays, fill
 from rollgraph.policy.packing import measure, pack
 from rollgraph.sharding.tensor_peers import TensorPeers
@@ -71,28 +72,34 @@ class ScoreGraphs:
         self._guards = list(guards)
         self._device = model.embed.weight.device
         self._whole_step = "step" in settings.scopes
-        self.buckets = limits.token_buckets
+        self.buckets = limits.buckets
         if not self._whole_step:
-            self.buckets = limits.token_buckets[-1:]
-        self._score: dict[int, Callable[..., Any]] = {}
+            self.buckets = tuple(bucket for bucket in limits.buckets if bucket.tokens == limits.token_buckets[-1])
+        self._score: dict[TokenBucket, Callable[..., Any]] = {}
         self._with_entropy: Callable[..., Any] | None = None
 
     # -- inputs ------------------------------------------------------------------------------------
 
-    def plan(self, samples: Sequence[Sample], buckets: Sequence[int] = ()) -> list[tuple[list[int], int]]:
+    def plan(
+        self, samples: Sequence[Sample], buckets: Sequence[TokenBucket] = ()
+    ) -> list[tuple[list[int], TokenBucket]]:
         """Divide samples into microbatches: the indices of the samples, and the smallest bucket they fit."""
-        largest = self.buckets[-1]
+        largest = self.buckets[-1].tokens
         planned = []
         for indices in pack(samples, largest, self._limits.sequences(largest)):
             size = measure(samples[index] for index in indices)
+            asked = sum(len(samples[index].tokens) for index in indices)
             fitting = [
-                bucket for bucket in buckets or self.buckets if size.fits(bucket, self._limits.sequences(bucket))
+                bucket
+                for bucket in buckets or self.buckets
+                if asked <= bucket.logits and size.fits(bucket.tokens, self._limits.sequences(bucket.tokens))
             ]
             planned.append((indices, fitting[0]))
         return planned
 
-    def fill(self, samples: Sequence[Sample], bucket: int) -> PackedArrays:
-        return fill(samples, bucket, self._limits.sequences(bucket), self._limits.longest(bucket))
+    def fill(self, samples: Sequence[Sample], bucket: TokenBucket) -> PackedArrays:
+        tokens, logits = bucket
+        return fill(samples, tokens, self._limits.sequences(tokens), self._limits.longest(tokens), logits)
 
     def _upload(self, arrays: PackedArrays) -> tuple[Tensor, ...]:
         """The arrays on the device. From pinned memory, the host does not wait for a replay that still runs."""
@@ -104,24 +111,26 @@ class ScoreGraphs:
     # -- capture and replay ------------------------------------------------------------------------
 
     def capture_score(self, progress: OnCapture) -> None:
-        for done, tokens in enumerate(reversed(self.buckets)):  # the largest first: the others reuse its memory
-            name = f"{self._label} {tokens}"
+        for done, bucket in enumerate(reversed(self.buckets)):  # the largest first: the others reuse its memory
+            name = f"{self._label} {bucket}"
             progress(name, done, len(self.buckets))
             with torch.no_grad():
-                self._score[tokens] = self._capture(self._score_step, tokens, name, [])
+                self._score[bucket] = self._capture(self._score_step, bucket, name, [])
 
     def capture_entropy(self, progress: OnCapture) -> None:
         """Capture scoring with the entropy, in the largest bucket alone: few samples are scored in this way."""
-        tokens = self.buckets[-1]
-        name = f"{self._label} {tokens}, entropy"
+        bucket = self.buckets[-1]
+        name = f"{self._label} {bucket}, entropy"
         progress(name, 0, 1)
         with torch.no_grad():
-            self._with_entropy = self._capture(self._entropy_step, tokens, name, [])
+            self._with_entropy = self._capture(self._entropy_step, bucket, name, [])
 
-    def _capture(self, step: Callable[..., Any], tokens: int, name: str, guards: Sequence[Guard]) -> Callable[..., Any]:
+    def _capture(
+        self, step: Callable[..., Any], bucket: TokenBucket, name: str, guards: Sequence[Guard]
+    ) -> Callable[..., Any]:
         settings = self._settings
         return capture(
-            step, self._upload(self.fill([], tokens)), pool=settings.pool, backend=settings.backend, name=name,
+            step, self._upload(self.fill([], bucket)), pool=settings.pool, backend=settings.backend, name=name,
             guards=[*self._guards, *guards], on_mismatch=settings.on_mismatch, warmup=max(1, settings.warmup),
             warmup_in_pool=True, first_run=compiling_together,
         )  # fmt: skip
@@ -129,7 +138,7 @@ class ScoreGraphs:
     def score(self, arrays: PackedArrays) -> Tensor:
         """The log-probability of each token, [tokens]. The result is valid until the next call."""
         with torch.no_grad():
-            logprobs: Tensor = self._score[len(arrays.ids)](*self._upload(arrays))
+            logprobs: Tensor = self._score[arrays.bucket](*self._upload(arrays))
         return logprobs
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
@@ -148,7 +157,7 @@ class ScoreGraphs:
         return both
 
     def _score_samples(
-        self, samples: Sequence[Sample], score: Callable[[PackedArrays], Tensor], buckets: Sequence[int]
+        self, samples: Sequence[Sample], score: Callable[[PackedArrays], Tensor], buckets: Sequence[TokenBucket]
     ) -> list[Any]:
         """What `score` gives for the tokens of each sample, in its last dimension."""
         scored = []
@@ -178,14 +187,22 @@ class ScoreGraphs:
     def _logprobs(
         self, model: Decoder, inputs: Sequence[Tensor], entropy: bool, whole: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ids, positions, targets, _, cu_seqlens, *keys, _ = inputs
-        hidden = model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), Keys(*keys))
+        """The log-probability of each token and, if wanted, its entropy. Both are 0 where there are no logits."""
+        ids, positions, targets, _, cu_seqlens, keys, cu_keys, _, *asked = inputs
+        hidden = model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), Keys(keys, cu_keys))
+        if asked:  # otherwise all tokens have logits
+            hidden = take_rows(hidden, asked[0])
+            targets = targets.index_select(0, asked[0])
         head = model.head_weight
         self._gather(head)
-        chunk = len(ids) if whole else None
+        chunk = len(hidden) if whole else None
         routes = model.head_routes
         result = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk, routes=routes)
-        return result if isinstance(result, tuple) else (result, None)
+        logprobs, entropies = result if isinstance(result, tuple) else (result, None)
+        if asked:
+            logprobs = put_rows(logprobs, asked[0], len(ids))
+            entropies = None if entropies is None else put_rows(entropies, asked[0], len(ids))
+        return logprobs, entropies
 
     def _gather(self, head: Tensor) -> None:
         """Make sure that the head is whole, for a model whose parameters are sharded."""

@@ -21,7 +21,7 @@ from rollgraph.graph.hooks import Guard
 from rollgraph.inference.decode_graphs import OnCapture
 from rollgraph.model import Decoder, Keys
 from rollgraph.policy.adapted_weights import AdaptedWeights
-from rollgraph.policy.limits import Limits
+from rollgraph.policy.limits import Limits, TokenBucket
 from rollgraph.policy.packed_arrays import STREAMS, PackedArrays
 from rollgraph.policy.score_graphs import GraphSettings, ScoreGraphs
 from rollgraph.rl.losses import TokenStreams
@@ -64,7 +64,7 @@ class StepGraphs(ScoreGraphs):
         self._training_guards: list[Guard] = [weights.not_the_policy, *training_guards]
         self.has_reference = False  # whether there was a reference policy when the losses were captured
         self._whole_logits = False
-        self._train: dict[tuple[str, int], Callable[..., Any]] = {}
+        self._train: dict[tuple[str, TokenBucket], Callable[..., Any]] = {}
         self._losses: dict[str, _TrainedLoss] = {}
 
     # -- running -----------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class StepGraphs(ScoreGraphs):
         inputs = self._upload(arrays)
         if self._whole_step:
             self._sharded.expect_gradients()
-            values = self._train[name, len(arrays.ids)](*inputs)
+            values = self._train[name, arrays.bucket](*inputs)
         else:
             with ExitStack() as stack:
                 if not last:
@@ -98,15 +98,15 @@ class StepGraphs(ScoreGraphs):
         self._losses = {name: _TrainedLoss(loss, entropy) for name, (loss, entropy) in losses.items()}
         if not self._whole_step:
             progress("train", 0, 1)
-            self._capture_units(self.buckets[-1])
+            self._capture_units(self.buckets[-1].tokens)
             return
-        wanted = [(name, tokens) for name in losses for tokens in reversed(self.buckets)]
-        for done, (name, tokens) in enumerate(wanted):
-            label = f"train {tokens}" if len(losses) == 1 else f"{name} {tokens}"
+        wanted = [(name, bucket) for name in losses for bucket in reversed(self.buckets)]
+        for done, (name, bucket) in enumerate(wanted):
+            label = f"train {bucket}" if len(losses) == 1 else f"{name} {bucket}"
             progress(label, done, len(wanted))
             step = partial(self._train_step, name)
             with torch.enable_grad():
-                self._train[name, tokens] = self._capture(step, tokens, label, self._training_guards)
+                self._train[name, bucket] = self._capture(step, bucket, label, self._training_guards)
 
     def _capture_units(self, tokens: int) -> None:
         """Capture layers, or attentions and MLPs, with hooks that communicate their parameters and gradients."""
@@ -126,7 +126,7 @@ class StepGraphs(ScoreGraphs):
         """The modules to capture, and sample arguments for each of them."""
         scopes = self._settings.scopes
         architecture = self._model.architecture
-        cu_seqlens, *keys = self._upload(self.fill([], tokens))[4:7]
+        cu_seqlens, *keys = self._upload(self.fill([], TokenBucket(tokens, tokens)))[4:7]
         cos, sin = (torch.zeros(tokens, architecture.head_dim // 2, device=self._device) for _ in range(2))
         layout = (cos, sin, cu_seqlens, self._limits.longest(tokens), Keys(*keys))
 

@@ -337,11 +337,11 @@ class PolicyWorker:
         if self.world.size > 1:  # every rank runs as many, because each one takes part in the same collectives
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
             missing = max(int(count) for count in counts) - len(microbatches)
-            microbatches += [([], self._steps.buckets[-1])] * missing
+            microbatches += [([], self._steps.buckets[0])] * missing  # all buckets have the same tokens here
         for number, (indices, bucket) in enumerate(microbatches, 1):
             arrays = self._steps.fill([samples[index] for index in indices], bucket)
             agreement, metrics = self._steps.train(loss, arrays, last=number == len(microbatches))
-            totals.add_microbatch(agreement, metrics, arrays.used, bucket, len(indices))
+            totals.add_microbatch(agreement, metrics, arrays.used, bucket.tokens, len(indices))
             report(totals.samples)
         self.sharded.finish_gradients(average=False)
         if self._clip_norm is not None:

@@ -104,7 +104,7 @@ class Completions:
     """Encodes the completions of rows, as prompts of `PromptData` with the same `chat` and `tools` ask for them.
 
     `admit` refuses a row in which a prompt with a completion has more than `most` tokens; the longest of the others has
-    `longest`.
+    `longest`, and all of them have `tokens`, of which those of completions are `written`.
     """
 
     def __init__(
@@ -118,6 +118,8 @@ class Completions:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self.longest = 0
+        self.tokens = 0
+        self.written = 0
         self._rows = rows
         self._tokenizer = tokenizer
         self._rewards = COLUMNS[source]
@@ -137,6 +139,9 @@ class Completions:
                 raise DataError(detail, argument="max_tokens", place=row.place, alternative=("too_long", "drop"))
             longest = max(longest, count)
         self.longest = max(self.longest, longest)
+        written = sum(len(completion.tokens) for completion in self._completions(prompt))
+        self.tokens += len(prompt.tokens) + written
+        self.written += written
 
     def rollouts(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """The completions of prompts, as if they had been sampled; those of a prompt are a group."""

@@ -166,6 +166,7 @@ def _read_written(config: Config, world: World, basis: _Basis, given: Given) -> 
     nothing = SingleTurn(1)
     warm_start = load_warm_start(config, tokenizer, world, most, given, environment=nothing)
     longest = max(data.completions.longest for data in (written, held_out, warm_start) if data is not None)
+    long_prompts = 2 * written.completions.written <= written.completions.tokens
     return Inputs(
         scopes=basis.scopes,
         tokenizer=tokenizer,
@@ -173,7 +174,7 @@ def _read_written(config: Config, world: World, basis: _Basis, given: Given) -> 
         environment=nothing,
         examiner=nothing,
         sampling=SamplingParams(),  # a loss has the temperature 1
-        limits=written_limits(config, longest, len(COLUMNS[source]), world.device, world.size),
+        limits=written_limits(config, longest, len(COLUMNS[source]), world.device, world.size, long_prompts),
         rewards=RewardFunctions((), adds=True),
         data=written.prompts,
         validation=[],

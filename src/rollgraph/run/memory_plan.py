@@ -305,7 +305,7 @@ def _graphs(config: Config, shape: RunShape, limits: Limits) -> PlanLine:
     """What the driver keeps for the graphs themselves, and what the libraries keep."""
     if config.graph.impl == "none":
         return PlanLine("graphs and libraries", _LIBRARIES, "device", PHASES)
-    passes = len(limits.token_buckets) * (1 + 3)  # scoring, and training with its backward
+    passes = len(limits.buckets) * (1 + 3)  # scoring, and training with its backward
     if not shape.samples_nothing:
         assert limits.prefill_tokens is not None
         passes += len(row_buckets(limits.rows)) + len(prefill_buckets(limits.prefill_tokens))

@@ -62,6 +62,7 @@ class RunShape:
     keeps_reference: bool = False  # whether a second set of the trained weights is kept
     teacher: Decoder | None = None  # one that is another model than the policy
     longest: int | None = None  # tokens of a row that was written, if the data was read
+    long_prompts: bool = False  # whether such rows are mostly prompts
     notes: tuple[str, ...] = ()  # assumptions
     _limits: dict[tuple[int | None, tuple[int, ...] | None], Limits] = field(default_factory=dict)
     _weights: dict[tuple[StateFormat, Offload], MemoryPlan] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class RunShape:
         changed = shape_run(
             config, ranks=ranks or now.ranks, nodes=nodes or now.nodes, network=now.network, device=self.device
         )
-        return replace(changed, longest=self.longest)
+        return replace(changed, longest=self.longest, long_prompts=self.long_prompts)
 
     @cached_property
     def buckets(self) -> tuple[BucketPlan, ...]:
@@ -175,6 +176,12 @@ class RunShape:
         new = min(config.rollout.max_tokens, longest - 1)
         return self.samples(config) * new + self.prompts(config) * (longest - new)
 
+    def asked(self, config: Config) -> int:
+        """Those of them whose log-probabilities are asked for, as far as that is known: the tokens of completions."""
+        if self.samples_nothing:
+            return self.tokens(config)
+        return self.samples(config) * min(config.rollout.max_tokens, self.limits(config).max_length - 1)
+
     def recomputed(self, config: Config) -> int:
         """How many layers are recomputed."""
         return recomputed_layers(config, self.architecture)
@@ -201,7 +208,7 @@ class RunShape:
         if written is None:
             return make_limits(config, self.architecture, self.device, self.layout.data)
         longest = self.longest or longest_written(config, self.architecture)
-        return written_limits(config, longest, len(written), self.device, self.layout.data)
+        return written_limits(config, longest, len(written), self.device, self.layout.data, self.long_prompts)
 
 
 def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -241,8 +248,10 @@ def shape_run(
     if teacher is not None and teacher.architecture == whole and config.adapter is None:
         teacher = None  # a set of weights in the slot of the reference policy
     slot = algorithm.needs_reference and teacher is None and not base_is_reference(config)
-    longest = None if inputs is None or inputs.written is None else inputs.limits.max_length
-    return RunShape(model, whole, multiplied, algorithm, layout, device, slot, teacher, longest, tuple(notes))
+    shape = RunShape(model, whole, multiplied, algorithm, layout, device, slot, teacher, notes=tuple(notes))
+    if inputs is None or inputs.written is None:
+        return shape
+    return replace(shape, longest=inputs.limits.max_length, long_prompts=inputs.limits.long_prompts)
 
 
 def _read_model(config: Config) -> tuple[Architecture, torch.dtype, list[str]]:

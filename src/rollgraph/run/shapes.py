@@ -47,14 +47,25 @@ def make_limits(config: Config, architecture: Architecture, device: str, ranks: 
     )
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     rows = max(1, min(config.rollout.rows, -(-samples // ranks)))
-    return _limits(config, device, longest, rows, buckets)
+    long_prompts = False
+    if prompt is not None:
+        siblings = config.rollout.samples_per_prompt
+        packed = prompt - 1 + siblings * (1 + after)  # all share the prompt, but for its last token
+        long_prompts = 2 * siblings * after <= packed
+    return _limits(config, device, longest, rows, buckets, long_prompts)
 
 
-def written_limits(config: Config, longest: int, per_prompt: int, device: str, ranks: int = 1) -> Limits:
-    """The limits of a run that samples nothing: rows with so many completions each, none longer than `longest`."""
+def written_limits(
+    config: Config, longest: int, per_prompt: int, device: str, ranks: int = 1, long_prompts: bool = False
+) -> Limits:
+    """The limits of a run that samples nothing: rows with so many completions each, none longer than `longest`.
+
+    `long_prompts` says whether completions are at most half of the data.
+    """
     samples = -(-config.data.prompts_per_step * per_prompt // config.algorithm.minibatches)
     tokens = max(-(-samples // ranks), _warm_start_samples(config, ranks)) * longest
-    return _limits(config, device, longest, 1, config.train.token_buckets or automatic_buckets(config, longest, tokens))
+    buckets = config.train.token_buckets or automatic_buckets(config, longest, tokens)
+    return _limits(config, device, longest, 1, buckets, long_prompts)
 
 
 def longest_written(config: Config, architecture: Architecture) -> int:
@@ -80,14 +91,17 @@ def recomputed_layers(config: Config, architecture: Architecture) -> int:
     return given
 
 
-def _limits(config: Config, device: str, longest: int, rows: int, buckets: Sequence[int]) -> Limits:
+def _limits(config: Config, device: str, longest: int, rows: int, buckets: Sequence[int], long_prompts: bool) -> Limits:
     on_cpu = device == "cpu"
+    if config.train.long_prompts != "auto":
+        long_prompts = config.train.long_prompts
     return Limits(
         max_length=longest,
         rows=rows,
         token_buckets=tuple(buckets),
         tokens_per_sequence=4 if on_cpu else 32,  # on a GPU, attention looks at every slot that a sequence could have
         prefill_tokens=sizes_on("cpu" if on_cpu else "cuda").prefill_tokens,
+        long_prompts=long_prompts,
         **memory_limits(config),
     )
 

@@ -63,9 +63,9 @@ def sum_up_to(first: int, last: int, most: int) -> int:
 def step_floor(config: Config, shape: RunShape, limits: Limits, speed: Speed) -> Floor:
     """The matrix products and memory traffic that no implementation can avoid, at the speed of the device.
 
-    A token costs 2 FLOPs per weight in the forward pass and 6 with the backward; attention itself is not counted. A
-    decode step reads all weights and the keys and values of its rows; it takes as long as its FLOPs or its bytes,
-    whichever is longer.
+    A token costs 2 FLOPs per weight in the forward pass and 6 with the backward; attention itself is not counted. With
+    long prompts, only the tokens of completions are multiplied with the head. A decode step reads all weights and the
+    keys and values of its rows; it takes as long as its FLOPs or its bytes, whichever is longer.
     """
     a = shape.architecture
     algorithm = shape.algorithm
@@ -96,7 +96,8 @@ def step_floor(config: Config, shape: RunShape, limits: Limits, speed: Speed) ->
 
     def parts(prompts_computed: int) -> dict[str, float]:
         tokens = prompts_computed * prompt + samples * new
-        forward = 2 * weights * tokens / flops
+        without_logits = tokens - samples * new if limits.long_prompts else 0
+        forward = 2 * (weights * tokens - a.vocabulary * a.hidden * without_logits) / flops
         found = {"decode": decoded, "prefill": 2 * weights * prompts_computed * prompt / flops}
         if algorithm.needs_reference:
             found["reference"] = forward

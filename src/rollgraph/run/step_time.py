@@ -79,7 +79,7 @@ def estimate_step(config: Config, shape: RunShape, speed: Speed) -> StepTime:
     head = a.vocabulary * a.hidden
     added = {"recomputed layers": (shape.multiplied - head) * shape.recomputed(config) / a.layers}
     if config.memory.logits == "chunks" and chunk_rows(bucket, a.vocabulary) < bucket:
-        added["logits, computed twice"] = float(head)
+        added["logits, computed twice"] = head * (shape.asked(config) / tokens if limits.long_prompts else 1.0)
     added = {name: epochs * 2 * weights * tokens / speed.flops for name, weights in added.items()}
     passes = sum(seconds for name, seconds in floor.items() if name not in _GENERATED)
     added["microbatches"] = (passes + sum(added.values())) * TOKENS_OF_MICROBATCH / bucket

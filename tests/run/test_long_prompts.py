@@ -1,0 +1,204 @@
+"""Runs whose prompts are longer than what follows them: when they compute half of the logits, and what they plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollgraph.config import Config, ConfigError, parse_config
+from rollgraph.run.plan import Plan, make_plan
+from rollgraph.run.resume import REPORT
+from rollgraph.run.setup import make_run
+from rollgraph.train import train
+from tests.sharding.worlds import run_world
+from tests.test_train import ONE, metrics_of, rows_of, train_on_a_rank
+
+SMALL = """
+steps: 3
+model:
+  tiny: {layers: 1, width: 16, heads: 2, kv_heads: 1, mlp: 24, max_length: 32}
+data: {prompts_per_step: 4, max_prompt_tokens: 24}
+rollout: {samples_per_prompt: 2, max_tokens: 4, rows: 8}
+reward:
+  functions: [{name: "REWARD"}]
+algorithm: {minibatches: 1, options: {kl_coef: 0.05}}
+optimizer: {lr: 1e-2}
+train: {token_buckets: [48, 96]}
+checkpoint: {every: 3, export_at_end: false}
+memory: {cache_gib: 0.001}
+log: {progress: none, sinks: [jsonl]}
+graph: {warmup: 1, exact: must}
+"""
+WRITTEN = """
+steps: 2
+model:
+  tiny: {layers: 1, width: 16, heads: 2, kv_heads: 1, mlp: 24, max_length: 64}
+data: {prompts_per_step: 4}
+algorithm: {name: sft}
+checkpoint: {export_at_end: false}
+log: {progress: none, sinks: [jsonl]}
+graph: {warmup: 1}
+"""
+QWEN_0_5B = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+PLANNED = """
+data: {{train: t.jsonl, prompts_per_step: 128, max_prompt_tokens: 2048}}
+rollout: {{samples_per_prompt: 2, max_tokens: 512, rows: 256}}
+reward: {{functions: [{{name: exact_match}}]}}
+algorithm: {{kl_coef: 0.01}}
+model: {{path: {folder}}}
+"""
+
+
+def write_rows(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sampling_run(folder: Path, *overrides: str) -> Config:
+    write_rows(folder, [{"prompt": f"what comes after {i:02}?"} for i in range(12)])  # 20 tokens
+    (folder / "rewards.py").write_text(
+        "def even(prompts, completions, **columns):\n"
+        "    return [sum(b % 2 == 0 for b in text.encode()) for text in completions]\n"
+    )
+    given = [f"output={folder / 'run'}", f"data.train={folder / 'train.jsonl'}"]
+    return parse_config(SMALL.replace("REWARD", f"{folder / 'rewards.py'}:even"), [*given, *overrides])
+
+
+def written_run(folder: Path, *overrides: str, text: str = WRITTEN) -> Config:
+    return parse_config(text, [f"output={folder / 'run'}", f"data.train={folder / 'train.jsonl'}", *overrides])
+
+
+def check_exact_steps(output: Path) -> None:
+    steps = metrics_of(output)
+    assert len(steps) == 3
+    for step in steps:
+        assert step["policy/token_mult_prob_error"] == step["policy/token_mult_prob_error_max"] == 1.0
+        assert step["optimizer/grad_norm"] > 0
+        assert step["optimizer/skipped_steps"] == 0
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+def test_a_run_with_long_prompts_trains_exactly_and_captures_nothing_later(tmp_path: Path) -> None:
+    """In each step, four prompts with two samples each take more than one microbatch of 96 tokens."""
+    run = train(sampling_run(tmp_path), ONE)
+    assert run is not None
+    assert run.policy.limits.long_prompts
+    report = json.loads((tmp_path / "run" / REPORT).read_text())
+    assert all((graph["captures"], graph["eager_runs"]) == (1, {}) for graph in report["graphs"])
+    replays = {graph["name"]: graph["replays"] for graph in report["graphs"]}
+    assert replays["train 96, logits of 48"] >= 3
+    assert replays["score 96, logits of 48"] >= 3
+    assert replays["train 96"] == 0
+    check_exact_steps(tmp_path / "run")
+
+
+def test_a_step_is_that_of_all_logits(tmp_path: Path) -> None:
+    """The first samples of both runs are the same, because their log-probabilities are, bit for bit."""
+    found = []
+    for setting in ("true", "false"):
+        place = tmp_path / setting
+        place.mkdir()
+        train(sampling_run(place, f"train.long_prompts={setting}", "steps=1", "checkpoint.every=1"), ONE)
+        found.append(rows_of(place / "run")[-1])
+    half, whole = found
+    assert half.keys() == whole.keys()
+    for name in ("reward", "loss", "policy/kl", "policy/ratio", "optimizer/grad_norm", "tokens/train"):
+        assert half[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("more", "long"), [(0, True), (1, False)])
+def test_sft_counts_its_data(tmp_path: Path, more: int, long: bool) -> None:
+    """A token that ends the completion belongs to it."""
+    rows = [{"prompt": "p" * 12, "completion": "c" * 11} for _ in range(7)]
+    write_rows(tmp_path, [*rows, {"prompt": "p" * 12, "completion": "c" * (11 + more)}])
+    run = train(written_run(tmp_path), ONE)
+    assert run is not None
+    completions = run.inputs.written.completions  # type: ignore[union-attr]
+    assert (completions.written, completions.tokens) == (8 * 12 + more, 8 * 24 + more)
+    assert run.policy.limits.long_prompts == long
+    report = json.loads((tmp_path / "run" / REPORT).read_text())
+    assert any("logits of" in graph["name"] for graph in report["graphs"]) == long
+
+
+def test_dpo_with_long_prompts_learns_the_same(tmp_path: Path) -> None:
+    write_rows(tmp_path, [{"prompt": f"p{i}" * 9, "chosen": "yes", "rejected": "no"} for i in range(8)])
+    found = []
+    for setting in ("auto", "false"):
+        options = ["algorithm.name=dpo", f"train.long_prompts={setting}", f"output={tmp_path / setting}"]
+        run = train(written_run(tmp_path, *options), ONE)
+        assert run is not None
+        assert run.policy.limits.long_prompts == (setting == "auto")
+        found.append(metrics_of(tmp_path / setting))
+    for half, whole in zip(*found, strict=True):
+        assert half["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+
+
+@pytest.mark.multi
+def test_ranks_train_exactly_with_half_of_the_logits(tmp_path: Path) -> None:
+    config = sampling_run(tmp_path, "shard=parameters", "cpu_threads=1")
+    run_world(2, tmp_path, train_on_a_rank, config, tmp_path / "shown.txt")
+    check_exact_steps(tmp_path / "run")
+    report = json.loads((tmp_path / "run" / REPORT).read_text())
+    replays = {graph["name"]: graph["replays"] for graph in report["graphs"]}
+    assert replays["score 96, logits of 48"] >= 3
+    assert replays["score 96"] == 0
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+def planned(folder: Path, *overrides: str, **options: Any) -> Plan:
+    (folder / "config.json").write_text(json.dumps(QWEN_0_5B))
+    return make_plan(parse_config(PLANNED.format(folder=folder), overrides), **options)
+
+
+def test_a_plan_counts_the_graphs_and_no_other_memory(tmp_path: Path) -> None:
+    half, whole = (planned(tmp_path, f"train.long_prompts={setting}") for setting in ("auto", "false"))
+    more = 4 * 24 * (48 << 10)  # scoring, and training with its backward, for each layer
+    for one, other in zip(half.lines, whole.lines, strict=True):
+        assert one.nbytes - other.nbytes == (more if one.name == "graphs and libraries" else 0)
+
+
+def test_a_plan_multiplies_only_completions_with_the_head(tmp_path: Path) -> None:
+    half, whole = (planned(tmp_path, f"train.long_prompts={setting}").floor for setting in ("true", "false"))
+    assert half is not None
+    assert whole is not None
+    prompts = 128 * 2048
+    saved = 2 * 151936 * 896 * prompts / 785e12
+    assert whole.shared["reference"] - half.shared["reference"] == pytest.approx(saved)
+    assert whole.shared["train"] - half.shared["train"] == pytest.approx(3 * saved)
+    assert whole.repeated["train"] - half.repeated["train"] == pytest.approx(2 * 3 * saved)
+    assert half.shared["decode"] == whole.shared["decode"]
+
+
+# -- the key ---------------------------------------------------------------------------------------
+
+
+def test_another_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.long_prompts: .*auto"):
+        sampling_run(tmp_path, "train.long_prompts=sometimes")
+
+
+def test_layers_in_graphs_have_half_of_the_logits_too(tmp_path: Path) -> None:
+    run = make_run(sampling_run(tmp_path, "graph.scope=layer"), ONE)
+    try:
+        names = [graph.name for graph in run.policy.pool.report().graphs if graph.name.startswith("score")]
+        assert names == ["score 96", "score 96, logits of 48", "score 96, entropy"]
+    finally:
+        run.close()
