@@ -201,7 +201,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--new", type=int, default=384, help="new tokens per sample")
     parser.add_argument("--bucket", type=int, default=16384, help="tokens per microbatch")
-    parser.add_argument("--long-prompts", action="store_true", help="logits for half of the tokens where that is enough")
+    parser.add_argument(
+        "--long-prompts", action="store_true", help="logits for half of the tokens where that is enough"
+    )
     parser.add_argument("--cache-gib", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3, help="steps, of which the fastest counts")
     parser.add_argument("--tiny", action="store_true", help="run a tiny model on a CPU, to see whether it runs")
