@@ -59,6 +59,18 @@ def _do_nothing() -> None:
     pass
 
 
+def watch_others(world: World, timeout: float = 600.0) -> Liveness:
+    """A liveness check for a world that has none. All ranks create theirs in the same order."""
+    store = _store_of(world)
+    generation = store.add(f"rollgraph/liveness/{world.rank}", 1)
+    return Liveness(world.rank, world.size, store, timeout, key=f"rollgraph/liveness/at/{generation}")
+
+
+def _store_of(world: World) -> Any:
+    group: Any = world.group or dist.group.WORLD
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
 class Collectives:
     """All-gathers and reduce-scatters of one process group.
 
@@ -78,7 +90,8 @@ class Collectives:
         self.timeout = timeout
         self.liveness = world.liveness
         if world.size > 1 and self.liveness is None:
-            self.liveness = self._watch_others()
+            self.liveness = watch_others(world, timeout)
+            weakref.finalize(self, self.liveness.close)
         if self.liveness is not None:
             self.timeout = self.liveness.timeout
         self.before_starting: Callable[[], None] = _do_nothing  # called before each collective
@@ -98,17 +111,7 @@ class Collectives:
     @property
     def store(self) -> Any:
         """The key-value store of the process group, where ranks leave messages without a collective."""
-        group: Any = self._world.group or dist.group.WORLD
-        return dist.distributed_c10d._get_process_group_store(group)
-
-    def _watch_others(self) -> Liveness:
-        """A liveness check for a world that has none. All ranks create theirs in the same order."""
-        rank = self._world.rank
-        generation = self.store.add(f"rollgraph/liveness/{rank}", 1)
-        key = f"rollgraph/liveness/at/{generation}"
-        liveness = Liveness(rank, self._world.size, self.store, self.timeout, key=key)
-        weakref.finalize(self, liveness.close)
-        return liveness
+        return _store_of(self._world)
 
     def rejoin(self, world: World) -> None:
         """Go on in the process group and with the liveness check of the next attempt, as the same rank of as many."""

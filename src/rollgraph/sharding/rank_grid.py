@@ -8,13 +8,16 @@ Owns the process groups of rows and columns. Ranks of a row should be on one mac
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from rollgraph.distributed.world import World
+from rollgraph.sharding.collectives import watch_others
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,21 @@ def make_grid(world: World, tensor_parallel: int) -> RankGrid:
         return RankGrid(world, world)
     if world.size % tensor_parallel:
         raise ValueError(f"{world.size} ranks cannot form groups of {tensor_parallel} that divide each layer")
+    liveness = world.liveness or watch_others(world)  # of all ranks, who save together: a group would make its own
+    everyone = replace(world, liveness=liveness)
     rows = world.size // tensor_parallel
     row, column = divmod(world.rank, tensor_parallel)
     ranks = list(range(world.size))
-    in_rows = [_make_group(world, ranks[i * tensor_parallel : (i + 1) * tensor_parallel]) for i in range(rows)]
-    in_columns = [_make_group(world, ranks[i::tensor_parallel]) for i in range(tensor_parallel)]
-    data = replace(world, rank=row, size=rows, group=in_columns[column])
-    tensor = replace(world, rank=column, size=tensor_parallel, group=in_rows[row])
-    return RankGrid(world, data, tensor)
+    make = partial(_make_group, timeout=liveness.timeout)
+    in_rows = [make(ranks[i * tensor_parallel : (i + 1) * tensor_parallel]) for i in range(rows)]
+    in_columns = [make(ranks[i::tensor_parallel]) for i in range(tensor_parallel)]
+    data = replace(everyone, rank=row, size=rows, group=in_columns[column])
+    tensor = replace(everyone, rank=column, size=tensor_parallel, group=in_rows[row])
+    if world.liveness is None:
+        weakref.finalize(tensor, liveness.close)
+    return RankGrid(everyone, data, tensor)
 
 
-def _make_group(world: World, ranks: list[int]) -> Any:
+def _make_group(ranks: list[int], timeout: float) -> Any:
     """A group that this rank may not be in: all ranks make all groups, in the same order."""
-    limit = None if world.liveness is None else timedelta(seconds=world.liveness.timeout)
-    return dist.new_group(ranks, timeout=limit)
+    return dist.new_group(ranks, timeout=timedelta(seconds=timeout))
