@@ -65,7 +65,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("whole_logits", [True, False], ids=["whole", "chunks"])
+@pytest.mark.parametrize(
+    "whole_logits", [pytest.param(True, id="whole"), pytest.param(False, id="chunks", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("name", "dtype"), [("a window", torch.float32), ("head norms", torch.bfloat16)])
 def test_tokens_that_are_asked_for_have_the_same_bits(name: str, dtype: torch.dtype, whole_logits: bool) -> None:
     """Of generation, of scoring with all logits and with half of them, and of training."""
@@ -166,8 +168,12 @@ def train_once(limits: Limits, samples: list[Sample], **options: Any) -> tuple[d
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scopes": ("layer",)}, {"adapter": AdapterSpec(rank=2)}, {"loss": with_entropy, "needs_entropy": True}],
-    ids=["step", "layer", "adapters", "entropy"],
+    [
+        pytest.param({}, id="step"),
+        pytest.param({"scopes": ("layer",)}, id="layer", marks=pytest.mark.slow),
+        pytest.param({"adapter": AdapterSpec(rank=2)}, id="adapters", marks=pytest.mark.slow),
+        pytest.param({"loss": with_entropy, "needs_entropy": True}, id="entropy"),
+    ],
 )
 def test_a_worker_learns_the_same(options: dict[str, Any]) -> None:
     samples = long_samples(12, 9, 14, 10)
@@ -263,6 +269,7 @@ def update_of_rank(world: World) -> tuple[dict[str, float], Pieces, int]:
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_ranks_with_fewer_microbatches_run_padding(tmp_path: Path) -> None:
     found = run_world(2, tmp_path, update_of_rank)
     assert [eager for *_, eager in found] == [0, 0]
@@ -283,6 +290,7 @@ def divided_update(world: World) -> tuple[list[list[float]], dict[str, float], d
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_ranks_that_divide_layers_learn_the_same(tmp_path: Path, worker: PolicyWorker) -> None:
     found = run_world(2, tmp_path, divided_update)
     expected = worker.logprobs(long_samples(12, 9, 14, 10))

@@ -150,7 +150,7 @@ def test_dpo_with_long_prompts_learns_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("layout", ["shard=parameters", "tensor_parallel=2"])
+@pytest.mark.parametrize("layout", [pytest.param("shard=parameters", marks=pytest.mark.slow), "tensor_parallel=2"])
 def test_ranks_train_exactly_with_half_of_the_logits(tmp_path: Path, layout: str) -> None:
     config = sampling_run(tmp_path, layout, "cpu_threads=1")
     assert run_world(2, tmp_path, train_on_a_rank, config, tmp_path / "shown.txt") == [None, None]

@@ -91,9 +91,12 @@ class Tab:
         self.page.evaluate("(address) => { location.hash = address }", f"#/{address}")
 
     def wait(self, condition: str) -> None:
-        """Until a JavaScript expression is true. Playwright's own wait needs what the policy of the page forbids."""
+        """Until a JavaScript expression is true. Playwright's own wait needs what the policy of the page forbids.
+
+        An element that it names may be missing for a moment, while the page draws it anew.
+        """
         end = time.monotonic() + WAIT / 1000
-        while not self.page.evaluate(condition):
+        while not self.page.evaluate(f"() => {{ try {{ return ({condition}) }} catch {{ return false }} }}"):
             assert time.monotonic() < end, f"{condition} did not become true; errors: {self.errors}"
             self.page.wait_for_timeout(20)
 
