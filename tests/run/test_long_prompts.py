@@ -82,6 +82,15 @@ def written_run(folder: Path, *overrides: str, text: str = WRITTEN) -> Config:
     return parse_config(text, [f"output={folder / 'run'}", f"data.train={folder / 'train.jsonl'}", *overrides])
 
 
+def graphs_of(output: Path) -> list[dict[str, Any]]:
+    graphs: list[dict[str, Any]] = json.loads((output / REPORT).read_text())["graphs"]
+    return graphs
+
+
+def replays_of(output: Path) -> dict[str, int]:
+    return {graph["name"]: graph["replays"] for graph in graphs_of(output)}
+
+
 def check_exact_steps(output: Path) -> None:
     steps = metrics_of(output)
     assert len(steps) == 3
@@ -99,9 +108,8 @@ def test_a_run_with_long_prompts_trains_exactly_and_captures_nothing_later(tmp_p
     run = train(sampling_run(tmp_path), ONE)
     assert run is not None
     assert run.policy.limits.long_prompts
-    report = json.loads((tmp_path / "run" / REPORT).read_text())
-    assert all((graph["captures"], graph["eager_runs"]) == (1, {}) for graph in report["graphs"])
-    replays = {graph["name"]: graph["replays"] for graph in report["graphs"]}
+    assert all((graph["captures"], graph["eager_runs"]) == (1, {}) for graph in graphs_of(tmp_path / "run"))
+    replays = replays_of(tmp_path / "run")
     assert replays["train 96, logits of 48"] >= 3
     assert replays["score 96, logits of 48"] >= 3
     assert replays["train 96"] == 0
@@ -132,8 +140,7 @@ def test_sft_counts_its_data(tmp_path: Path, more: int, long: bool) -> None:
     completions = run.inputs.written.completions  # type: ignore[union-attr]
     assert (completions.written, completions.tokens) == (8 * 12 + more, 8 * 24 + more)
     assert run.policy.limits.long_prompts == long
-    report = json.loads((tmp_path / "run" / REPORT).read_text())
-    assert any("logits of" in graph["name"] for graph in report["graphs"]) == long
+    assert any("logits of" in name for name in replays_of(tmp_path / "run")) == long
 
 
 def test_dpo_with_long_prompts_learns_the_same(tmp_path: Path) -> None:
@@ -155,8 +162,7 @@ def test_ranks_train_exactly_with_half_of_the_logits(tmp_path: Path, layout: str
     config = sampling_run(tmp_path, layout, "cpu_threads=1")
     assert run_world(2, tmp_path, train_on_a_rank, config, tmp_path / "shown.txt") == [None, None]
     check_exact_steps(tmp_path / "run")
-    report = json.loads((tmp_path / "run" / REPORT).read_text())
-    replays = {graph["name"]: graph["replays"] for graph in report["graphs"]}
+    replays = replays_of(tmp_path / "run")
     assert replays["score 96, logits of 48"] >= 3
     assert replays["score 96"] == 0
 

@@ -158,7 +158,9 @@ def decode(
         rotation = (q, q, q)
     most = triton.cdiv(table.shape[1] * block, PART)
     few = rows * kv_heads < 2 * processors(device)
-    parts = most if (few if split is None else split) else 1
+    if split is None:
+        split = few
+    parts = most if split else 1
     out = torch.empty((rows, heads, dim), dtype=source.dtype, device=device)
     target, sums = out, out
     if parts > 1:

@@ -130,7 +130,7 @@ class Completions:
 
     def admit(self, prompt: Prompt) -> None:
         row = self._rows[prompt.id]
-        longest = 0
+        longest = written = 0
         for name, completion in zip(self._rewards, self._completions(prompt), strict=True):
             count = len(prompt.tokens) + len(completion.tokens)
             if count > self._most:
@@ -138,8 +138,8 @@ class Completions:
                 del self._encoded[prompt.id]
                 raise DataError(detail, argument="max_tokens", place=row.place, alternative=("too_long", "drop"))
             longest = max(longest, count)
+            written += len(completion.tokens)
         self.longest = max(self.longest, longest)
-        written = sum(len(completion.tokens) for completion in self._completions(prompt))
         self.tokens += len(prompt.tokens) + written
         self.written += written
 
