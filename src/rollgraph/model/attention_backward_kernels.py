@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollgraph.model.attention_kernels import dot_precision, memory_row, processors, sequence_of, visible_from
+from rollgraph.model.attention_kernels import dot_precision, packed_row, processors, sequence_of, visible_from
 from rollgraph.model.shared_keys_kernels import sum_over_copies
 
 MOST_DIM = 256  # of a head
@@ -74,7 +74,7 @@ def _query_kernel(
     for start in range(visible_from(shared + tile * ROWS, WINDOW, TILE), end, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < end
-        at = memory_row(place, inside, tokens, first, shared, begin_rows, 0)[:, None] * (KV_HEADS * DIM) + dims
+        at = packed_row(place, first, shared, begin_rows)[:, None] * (KV_HEADS * DIM) + dims
         tile_keys = tl.load(keys + at, mask=inside[:, None] & in_dim, other=0.0)
         tile_values = tl.load(values + at, mask=inside[:, None] & in_dim, other=0.0)
         scores = tl.dot(queries, tl.trans(tile_keys), input_precision=PRECISION)
@@ -114,7 +114,7 @@ def _key_kernel(
     place, dims = first_place + tl.arange(0, TILE), tl.arange(0, WIDTH)
     inside, in_dim = place < length, dims < DIM
     shown = inside[:, None] & in_dim
-    at = memory_row(place, inside, tokens, first, shared, begin_rows, 0)[:, None] * (KV_HEADS * DIM) + dims
+    at = packed_row(place, first, shared, begin_rows)[:, None] * (KV_HEADS * DIM) + dims
     keys = tl.load(k + kv_head * DIM + at, mask=shown, other=0.0)
     values = tl.load(v + kv_head * DIM + at, mask=shown, other=0.0)
     d_keys = tl.zeros((TILE, WIDTH), tl.float32)

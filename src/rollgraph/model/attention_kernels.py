@@ -31,32 +31,49 @@ _LN_2 = 0.6931471805599453
 
 
 @triton.jit
-def memory_row(place, inside, table, first, shared, own, BLOCK: tl.constexpr):
-    """Which row of the keys' memory a place of a sequence is.
+def packed_row(place, first, shared, own):
+    """Which row of the keys' memory a place of a packed sequence is.
 
-    With BLOCK > 0 the table of the sequence knows. Without, the first `shared` places are the rows from `first` on, and
-    the others those from `own` on.
+    The first `shared` places are the rows from `first` on, and the others those from `own` on.
     """
-    if BLOCK > 0:
-        block = tl.load(table + place // BLOCK, mask=inside, other=0)
-        return block.to(tl.int64) * BLOCK + place % BLOCK
     return tl.where(place < shared, first + place, own + place - shared).to(tl.int64)
+
+
+@triton.jit
+def _blocks_of(place, end, table, BLOCK: tl.constexpr):
+    """The blocks of a paged cache that hold these places of a sequence, as far as they are before `end`."""
+    return tl.load(table + place // BLOCK, mask=place < end, other=0)
 
 
 @triton.jit
 def _attend_tiles(
     queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, end, scale,
     best, totals, mixed, MASKED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles from begin to end to the sums of queries. Without MASKED, all queries see all of their places."""
+    """Add the tiles from begin to end to the sums of queries. Without MASKED, all queries see all of their places.
+
+    With BLOCK > 0 keys are paged, and the table of the sequence knows where. AHEAD says that it is read one tile ahead:
+    the keys of a tile can then be on their way while the tile before is computed. That takes more memory of a
+    processor, so it pays only where few programs share one.
+    """
     dims = tl.arange(0, WIDTH)
     in_dim = (dims < DIM)[None, :]
     factor = tl.full((queries.shape[0], TILE), 1.0, tl.float32) * scale
+    if AHEAD:
+        next_blocks = _blocks_of(begin + tl.arange(0, TILE), end, table, BLOCK)
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < end
-        row = memory_row(place, inside, table, first, shared, own, BLOCK)
+        if BLOCK > 0:
+            if AHEAD:
+                blocks = next_blocks
+                next_blocks = _blocks_of(place + TILE, end, table, BLOCK)
+            else:
+                blocks = _blocks_of(place, end, table, BLOCK)
+            row = blocks.to(tl.int64) * BLOCK + place % BLOCK
+        else:
+            row = packed_row(place, first, shared, own)
         shown = in_dim
         if MASKED:
             shown = inside[:, None] & in_dim
@@ -82,8 +99,8 @@ def _attend_tiles(
 @triton.jit
 def attend_part(
     queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, full, end, scale,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    LONG: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, LONG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of queries, [n, WIDTH], over the places begin to end. `scale` includes the factor from e to 2.
 
@@ -98,12 +115,12 @@ def attend_part(
         best, totals, mixed = _attend_tiles(
             queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
             begin, tl.minimum(full, end), scale, best, totals, mixed, False,
-            DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+            DIM, WIDTH, BLOCK, AHEAD, WINDOW, TILE, PRECISION,
         )  # fmt: skip
         begin = tl.maximum(begin, full)
     best, totals, mixed = _attend_tiles(
         queries, positions, keys, values, key_stride, value_stride, table, first, shared, own,
-        begin, end, scale, best, totals, mixed, True, DIM, WIDTH, BLOCK, WINDOW, TILE, PRECISION,
+        begin, end, scale, best, totals, mixed, True, DIM, WIDTH, BLOCK, AHEAD, WINDOW, TILE, PRECISION,
     )  # fmt: skip
     return best, _sum_columns(totals), mixed
 
@@ -134,8 +151,8 @@ def join(best, total, mixed, part_best, part_total, part_mixed):
 @triton.jit
 def attend(
     queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, full, end, scale,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    PART: tl.constexpr, SEVERAL: tl.constexpr, LONG: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr, SEVERAL: tl.constexpr, LONG: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention over all places from begin to end, part after part. `begin` is a multiple of TILE.
 
@@ -144,13 +161,14 @@ def attend(
     first_part = begin // PART
     best, total, mixed = attend_part(
         queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, begin, full,
-        tl.minimum(end, (first_part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, LONG, PRECISION,
+        tl.minimum(end, (first_part + 1) * PART), scale, DIM, WIDTH, BLOCK, AHEAD, WINDOW, TILE, LONG, PRECISION,
     )  # fmt: skip
     if SEVERAL:
         for part in range(first_part + 1, tl.cdiv(end, PART)):
             part_best, part_total, part_mixed = attend_part(
                 queries, positions, keys, values, key_stride, value_stride, table, first, shared, own, part * PART,
-                full, tl.minimum(end, (part + 1) * PART), scale, DIM, WIDTH, BLOCK, WINDOW, TILE, LONG, PRECISION,
+                full, tl.minimum(end, (part + 1) * PART), scale,
+                DIM, WIDTH, BLOCK, AHEAD, WINDOW, TILE, LONG, PRECISION,
             )  # fmt: skip
             best, total, mixed = join(best, total, mixed, part_best, part_total, part_mixed)
     return best, total, mixed
@@ -218,7 +236,7 @@ def _packed_kernel(
         queries, position, keys + kv_head * DIM, values + kv_head * DIM, key_stride, value_stride,
         table + low * table_stride, first, shared, begin_rows,
         visible_from(lowest, WINDOW, TILE), (lowest + 1) // TILE * TILE, tl.minimum(lowest + ROWS, length), scale,
-        DIM, WIDTH, BLOCK, WINDOW, TILE, PART, SEVERAL, SEVERAL, PRECISION,
+        DIM, WIDTH, BLOCK, False, WINDOW, TILE, PART, SEVERAL, SEVERAL, PRECISION,
     )  # fmt: skip
     total = tl.where(in_row, total, 1.0)
     result = (mixed / total[:, None]).to(out.dtype.element_ty)

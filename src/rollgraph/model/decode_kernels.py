@@ -59,9 +59,9 @@ def _rotate(source, cos, sin, dims, shown, DIM: tl.constexpr):
 def _decode_kernel(
     q, cos, sin, slots, pages, table, lengths, out, sums, scale, table_stride,
     ROTATES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
-    PARTS: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr, STARTS_NEXT: tl.constexpr,
-    WAITS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, SEVERAL: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS_NEXT: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Attention of the query heads that share one key/value head. With PARTS > 1, over one part of a row's places."""
     if STARTS_NEXT:
@@ -100,7 +100,7 @@ def _decode_kernel(
     if PARTS > 1:
         best, total, mixed = attend_part(
             queries, positions, keys, values, 2 * KV_HEADS * DIM, 2 * KV_HEADS * DIM, table + row * table_stride,
-            0, 0, 0, begin, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, False, PRECISION,
+            0, 0, 0, begin, begin, end, scale, DIM, WIDTH, BLOCK, AHEAD, WINDOW, TILE, False, PRECISION,
         )  # fmt: skip
         where = (row * HEADS + head).to(tl.int64) * PARTS + part
         tl.store(sums + where * 2, best, mask=group < HEADS // KV_HEADS)
@@ -109,7 +109,7 @@ def _decode_kernel(
     else:
         best, total, mixed = attend(
             queries, positions, keys, values, 2 * KV_HEADS * DIM, 2 * KV_HEADS * DIM, table + row * table_stride,
-            0, 0, 0, begin, begin, end, scale, DIM, WIDTH, BLOCK, WINDOW, TILE, PART, SEVERAL, False, PRECISION,
+            0, 0, 0, begin, begin, end, scale, DIM, WIDTH, BLOCK, AHEAD, WINDOW, TILE, PART, SEVERAL, False, PRECISION,
         )  # fmt: skip
         result = (mixed / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + (row * HEADS + head)[:, None] * DIM + dims, result, mask=shown)
@@ -170,8 +170,8 @@ def decode(
     _decode_kernel[(kv_heads, rows, parts)](
         source, *rotation, pages, table, lengths, target, sums, score_scale(dim), table.stride(0),
         ROTATES=isinstance(q, Unrotated), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width,
-        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK=block, WINDOW=window or 0, TILE=TILE, PART=PART,
-        PARTS=parts, SEVERAL=most > 1, PRECISION=dot_precision(source), STARTS_NEXT=chains, WAITS=waits,
+        GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK=block, AHEAD=few, WINDOW=window or 0, TILE=TILE,
+        PART=PART, PARTS=parts, SEVERAL=most > 1, PRECISION=dot_precision(source), STARTS_NEXT=chains, WAITS=waits,
         num_warps=4 if few else 2, num_stages=3, launch_pdl=waits,
     )  # fmt: skip
     if parts > 1:

@@ -34,7 +34,6 @@ TILINGS = (
     Tiling(16, 16, 1024, 3, 4),
     Tiling(16, 16, 512, 4, 2),
     Tiling(16, 32, 256, 4, 2),
-    Tiling(32, 16, 512, 3, 2),
     Tiling(64, 16, 128, 6, 4),
     Tiling(64, 32, 256, 4, 4),
     Tiling(64, 64, 64, 6, 4),
@@ -42,7 +41,7 @@ TILINGS = (
 )
 GATED_TILINGS = (
     Tiling(16, 32, 256, 3, 4),
-    Tiling(32, 32, 128, 4, 4),
+    Tiling(64, 32, 64, 4, 4),
     Tiling(64, 64, 64, 4, 4),
 )
 _CHAINED_ROWS = 128  # with more, the kernel before is a library's

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,13 @@ from rollgraph.model.kernel_compilation import compiling_together
 from rollgraph.model.library_choice import choose, find_choice
 from rollgraph.model.pointwise import swiglu
 from rollgraph.model.product_trials import device_time, draw_factors, lasting_times, row_digests, run_if_it_fits
-from rollgraph.model.products import LIBRARY, Route, Routes, compute, gate, offers_of, prepare
+from rollgraph.model.products import LIBRARY, Route, Routes, compute, gate, offers_of
 from rollgraph.model.route_cache import RouteCache
 
 _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
 _FEW_ROWS = 64  # up to so many, our kernels may be faster than a library that agrees
 _FEW_OFFERS = 4  # of short products, of which there are many, and whose first offers are good guesses
-_SAVED_MS = 0.0005  # by a kernel of ours, because the one after it starts early
+_SAVED_MS = 0.001  # by a kernel of ours in a decode step, because it and the one after it start early
 _SHORT_ROWS = 1024  # with more, a product takes long enough for the device's clock to fall
 
 OnProbe = Callable[[str, int, int], None]  # called with the next shape, how many are done, and of how many
@@ -107,7 +108,6 @@ def set_routes(
             else:
                 routes = _find_routes(weight, bias, shape, counts, at_any_cost)
             cache.put(shape, counts, routes)
-        prepare(routes, weight)
         report.routes[shape] = routes
         missing = [rows for rows in counts if rows not in routes]
         if missing and not shape.gated:
@@ -212,15 +212,17 @@ def _find_routes(
     agreeing: list[int] = []
     if consistent:
         for count in reversed(counts):
-            others = _offered(like, shape, count, most)
             candidates = []
             if agrees(count, LIBRARY):
                 agreeing.append(count)
                 candidates.append(LIBRARY)
+                others = []
+                if _FEW_ROWS < count <= _SHORT_ROWS or count == most:  # these take much of a run's time
+                    others += _offered(like, shape, count)
                 if like.is_cuda and count <= _FEW_ROWS:
                     others += _tilings(like.device, count)
             else:
-                others += _candidates(like.device, count, agreeing)
+                others = _offered(like, shape, count) + _candidates(like.device, count, agreeing)
             candidates += [route for route in others if agrees(count, route)]
             if candidates:
                 routes[count] = _fastest(candidates, partial(run, count), like.device, count > _SHORT_ROWS)
@@ -241,6 +243,7 @@ def _find_gated_routes(
     if most not in plain:
         return {}
     x, weight, bias = draw_factors(like, like_bias, most, torch.Generator(like.device).manual_seed(0))
+    weights = (weight, weight.clone())
     expected = swiglu(compute(x, weight, bias, plain[most], most, wide=False))
     routes = {}
     for count in counts:
@@ -248,18 +251,29 @@ def _find_gated_routes(
         before = plain.get(count)
         if before is None:
             continue
+        ways: dict[Route | None, Callable[[Tensor], Tensor]] = {}
         for route in _gated_tilings(count):
-            found = run_if_it_fits(partial(gate, own, weight, bias, route))
-            if found is None or not torch.equal(found, expected[most - count :]):
-                continue
-            separately = partial(_gate_separately, own, weight, bias, before)
-            if device_time(partial(gate, own, weight, bias, route)) < device_time(separately):
-                routes[count] = route
+            way = partial(gate, own, bias=bias, route=route)
+            found = run_if_it_fits(partial(way, weight))
+            if found is not None and torch.equal(found, expected[most - count :]):
+                ways[route] = way
+        if ways:
+            ways[None] = partial(_gate_separately, own, bias=bias, route=before)
+            times = {route: _time_in_turns(way, weights) for route, way in ways.items()}
+            fastest = min(times, key=times.__getitem__)
+            if fastest is not None:
+                routes[count] = fastest
     return routes
 
 
+def _time_in_turns(way: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> float:
+    """The time of a product whose weight is in no cache, as in a decode step: several weights take turns."""
+    turns = cycle(weights)
+    return device_time(lambda: way(next(turns)))
+
+
 def _gated_tilings(count: int) -> list[Route]:
-    """The gated way, in the tiling that suits a number of rows, if there is one."""
+    """The gated way, in the tilings that suit a number of rows, if there are any."""
     from rollgraph.model.matmul_kernels import GATED_TILINGS
 
     return [Route("gated", tiling=i) for i, tiling in enumerate(GATED_TILINGS) if tiling.rows == _tile_rows(count)]
@@ -269,9 +283,9 @@ def _gate_separately(x: Tensor, weight: Tensor, bias: Tensor | None, route: Rout
     return swiglu(compute(x, weight, bias, route, len(x), wide=False), chained=route.way == "fixed")
 
 
-def _offered(like: Tensor, shape: ProductShape, count: int, most: int) -> list[Route]:
-    """What cuBLAS offers for row counts that take much of a run's time: those of decode steps, and the most rows."""
-    if not like.is_cuda or count <= _FEW_ROWS or _SHORT_ROWS < count < most:
+def _offered(like: Tensor, shape: ProductShape, count: int) -> list[Route]:
+    """What cuBLAS offers. None of it splits the sum along K, which is what the library's own choice may do."""
+    if not like.is_cuda:
         return []
     found = offers_of(count, like, shape.wide, shape.biased)
     if count <= _SHORT_ROWS:
@@ -283,10 +297,7 @@ def _candidates(device: torch.device, count: int, agreeing: Sequence[int]) -> li
     """Ways other than the library's own. `agreeing` are larger row counts whose library product agrees."""
     paddings = sorted(agreeing)[:_CANDIDATE_PADDINGS]
     found = [Route("library", rows) for rows in paddings]
-    if device.type == "cuda":
-        found.append(Route("biased"))
-        found += [Route("biased", rows) for rows in (2 * count, 4 * count) if rows <= max(agreeing, default=0)]
-    else:
+    if device.type != "cuda":
         found += [Route("library", rows) for rows in (4, 8, _next_multiple(count, 16)) if rows > count]
     return found + _tilings(device, count)
 
@@ -302,10 +313,10 @@ def _tilings(device: torch.device, count: int) -> list[Route]:
 
 
 def _tile_rows(count: int) -> int:
-    """The rows of a tile that suit a number of rows: a power of 2 from 16 to 64, or 128 if there are many."""
+    """The rows of a tile that suit a number of rows: 16, 64, or 128 if there are many."""
     if count > 4 * _FEW_ROWS:
         return 128
-    return min(_FEW_ROWS, max(16, 1 << (count - 1).bit_length()))
+    return 16 if count <= 16 else _FEW_ROWS  # tiles of 32 rows are slower than half-empty ones of 64
 
 
 def _next_multiple(number: int, factor: int) -> int:

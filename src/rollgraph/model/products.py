@@ -8,7 +8,6 @@ route says how to compute a product with some number of rows so that its bits ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,13 +25,12 @@ class Route(NamedTuple):
     """One way to compute a product.
 
     - library: the library's product of a weight without a bias, or with its bias.
-    - biased: the library's product with a bias of zeros, for which cuBLAS has other algorithms.
     - offered: one of the ways that cuBLAS offers, of which the library's is the first; see `cublas_offers.py`.
     - fixed: a product with one order along K at any number of rows: our kernel on CUDA, blocks of rows elsewhere.
     - gated: like fixed, and the kernel ends with SwiGLU.
     """
 
-    way: Literal["library", "biased", "offered", "fixed", "gated"]
+    way: Literal["library", "offered", "fixed", "gated"]
     rows: int = 0  # the rows are padded to this number
     tiling: int = 0  # index of the kernel's tiling, or of the offer
 
@@ -95,12 +93,6 @@ def padded_rows(routes: Routes, rows: int) -> int:
     return max(rows, routes.get(rows, LIBRARY).rows)
 
 
-def prepare(routes: Routes, weight: Tensor) -> None:
-    """Make what the routes need beside the weight, before the memory of a graph would hold it."""
-    if any(route.way == "biased" for route in routes.values()):
-        _zeros(len(weight), weight.dtype, weight.device)
-
-
 def compute(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, count: int, wide: bool) -> Tensor:
     """The first `count` rows of the product, by a route."""
     if route.rows and len(x) != route.rows:
@@ -109,8 +101,6 @@ def compute(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, count:
         return _fixed(x, weight, bias, route, wide)[:count]
     if route.way == "offered":
         return _offered(x[:count], weight, bias, route.tiling, wide)
-    if route.way == "biased" and bias is None:
-        bias = _zeros(len(weight), weight.dtype, weight.device)
     return _library(x, weight, bias, wide)[:count]
 
 
@@ -133,12 +123,6 @@ def _offered(x: Tensor, weight: Tensor, bias: Tensor | None, index: int, wide: b
     out = torch.empty((len(x), len(weight)), dtype=torch.float32 if wide else x.dtype, device=x.device)
     offer.run(x, weight, out, bias)
     return out
-
-
-@cache
-def _zeros(columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Made once, by `prepare`, so that no graph has to fill them."""
-    return torch.zeros(columns, dtype=dtype, device=device)
 
 
 def _fixed(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route, wide: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rollgraph.files import write_atomically
 from rollgraph.model.products import Route
 
-_PROBE = 4  # raise it when the probe or a way changes: what was found before is then not used any more
+_PROBE = 5  # raise it when the probe or a way changes: what was found before is then not used any more
 
 
 class RouteCache:
