@@ -30,6 +30,7 @@ _CANDIDATE_PADDINGS = 3  # how many larger row counts are tried as paddings
 _FEW_ROWS = 64  # up to so many, our kernels may be faster than a library that agrees
 _FEW_OFFERS = 4  # of short products, of which there are many, and whose first offers are good guesses
 _SAVED_MS = 0.001  # by a kernel of ours in a decode step, because it and the one after it start early
+_LEAST_TILES = 3  # along K: deeper ones take memory that the next kernel needs to start early, and save nothing
 _SHORT_ROWS = 1024  # with more, a product takes long enough for the device's clock to fall
 
 OnProbe = Callable[[str, int, int], None]  # called with the next shape, how many are done, and of how many
@@ -133,7 +134,7 @@ def _launch_candidates(shape: ProductShape, weight: Tensor, bias: Tensor | None,
             for route in _gated_tilings(count):
                 run_if_it_fits(partial(gate, x, weight, bias, route))
         elif count <= _FEW_ROWS:
-            for route in _tilings(weight.device, count):
+            for route in _tilings(weight, count):
                 run_if_it_fits(partial(compute, x, weight, bias, route, count, shape.wide))
 
 
@@ -220,14 +221,14 @@ def _find_routes(
                 if _FEW_ROWS < count <= _SHORT_ROWS or count == most:  # these take much of a run's time
                     others += _offered(like, shape, count)
                 if like.is_cuda and count <= _FEW_ROWS:
-                    others += _tilings(like.device, count)
+                    others += _tilings(like, count)
             else:
-                others = _offered(like, shape, count) + _candidates(like.device, count, agreeing)
+                others = _offered(like, shape, count) + _candidates(like, count, agreeing)
             candidates += [route for route in others if agrees(count, route)]
             if candidates:
                 routes[count] = _fastest(candidates, partial(run, count), like.device, count > _SHORT_ROWS)
     if len(routes) < len(counts) and at_any_cost:
-        routes = {count: _tilings(like.device, count)[-1] for count in counts}
+        routes = {count: _tilings(like, count)[-1] for count in counts}
         expected = row_digests(run(most, routes[most]))
         if not all(agrees(count, routes[count]) for count in counts):
             return {}
@@ -293,23 +294,24 @@ def _offered(like: Tensor, shape: ProductShape, count: int) -> list[Route]:
     return [Route("offered", tiling=i) for i in range(len(found))]
 
 
-def _candidates(device: torch.device, count: int, agreeing: Sequence[int]) -> list[Route]:
+def _candidates(like: Tensor, count: int, agreeing: Sequence[int]) -> list[Route]:
     """Ways other than the library's own. `agreeing` are larger row counts whose library product agrees."""
     paddings = sorted(agreeing)[:_CANDIDATE_PADDINGS]
     found = [Route("library", rows) for rows in paddings]
-    if device.type != "cuda":
+    if not like.is_cuda:
         found += [Route("library", rows) for rows in (4, 8, _next_multiple(count, 16)) if rows > count]
-    return found + _tilings(device, count)
+    return found + _tilings(like, count)
 
 
-def _tilings(device: torch.device, count: int) -> list[Route]:
-    """The fixed way, in the tilings that suit a number of rows."""
-    if device.type != "cuda":
+def _tilings(weight: Tensor, count: int) -> list[Route]:
+    """The fixed way, in the tilings that suit a number of rows and the depth of a weight."""
+    if not weight.is_cuda:
         return [Route("fixed")]
     from rollgraph.model.matmul_kernels import TILINGS
 
     suited = [i for i, tiling in enumerate(TILINGS) if tiling.rows == _tile_rows(count)]
-    return [Route("fixed", tiling=i) for i in suited]
+    shallow = [i for i in suited if _LEAST_TILES * TILINGS[i].depth <= weight.shape[1]]
+    return [Route("fixed", tiling=i) for i in shallow or suited]
 
 
 def _tile_rows(count: int) -> int:
