@@ -50,8 +50,7 @@ class Room:
                 )
                 if not complete:
                     while_waiting()
-            if self._failed is not None:
-                raise AssertionError("another rank failed") from self._failed
+            self.raise_if_failed()
             assert complete, f"ranks {sorted(self._inputs[number])} wait for the other ranks: {self._inputs[number]}"
             entries = [self._inputs[number][rank] for rank in range(self.size)]
         names = {what for what, _ in entries}
@@ -64,27 +63,61 @@ class Room:
             self._failed = self._failed or error
             self._changed.notify_all()
 
+    def raise_if_failed(self) -> None:
+        if self._failed is not None:
+            raise AssertionError("another rank failed") from self._failed
+
 
 class RoomLiveness(Liveness):
-    """A liveness check in which no rank is ever lost; announcements are kept in the room."""
+    """A liveness check in which no rank is lost unless a test says so; announcements are kept in the room."""
 
     def __init__(self, room: Room) -> None:
         self.loss = None
+        self.operations: list[str] = []  # that this rank reported, apart from collectives
         self._announcements = room.announcements
 
     def check(self) -> None:
         pass
 
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def report_progress(self, operation: str) -> None:
+        self.operations.append(operation)
+
+    def report_timeout(self, operation: str) -> str:
+        return f"some rank did not reach {operation}"
+
     def announce(self, key: str, text: str) -> str:
         return self._announcements.setdefault(key, text)
 
 
-class RoomCollectives(Collectives):
-    """The collectives of one rank."""
+class RoomStore:
+    """The store of a room, as one rank uses it. `before_looking` is called before it looks for keys of all ranks."""
 
-    def __init__(self, room: Room, rank: int, timeout: float = 60.0) -> None:
+    def __init__(self, room: Room, before_looking: Callable[[], None]) -> None:
+        self._room = room
+        self._before_looking = before_looking
+
+    def check(self, keys: list[str]) -> bool:
+        if len(keys) == self._room.size:  # which it waits for
+            self._before_looking()
+            self._room.raise_if_failed()
+        return self._room.store.check(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._room.store, name)
+
+
+class RoomCollectives(Collectives):
+    """The collectives of one rank. `before_looking` is that of its store."""
+
+    def __init__(
+        self, room: Room, rank: int, timeout: float = 60.0, before_looking: Callable[[], None] = lambda: None
+    ) -> None:
         self.timeout = timeout
-        self.liveness = RoomLiveness(room)
+        self.liveness: RoomLiveness = RoomLiveness(room)
+        self._before_looking = before_looking
         self._room = room
         self._rank = rank
         self._number = 0  # of the next collective
@@ -95,7 +128,7 @@ class RoomCollectives(Collectives):
 
     @property
     def store(self) -> Any:
-        return self._room.store
+        return RoomStore(self._room, self._before_looking)
 
     def enter(self, room: Room) -> None:
         """Go on in another room, as after a new attempt of all ranks. What is in flight stays in the old one."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from rollgraph.distributed.lost_ranks import LossReport
 from rollgraph.distributed.world import World
 from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StepAborted
-from tests.sharding.lockstep import Room, RoomCollectives, run_ranks
+from tests.sharding.lockstep import PATIENCE, Room, RoomCollectives, run_ranks
 from tests.sharding.worlds import run_world
 
 RANKS = 3
@@ -79,6 +82,86 @@ def test_all_ranks_abort_the_step_that_one_rank_aborts_and_the_next_step_is_righ
             assert said == (
                 "StepAborted: rank 1 aborted the step (ValueError: an unreadable sample): all ranks drop its gradients"
             )
+
+
+class End:
+    """The end of a step: a rank is there when it waits for the others in `finish_gradients()`, or has left that."""
+
+    def __init__(self) -> None:
+        self._reached = [threading.Event() for _ in range(RANKS)]
+
+    def collectives(self, rank: int, room: Room, timeout: float = 60.0) -> RoomCollectives:
+        return RoomCollectives(room, rank, timeout, before_looking=self._reached[rank].set)
+
+    def finish(self, sharded: ShardedModel) -> None:
+        try:
+            sharded.finish_gradients()
+        finally:
+            self._reached[sharded.rank].set()
+
+    def wait_for(self, *ranks: int) -> None:
+        for rank in ranks:
+            assert self._reached[rank].wait(PATIENCE), f"rank {rank} does not come to the end of the step"
+
+
+def take_step(sharded: ShardedModel) -> list[Tensor]:
+    train(sharded, ShardedAdamW(sharded, 0.1), 0)
+    reader = sharded.make_reader()
+    sharded.gather()
+    return [p.detach().clone() for p in reader.parameters()]
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_a_rank_that_fails_after_its_last_reduction_is_not_too_late(shard: Literal["optimizer", "parameters"]) -> None:
+    """The others have all their sums by then, so only the end of the step can tell them."""
+    end = End()
+
+    def work(rank: int, room: Room) -> tuple[list[Tensor], list[str]]:
+        model, collectives = Stack(), end.collectives(rank, room)
+        world, layers = World(rank, RANKS, "cpu"), list(model.layers)
+        sharded = ShardedModel(model, world, bucket_bytes=1, collectives=collectives, shard=shard, units=layers)
+        said = ""
+        try:
+            model(batch(0, rank)).square().sum().backward()
+            if rank == 1:
+                end.wait_for(0, 2)
+                raise ValueError("an unreadable sample")
+            end.finish(sharded)
+        except (ValueError, StepAborted) as error:
+            said = str(error)
+            sharded.drop_gradients()
+        assert said.startswith("an unreadable" if rank == 1 else "rank 1 aborted the step (ValueError: an unreadable")
+        return take_step(sharded), collectives.liveness.operations
+
+    expected = run_ranks(RANKS, lambda rank, room: take_step(simulated(rank, room)))[0]
+    for parameters, operations in run_ranks(RANKS, work):
+        assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
+        assert operations == ["the end of the step"] * 2  # on all ranks alike, or a late rank would be named wrongly
+
+
+@pytest.mark.parametrize("what", ["is lost", "is late"])
+def test_the_end_of_a_step_is_not_waited_for_forever(what: str) -> None:
+    end = End()
+    watched = {}
+
+    def work(rank: int, room: Room) -> str:
+        model, collectives = Stack(), end.collectives(rank, room, timeout=0.3 if what == "is late" else 60.0)
+        watched[rank] = collectives.liveness
+        sharded = ShardedModel(model, World(rank, RANKS, "cpu"), bucket_bytes=1, collectives=collectives)
+        model(batch(0, rank)).square().sum().backward()
+        if rank != 1:
+            with pytest.raises(CommunicationError) as caught:
+                end.finish(sharded)
+            return str(caught.value)
+        end.wait_for(0, 2)
+        if what == "is lost":
+            for liveness in watched.values():
+                liveness.loss = LossReport(1, "rank 1 is lost")
+        return ""
+
+    reason = "rank 1 is lost" if what == "is lost" else "some rank did not reach the end of the step"
+    for rank, said in enumerate(run_ranks(RANKS, work)):
+        assert said == ("" if rank == 1 else f"rank {rank} has reduced its gradients, and {reason}")
 
 
 def lend_and_take_back(sharded: ShardedModel) -> None:

@@ -133,7 +133,7 @@ class GradientReductions:
         self._collect_missed()
         self._reduce_remaining()
         self.wait()
-        self._drop_if_aborted()
+        self._agree_to_finish()
         if average:
             count = self._world.size if tokens is None else self._collectives.sum(tokens)
             for shard in self.shards():
@@ -208,7 +208,7 @@ class GradientReductions:
         if self._aborts is None:
             self._forget()
         else:
-            self._aborts.abort(self._finished, self._describe_started())
+            self._aborts.abort(self._describe_started())
 
     def _describe_started(self) -> str:
         """The collectives of this step, if their order depends on what this rank has run."""
@@ -242,11 +242,11 @@ class GradientReductions:
         self._forget()
         self._aborts = begin_aborts()
 
-    def _drop_if_aborted(self) -> None:
+    def _agree_to_finish(self) -> None:
         if self._aborts is None:
             return
         try:
-            self._aborts.raise_if_aborted()
+            self._aborts.agree_to_finish()
         except StepAborted:
             self.drop()
             raise

@@ -51,8 +51,6 @@ class RingReductions(GradientReductions):
 
     def _reduce_remaining(self) -> None:
         self._ring.reduce_remaining()
-        if self._aborts is not None:
-            self._aborts.announce_reduction()
 
     def wait(self) -> None:
         self._ring.wait_for_reductions()
