@@ -164,6 +164,23 @@ def test_the_end_of_a_step_is_not_waited_for_forever(what: str) -> None:
         assert said == ("" if rank == 1 else f"rank {rank} has reduced its gradients, and {reason}")
 
 
+def test_the_store_does_not_grow_with_every_step() -> None:
+    def keys_after(steps: int) -> int:
+        rooms = []
+
+        def work(rank: int, room: Room) -> None:
+            sharded = simulated(rank, room)
+            optimizer = ShardedAdamW(sharded, 0.1)
+            for step in range(steps):
+                train(sharded, optimizer, step)
+            rooms.append(room)
+
+        run_ranks(RANKS, work)
+        return int(rooms[0].store.num_keys())
+
+    assert keys_after(6) == keys_after(2)
+
+
 def lend_and_take_back(sharded: ShardedModel) -> None:
     """What a worker does to generate between two steps: the cache overwrites the gradients."""
     with sharded.paused(gather=True):  # ends an aborted step on all ranks

@@ -68,6 +68,13 @@ class StepAborts:
             self._store.set(self._key(_ENDED, self._rank), "reduced")
         self._wait(_ENDED, f"rank {self._rank} has reduced its gradients", lambda: self._liveness.report_timeout(_END))
         self.raise_if_aborted()
+        self._forget(self._step - 1)
+
+    def _forget(self, step: int) -> None:
+        """Delete what this rank said of a step that all ranks have left: the store must not grow with every step."""
+        with suppress(RuntimeError):  # the store died with rank 0: the next collective will say so
+            for event in (_REACHED, _ENDED):
+                self._store.delete_key(self._key(event, self._rank, step))
 
     def _end(self) -> None:
         """Count the end of the step: once on each rank, however it ends there."""
@@ -155,8 +162,9 @@ class StepAborts:
         except RuntimeError:
             return "some rank (the store does not respond; is rank 0 gone?)"
 
-    def _key(self, event: str, rank: int | None = None) -> str:
-        return f"rollgraph/{self._name}/{self._step}/{event}/{rank}"
+    def _key(self, event: str, rank: int | None = None, step: int | None = None) -> str:
+        """Of this step, unless another one is given."""
+        return f"rollgraph/{self._name}/{self._step if step is None else step}/{event}/{rank}"
 
 
 def _describe(error: BaseException | None) -> str:
