@@ -282,23 +282,6 @@ def test_must_takes_the_fixed_way_or_stops(monkeypatch: pytest.MonkeyPatch) -> N
         make_exact(model, limits, limits.buckets, whole_logits=True, must=True)
 
 
-def test_routes_of_an_earlier_start_make_nothing_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that makes the zeros of a bias in its warm-up would hold them in memory that other graphs overwrite."""
-
-    def known(cache: Any, shape: Any, counts: Sequence[int]) -> dict[int, products.Route]:
-        return dict.fromkeys(counts, products.Route("biased"))
-
-    monkeypatch.setattr(route_cache.RouteCache, "get", known)
-    model = decoder(LLAMA, "cpu")
-    products._zeros.cache_clear()
-    assert set_routes(model, ROW_COUNTS, ROW_COUNTS).exact
-    monkeypatch.setattr(torch, "zeros", None)
-    logits_of(model, 4)
-    x = torch.randn(4, LLAMA.hidden)
-    for layer in model.layers:
-        layer.mlp(x)
-
-
 def test_gradients_of_routed_products(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     layer = Linear(12, 7, bias=True).double()
