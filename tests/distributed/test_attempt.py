@@ -89,12 +89,13 @@ def make_model() -> nn.Module:
 
 
 def take_steps(sharded: ShardedModel, optimizer: ShardedAdamW, steps: range, lose: Callable[[], None]) -> None:
-    """`lose` is called in step 2, before its gradients are reduced."""
+    """`lose` is called in step 2, before the backward pass, which begins to reduce its gradients."""
     for step in steps:
         torch.manual_seed(10 * step + sharded.world.rank)
-        sharded.model(torch.randn(5, 6)).square().mean().backward()
+        loss = sharded.model(torch.randn(5, 6)).square().mean()
         if step == 2:
             lose()
+        loss.backward()
         sharded.finish_gradients()
         optimizer.step()
         sharded.flat.zero_gradients()
