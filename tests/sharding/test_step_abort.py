@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -164,21 +165,88 @@ def test_the_end_of_a_step_is_not_waited_for_forever(what: str) -> None:
         assert said == ("" if rank == 1 else f"rank {rank} has reduced its gradients, and {reason}")
 
 
-def test_the_store_does_not_grow_with_every_step() -> None:
+def ring_or_whole(rank: int, room: Room, shard: Literal["optimizer", "parameters"]) -> ShardedModel:
+    model, collectives = Stack(), RoomCollectives(room, rank)
+    world, layers = World(rank, RANKS, "cpu"), list(model.layers)
+    return ShardedModel(model, world, bucket_bytes=1, collectives=collectives, shard=shard, units=layers)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_the_store_does_not_grow_with_every_step(shard: Literal["optimizer", "parameters"]) -> None:
+    """Nor with every step that is aborted."""
+
     def keys_after(steps: int) -> int:
         rooms = []
 
         def work(rank: int, room: Room) -> None:
-            sharded = simulated(rank, room)
+            sharded = ring_or_whole(rank, room, shard)
             optimizer = ShardedAdamW(sharded, 0.1)
             for step in range(steps):
+                fails_at = 2 if rank == 1 and step % 3 else None  # two of three steps are aborted
+                with suppress(ValueError, StepAborted):
+                    train(sharded, optimizer, step, fails_at)
+            for step in range(2):
                 train(sharded, optimizer, step)
             rooms.append(room)
 
         run_ranks(RANKS, work)
         return int(rooms[0].store.num_keys())
 
-    assert keys_after(6) == keys_after(2)
+    assert keys_after(12) == keys_after(3)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_a_step_is_dropped_while_an_earlier_failure_is_handled(shard: Literal["optimizer", "parameters"]) -> None:
+    """The exception that Python knows of is then that of the step before."""
+
+    def work(rank: int, room: Room) -> str:
+        sharded = ring_or_whole(rank, room, shard)
+        try:
+            train(sharded, ShardedAdamW(sharded, 0.1), 0, 2 if rank == 1 else None)
+        except (ValueError, StepAborted):
+            sharded.model(batch(1, rank)).square().sum().backward()
+            if rank == 0:
+                sharded.drop_gradients()
+                sharded.gather()
+                return "dropped"
+            with pytest.raises(StepAborted, match="rank 0 aborted the step"):
+                sharded.finish_gradients()
+            sharded.drop_gradients()
+            sharded.gather()
+        return "followed"
+
+    assert run_ranks(RANKS, work) == ["dropped", "followed", "followed"]
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_gradients_of_an_aborted_step_are_dropped_by_whoever_raises(shard: Literal["optimizer", "parameters"]) -> None:
+    def work(rank: int, room: Room) -> list[str]:
+        sharded = ring_or_whole(rank, room, shard)
+        optimizer = ShardedAdamW(sharded, 0.1)
+        said = []
+
+        def fail(gradient: Tensor) -> None:
+            raise ValueError("in the last of a backward pass")
+
+        for step in range(3):
+            loss = sharded.model(batch(step, rank)).square().sum()
+            try:
+                if step == 1 and rank == 1:
+                    hook = sharded.model.get_parameter("layers.0.weight").register_hook(fail)
+                loss.backward()
+                sharded.finish_gradients()
+                optimizer.step()
+                said.append("taken")
+            except ValueError:
+                hook.remove()
+                sharded.drop_gradients()
+                said.append("failed")
+            except StepAborted:  # finish_gradients() has dropped them already
+                said.append("aborted")
+        return said
+
+    taken = run_ranks(RANKS, work)
+    assert taken == [["taken", said, "taken"] for said in ("aborted", "failed", "aborted")]
 
 
 def lend_and_take_back(sharded: ShardedModel) -> None:

@@ -131,9 +131,14 @@ class GradientReductions:
         self._flat.check_memory()
         self._check_all_known(model)
         self._collect_missed()
-        self._reduce_remaining()
-        self.wait()
-        self._agree_to_finish()
+        try:
+            self._reduce_remaining()
+            self.wait()
+            if self._aborts is not None:
+                self._aborts.agree_to_finish()
+        except StepAborted:
+            self.drop()
+            raise
         if average:
             count = self._world.size if tokens is None else self._collectives.sum(tokens)
             for shard in self.shards():
@@ -241,15 +246,6 @@ class GradientReductions:
             parameter.grad = None
         self._forget()
         self._aborts = begin_aborts()
-
-    def _agree_to_finish(self) -> None:
-        if self._aborts is None:
-            return
-        try:
-            self._aborts.agree_to_finish()
-        except StepAborted:
-            self.drop()
-            raise
 
     def _forget(self) -> None:
         for bucket in self.buckets:

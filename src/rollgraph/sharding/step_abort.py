@@ -14,12 +14,13 @@ Owns the announcements. What has to be done about them is up to `gradient_reduct
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from rollgraph.distributed.world import World
+from rollgraph.sharding.background_tasks import CHECK_SECONDS, start
 from rollgraph.sharding.collectives import Collectives, CommunicationError, WaitEnded
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01  # seconds between two looks into the store, the longer it takes
@@ -52,7 +53,8 @@ class StepAborts:
         self._step = 0
         self.aborted = False  # by this rank, and the others have not all followed yet
         self._announced_reduction = False
-        self._ended = False  # by this rank: it has reduced its gradients, or aborted
+        self._ended = False  # by this rank: it has reduced its gradients, or all ranks have aborted
+        self._aborted_before = False  # the step before this one
 
     def announce_reduction(self) -> None:
         """Call this before the first reduction of a step: from there to the last one all ranks do the same."""
@@ -68,13 +70,21 @@ class StepAborts:
             self._store.set(self._key(_ENDED, self._rank), "reduced")
         self._wait(_ENDED, f"rank {self._rank} has reduced its gradients", lambda: self._liveness.report_timeout(_END))
         self.raise_if_aborted()
-        self._forget(self._step - 1)
+        self._forget_step_before()
 
-    def _forget(self, step: int) -> None:
-        """Delete what this rank said of a step that all ranks have left: the store must not grow with every step."""
+    def _forget_step_before(self) -> None:
+        """Delete what was said of the step before. All ranks have left it, and the store must not grow."""
+        if not self._step:
+            return
+        events = [_REACHED, _ENDED]
+        if self._aborted_before:
+            events += [_ABORTED, _STARTED]
+        keys = [self._key(event, self._rank, self._step - 1) for event in events]
+        if self._aborted_before and self._rank == 0:
+            keys.append(self._key(_CAUSE, step=self._step - 1))
         with suppress(RuntimeError):  # the store died with rank 0: the next collective will say so
-            for event in (_REACHED, _ENDED):
-                self._store.delete_key(self._key(event, self._rank, step))
+            for key in keys:
+                self._store.delete_key(key)
 
     def _end(self) -> None:
         """Count the end of the step: once on each rank, however it ends there."""
@@ -95,12 +105,12 @@ class StepAborts:
             return  # nobody will follow, and the store may have gone with the rank that is lost
         with suppress(RuntimeError):  # the store is gone: the next collective says so, and `error` matters more
             self._store.set(self._key(_STARTED, self._rank), started)
-            if not self._ended and not isinstance(error, StepAborted):  # the rank that failed first is the one to name
-                self._store.set(self._key(_CAUSE), f"rank {self._rank} aborted the step{_describe(error)}")
+            if not self._ended:
+                # The rank that failed first is the one to name.
+                self._store.compare_set(self._key(_CAUSE), "", f"rank {self._rank} aborted the step{_describe(error)}")
             for event in (_REACHED, _ABORTED, _ENDED):  # after the cause, for which others look when they see these
                 self._store.set(self._key(event, self._rank), "aborted")
             self._store.check([self._key(_ENDED, self._rank)])  # returns only after all of the above is stored
-        self._end()
 
     def raise_if_aborted(self) -> None:
         """Raise if another rank aborted this step."""
@@ -118,13 +128,16 @@ class StepAborts:
 
     def wait_until_all_aborted(self) -> None:
         self._wait_after_abort(_ABORTED, "did not")
+        self._forget_step_before()
 
     def read_started(self) -> list[str]:
         """What each rank had started when it aborted this step, after all of them have."""
         return [self._store.get(self._key(_STARTED, rank)).decode() for rank in range(self._size)]
 
     def next_step(self) -> None:
+        self._end()
         self._step += 1
+        self._aborted_before = self.aborted
         self.aborted = False
         self._announced_reduction = False
         self._ended = False
@@ -135,25 +148,39 @@ class StepAborts:
         self._wait(event, here, lambda: f"{self._find_missing(event)} {failure} {limit}")
 
     def _wait(self, event: str, here: str, explain_timeout: Callable[[], str]) -> None:
-        """Wait until every rank has announced an event. `here` says in errors what this rank did."""
-        keys = [self._key(event, rank) for rank in range(self._size)]
-        began = self._liveness.clock()
-        while not self._has(keys):
-            loss = self._liveness.loss
-            if loss is not None:
-                raise CommunicationError(f"{here}, and {loss.text}", loss)
-            waited = self._liveness.clock() - began
-            if waited > self._timeout:
-                reason = explain_timeout()
-                raise CommunicationError(f"{here}, and {reason}", self._liveness.loss)
-            time.sleep(min(_SHORTEST_PAUSE + waited / 10, _LONGEST_PAUSE))
+        """Wait until every rank has announced an event. `here` says in errors what this rank did.
 
-    def _has(self, keys: list[str]) -> bool:
-        """Whether the store has these keys. It is asked again and again: PyTorch warns of each wait that times out."""
+        A thread looks into the store: if the process that has it is stopped, a look does not end.
+        """
+        keys = [self._key(event, rank) for rank in range(self._size)]
+        given_up = threading.Event()
+        look = start(lambda: self._look_for(keys, given_up))
+        began = self._liveness.clock()
         try:
-            return bool(self._store.check(keys))
-        except RuntimeError:  # the store died with rank 0
-            return False
+            while not look.done():
+                loss = self._liveness.loss
+                if loss is not None:
+                    raise CommunicationError(f"{here}, and {loss.text}", loss)
+                if self._liveness.clock() - began > self._timeout:
+                    reason = explain_timeout()
+                    raise CommunicationError(f"{here}, and {reason}", self._liveness.loss)
+                with suppress(TimeoutError):
+                    look.exception(CHECK_SECONDS)
+        finally:
+            given_up.set()
+        error = look.exception()
+        if isinstance(error, RuntimeError):
+            reason = self._liveness.wait_for_loss() or "the store of the ranks does not respond"
+            raise CommunicationError(f"{here}, and {reason}", self._liveness.loss) from error
+        if error is not None:
+            raise error
+
+    def _look_for(self, keys: list[str], given_up: threading.Event) -> None:
+        """Return when the store has all keys. It is asked again and again: PyTorch warns of a wait that times out."""
+        pause = _SHORTEST_PAUSE
+        while not given_up.is_set() and not self._store.check(keys):
+            given_up.wait(pause)
+            pause = min(1.1 * pause, _LONGEST_PAUSE)
 
     def _find_missing(self, event: str) -> str:
         try:
