@@ -71,6 +71,15 @@ def simulated(rank: int, room: Room, timeout: float = 60.0) -> ShardedModel:
     return ShardedModel(Stack(), World(rank, RANKS, "cpu"), bucket_bytes=1, collectives=collectives)
 
 
+Shard = Literal["optimizer", "parameters"]
+
+
+def ring_or_whole(rank: int, collectives: RoomCollectives, shard: Shard) -> ShardedModel:
+    model = Stack()
+    world, layers = World(rank, RANKS, "cpu"), list(model.layers)
+    return ShardedModel(model, world, bucket_bytes=1, collectives=collectives, shard=shard, units=layers)
+
+
 @pytest.mark.parametrize("fails_at", range(4))
 def test_all_ranks_abort_the_step_that_one_rank_aborts_and_the_next_step_is_right(fails_at: int) -> None:
     found = run_ranks(RANKS, lambda rank, room: steps_with_a_failure(simulated(rank, room), fails_at, failing=1))
@@ -113,17 +122,16 @@ def take_step(sharded: ShardedModel) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_a_rank_that_fails_after_its_last_reduction_is_not_too_late(shard: Literal["optimizer", "parameters"]) -> None:
+def test_a_rank_that_fails_after_its_last_reduction_is_not_too_late(shard: Shard) -> None:
     """The others have all their sums by then, so only the end of the step can tell them."""
     end = End()
 
     def work(rank: int, room: Room) -> tuple[list[Tensor], list[str]]:
-        model, collectives = Stack(), end.collectives(rank, room)
-        world, layers = World(rank, RANKS, "cpu"), list(model.layers)
-        sharded = ShardedModel(model, world, bucket_bytes=1, collectives=collectives, shard=shard, units=layers)
+        collectives = end.collectives(rank, room)
+        sharded = ring_or_whole(rank, collectives, shard)
         said = ""
         try:
-            model(batch(0, rank)).square().sum().backward()
+            sharded.model(batch(0, rank)).square().sum().backward()
             if rank == 1:
                 end.wait_for(0, 2)
                 raise ValueError("an unreadable sample")
@@ -165,21 +173,15 @@ def test_the_end_of_a_step_is_not_waited_for_forever(what: str) -> None:
         assert said == ("" if rank == 1 else f"rank {rank} has reduced its gradients, and {reason}")
 
 
-def ring_or_whole(rank: int, room: Room, shard: Literal["optimizer", "parameters"]) -> ShardedModel:
-    model, collectives = Stack(), RoomCollectives(room, rank)
-    world, layers = World(rank, RANKS, "cpu"), list(model.layers)
-    return ShardedModel(model, world, bucket_bytes=1, collectives=collectives, shard=shard, units=layers)
-
-
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_the_store_does_not_grow_with_every_step(shard: Literal["optimizer", "parameters"]) -> None:
+def test_the_store_does_not_grow_with_every_step(shard: Shard) -> None:
     """Nor with every step that is aborted."""
 
     def keys_after(steps: int) -> int:
         rooms = []
 
         def work(rank: int, room: Room) -> None:
-            sharded = ring_or_whole(rank, room, shard)
+            sharded = ring_or_whole(rank, RoomCollectives(room, rank), shard)
             optimizer = ShardedAdamW(sharded, 0.1)
             for step in range(steps):
                 fails_at = 2 if rank == 1 and step % 3 else None  # two of three steps are aborted
@@ -196,11 +198,11 @@ def test_the_store_does_not_grow_with_every_step(shard: Literal["optimizer", "pa
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_a_step_is_dropped_while_an_earlier_failure_is_handled(shard: Literal["optimizer", "parameters"]) -> None:
+def test_a_step_is_dropped_while_an_earlier_failure_is_handled(shard: Shard) -> None:
     """The exception that Python knows of is then that of the step before."""
 
     def work(rank: int, room: Room) -> str:
-        sharded = ring_or_whole(rank, room, shard)
+        sharded = ring_or_whole(rank, RoomCollectives(room, rank), shard)
         try:
             train(sharded, ShardedAdamW(sharded, 0.1), 0, 2 if rank == 1 else None)
         except (ValueError, StepAborted):
@@ -219,9 +221,9 @@ def test_a_step_is_dropped_while_an_earlier_failure_is_handled(shard: Literal["o
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_gradients_of_an_aborted_step_are_dropped_by_whoever_raises(shard: Literal["optimizer", "parameters"]) -> None:
+def test_gradients_of_an_aborted_step_are_dropped_by_whoever_raises(shard: Shard) -> None:
     def work(rank: int, room: Room) -> list[str]:
-        sharded = ring_or_whole(rank, room, shard)
+        sharded = ring_or_whole(rank, RoomCollectives(room, rank), shard)
         optimizer = ShardedAdamW(sharded, 0.1)
         said = []
 
