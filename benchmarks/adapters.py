@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from common import QWEN_1_5B, synchronize, table
 
-from rollgraph.distributed.world import World
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.model import Architecture, Decoder, token_logprobs
-from rollgraph.model.adapters import AdapterSpec, attach
+from rollgraph.model.lora import AdapterSpec, attach
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.types import Batch, Sample
@@ -37,7 +37,7 @@ def make_model(architecture: Architecture, device: str, spec: AdapterSpec | None
     if spec is not None:
         attach(model, spec, seed=0)
         assert model.adapters is not None
-        for _, _, b in model.adapters.parts():
+        for _, _, b in model.adapters.projections():
             b.normal_(std=0.05)
     return model
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,29 @@ def seconds_of_process() -> float:
 
 
 def run_apart(
-    file: str, arguments: list[str], *, limit_s: float | None = None, quiet: bool = False
+    file: str,
+    arguments: list[str],
+    *,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float | None = None,
+    quiet: bool = False,
 ) -> list[dict[str, Any]]:
     """Run a Python file and return what it reported, also if it then failed or ran past its limit.
 
-    With `quiet`, the output of a process that ended well is not shown, and of another only the end.
+    `environment` is added to that of this process. With `quiet`, the output of a process that ended well is not shown,
+    and of another only the end.
     """
     found = []
     lines = []
-    command = [sys.executable, file, *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    process = subprocess.Popen(
+        [python, file, *arguments],
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     assert process.stdout is not None
     timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, process.kill)
     timer.daemon = True

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from common import QWEN_1_5B, synchronize, table
 
-from rollgraph.distributed.world import World
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.model import Architecture, Decoder, Rope
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.types import Batch, Sample
@@ -107,7 +107,7 @@ def compare(
 
 def check(name: str, architecture: Architecture, options: argparse.Namespace, device: str) -> tuple[Any, ...]:
     worker = make_worker(architecture, options, device)
-    assert worker.products is not None
+    assert worker.gemm_report is not None
     asked = requests(architecture.vocabulary, options)
     tokens, equal, largest, samples = compare(worker, asked, "before")
     worst = 1.0
@@ -116,8 +116,8 @@ def check(name: str, architecture: Architecture, options: argparse.Namespace, de
         for sample, scored in zip(samples, worker.logprobs(samples), strict=True):
             sample.logprobs = scored
     after = compare(worker, asked, "after")
-    seconds = worker.products.seconds
-    for line in worker.products.lines():
+    seconds = worker.gemm_report.seconds
+    for line in worker.gemm_report.lines():
         print(f"  {name}: {line}")
     worker.close()
     return (

@@ -24,10 +24,10 @@ from apart import run_apart, seconds_of_process
 from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, synchronize, table
 from phase_profile import PhaseProfile
 
-from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
-from rollgraph.model.shapes_only import shapes_only
+from rollgraph.model.meta import shapes_only
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.environment import SingleTurn
@@ -88,7 +88,7 @@ def make_worker(
             rows=options.prompts * options.samples,
             token_buckets=tuple(sorted({max(longest, largest // part) for part in (4, 2, 1)})),
             cache_bytes=options.cache_gib << 30 if device != "cpu" else 64 << 20,
-            long_prompts=options.long_prompts,
+            half_logits=options.half_logits,
         ),
         sampling=SamplingParams(max_tokens=options.new),
         optimizer={"lr": 1e-6},
@@ -201,9 +201,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--new", type=int, default=384, help="new tokens per sample")
     parser.add_argument("--bucket", type=int, default=16384, help="tokens per microbatch")
-    parser.add_argument(
-        "--long-prompts", action="store_true", help="logits for half of the tokens where that is enough"
-    )
+    parser.add_argument("--half-logits", action="store_true", help="logits for half of the tokens where that is enough")
     parser.add_argument("--cache-gib", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3, help="steps, of which the fastest counts")
     parser.add_argument("--tiny", action="store_true", help="run a tiny model on a CPU, to see whether it runs")

@@ -20,8 +20,8 @@ import torch
 from common import QWEN_1_5B, synchronize, table
 
 from rollgraph.model import Architecture, Decoder, load_model, save_model, weight_files
-from rollgraph.model.shapes_only import shapes_only
-from rollgraph.model.weight_stream import READERS
+from rollgraph.model.meta import shapes_only
+from rollgraph.model.weights.stream import READERS
 
 GIB = 2**30
 PIECE = 32 * 2**20

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from rollgraph.graph import GraphPool, capture
 from rollgraph.model import Decoder, token_logprobs
-from rollgraph.model.product_probe import set_routes
-from rollgraph.sharding import add_gradients
+from rollgraph.model.gemm.autotune import autotune_gemms
+from rollgraph.policy.train_graphs import add_gradients
 
 
 def inputs_of(sequences: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,13 +35,13 @@ def ours(
     model: Decoder, buffers: dict[Tensor, Tensor], sequences: int, length: int, backend: Any
 ) -> Callable[[], object]:
     tokens = sequences * length
-    set_routes(model, [tokens], [tokens], trained=[tokens])
+    autotune_gemms(model, [tokens], [tokens], grad_row_counts=[tokens])
     weights = torch.full((tokens,), -1.0 / tokens, device="cuda")
 
     def step(ids: Tensor, positions: Tensor, cu_seqlens: Tensor, weights: Tensor) -> Tensor:
         hidden = model(ids, positions, cu_seqlens, length)
         # One chunk keeps the logits, as training does if memory allows.
-        logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1), chunk=tokens, routes=model.head_routes)
+        logprobs = token_logprobs(hidden, model.head_weight, ids.roll(-1), chunk=tokens, algos=model.head_algos)
         loss = (logprobs * weights).sum()
         add_gradients(loss, buffers)
         return loss

@@ -26,15 +26,15 @@ from apart import report, run_apart
 from common import synchronize, table
 
 from rollgraph.config import Config, parse_config
-from rollgraph.distributed.world import World
 from rollgraph.model import Decoder
-from rollgraph.model.hf_weights import read_architecture
-from rollgraph.model.shapes_only import shapes_only
+from rollgraph.model.meta import shapes_only
+from rollgraph.model.weights.hf import read_architecture
+from rollgraph.parallel.ranks.world import World
+from rollgraph.plan import chosen_memory
+from rollgraph.plan.choose import MemoryBudget
+from rollgraph.plan.memory import GIB, PHASES, format_bytes
+from rollgraph.plan.report import Plan, make_plan
 from rollgraph.rl.environment import SingleTurn
-from rollgraph.run import chosen_memory
-from rollgraph.run.memory_choice import MemoryBudget
-from rollgraph.run.plan import Plan, make_plan
-from rollgraph.run.plan_lines import GIB, PHASES, gib
 from rollgraph.run.setup import Run, make_run
 from rollgraph.types import Prompt
 
@@ -198,10 +198,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Plan, set up and take steps, in this process."""
     device = "cpu" if options.tiny else "cuda:0"
     memory = DeviceMemory(device)
-    budget = chosen_memory.find_budget(World(0, 1, device))
+    budget = chosen_memory.find_memory_budget(World(0, 1, device))
     if options.limit_gib is not None:
         budget = MemoryBudget(int(options.limit_gib * GIB), budget.host)
-    chosen_memory.find_budget = lambda world: budget  # type: ignore[assignment]
+    chosen_memory.find_memory_budget = lambda world: budget  # type: ignore[assignment]
     torch.cuda.reset_peak_memory_stats = lambda device=None: None  # a run measures each phase; here, all count
     with tempfile.TemporaryDirectory() as name:
         config = make_config(Path(name), options)
@@ -232,7 +232,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(config: Config, budget: MemoryBudget, device: str) -> Plan:
     if device == "cpu":
-        from rollgraph.run.step_floor import Speed
+        from rollgraph.plan.time import Speed
 
         return make_plan(config, device="cpu", speed=Speed(0.1, 0.01))
     return make_plan(config, device_bytes=budget.device, host_bytes=budget.host)
@@ -240,15 +240,17 @@ def _plan(config: Config, budget: MemoryBudget, device: str) -> Plan:
 
 def describe(plan: Plan) -> str:
     """The plan in short: what was chosen, each line, and the sums."""
-    rows = [f"  {line.name:26} {gib(line.nbytes):>11}  {line.where:6}  {', '.join(line.phases)}"
+    rows = [f"  {line.name:26} {format_bytes(line.nbytes):>11}  {line.where:6}  {', '.join(line.phases)}"
             for line in plan.lines if line.nbytes]  # fmt: skip
-    sums = ", ".join(f"{phase} {gib(plan.total(phase))}" for phase in PHASES)
+    sums = ", ".join(f"{phase} {format_bytes(plan.total(phase))}" for phase in PHASES)
     chosen = [f"  {line}" for line in plan.choice.describe()]
-    return "\n".join([*chosen, *rows, f"  planned: {sums}; host {gib(plan.total('train', 'host'))}", plan.misfit])
+    return "\n".join(
+        [*chosen, *rows, f"  planned: {sums}; host {format_bytes(plan.total('train', 'host'))}", plan.misfit]
+    )
 
 
 def _described(peaks: dict[str, int]) -> str:
-    return ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in peaks.items())
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in peaks.items())
 
 
 def show(results: list[dict[str, Any]]) -> None:

@@ -15,10 +15,11 @@ import torch
 from common import random_decoder, synchronize, table
 from torch import nn
 
-from rollgraph.distributed.world import World
-from rollgraph.sharding import Offload, ShardedAdamW, ShardedModel, StateFormat
-from rollgraph.sharding.copy_streams import CopyStreams
-from rollgraph.sharding.pinned_memory import allocate_on_host
+from rollgraph.parallel.data.bucket_plan import Offload, StateFormat
+from rollgraph.parallel.data.sharded_model import ShardedModel
+from rollgraph.parallel.optim.adamw import ShardedAdamW
+from rollgraph.parallel.optim.state import CopyStreams, allocate_on_host
+from rollgraph.parallel.ranks.world import World
 
 FORMATS: tuple[StateFormat, ...] = ("fp32", "bf16", "int8")
 

@@ -20,9 +20,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from rollgraph.distributed.world import World
-from rollgraph.sharding import ShardedAdamW, ShardedModel
-from rollgraph.sharding.collectives import PendingCollective
+from rollgraph.parallel.data.collectives import PendingCollective
+from rollgraph.parallel.data.sharded_model import ShardedModel
+from rollgraph.parallel.optim.adamw import ShardedAdamW
+from rollgraph.parallel.ranks.world import World
 
 
 def slowed(

@@ -16,14 +16,14 @@ from torch.profiler import ProfilerActivity, profile
 
 # What the name of a kernel contains, by kind; the first that fits counts.
 KINDS = {
-    "products": ("gemm", "nvjet", "cutlass", "_product_kernel"),
-    "attention, backward": ("_query_kernel", "_key_kernel", "_sum_kernel"),
+    "products": ("gemm", "nvjet", "cutlass", "_matmul_kernel"),
+    "attention, backward": ("_query_kernel", "_key_kernel", "_sum_copies_kernel"),
     "attention": ("_packed_kernel", "_decode_kernel"),
     "SwiGLU": ("swiglu",),
     "norms": ("norm",),
     "heads": ("heads",),
-    "log-probabilities": ("_part_kernel", "_gradient_kernel", "_join_kernel"),
-    "sampling": ("draw", "logit_sums"),
+    "log-probabilities": ("_part_kernel", "_gradient_kernel", "_combine_kernel"),
+    "sampling": ("sample", "logit_sums"),
 }
 REST = "the rest"
 GAPS = "between kernels"

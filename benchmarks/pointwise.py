@@ -16,7 +16,7 @@ from common import BYTES_PER_SECOND, QWEN_1_5B, device_time, table
 from torch import Tensor
 from torch.nn import functional
 
-from rollgraph.model.pointwise import add_norm, swiglu
+from rollgraph.model.layers import add_norm, swiglu
 
 EPS = 1e-6
 Operation = Callable[..., Any]
@@ -30,7 +30,7 @@ def plain_add_norm(stream: Tensor, update: Tensor, weight: Tensor) -> tuple[Tens
 
 def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Our kernel. It is imported late, because it needs Triton."""
-    from rollgraph.model.head_kernels import SplitHeads
+    from rollgraph.model.kernels.heads import SplitHeads
 
     return SplitHeads.apply(qkv, cos, sin, None, None, EPS, QWEN_1_5B.heads, QWEN_1_5B.kv_heads)
 

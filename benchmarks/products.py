@@ -17,9 +17,15 @@ from common import FLOPS_PER_SECOND, QWEN_1_5B, QWEN_7B, table
 from torch import Tensor
 
 from rollgraph.model import Architecture
-from rollgraph.model.cublas_offers import LibraryProduct, ProductKind, offers
-from rollgraph.model.product_trials import device_time, lasting_times, run_if_it_fits
-from rollgraph.model.products import LIBRARY, Route, compute, offers_of
+from rollgraph.model.gemm.candidates import (
+    GemmKind,
+    GemmProblem,
+    cublas_algos,
+    device_time,
+    run_if_it_fits,
+    sustained_times,
+)
+from rollgraph.model.gemm.matmul import TORCH_GEMM, GemmAlgo, forward_cublas_algos, matmul_with_algo
 
 BF16 = torch.bfloat16
 FEW_ROWS = 1024  # up to so many, products are timed in a graph
@@ -40,7 +46,7 @@ def shapes_of(architecture: Architecture) -> dict[str, tuple[int, int]]:
 def times_of(calls: list[Callable[[], Tensor]], rows: int) -> list[float]:
     """Return the microseconds of each call."""
     if rows > FEW_ROWS:
-        return [1e3 * milliseconds for milliseconds in lasting_times(calls)]
+        return [1e3 * milliseconds for milliseconds in sustained_times(calls)]
     return [1e3 * min(device_time(call) for _ in range(3)) for call in calls]
 
 
@@ -49,18 +55,22 @@ def time_forward(columns: int, depth: int, rows: int, wide: bool) -> tuple[float
 
     An offer or a kernel counts only if it gives the rows of a product of many rows.
     """
-    from rollgraph.model.matmul_kernels import TILINGS
+    from rollgraph.model.kernels.matmul import TILINGS
 
     x = torch.randn(max(rows, FEW_ROWS), depth, device="cuda").to(BF16)
     weight = (torch.randn(columns, depth, device="cuda") * depth**-0.5).to(BF16)
-    expected = compute(x, weight, None, LIBRARY, len(x), wide)[:rows]
+    expected = matmul_with_algo(x, weight, None, TORCH_GEMM, len(x), wide)[:rows]
     x = x[:rows]
-    offered = [Route("offered", tiling=i) for i in range(len(offers_of(rows, weight, wide, biased=False)))]
-    own = [Route("fixed", tiling=i) for i, tiling in enumerate(TILINGS) if rows <= 256 or tiling.rows == 128]
-    ways: list[tuple[str, Callable[[], Tensor]]] = [("library", partial(compute, x, weight, None, LIBRARY, rows, wide))]
-    for kind, routes in (("offered", offered), ("own", own)):
-        for route in routes:
-            call = partial(compute, x, weight, None, route, rows, wide)
+    offered = [
+        GemmAlgo("cublas", variant=i) for i in range(len(forward_cublas_algos(rows, weight, wide, has_bias=False)))
+    ]
+    own = [GemmAlgo("fixed", variant=i) for i, tiling in enumerate(TILINGS) if rows <= 256 or tiling.rows == 128]
+    ways: list[tuple[str, Callable[[], Tensor]]] = [
+        ("library", partial(matmul_with_algo, x, weight, None, TORCH_GEMM, rows, wide))
+    ]
+    for kind, algos in (("offered", offered), ("own", own)):
+        for algo in algos:
+            call = partial(matmul_with_algo, x, weight, None, algo, rows, wide)
             found = run_if_it_fits(call)
             if found is not None and torch.equal(found, expected):
                 ways.append((kind, call))
@@ -70,7 +80,7 @@ def time_forward(columns: int, depth: int, rows: int, wide: bool) -> tuple[float
     return best["library"], best["offered"], best["own"]
 
 
-def time_gradient(kind: ProductKind, columns: int, depth: int, rows: int) -> tuple[float, float]:
+def time_gradient(kind: GemmKind, columns: int, depth: int, rows: int) -> tuple[float, float]:
     """Return what the library and the best offer take."""
     d_out = torch.randn((rows, columns), dtype=BF16, device="cuda")
     if kind == "input gradient":
@@ -81,9 +91,9 @@ def time_gradient(kind: ProductKind, columns: int, depth: int, rows: int) -> tup
         other = torch.randn((rows, depth), dtype=BF16, device="cuda")
         out = torch.zeros((columns, depth), device="cuda")
         library = partial(torch.addmm, out, d_out.t(), other, out_dtype=torch.float32, out=out)
-    found = offers(LibraryProduct(kind, rows, columns, depth, BF16), out.device)
+    found = cublas_algos(GemmProblem(kind, rows, columns, depth, BF16), out.device)
     calls = [library, *(partial(offer.run, d_out, other, out) for offer in found)]
-    first, *others = lasting_times(calls)
+    first, *others = sustained_times(calls)
     return 1e3 * first, 1e3 * min(others, default=float("inf"))
 
 
@@ -107,7 +117,7 @@ def main() -> None:
     table("products with the same bits, µs", header, found)
     if options.gradients:
         found = []
-        kinds: tuple[ProductKind, ...] = ("input gradient", "weight gradient")
+        kinds: tuple[GemmKind, ...] = ("input gradient", "weight gradient")
         for name, (columns, depth) in shapes.items():
             for kind in kinds:
                 rows = options.rows[-1]

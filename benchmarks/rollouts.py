@@ -20,7 +20,7 @@ from common import BYTES_PER_SECOND, FLOPS_PER_SECOND, QWEN_1_5B, QWEN_7B, rando
 
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.model import Architecture, Decoder
-from rollgraph.model.shapes_only import shapes_only
+from rollgraph.model.meta import shapes_only
 
 SHORT, LONG = 64, 256  # new tokens of the two runs whose difference is the time of decode steps
 CACHE_BYTES = 32 << 30  # no shape needs more

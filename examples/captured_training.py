@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rollgraph.distributed.world import World
 from rollgraph.graph import GraphPool, capture
-from rollgraph.telemetry.metrics import JsonlSink, LineSink, Metrics
+from rollgraph.log.metrics import JsonlSink, LineSink, Metrics
+from rollgraph.parallel.ranks.world import World
 
 DIGITS = 10
 LENGTH = 8  # digits in a string

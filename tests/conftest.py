@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,8 +32,10 @@ else:
 _PATHS = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
 
-# Ranks are forked from a process that has imported what takes long.
-multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "rollgraph.train"])
+multiprocessing.set_forkserver_preload(["tests.forkserver_imports"])
+
+# Under nohup, signals of a closing terminal are ignored, in the processes that a test starts too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Results are compared bit for bit, and the order of a CPU reduction depends on the number of threads.
 if "OMP_NUM_THREADS" not in os.environ:
@@ -66,6 +69,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for everything that was skipped; `-rs` has a line for each reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        ((reason, count),) = reasons.most_common(1)
+        others = f", {len(skipped) - count} for other reasons (-rs lists them)" if count < len(skipped) else ""
+        terminalreporter.write_line(f"skipped: {count} ({reason}){others}")
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rollgraph.cli import main
-from rollgraph.distributed.liveness import Liveness
-from rollgraph.distributed.lost_ranks import LossReport
+from rollgraph.parallel.ranks.failures import LossReport
+from rollgraph.parallel.ranks.liveness import Liveness
 
 START = "start"  # not a phase of a run: before the rank has joined the others
 
@@ -50,7 +50,7 @@ def watch(attempt: int, rank: int, notes: Path) -> None:
     """Note when this rank is doomed and when it knows of a loss, and carry out the doom."""
     doom, entries = doom_of(attempt, rank), 0
     killed, known = notes / f"killed{attempt}", notes / f"known{attempt}.{rank}"
-    enter, accept, leave = Liveness.enter_phase, Liveness._accept_verdict, Liveness.leave
+    enter, accept, leave = Liveness.enter_phase, Liveness._accept_loss, Liveness.leave
 
     def enter_phase(self: Liveness, phase: str) -> None:
         nonlocal entries
@@ -60,7 +60,7 @@ def watch(attempt: int, rank: int, notes: Path) -> None:
             if entries == doom["entry"]:
                 carry_out(doom, killed)
 
-    def accept_verdict(self: Liveness, report: LossReport, seconds_left: float) -> None:
+    def accept_loss(self: Liveness, report: LossReport, seconds_left: float) -> None:
         if not known.exists() and not report.stopped:  # that one is of `torchrun`, which may know first
             known.write_text(json.dumps({"at": time.time(), "rank": report.rank, "phase": report.phase}))
         accept(self, report, seconds_left)
@@ -71,7 +71,7 @@ def watch(attempt: int, rank: int, notes: Path) -> None:
 
     Liveness.leave = say_goodbye  # type: ignore[method-assign]
     Liveness.enter_phase = enter_phase  # type: ignore[method-assign]
-    Liveness._accept_verdict = accept_verdict  # type: ignore[method-assign]
+    Liveness._accept_loss = accept_loss  # type: ignore[method-assign]
     if doom is not None and doom["phase"] == START:
         carry_out(doom, killed)
 

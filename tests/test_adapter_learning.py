@@ -39,7 +39,7 @@ def write_base(folder: Path) -> None:
     model = Decoder(tiny)
     model.reset_parameters(std=0.1)
     with torch.no_grad():
-        model.head.weight.mul_(10)
+        model.lm_head.weight.mul_(10)
     save_model(model, folder)
 
 

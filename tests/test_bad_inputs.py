@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from rollgraph.checkpoint.format import CheckpointError, read_manifest
 from rollgraph.cli import main
-from rollgraph.files import DEEPEST
+from rollgraph.files import MAX_NESTING
 from rollgraph.model import Architecture, Decoder, ModelFileError, load_model, save_model
-from rollgraph.sharding import CheckpointError
-from rollgraph.sharding.manifest import read_manifest
 from rollgraph.tokenizer import ByteTokenizer
 
 RUN = """\
@@ -73,7 +72,7 @@ YAML = {
     "a bomb of merges": MERGES,
     "a list in itself": "a: &a [*a]\n",
     "deep lists": f"a: {DEEP}\n",
-    "deep keys": "".join(" " * i + "a:\n" for i in range(DEEPEST + 5)),
+    "deep keys": "".join(" " * i + "a:\n" for i in range(MAX_NESTING + 5)),
     "many digits": f"a: {DIGITS}\n",
     "a tag": "a: !!python/name:os.system x\n",
     "a list as a key": "? [a]\n: 1\n",
@@ -179,9 +178,9 @@ def test_interpolations_that_double(
         ("a: " + "${" * 2000 + "}" * 2000 + "\n", ":1: a: interpolations are nested too deeply"),
         (f"a: ${{mul:{DIGITS},2}}\n", ":1: a: 999"),
         ("a: 0x" + "f" * 5000 + "\n", ":1: '0xfff"),
-        ("b: 1\na: !!int abc\n", ":2: 'abc' is no int"),
-        ("a: !!bool abc\n", ":1: 'abc' is no bool"),
-        ("a: !!float abc\n", ":1: 'abc' is no float"),
+        ("b: 1\na: !!int abc\n", ":2: 'abc' is not a valid int"),
+        ("a: !!bool abc\n", ":1: 'abc' is not a valid bool"),
+        ("a: !!float abc\n", ":1: 'abc' is not a valid float"),
     ],
     ids=["text times number", "deep", "digits", "hexadecimal", "int", "bool", "float"],
 )

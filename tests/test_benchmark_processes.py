@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from pathlib import Path
 
+import cpu
 import pytest
 import rollouts
 import torch
@@ -13,6 +16,7 @@ from common import transformers_config
 
 from rollgraph.inference import Engine, SamplingParams
 from rollgraph.model import Architecture, Decoder
+from rollgraph.tokenizer import load_tokenizer
 
 TINY = Architecture("qwen2", vocabulary=64, hidden=32, mlp=64, layers=2, heads=2, kv_heads=1, head_dim=16, tied=False)
 REPORTER = f"""
@@ -41,6 +45,15 @@ def test_a_process_that_fails_keeps_what_it_reported_and_shows_its_end(
     file.write_text(REPORTER + "raise SystemExit('out of memory')")
     assert run_apart(str(file), ["long"], quiet=True) == [{"decode": {"1": 2.5}}]
     assert capsys.readouterr().out == "loading\nout of memory\npart.py long ended with exit code 1\n"
+
+
+def test_a_process_has_the_python_and_the_environment_that_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "part.py"
+    file.write_text(REPORTER + "import os; report([sys.executable, os.environ['WHO']])")
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    found = run_apart(str(file), [], python=str(python), environment={"WHO": "peer"}, quiet=True)
+    assert found[1] == [str(python), "peer"]
 
 
 def test_a_process_past_its_limit_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,3 +121,25 @@ def test_a_peer_is_given_the_shape_that_rollgraph_has() -> None:
         ours = Decoder(rollouts.QWEN_7B)
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
     assert theirs.config.rope_parameters["rope_theta"] == rollouts.QWEN_7B.rope.theta
+
+
+def test_the_table_of_a_cpu_has_medians_ratios_and_gaps_for_what_failed() -> None:
+    ours = [{"figures": {cpu.FIRST: [second, 4.0], cpu.LATER: [0.25, 0.5]}} for second in (3.0, 1.0, 2.0)]
+    theirs = [{"figures": {cpu.FIRST: [4.0, 2.0], cpu.LATER: [0.5, 0.5]}}]
+    assert cpu.rows_of("tiny", {"rollgraph": ours, "peer": theirs}) == [
+        "| `tiny`: start to first step | 2.000 s | 4.000 s | **0.50** | 4.000 s | 2.000 s | **2.00** |",
+        "| `tiny`: a later step | 0.250 s | 0.500 s | **0.50** | 0.500 s | 0.500 s | **1.00** |",
+    ]
+    later = cpu.rows_of("tiny", {"rollgraph": ours, "peer": []})[1]
+    assert later == "| `tiny`: a later step | 0.250 s | - | - | 0.500 s | - | - |"
+
+
+def test_a_linked_model_never_ends_a_completion_and_has_the_same_weights(tmp_path: Path) -> None:
+    model, linked = tmp_path / "model", tmp_path / "linked"
+    model.mkdir()
+    cpu.write_tiny(cpu.TASKS["tiny"], model)
+    cpu.prepare("real", str(model), linked)
+    end = json.loads((model / "tokenizer.json").read_text())["added_tokens"][-1]
+    assert load_tokenizer(linked).stop_ids == {end["id"]}
+    assert load_tokenizer(model).stop_ids != {end["id"]}
+    assert (linked / "model.safetensors").samefile(model / "model.safetensors")

@@ -21,9 +21,9 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from rollgraph.cli import main
-from rollgraph.commands.train import add_to as add_train
+from rollgraph.commands.train import add_parser as add_train
 from rollgraph.config import Config, parse_config
-from tests.run.test_layouts import QWEN_32B
+from tests.plan.test_layouts import QWEN_32B
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "examples" / "cluster"

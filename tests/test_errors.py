@@ -1,20 +1,27 @@
-"""Errors with fields: how a message is composed, how an argument gets another name, and the nearest known name."""
+"""Errors with fields, the nearest known name, and which line of a person's own code an exception came from."""
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections.abc import Callable
 
 import pytest
 
-from rollgraph.errors import InvalidInput, nearest, suggest
-from rollgraph.rl.data import DataError
+from rollgraph.config import parse_config
+from rollgraph.errors import InvalidInput, UserLine, name_function, nearest, suggest, user_line
+from rollgraph.rl.data.rows import DataError
+from rollgraph.rl.rewards.process import line_suffix
+from tests.graph.marked_lines import line_of as line_with
 
-ERROR = DataError("the limit is 4; raise it", argument="size", place="data.jsonl:2", alternative=("too_long", "drop"))
+ERROR = DataError(
+    "the limit is 4; raise it", argument="size", location="data.jsonl:2", alternative=("too_long", "drop")
+)
 
 
 def test_a_message_has_the_argument_the_place_and_the_detail() -> None:
     assert str(ERROR) == "size: data.jsonl:2: the limit is 4; raise it, or set too_long='drop'"
-    assert str(InvalidInput("has no rows", place="data.jsonl")) == "data.jsonl: has no rows"
+    assert str(InvalidInput("has no rows", location="data.jsonl")) == "data.jsonl: has no rows"
     assert str(InvalidInput("must be at least 1, got 0", argument="rows")) == "rows: must be at least 1, got 0"
 
 
@@ -47,3 +54,51 @@ def test_the_nearest_name(name: str, known: list[str], expected: str | None) -> 
 
 def test_swapped_letters_win_a_tie() -> None:
     assert nearest("gpro", ["gspo", "grpo"], cutoff=0.3) == "grpo"
+
+
+# which line of a person's own code
+
+
+def reads_json() -> None:
+    json.loads("{")  # here: raised by a library
+
+
+def asks_rollgraph() -> None:
+    parse_config("steps: many")
+
+
+def in_a_comprehension() -> list[float]:
+    return [1 / number for number in (1, 0)]
+
+
+def caught(function: Callable[[], object]) -> Exception:
+    with pytest.raises((ValueError, ZeroDivisionError)) as error:
+        function()
+    assert isinstance(error.value, Exception)
+    return error.value
+
+
+def test_the_line_that_called_a_library_is_named() -> None:
+    error = caught(reads_json)
+    place = line_with("raised by a library", __file__)
+    assert user_line(error) == UserLine(__file__, int(place.rpartition(":")[2]), "reads_json")
+    assert line_suffix(error) == f" ({place})"
+
+
+def test_the_function_around_a_comprehension_is_named() -> None:
+    line = user_line(caught(in_a_comprehension))
+    assert line is not None
+    assert line.function == "in_a_comprehension"
+
+
+def test_an_error_of_rollgraph_has_no_line() -> None:
+    assert user_line(caught(asks_rollgraph)) is None
+    assert line_suffix(caught(asks_rollgraph)) == ""
+    assert user_line(None) is None
+    assert user_line(ValueError("never raised")) is None
+
+
+def test_a_function_is_named_with_its_place() -> None:
+    code = reads_json.__code__
+    assert name_function(reads_json) == f"reads_json ({__file__}:{code.co_firstlineno})"
+    assert name_function(len) == "len"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from rollgraph.config import list_keys, load_config
-from rollgraph.run.inputs import make_environment
-from rollgraph.run.shapes import completion_tokens
+from rollgraph.inputs.inputs import make_environment
+from rollgraph.inputs.shapes import completion_limit
 from rollgraph.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +108,7 @@ def test_configurations_in_the_documentation_load(tmp_path: Path) -> None:
         if config.rollout.environment is not None:
             made = make_environment(config, ByteTokenizer(), config.rollout.samples_per_prompt)
             stops.append(made.stop)
-            assert completion_tokens(config) == ("rollout.environment.options.max_tokens", 1024)
+            assert completion_limit(config) == ("rollout.environment.options.max_tokens", 1024)
     assert stops == [("</calc>",), ()]
 
 
@@ -137,3 +139,12 @@ def keys_of(text: str) -> dict[str, str]:
         found[name] = match["rest"].partition(" #")[2].strip()
         above.append((indent, match["key"]))
     return found
+
+
+@pytest.mark.slow
+def test_the_first_example_learns_on_words_that_were_held_out(tmp_path: Path) -> None:
+    program = [sys.executable, str(EXAMPLES / "shout.py")]
+    subprocess.run(program, cwd=tmp_path, check=True, timeout=900, stdout=subprocess.DEVNULL)
+    rows = [json.loads(line) for line in (tmp_path / "runs/shout/metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["validation/reward"] < 0.4
+    assert rows[-1]["validation/reward"] > 0.9

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from rollgraph.files import (
-    DEEPEST,
+    MAX_NESTING,
     FileError,
     MissingFile,
     open_regular,
     parse_json,
     read_json,
-    read_object,
+    read_json_object,
     read_text,
     write_atomically,
     write_new,
@@ -95,19 +95,19 @@ def test_bad_json_is_reported_in_one_line_with_its_place(text: str | bytes, mess
 
 
 def test_json_may_be_as_deep_as_the_limit() -> None:
-    text = "[" * DEEPEST + "1" + "]" * DEEPEST
+    text = "[" * MAX_NESTING + "1" + "]" * MAX_NESTING
     value = parse_json(text, "a.json")
-    for _ in range(DEEPEST):
+    for _ in range(MAX_NESTING):
         (value,) = value
     assert value == 1
-    wide = [[number] for number in range(3 * DEEPEST)]
+    wide = [[number] for number in range(3 * MAX_NESTING)]
     assert parse_json(str(wide), "a.json") == wide
 
 
 def test_read_object_refuses_other_values(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[]")
     with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a.json: does not hold a JSON object$"):
-        read_object(tmp_path / "a.json")
+        read_json_object(tmp_path / "a.json")
 
 
 def test_bad_utf8_names_its_line(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from rollgraph.config import to_yaml
-from rollgraph.distributed.exit_codes import ExitCode
+from rollgraph.parallel.ranks.failures import ExitCode
 from tests.test_train import assert_same_run, config_of, folder, metrics_of, weights_of
 
 __all__ = ["folder"]
@@ -130,7 +130,7 @@ def finish(attempt: Attempt, code: int = 0) -> None:
 # -- moments ---------------------------------------------------------------------------------------
 
 
-def steps_taken(output: Path) -> int:
+def describe_step_count(output: Path) -> int:
     try:
         lines = (output / "metrics.jsonl").read_text().splitlines()
     except OSError:
@@ -151,8 +151,8 @@ def a_save(output: Path, delay: float) -> Callable[[], bool]:
 
 
 def a_step(output: Path, count: int, delay: float) -> Callable[[], bool]:
-    before = steps_taken(output)
-    return after(lambda: steps_taken(output) >= before + count, delay)
+    before = describe_step_count(output)
+    return after(lambda: describe_step_count(output) >= before + count, delay)
 
 
 def after(condition: Callable[[], bool], delay: float) -> Callable[[], bool]:
@@ -269,7 +269,7 @@ def test_kills_at_random_moments(folder: Path, undisturbed: Path) -> None:
         attempt = begin(folder, output, store_at_rank_0=chance.random() < 0.25, timeout=TIMEOUT)
         if kill_rank(attempt, moment, victim, how):
             kills += 1
-            kinds.append({"victim": victim, "how": how.name, "steps": steps_taken(output)})
+            kinds.append({"victim": victim, "how": how.name, "steps": describe_step_count(output)})
             print(json.dumps({**kinds[-1], "seconds": round(time.monotonic() - began, 1)}), flush=True)
         else:
             assert_same(undisturbed, output)

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from rollgraph.config.algorithm_names import SUPERVISED, TAUGHT
+from rollgraph.config.names import SUPERVISED, WITH_TEACHER
 from rollgraph.rl.algorithms import ALGORITHMS
 from rollgraph.train import train
 from tests.test_train import ONE, eager_config, folder
@@ -61,7 +61,7 @@ def inputs_of(folder: Path, name: str) -> list[str]:
         path = folder / "written.jsonl"
         path.write_text('{"prompt": "0?", "completion": "4", "chosen": "4", "rejected": "5"}\n' * 8)
         return ["reward.functions=[]", "algorithm.minibatches=1", f"data.train={path}", f"data.validation={path}"]
-    if name in TAUGHT:
+    if name in WITH_TEACHER:
         train(eager_config(folder, "steps=1", "data.validation=null", "checkpoint.export_at_end=true"), ONE)
         return ["reward.functions=[]", f"algorithm.teacher={folder / 'run' / 'model'}"]
     return ["data.validation=null"]

@@ -1,5 +1,5 @@
-"""The Python example of the README, run as a user would: from a wheel, outside the repository, in a script and in a
-notebook, with every Python that has PyTorch.
+"""The first example of docs/python_api.md, run as a user would: from a wheel, outside the repository, in a script and
+in a notebook, with every Python that has PyTorch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WORDS = {"<eos>": 0, "a": 1, "b": 2, "?": 3}
 STEPS = 2
 
 
-def readme_example() -> str:
+def page_example() -> str:
     """The example with fewer steps, and with rows for its dataset."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(from rollgraph import Trainer\n.*?)```", text, re.DOTALL)
+    text = (ROOT / "docs" / "python_api.md").read_text(encoding="utf-8")
+    (example, *_) = re.findall(r"```python\n(from rollgraph import Trainer\n.*?)```", text, re.DOTALL)
     assert "steps=200" in example
     rows = 'dataset = [{"prompt": "a b", "answer": "a"}, {"prompt": "b a", "answer": "b"}] * 20\n'
     return rows + example.replace("steps=200", f"steps={STEPS}")
@@ -86,8 +86,8 @@ def check_result(place: Path, said: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme_is_a_script(place: Path, installed: Path) -> None:
-    (place / "script.py").write_text(f"import rollgraph\nprint(rollgraph.__file__)\n{readme_example()}")
+def test_the_example_of_the_page_is_a_script(place: Path, installed: Path) -> None:
+    (place / "script.py").write_text(f"import rollgraph\nprint(rollgraph.__file__)\n{page_example()}")
     for python in pythons():
         for left in ("runs", "exported"):
             shutil.rmtree(place / left, ignore_errors=True)
@@ -100,13 +100,13 @@ def test_the_example_of_the_readme_is_a_script(place: Path, installed: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme_is_a_notebook(place: Path, installed: Path) -> None:
+def test_the_example_of_the_page_is_a_notebook(place: Path, installed: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     notebook = nbformat.v4.new_notebook()
     where = nbformat.v4.new_code_cell("import rollgraph; rollgraph.__file__")
-    notebook.cells = [where, nbformat.v4.new_code_cell(readme_example())]
+    notebook.cells = [where, nbformat.v4.new_code_cell(page_example())]
     client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
     client.execute(cwd=str(place), env=environment_of(place, installed))
     assert str(installed) in notebook.cells[0].outputs[0]["data"]["text/plain"]

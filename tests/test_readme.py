@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,16 +21,12 @@ PAGES = [
 ]
 NAMED_FILE = re.compile(r"`((?:src|examples|benchmarks|docs|tests)/[\w/.-]+)`")
 LINK = re.compile(r"\]\(([\w/.-]+)(#[\w-]+)?\)")
-# The README is also the description on a package index, where only absolute links work.
-REPOSITORY = re.compile(
-    r"https://(?:github\.com/rollgraph/rollgraph/blob|raw\.githubusercontent\.com/rollgraph/rollgraph)/main/"
-)
-# `policy/packing.py`, `pack` and `fill`
+# `policy/microbatch.py`, `pack_samples` and `collate`
 NAMED_FUNCTION = re.compile(r"`([\w/]+\.py)`, `([\w.]+)`(?: (?:and|or) `([\w.]+)`)?")
 
 
 def test_named_files_exist() -> None:
-    text = read_page(ROOT / "README.md")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     named = NAMED_FILE.findall(text) + [link for link, _ in LINK.findall(text)]
     assert len(named) > 20
     assert [name for name in named if not (ROOT / name).exists()] == []
@@ -43,9 +41,20 @@ def test_the_index_names_files_that_exist_and_every_page() -> None:
     assert pages - {link for link, _ in LINK.findall(text)} == set()
 
 
+def test_newcomers_read_twelve_short_files_that_import_nothing_private() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    order = re.findall(r"^\d+\. `(src/\S+\.py)`", text, re.MULTILINE)
+    assert len(order) == len(set(order)) == 12
+    for name in order:
+        source = (ROOT / name).read_text(encoding="utf-8")
+        assert len(source.splitlines()) <= 300, name
+        imported = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+        assert [alias.name for node in imported for alias in node.names if alias.name.startswith("_")] == [], name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", read_page(page), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert [link for link, _ in LINK.findall(text) if not (page.parent / link).exists()] == []
     for link, anchor in [*LINK.findall(text), *(("", found) for found in re.findall(r"\]\((#[\w-]+)\)", text))]:
         if anchor:
@@ -68,9 +77,37 @@ def test_the_path_of_a_prompt_names_functions_that_exist() -> None:
     assert [(file, name) for file, name in named if name not in definitions(SOURCE / file)] == []
 
 
-def test_the_readme_begins_with_its_installation() -> None:
-    first, *_ = re.findall(r"```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert first == "pip install rollgraph\n"
+def test_the_readme_begins_with_a_clone_and_targets_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    clone, *targets = runpy.run_path(str(ROOT / "tools" / "try_readme.py"))["commands_of"](readme)[:4]
+    assert clone.startswith("git clone ")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [target for target in targets if f"\n{target.removeprefix('make ')}: " not in makefile] == []
+
+
+def test_links_and_pictures_of_the_readme_work_in_a_checkout() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    outside = re.findall(r"\]\((https?://[^)]+)\)", readme)
+    assert [link for link in outside if "rollgraph" in link] == []
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme)
+    assert len(pictures) == 2
+    assert all((ROOT / picture).is_file() for picture in pictures)
+
+
+def test_the_program_in_the_readme_is_the_example() -> None:
+    (program, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert (ROOT / "examples" / "shout.py").read_text(encoding="utf-8").endswith(program)
+
+
+def test_pages_agree_with_the_metadata_on_versions_of_python() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    tried = re.findall(r"^\| (3\.\d+) \|", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"), re.MULTILINE)
+    classifiers = [entry.rpartition(" ")[2] for entry in project["classifiers"] if ":: Python :: 3." in entry]
+    assert sorted(set(tried)) == classifiers
+    last = int(classifiers[-1].partition(".")[2])
+    assert project["requires-python"] == f">={classifiers[0]},<3.{last + 1}"
+    for page in ("README.md", "CONTRIBUTING.md", "docs/install.md"):
+        assert f"Python {classifiers[0]} to {classifiers[-1]}" in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_the_changelog_has_the_kinds_of_changes_that_its_format_knows() -> None:
@@ -82,11 +119,6 @@ def test_the_changelog_has_the_kinds_of_changes_that_its_format_knows() -> None:
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     for version in versions:
         assert f"\n{version.partition(' ')[0]}: https://" in text
-
-
-def read_page(page: Path) -> str:
-    """The text of a page, with links to files of the repository as paths."""
-    return REPOSITORY.sub("", page.read_text(encoding="utf-8"))
 
 
 def anchors(page: Path) -> set[str]:

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from rollgraph.config import Config
-from rollgraph.distributed.world import World
 from rollgraph.model import load_model
+from rollgraph.parallel.ranks.world import World
 from rollgraph.train import train
-from tests.sharding.worlds import run_world
+from tests.parallel.worlds import run_world
 from tests.test_kills import a_save, a_step, assert_same, begin, finish, kill_rank
 from tests.test_train import config_of, folder, metrics_of
 

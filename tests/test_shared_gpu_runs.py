@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rollgraph.config import to_yaml
-from rollgraph.distributed.exit_codes import ExitCode
+from rollgraph.parallel.ranks.failures import ExitCode
 from tests.test_train import TWO_RANKS, assert_same_weights, config_of, folder, metrics_of, weights_of
 
 __all__ = ["folder"]  # the fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollgraph.distributed.world import World
+from rollgraph.parallel.ranks.world import World
 from rollgraph.train import train
 from tests.test_train import assert_same_weights, config_of, folder, kill_at_random_moments, metrics_of
 

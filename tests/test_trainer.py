@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import os
@@ -23,11 +24,11 @@ import torch
 from rollgraph import Trainer
 from rollgraph.cli import main
 from rollgraph.config import ConfigError, config_from_keywords, to_yaml
-from rollgraph.config.keywords import ELSEWHERE, key_of
-from rollgraph.config.loading import list_keys
+from rollgraph.config.loading import argument_key, list_keys
 from rollgraph.errors import InvalidInput
+from rollgraph.rl.data.python_objects import read_rows
+from rollgraph.rl.data.rows import DataError
 from rollgraph.rl.paths import LoadError, load_object
-from rollgraph.run.given import read_rows
 
 TINY = {"tiny": {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "mlp": 8, "max_length": 16}}
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(6)]
@@ -171,7 +172,7 @@ def test_the_run_of_a_program_is_that_of_the_command(tmp_path: Path) -> None:
 RANKS = """
 import json, sys
 from pathlib import Path
-from rollgraph.distributed.world import World
+from rollgraph.parallel.ranks.world import World
 from tests.test_trainer import ROWS, small_trainer
 
 output = Path(sys.argv[1])
@@ -207,7 +208,7 @@ def test_steps_are_taken_one_at_a_time_and_a_loop_left_early_is_saved(tmp_path: 
     for step in trainer:
         assert math.isfinite(step.metrics["reward"])
         break
-    with pytest.raises(RuntimeError, match="not come to its end"):
+    with pytest.raises(RuntimeError, match="has not ended yet"):
         _ = trainer.run
     assert [number for number, _ in trainer] == [1, 2]
     assert [row["step"] for row in trainer.run.metrics] == [0, 1, 2]
@@ -299,6 +300,13 @@ def test_rows_of_tables_and_arrays() -> None:
     assert [row.prompt for row in rows] == [chat, chat]
 
 
+def test_rows_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollgraph.rl.data.python_objects.MAX_UNSIZED_ROWS", 6)
+    assert read_rows(iter(ROWS), "train") == read_rows(ROWS, "train")
+    with pytest.raises(DataError, match=r"^train: no end after 6 rows, .*: give itertools\.islice\(rows, n\) or"):
+        read_rows(itertools.cycle(ROWS), "train")
+
+
 def test_a_partial_has_the_name_of_its_function(tmp_path: Path) -> None:
     """So a run that is resumed with a partial of another function is told from this one."""
     (function,) = small_trainer(tmp_path, rewards=partial(letters)).config.reward.functions
@@ -375,7 +383,7 @@ def test_a_model_and_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     rows = [{"prompt": "a b", "answer": "a"}, {"prompt": "b a", "answer": "b"}]
     trainer = small_trainer(tmp_path, model=(model, tokenizer), train=rows, max_prompt_tokens=4)
     with trainer.train(steps=1) as run:
-        ours = run.policy.model.embed.weight
+        ours = run.policy.model.embed_tokens.weight
         assert not torch.equal(ours, before["model.embed_tokens.weight"])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # it is a copy
     with torch.no_grad():
@@ -384,31 +392,36 @@ def test_a_model_and_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, model=(model, tokenizer), train=rows, max_prompt_tokens=4, **kl)
     with trainer.open(steps=2) as (resumed, steps):
         assert steps == range(1, 2)
-        assert not torch.equal(resumed.policy.model.embed.weight, torch.zeros(4, 16))
+        assert not torch.equal(resumed.policy.model.embed_tokens.weight, torch.zeros(4, 16))
 
 
 # -- arguments -------------------------------------------------------------------------------------
 
 
 def test_arguments_are_keys() -> None:
-    assert key_of("max_tokens") == "rollout.max_tokens"
-    assert key_of("lr") == "optimizer.lr"
-    assert key_of("temperature") == "rollout.temperature"
-    assert key_of("checkpoint_every") == "checkpoint.every"
-    assert key_of("validation_temperature") == "validation.temperature"
-    assert key_of("steps") == "steps"
-    assert key_of("optimizer.lr") == "optimizer.lr"
+    assert argument_key("max_tokens") == "rollout.max_tokens"
+    assert argument_key("lr") == "optimizer.lr"
+    assert argument_key("temperature") == "rollout.temperature"
+    assert argument_key("checkpoint_every") == "checkpoint.every"
+    assert argument_key("validation_temperature") == "validation.temperature"
+    assert argument_key("steps") == "steps"
+    assert argument_key("optimizer.lr") == "optimizer.lr"
     for key in list_keys():
         if "[]" not in key.name:
-            assert key_of(key.name.replace(".", "_")) == key.name
+            assert argument_key(key.name.replace(".", "_")) == key.name
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"max_token": 3}, "argument max_token: there is no such key; did you mean max_tokens"),
-        ({"learning_rate": 3}, "argument learning_rate: there is no such key; here it is lr"),
-        ({"beta": 3}, "argument beta: there is no such key; here it is kl_coef"),
+        ({"learning_rate": 3}, "argument learning_rate: there is no such key; GRPOConfig's learning_rate is lr here"),
+        ({"eps": 0.2}, r"argument eps: optimizer.eps: expected number > 0 and ≤ 0.01, got 0.2; this is Adam's"),
+        (
+            {"clip_low": 0.1},
+            'argument clip_low: there is no such key; did you mean algorithm_options={"clip_low": ...}',
+        ),
+        ({"algorithm_options": {"epsilon": 0.2}}, "GRPOConfig's epsilon is algorithm.options.clip_low and"),
         ({"every": 3}, "argument every: several sections have this key; write validation_every or checkpoint_every"),
         ({"samples_per_prompt": 1}, "argument samples_per_prompt: rollout.samples_per_prompt: grpo compares"),
         ({"max_tokens": "many"}, "argument max_tokens: rollout.max_tokens: expected whole number ≥ 1, got the text"),
@@ -420,6 +433,8 @@ def test_arguments_are_keys() -> None:
         ({"rewards": []}, "reward.functions: give a reward function or an environment"),
         ({"rewards": ["length", "length"]}, "two rewards are called 'length'; give one of them another label"),
         ({"algorithm": "grop"}, "there is no algorithm 'grop'; did you mean 'grpo'"),
+        ({"algorithm": "ppo"}, "there is no algorithm 'ppo'; it is not there: it needs a critic"),
+        ({"train": None}, "data.train: required, but missing"),
     ],
     ids=str,
 )
@@ -449,13 +464,6 @@ def test_a_wrong_argument_is_named(tmp_path: Path, arguments: dict[str, Any], me
 def test_a_wrong_object_is_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         small_trainer(tmp_path, **arguments)
-
-
-def test_what_others_call_a_key_is_none_here_and_leads_to_one() -> None:
-    for name, ours in ELSEWHERE.items():
-        with pytest.raises(ConfigError):
-            key_of(name)
-        assert ours in ("rewards", "train", "validation") or key_of(ours)
 
 
 def test_every_problem_is_reported_at_once() -> None:

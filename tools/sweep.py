@@ -1,8 +1,9 @@
 """Run the test suite as other machines would: `make sweep`.
 
-Three instruction sets (default, avx2, avx512) times three numbers of threads (1, 2, 4) make nine runs. Other factors
-are spread over these nine: a random order of the tests (two seeds), load (eight busy processes beside the tests) and,
-if root runs the sweep, a user without root's rights. `--cross` combines each of the nine with each factor instead.
+Three instruction sets (default, avx2, avx512), for PyTorch's kernels and for Numba's, times three numbers of threads
+(1, 2, 4) make nine runs. Other factors are spread over these nine: a random order of the tests (two seeds), load (eight
+busy processes beside the tests) and, if root runs the sweep, a user without root's rights. `--cross` combines each of
+the nine with each factor instead.
 
 Every run has its own copy of the working tree, in a folder with a space in its name, and uses the environment of the
 Python that runs the sweep. A run that fails does not end the sweep; its output is kept and its path is printed. The
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTRUCTION_SETS = ("default", "avx2", "avx512")
 THREADS = (1, 2, 4)
 BUSY_PROCESSES = 8
+NUMBA_TARGETS = {"default": "generic", "avx2": "haswell", "avx512": "skylake-avx512"}
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ def run_suite(run: Run, python: str, prefix: list[str], arguments: str, folder: 
     environment = {
         **os.environ,
         "ATEN_CPU_CAPABILITY": run.instructions,
+        "NUMBA_CPU_NAME": NUMBA_TARGETS[run.instructions],
+        "NUMBA_CPU_FEATURES": "",  # those of the name alone, not those of this processor
         "OMP_NUM_THREADS": str(run.threads),
         "PYTHONPATH": str(tree / "src"),
         "TMPDIR": str(folder),

@@ -1,10 +1,10 @@
 """rollgraph post-trains language models with reinforcement learning, on captured graphs.
 
-One process per GPU holds one set of weights that generates, scores and trains, and every phase
-replays captured graphs: CUDA graphs on a GPU, a recorded tape on a CPU.
+One process per GPU holds one set of weights that generates, scores and trains. Every phase replays captured graphs:
+CUDA graphs on a GPU, a recorded tape on a CPU.
 
-Importing any part of the package runs this file, so it imports nothing until a name is used:
-`Trainer` describes and takes a run from Python; the parts are in packages, for example `rollgraph.graph`.
+Importing any part of the package runs this file, so it imports nothing until a name is used. `Trainer` runs training
+from Python; the parts live in packages such as `rollgraph.graph`.
 """
 
 from __future__ import annotations

@@ -12,19 +12,21 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rollgraph.commands import check, config, doctor, generate, init, plan, train, view
-from rollgraph.commands.config_arguments import find_dashed_keys, sort_words
+from rollgraph.commands import check, config, doctor, generate, init, plan, samples, train, view
+from rollgraph.commands.arguments import collect_overrides, explain_dashed_keys
+from rollgraph.log.streams import survive_closed_terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        try:
-            return _run(sys.argv[1:] if arguments is None else arguments)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output closed it, as `head` does
+        with survive_closed_terminal():
+            try:
+                return _run(sys.argv[1:] if arguments is None else arguments)
+            finally:
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         for stream in (sys.stdout, sys.stderr):
-            _forget_unread(stream)
+            _discard_unread_output(stream)
         return 128 + signal.SIGPIPE
 
 
@@ -32,21 +34,21 @@ def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rollgraph", description="Post-train language models on captured graphs.")
     parser.add_argument("--version", action="version", version=f"rollgraph {sys.modules['rollgraph'].__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for command in (init, train, view, generate, plan, config, check, doctor):
-        command.add_to(commands)
-    options, rest = parser.parse_known_args(arguments)
-    if problem := find_dashed_keys(options, rest, arguments):
+    for command in (init, train, samples, view, generate, plan, config, check, doctor):
+        command.add_parser(commands)
+    options, unknown_arguments = parser.parse_known_args(arguments)
+    if problem := explain_dashed_keys(options, unknown_arguments, arguments):
         print(f"rollgraph {options.command}: {problem}", file=sys.stderr)
         return 2
-    unknown = sort_words(options, rest)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    unrecognized = collect_overrides(options, unknown_arguments)
+    if unrecognized:
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
     exit_code: int = options.run(options)
     return exit_code
 
 
-def _forget_unread(stream: TextIO) -> None:
-    """Send what a stream still holds nowhere if nobody reads it: Python would complain about it when it exits."""
+def _discard_unread_output(stream: TextIO) -> None:
+    """Discard buffered output that nobody reads: otherwise Python reports an error at exit."""
     try:
         stream.flush()
     except BrokenPipeError:

@@ -1,4 +1,7 @@
-"""The training loop. `run/setup.py` makes everything it calls before the first step, graphs included."""
+"""The training loop: sample, update, validate, log, save.
+
+Start reading at `take_step`. `run/setup.py` builds everything before the first step, including all graphs.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +11,47 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from rollgraph.checkpoint.lock import lock_folder
+from rollgraph.checkpoint.start import MODEL, REPORT, Finished, Fresh, FromPeers, Resume, find_start, prefer_peers
 from rollgraph.config import Config
-from rollgraph.distributed.world import World
 from rollgraph.errors import UserError
 from rollgraph.files import write_atomically
-from rollgraph.run.base_model import resolve_adapter
-from rollgraph.run.begin import begin
-from rollgraph.run.chosen_memory import keep_choices
-from rollgraph.run.failures import REWARD_FAILURES, UNREWARDED, show_reward_failures, summarize_reward_failures
-from rollgraph.run.folder_lock import lock_folder
-from rollgraph.run.given import NOTHING, Given, write_given_model
-from rollgraph.run.hub_pins import pin_sources
-from rollgraph.run.inputs import check_inputs, scores_old
-from rollgraph.run.learning_notes import tell_if_nothing_to_learn
-from rollgraph.run.peer_recovery import prefer_peers
-from rollgraph.run.resume import MODEL, REPORT, Finished, Fresh, FromPeers, Resume, find_start
-from rollgraph.run.rollouts import collect, evaluate
-from rollgraph.run.sample_details import detail_samples
+from rollgraph.inputs.base_model import resolve_adapter
+from rollgraph.inputs.inputs import check_inputs, recomputes_old_logprobs
+from rollgraph.log import ProgressDisplay, check_sinks, make_display
+from rollgraph.parallel.ranks.stop import StopRequest, StopSignals
+from rollgraph.parallel.ranks.world import World
+from rollgraph.plan.chosen_memory import restore_choices
+from rollgraph.rl.data.hub_pins import pin_sources
+from rollgraph.rl.data.python_objects import NO_OBJECTS, PythonObjects, write_model_object
+from rollgraph.run.begin import start_or_resume
+from rollgraph.run.outcome import show_outcome
+from rollgraph.run.rollouts import (
+    REWARD_FAILURES,
+    UNREWARDED,
+    collect_rollouts,
+    evaluate_policy,
+    sample_details,
+    show_reward_failures,
+    summarize_reward_failures,
+    warn_if_nothing_to_learn,
+)
 from rollgraph.run.saving import (
-    forget_warm_start,
+    checkpoint_score,
+    copy_to_peers,
+    delete_warm_start_checkpoints,
     save_after_step,
     save_before_stop,
     saved_on_error,
-    score_of,
-    share_with_peers,
-    wait_for_peers,
+    wait_for_peer_copies,
 )
-from rollgraph.run.setup import POLICY_LOSS, Run, make_run
+from rollgraph.run.setup import POLICY_LOSS, Run, WarmWorker, gc_frozen, make_run
 from rollgraph.run.step_log import OnStep, StepLog
-from rollgraph.run.stop import StopRequest, StopSignals
-from rollgraph.run.tenure import Tenure
-from rollgraph.telemetry import View, check_sinks, make_view
 from rollgraph.types import Batch, Rollout
 
 
 class NothingToLearn(UserError, RuntimeError):
-    """No step of this run could teach anything, with its rewards and settings."""
+    """With these rewards and settings, no step of the run could teach the policy anything."""
 
 
 def train(
@@ -51,18 +59,18 @@ def train(
     world: World | None = None,
     *,
     stop: StopRequest | None = None,
-    view: View | None = None,
+    view: ProgressDisplay | None = None,
     on_step: OnStep | None = None,
-    tenure: Tenure | None = None,
+    warm_worker: WarmWorker | None = None,
 ) -> Run | None:
-    """Take all steps of a run, from its last checkpoint if there is one; None if they were taken already.
+    """Take all steps of a run, resuming from its last checkpoint. Returns None if they were all taken before.
 
-    `stop` ends it early, saved, from any thread. A `view` shows its progress, in place of what `log.progress` says, and
-    on every rank that is given one. `on_step` is called on rank 0 after each step. A `tenure` keeps
-    what takes long to make for another attempt in the same process.
+    `stop` ends the run early from any thread, after saving. A `view` shows progress in place of the display that
+    `log.progress` selects, on each rank that passes one. `on_step` is called on rank 0 after each step. A `warm_worker`
+    keeps the captured policy for another attempt in the same process.
     """
     world = world or World.current()
-    with open_run(config, world, stop=stop, view=view, on_step=on_step, tenure=tenure) as (run, first_step):
+    with open_run(config, world, stop=stop, view=view, on_step=on_step, warm_worker=warm_worker) as (run, first_step):
         if run is not None and first_step is not None:
             for _ in take_steps(run, first_step):
                 pass
@@ -73,60 +81,63 @@ def train(
 def open_run(
     config: Config,
     world: World,
-    given: Given = NOTHING,
+    objects: PythonObjects = NO_OBJECTS,
     *,
     stop: StopRequest | None = None,
-    view: View | None = None,
+    view: ProgressDisplay | None = None,
     on_step: OnStep | None = None,
-    tenure: Tenure | None = None,
+    warm_worker: WarmWorker | None = None,
     stays_open: bool = False,
 ) -> Iterator[tuple[Run | None, int | None]]:
-    """A run in its locked folder, and its first step: None if all steps were taken, or it was asked to stop before.
+    """Open a run in its locked folder. Yields the run and its first step.
 
-    If all steps were taken, there is no run either. A run that `stays_open` can be used afterwards, until it is closed.
+    The step is None if the run was asked to stop before it. Both are None if all steps were taken before. A run that
+    `stays_open` can be used after the block, until it is closed.
     """
-    view = view or make_view(config.log.progress if world.rank == 0 else "none", config.steps)
-    claim = None if tenure is None else tenure.claim(world)
+    view = view or make_display(config.log.progress if world.rank == 0 else "none", config.steps)
+    claim = None if warm_worker is None else warm_worker.claim(world)
     with view, StopSignals(world, stop) as signals, lock_folder(config.output, world, claim) as lock:
         if world.rank == 0:
             check_sinks(config.log, note=lambda text: None)
         start = find_start(config, world.attempt)
-        if config.checkpoint.peers and tenure is not None:
-            start = prefer_peers(start, tenure.copies, world)
-        write_given_model(config, world, given, fresh=isinstance(start, Fresh))
+        if config.checkpoint.peers and warm_worker is not None:
+            start = prefer_peers(start, warm_worker.copies, world)
+        write_model_object(config, world, objects, fresh=isinstance(start, Fresh))
         view.phase("read data", 0, 0)
         config = resolve_adapter(pin_sources(config, world, note=view.note, writes=True))
         resume_from = None
         if not isinstance(start, Fresh):
             resume_from = start.newest
-            config = keep_choices(config)
-        inputs = check_inputs(config, world, resume_from=resume_from, given=given)
+            config = restore_choices(config)
+        on_rows = partial(view.phase, "read data")
+        inputs = check_inputs(config, world, resume_from=resume_from, objects=objects, on_progress=on_rows)
         if isinstance(start, Finished):
             inputs.rewards.close()
-            taken = start.newest.step + 1
-            view.note(f"{config.output} is finished after {taken} steps: raise `steps`, or choose another output")
+            finished = f"{config.output} has taken {start.newest.step + 1} already"
+            view.note(f"steps: {config.steps}, and {finished}; nothing to do. Raise `steps`, or choose another output")
             yield None, None
             return
         log = StepLog(config, world, view, on_step)
-        if tenure is not None and not isinstance(start, Resume | FromPeers):
-            tenure.give_up_policy()  # its weights are not those that this start begins with
-        run = make_run(config, world, inputs=inputs, log=log, stop=signals, lock=lock, tenure=tenure)
-        try:
-            with telling_others(world):
-                yield run, begin(run, start)
-        except BaseException:
-            run.close()
-            raise
+        if warm_worker is not None and not isinstance(start, Resume | FromPeers):
+            warm_worker.discard_policy()  # this start begins with other weights
+        with gc_frozen(config.steps):
+            run = make_run(config, world, inputs=inputs, log=log, stop=signals, lock=lock, warm_worker=warm_worker)
+            try:
+                with reporting_failure_to_ranks(world):
+                    yield run, start_or_resume(run, start)
+            except BaseException:
+                run.close()
+                raise
         if not stays_open or signals.interrupted:
             run.close()
 
 
 @contextmanager
-def telling_others(world: World) -> Iterator[None]:
-    """Tell the other ranks of an error before anything is closed: they may be waiting for this one."""
+def reporting_failure_to_ranks(world: World) -> Iterator[None]:
+    """Report an error to the other ranks before anything is closed: they may be waiting for this one."""
     try:
         yield
-    except GeneratorExit:  # no error: the loop of whoever takes the steps was left, and all ranks end together
+    except GeneratorExit:  # no error: the caller left its loop, and all ranks end together
         raise
     except BaseException as error:
         if world.liveness is not None:
@@ -135,152 +146,155 @@ def telling_others(world: World) -> Iterator[None]:
 
 
 def take_steps(run: Run, first_step: int) -> Generator[int, None, None]:
-    """Take the steps of a run one by one, and yield the number of each once it is taken.
+    """Take the steps of a run one by one. Yields the number of each finished step.
 
-    If it is closed on any rank, or if that is asked to stop meanwhile, all ranks save and end together.
+    If the generator is closed or a stop is requested on any rank, all ranks save and end together.
     """
-    captures = run.policy.pool.report().captures
     if run.world.rank == 0:
-        (Path(run.config.output) / REPORT).unlink(missing_ok=True)  # of the same run with fewer steps
+        (Path(run.config.output) / REPORT).unlink(missing_ok=True)  # an earlier report, of fewer steps
     with run.stop.in_steps(), run.world.in_phase("step"):
         with run.log.writing(first_step), saved_on_error(run):
             if run.on_any_rank(run.stop.requested):
                 save_before_stop(run)
                 return
             for step in range(first_step, run.config.steps):
-                goes_on = take_step(run, step)
+                keeps_going = take_step(run, step)
                 try:
                     yield step
-                except GeneratorExit:  # the loop of whoever takes the steps was left
+                except GeneratorExit:  # the caller left its loop
                     run.stop.request()
-                if not goes_on or run.on_any_rank(run.stop.requested):
+                if not keeps_going or run.on_any_rank(run.stop.requested):
                     save_before_stop(run)
                     break
-        finish(run, captures)
+        finish_run(run)
 
 
 def take_step(run: Run, step: int) -> bool:
-    """Sample, learn, validate, log and save. Whether to go on: the run may have been asked to stop."""
-    exact = run.policy.is_exact and not run.progress.surplus  # groups left over are of the policy before
-    rollouts = collect(run, step)
-    if lost_rewards(run):
+    """Sample, update, validate, log and save. Returns False if the run was asked to stop."""
+    is_exact = run.policy.is_exact and not run.progress.surplus_groups  # these were sampled from an older policy
+    rollouts = collect_rollouts(run, step)
+    if reward_workers_stopped(run):
         return False
+    check_has_rewards(run, step)
     batch = make_batch(run, rollouts, step)
-    tell_if_nothing_to_learn(run, step, batch)
-    learned = update(run, batch, step, exact)
-    share_with_peers(run)
-    validated = validate(run, step)
-    wait_for_peers(run)
-    values = {**learned, **batch.metrics, **validated}  # an algorithm's own loss counts
-    details = detail_samples(run, step, rollouts, batch)
+    warn_if_nothing_to_learn(run, step, batch)
+    train_metrics = update_policy(run, batch, step, is_exact)
+    copy_to_peers(run)
+    validation_metrics = validate(run, step)
+    wait_for_peer_copies(run)
+    # An algorithm's own `loss` replaces that of the training graphs.
+    metrics = {**train_metrics, **batch.metrics, **validation_metrics}
+    details = sample_details(run, step, rollouts, batch)
     run.lock.check()
-    run.log.write(step, rollouts, batch, values, details)
+    run.log.write(step, rollouts, batch, metrics, details)
     stopping = run.on_any_rank(run.stop.requested)
-    save_after_step(run, step, score_of(validated), stopping)
+    save_after_step(run, step, checkpoint_score(validation_metrics), stopping)
     return not stopping
 
 
 def make_batch(run: Run, rollouts: list[Rollout], step: int) -> Batch:
-    minibatches = min(run.config.algorithm.minibatches, len(rollouts))  # fewer if few groups were kept
+    minibatches = min(run.config.algorithm.minibatches, len(rollouts))  # fewer if the algorithm kept few rollouts
     return run.inputs.algorithm.make_batch(rollouts, minibatches=minibatches, seed=step)
 
 
-def update(run: Run, batch: Batch, step: int, exact: bool) -> dict[str, float]:
-    """Train on the batch. The update and the record of it happen as a whole, so that either can be saved.
+def update_policy(run: Run, batch: Batch, step: int, is_exact: bool) -> dict[str, float]:
+    """Train on the batch. Ctrl-C cannot separate the update from its record, so there is always a step to save.
 
-    `exact`: training gives all tokens the log-probabilities that they were drawn with.
+    `is_exact` says that training computes exactly the log-probabilities that the tokens were sampled with.
     """
     with run.stop.uninterrupted():
         with run.log.timed("train"):
-            learned = run.policy.train(
+            train_metrics = run.policy.train(
                 batch,
                 POLICY_LOSS,
                 epochs=run.config.algorithm.epochs,
-                score_old=scores_old(run.config, run.inputs.algorithm, exact),
-                on_progress=partial(run.log.view.phase, "train"),
+                score_old=recomputes_old_logprobs(run.config, run.inputs.algorithm, is_exact),
+                on_progress=partial(run.log.display.phase, "train"),
             )
-        refuse_dead(run, step, batch, learned)
-        if exact:
-            check_agreement(run, step, learned)
-        if run.progress.end is None:  # the first step that this process takes
-            check_report(run)
+        check_can_learn(run, step, batch, train_metrics)
+        if is_exact:
+            check_logprobs_match(run, step, train_metrics)
+        if run.progress.end is None:  # the first step of this process
+            check_graph_report(run)
         run.progress.finish_step(step, run.policy.optimizer.steps)
     if run.inputs.data.dropped:
-        learned["data/dropped_prompts"] = float(run.inputs.data.dropped)
-    return learned
+        train_metrics["data/dropped_prompts"] = float(run.inputs.data.dropped)
+    return train_metrics
 
 
 def validate(run: Run, step: int) -> dict[str, float]:
-    """At intervals and after the last step: metrics of the validation data."""
+    """Metrics of the validation data, at intervals and after the last step; otherwise empty."""
     at_interval = (step + 1) % run.config.validation.every == 0
     is_last = step == run.config.steps - 1
     if not run.inputs.can_validate or not (at_interval or is_last):
         return {}
-    return evaluate(run, f"validation/{step}")
+    return evaluate_policy(run, f"validation/{step}")
 
 
-def lost_rewards(run: Run) -> bool:
-    """Whether reward workers died, on any rank, of the signal that asked the run to stop: the step has no rewards."""
-    died = run.log.pending.get(f"{REWARD_FAILURES}died", 0) > 0
-    return died and run.on_any_rank(run.stop.requested)
+def reward_workers_stopped(run: Run) -> bool:
+    """Whether the signal that stops the run also killed reward workers, on any rank: then the step has no rewards."""
+    workers_died = run.log.step_metrics.get(f"{REWARD_FAILURES}died", 0) > 0
+    return workers_died and run.on_any_rank(run.stop.requested)
 
 
-def refuse_dead(run: Run, step: int, batch: Batch, learned: dict[str, float]) -> None:
-    """End the run, and leave its checkpoints alone, if it can learn nothing more."""
-    if batch.metrics.get("failures/rollouts") == 1.0 or not math.isfinite(learned["loss"]):
-        raise NothingToLearn(
-            f"step {step}: every rollout failed, or the loss is not finite. Resume from an earlier checkpoint with a "
-            "smaller learning rate"
-        )
-    if step == 0 and run.log.pending.get(UNREWARDED) == 1.0:
+def check_has_rewards(run: Run, step: int) -> None:
+    """End the run if rewards failed for every rollout of its first step."""
+    if step == 0 and run.log.step_metrics.get(UNREWARDED) == 1.0:
         reasons = "; ".join(run.inputs.rewards.messages.values())
         raise NothingToLearn(f"no rollout of the first step got a reward: {reasons}")
 
 
-def check_agreement(run: Run, step: int, learned: dict[str, float]) -> None:
-    """Tell if generation and training differ although they should not; with `exact: must`, end the run."""
-    largest = learned["policy/token_mult_prob_error_max"]
-    if largest == 1.0:
-        return
-    found = (
-        f"step {step}: generation and training disagree about a log-probability by {math.log(largest):.2g}, although "
-        "all products agree"
-    )
-    if run.config.graph.exact == "must":
-        raise RuntimeError(f"{found}. `rollgraph check --exact MODEL` names the first operation that differs")
-    if run.progress.end is None:  # once is enough
-        run.log.note(found)
-
-
-def check_report(run: Run) -> None:
-    """After the first step: refuse to go on if what was captured and replayed is not what was configured."""
-    graph = run.config.graph
-    report = run.policy.pool.report()
-    wanted = run.policy.backend_name
-    used = {record.backend for record in report.graphs}
-    eager = 0
-    if graph.impl != "none" and graph.on_mismatch == "raise":
-        eager = report.eager_runs
-    if used != {wanted} or eager:
-        raise RuntimeError(
-            f"graph.impl: {graph.impl} asks for {wanted} graphs, but the report has {', '.join(sorted(used))} and "
-            f"{eager} eager runs:\n{report}"
+def check_can_learn(run: Run, step: int, batch: Batch, train_metrics: dict[str, float]) -> None:
+    """End the run without saving if it can learn nothing more."""
+    if batch.metrics.get("failures/rollouts") == 1.0 or not math.isfinite(train_metrics["loss"]):
+        raise NothingToLearn(
+            f"step {step}: every rollout failed, or the loss is not finite. Resume from an earlier checkpoint with a "
+            "smaller learning rate"
         )
 
 
-def finish(run: Run, captures_before: int) -> None:
-    """Put everything on disk, and tell what the graphs did."""
+def check_logprobs_match(run: Run, step: int, train_metrics: dict[str, float]) -> None:
+    """Show a note if generation and training differ although they should not; with `exact: must`, end the run."""
+    largest = train_metrics["policy/token_mult_prob_error_max"]
+    if largest == 1.0:
+        return
+    message = (
+        f"step {step}: generation and training disagree about a log-probability by {math.log(largest):.2g}, although "
+        "all matmuls agree"
+    )
+    if run.config.graph.exact == "must":
+        raise RuntimeError(f"{message}. `rollgraph check --exact MODEL` names the first operation that differs")
+    if run.progress.end is None:  # once is enough
+        run.log.note(message)
+
+
+def check_graph_report(run: Run) -> None:
+    """End the run after its first step if the graphs it replayed are not the configured ones."""
+    graph = run.config.graph
+    report = run.policy.pool.report()
+    configured_backend = run.policy.backend_name
+    graph_backends = {record.backend for record in report.graphs}
+    eager_runs = report.eager_runs if graph.impl != "none" and graph.on_mismatch == "raise" else 0
+    if graph_backends != {configured_backend} or eager_runs:
+        raise RuntimeError(
+            f"graph.impl: {graph.impl} asks for {configured_backend} graphs, but the report has "
+            f"{', '.join(sorted(graph_backends))} and {eager_runs} eager runs:\n{report}"
+        )
+
+
+def finish_run(run: Run) -> None:
+    """Wait until everything is on disk, export the model, and show the outcome."""
     output = Path(run.config.output)
     run.checkpoints.wait()
     run.lock.check()
-    forget_warm_start(run)
+    delete_warm_start_checkpoints(run)
     if run.config.checkpoint.export_at_end:
         run.export(output / MODEL)
     report = run.policy.pool.report()
     if run.world.rank == 0:
         write_atomically(output / REPORT, report.to_json())
-    later = report.captures - captures_before
-    run.log.note(f"graphs: {report.replays} replays, {report.eager_runs} eager runs, {later} captures after warm-up")
+    run.log.note_if_verbose(report.summary())
     show_reward_failures(run)
-    if failed := summarize_reward_failures(run.inputs):
-        run.log.note(failed)
+    if failure_summary := summarize_reward_failures(run.inputs):
+        run.log.note(failure_summary)
+    show_outcome(run)

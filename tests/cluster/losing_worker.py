@@ -11,9 +11,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rollgraph.cluster.rank_worker import RankPlace, RankWorker
+from rollgraph.cluster.rank_worker import RankIdentity, RankWorker
 from rollgraph.config import Config
-from rollgraph.distributed.liveness import Liveness
+from rollgraph.parallel.ranks.liveness import Liveness
 
 PLAN = "losses.json"  # beside the output folder: [[rank, phase, how often it is entered before, how], ...]
 
@@ -34,8 +34,8 @@ def marks(output: str) -> list[Path]:
 class LosingWorker(RankWorker):
     """Carries out the losses of a plan, one after the other, whichever process has the rank by then."""
 
-    def __init__(self, config: Config, place: RankPlace, folder: str | None) -> None:
-        super().__init__(config, place, folder)
+    def __init__(self, config: Config, identity: RankIdentity, folder: str | None) -> None:
+        super().__init__(config, identity, folder)
         plan = read_plan(config.output)
         counts: Counter[tuple[int, str]] = Counter()
         enter_phase = Liveness.enter_phase
@@ -46,7 +46,7 @@ class LosingWorker(RankWorker):
             if happened == len(plan):
                 return
             rank, when, before, how = plan[happened]
-            if rank == place.rank and phase == when:
+            if rank == identity.rank and phase == when:
                 counts[happened, phase] += 1
                 if counts[happened, phase] > before:
                     (Path(config.output).parent / f"loss_{happened:03}").write_text(f"{os.getpid()} {os.getppid()}")

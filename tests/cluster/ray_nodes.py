@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollgraph.run.stop import sigterm_restored
+from rollgraph.parallel.ranks.stop import restore_termination_handlers
 
 # Ray takes a quarter of a minute to give up a node by default.
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
@@ -17,7 +17,7 @@ class SimulatedNodes:
         from ray.cluster_utils import Cluster
 
         self._cores = cores
-        with sigterm_restored():
+        with restore_termination_handlers():
             self._cluster: Any = Cluster(
                 initialize_head=True,
                 head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": QUICK},
@@ -31,7 +31,7 @@ class SimulatedNodes:
         return address
 
     def add(self) -> None:
-        with sigterm_restored():
+        with restore_termination_handlers():
             self._cluster.add_node(num_cpus=self._cores)
 
     def close(self) -> None:

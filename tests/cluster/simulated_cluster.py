@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from rollgraph.cluster.lifecycle import Lifecycle, Patience, Phase
+from rollgraph.cluster.lifecycle import Lifecycle, Phase, Timeouts
 from rollgraph.cluster.messages import (
-    Abort,
-    Begin,
-    Ended,
+    AbortAttempt,
     Event,
-    Heard,
+    KillWorker,
+    OpenStore,
     Order,
     Outcome,
-    Place,
-    Placed,
-    Publish,
-    Published,
-    Release,
-    Stop,
-    Tell,
-    TellWaiting,
+    PlaceWorker,
+    ShowLine,
+    ShowWaiting,
+    StartAttempt,
+    StopWorker,
+    StoreOpened,
+    WorkerAlive,
+    WorkerDone,
     WorkerLost,
+    WorkerPlaced,
 )
 
-PATIENCE = Patience(silence=30.0, leaving=20.0, suspect=5.0, reminder=10.0)
+TIMEOUTS = Timeouts(heartbeat=30.0, abort=20.0, reported_lost=5.0, reminder=10.0)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class SimulatedWorker:
 
 
 class SimulatedCluster:
-    def __init__(self, ranks: int, nodes: int, steps: int, *, most: int = 10**6) -> None:
+    def __init__(self, ranks: int, nodes: int, steps: int, *, max_attempts: int = 10**6) -> None:
         self.ranks, self.steps = ranks, steps
         self.now = 0.0
         self.nodes = {f"node{index}": True for index in range(nodes)}
@@ -87,7 +87,7 @@ class SimulatedCluster:
         self.waited_for: list[tuple[int, ...]] = []
         self.begun: dict[tuple[int, int], int] = {}  # the worker that began an attempt as a rank
         self.user_error = ""  # what the next step raises on rank 1
-        self.lifecycle = Lifecycle(ranks, PATIENCE, most=most)
+        self.lifecycle = Lifecycle(ranks, TIMEOUTS, max_attempts=max_attempts)
         self.carry_out(self.lifecycle.start(self.now))
 
     # -- orders ------------------------------------------------------------------------------------
@@ -95,18 +95,18 @@ class SimulatedCluster:
     def carry_out(self, orders: list[Order]) -> None:
         for order in orders:
             match order:
-                case Place():
+                case PlaceWorker():
                     self.workers[order.worker] = SimulatedWorker(order.worker, order.rank)
-                case Release():
+                case KillWorker():
                     worker = self.workers[order.worker]
                     if not worker.cut_off:  # otherwise nobody reaches it, and it lives on
                         worker.alive = False
-                case Tell():
+                case ShowLine():
                     self.told.append(order.text)
-                case TellWaiting():
+                case ShowWaiting():
                     assert order.ranks
                     self.waited_for.append(order.ranks)
-                case Begin() | Publish() | Abort() | Stop():
+                case StartAttempt() | OpenStore() | AbortAttempt() | StopWorker():
                     self.workers[order.worker].inbox.append(order)
 
     def obey(self, worker: SimulatedWorker) -> None:
@@ -115,17 +115,17 @@ class SimulatedCluster:
             return
         order = worker.inbox.popleft()
         match order:
-            case Publish():
-                worker.outbox.append(Published(worker.number, order.attempt, f"{worker.node}:{order.attempt}"))
-            case Begin():
+            case OpenStore():
+                worker.outbox.append(StoreOpened(worker.number, order.attempt, f"{worker.node}:{order.attempt}"))
+            case StartAttempt():
                 self._begin(worker, order)
-            case Abort():
+            case AbortAttempt():
                 if worker.attempt == order.attempt:
                     self._end(worker, Outcome("lost", order.reason, lost_rank=order.lost_rank))
-            case Stop():
+            case StopWorker():
                 worker.stopping = True
 
-    def _begin(self, worker: SimulatedWorker, order: Begin) -> None:
+    def _begin(self, worker: SimulatedWorker, order: StartAttempt) -> None:
         assert worker.attempt == 0, "an attempt began on a worker that had not left the one before"
         assert order.attempt > worker.last_attempt, "an attempt began twice"
         place = (order.attempt, worker.rank)
@@ -135,7 +135,7 @@ class SimulatedCluster:
         worker.stopping = False
 
     def _end(self, worker: SimulatedWorker, outcome: Outcome) -> None:
-        worker.outbox.append(Ended(worker.number, worker.attempt, outcome))
+        worker.outbox.append(WorkerDone(worker.number, worker.attempt, outcome))
         worker.attempt = 0
 
     # -- what happens ------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class SimulatedCluster:
             free = [node for node, alive in self.nodes.items() if alive and node not in used]
             if worker.alive and worker.node is None and free:
                 worker.node = free[0]
-                worker.outbox.append(Placed(worker.number, free[0]))
+                worker.outbox.append(WorkerPlaced(worker.number, free[0]))
 
     def deliver(self, worker: SimulatedWorker) -> None:
         """The driver hears the oldest news of a worker."""
@@ -157,7 +157,7 @@ class SimulatedCluster:
 
     def answer(self, worker: SimulatedWorker) -> None:
         if worker.works and not worker.cut_off and worker.node is not None:
-            self.carry_out(self.lifecycle.handle(Heard(worker.number), self.now))
+            self.carry_out(self.lifecycle.handle(WorkerAlive(worker.number), self.now))
 
     def kill(self, worker: SimulatedWorker) -> None:
         if worker.alive:
@@ -217,11 +217,11 @@ class SimulatedCluster:
             return
         for worker in inside.values():
             worker.weights += 1
-        first.outbox.append(Heard(first.number, attempt, first.weights))
+        first.outbox.append(WorkerAlive(first.number, attempt, first.weights))
 
     def write_late(self, worker: SimulatedWorker) -> bool:
         """A rank 0 that was cut off inside a save finishes it, and then stands still. Whether anything was written."""
-        if worker.rank != 0 or worker.weights < 0 or worker.hung:
+        if worker.rank != 0 or not 0 <= worker.weights < self.steps or worker.hung:  # after the last step none is saved
             return False
         worker.hung = True
         return self.folder.save(worker.last_attempt, worker.weights + 1)
@@ -249,4 +249,4 @@ class SimulatedCluster:
             for attempt in {worker.attempt for worker in self.workers.values() if worker.attempt}:
                 self.take_step(attempt)
             self.pass_time(1.0)
-        raise AssertionError(f"the run hangs in {self.lifecycle.phase}, {self.lifecycle.seats}")
+        raise AssertionError(f"the run hangs in {self.lifecycle.phase}, {self.lifecycle.slots}")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollgraph.cluster.lifecycle import Phase
-from tests.cluster.simulated_cluster import PATIENCE, SimulatedCluster, SimulatedWorker
+from tests.cluster.simulated_cluster import TIMEOUTS, SimulatedCluster, SimulatedWorker
 
 RANKS, NODES, STEPS = 3, 4, 6
 
@@ -33,20 +33,20 @@ def advance_to(cluster: SimulatedCluster, saved: int) -> None:
             cluster.obey(worker)
             cluster.deliver(worker)
         cluster.take_step(cluster.lifecycle.attempt)
-    raise AssertionError(f"no step {saved}: {cluster.lifecycle.seats}")
+    raise AssertionError(f"no step {saved}: {cluster.lifecycle.slots}")
 
 
-def seated(cluster: SimulatedCluster, rank: int) -> SimulatedWorker:
-    return cluster.workers[cluster.lifecycle.seats[rank].worker]
+def worker_of(cluster: SimulatedCluster, rank: int) -> SimulatedWorker:
+    return cluster.workers[cluster.lifecycle.slots[rank].worker]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_survivors_stay_and_only_the_lost_rank_is_placed_anew(rank: int) -> None:
     cluster = started()
-    before = [seat.worker for seat in cluster.lifecycle.seats]
-    cluster.kill(seated(cluster, rank))
+    before = [slot.worker for slot in cluster.lifecycle.slots]
+    cluster.kill(worker_of(cluster, rank))
     cluster.run_undisturbed()
-    after = [seat.worker for seat in cluster.lifecycle.seats]
+    after = [slot.worker for slot in cluster.lifecycle.slots]
     assert [old == new for old, new in zip(before, after, strict=True)] == [other != rank for other in range(RANKS)]
     assert cluster.lifecycle.code == 0
     assert cluster.folder.writers == [1, 1, 2, 2, 2, 2]
@@ -55,12 +55,12 @@ def test_survivors_stay_and_only_the_lost_rank_is_placed_anew(rank: int) -> None
 
 def test_a_rank_that_hangs_is_replaced_once_the_others_miss_it() -> None:
     cluster = started()
-    hung = seated(cluster, 1)
+    hung = worker_of(cluster, 1)
     hung.hung = True
     cluster.run_undisturbed()
     assert not hung.alive
     assert cluster.folder.saved == STEPS
-    assert cluster.now < PATIENCE.silence  # the others named it, so that its silence was not waited for
+    assert cluster.now < TIMEOUTS.heartbeat  # the others named it, so that its silence was not waited for
 
 
 def test_without_a_spare_node_the_run_waits_and_says_for_which_rank() -> None:
@@ -91,13 +91,13 @@ def test_an_error_of_the_user_ends_the_run_and_names_its_rank_rather_than_the_ec
 
 
 def test_a_run_that_never_gets_to_a_step_gives_up() -> None:
-    cluster = SimulatedCluster(RANKS, NODES, STEPS, most=3)
+    cluster = SimulatedCluster(RANKS, NODES, STEPS, max_attempts=3)
     for _ in range(100):
         cluster.find_room()
         for worker in list(cluster.workers.values()):
             cluster.obey(worker)
             cluster.deliver(worker)
-        victim = seated(cluster, 2)
+        victim = worker_of(cluster, 2)
         if victim.attempt:
             cluster.kill(victim)
             cluster.take_step(cluster.lifecycle.attempt)
@@ -109,9 +109,9 @@ def test_a_run_that_never_gets_to_a_step_gives_up() -> None:
 
 
 def test_a_worker_that_cannot_be_started_ends_the_run_with_the_reason() -> None:
-    cluster = SimulatedCluster(RANKS, NODES, STEPS, most=3)
+    cluster = SimulatedCluster(RANKS, NODES, STEPS, max_attempts=3)
     for _ in range(4):
-        cluster.kill(seated(cluster, 0))
+        cluster.kill(worker_of(cluster, 0))
         for worker in list(cluster.workers.values()):
             cluster.deliver(worker)
     assert cluster.over
@@ -121,7 +121,7 @@ def test_a_worker_that_cannot_be_started_ends_the_run_with_the_reason() -> None:
 
 def test_a_rank_0_that_was_cut_off_in_a_save_cannot_finish_it_in_a_newer_attempt() -> None:
     cluster = started()
-    old = seated(cluster, 0)
+    old = worker_of(cluster, 0)
     cluster.cut_off(old)
     advance_to(cluster, 3)
     assert old.alive
@@ -221,9 +221,9 @@ class RandomLosses(RuleBasedStateMachine):
 
     @invariant()
     def each_rank_has_one_worker(self) -> None:
-        seats = self.cluster.lifecycle.seats
-        assert [seat.rank for seat in seats] == list(range(RANKS))
-        assert len({seat.worker for seat in seats}) == RANKS
+        slots = self.cluster.lifecycle.slots
+        assert [slot.rank for slot in slots] == list(range(RANKS))
+        assert len({slot.worker for slot in slots}) == RANKS
 
     def teardown(self) -> None:
         for worker in self.cluster.workers.values():

@@ -7,23 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from rollgraph.cluster.messages import Outcome
-from rollgraph.cluster.news import AttemptEnded, News, NewsBox, Shown, StepTaken
-from rollgraph.cluster.rank_worker import RankPlace, RankWorker
-from rollgraph.cluster.remote_view import RemoteView
+from rollgraph.checkpoint.lock import LOCK, Claim, lock_folder
+from rollgraph.cluster.messages import AttemptEnded, DisplayCall, News, NewsBox, Outcome, StepTaken
+from rollgraph.cluster.rank_worker import RankIdentity, RankWorker, RemoteDisplay
 from rollgraph.config import Config
-from rollgraph.distributed.lost_ranks import RankLost
-from rollgraph.run.folder_lock import LOCK, Claim, lock_folder
+from rollgraph.parallel.ranks.failures import RankLost
 from tests.test_train import ONE, eager_config, folder, metrics_of
 
 __all__ = ["folder"]
 
-PLACE = RankPlace(rank=0, size=1, local_rank=0, device="cpu", run="ab12")
+PLACE = RankIdentity(rank=0, size=1, local_rank=0, device="cpu", run="ab12")
 
 
 def attempt(worker: RankWorker, number: int) -> tuple[Outcome, list[News]]:
     """Run an attempt to its end."""
-    worker.begin(number, "", "here")
+    worker.start_attempt(number, "", "here")
     told: list[News] = []
     while True:
         for news in worker.news():
@@ -33,13 +31,14 @@ def attempt(worker: RankWorker, number: int) -> tuple[Outcome, list[News]]:
             told.append(news)
 
 
+@pytest.mark.slow
 def test_a_rank_tells_its_steps_and_attempts_go_on_in_the_same_process(folder: Path) -> None:
     config: Config = eager_config(folder, "data.validation=null", "steps=2", "checkpoint.every=1")
     worker = RankWorker(config, PLACE, None)
     outcome, told = attempt(worker, 1)
     assert outcome == Outcome("finished")
     assert [news.step for news in told if isinstance(news, StepTaken)] == [0, 1]
-    assert [news.arguments[0] for news in told if isinstance(news, Shown) and news.method == "step"] == [0, 1]
+    assert [news.arguments[0] for news in told if isinstance(news, DisplayCall) and news.method == "step"] == [0, 1]
     assert len(metrics_of(folder / "run")) == 2
     assert not (folder / "run" / LOCK).exists()
     outcome, told = attempt(worker, 2)
@@ -62,12 +61,12 @@ def test_an_error_of_the_user_and_a_folder_of_a_newer_attempt_have_codes_of_thei
 
 def test_of_progress_only_the_latest_is_told_and_never_after_what_followed_it() -> None:
     box = NewsBox()
-    view = RemoteView(box, shows=True, check=lambda: None)
+    view = RemoteDisplay(box, shows=True, check=lambda: None)
     view.phase("generate", 1, 9)
     view.phase("generate", 2, 9)
     view.note("found")
     view.phase("train", 1, 3)
-    assert [(news.method, news.arguments[:2]) for news in box.take(0.0) if isinstance(news, Shown)] == [
+    assert [(news.method, news.arguments[:2]) for news in box.take(0.0) if isinstance(news, DisplayCall)] == [
         ("phase", ("generate", 2)),
         ("note", ("found",)),
         ("phase", ("train", 1)),
@@ -87,4 +86,4 @@ def test_a_rank_that_has_to_leave_finds_out_where_it_shows_progress() -> None:
         raise RankLost("rank 1 was lost")
 
     with pytest.raises(RankLost):
-        RemoteView(NewsBox(), shows=False, check=check).phase("generate", 1, 9)
+        RemoteDisplay(NewsBox(), shows=False, check=check).phase("generate", 1, 9)

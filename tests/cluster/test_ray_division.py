@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollgraph.cluster.launch import Ending, train_on_cluster
+from rollgraph.cluster.driver import ClusterOutcome, train_on_cluster
 from rollgraph.config import Config
 from tests.cluster.losing_worker import PLAN, LosingWorker, marks
 from tests.cluster.ray_nodes import SimulatedNodes
@@ -56,7 +56,7 @@ def make_config(nodes: SimulatedNodes, folder: Path) -> Config:
 def run(config: Config, plan: list[list[Any]]) -> Watcher:
     (Path(config.output).parent / PLAN).write_text(json.dumps(plan))
     watcher = Watcher()
-    assert train_on_cluster(config, view=watcher, worker=LosingWorker) == Ending(0, ""), watcher.all_notes()
+    assert train_on_cluster(config, view=watcher, worker=LosingWorker) == ClusterOutcome(0, ""), watcher.all_notes()
     return watcher
 
 

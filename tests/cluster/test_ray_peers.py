@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rollgraph.cluster.launch import Ending, train_on_cluster
-from rollgraph.cluster.rank_worker import RankPlace
+from rollgraph.checkpoint import peer_exchange
+from rollgraph.cluster.driver import ClusterOutcome, train_on_cluster
+from rollgraph.cluster.rank_worker import RankIdentity
 from rollgraph.config import Config
-from rollgraph.sharding import peer_exchange
 from tests.cluster.losing_worker import PLAN, LosingWorker, marks
 from tests.cluster.ray_nodes import SimulatedNodes
 from tests.cluster.test_ray_run import LOSSES as MOST
@@ -39,9 +39,9 @@ LOSSES: list[list[Any]] = [
 class PatientWorker(LosingWorker):
     """Waits for its state to arrive before a step counts: a busy machine is slow to send even a small one."""
 
-    def __init__(self, config: Config, place: RankPlace, folder: str | None) -> None:
-        super().__init__(config, place, folder)
-        peer_exchange._LINGER_SECONDS = 100.0
+    def __init__(self, config: Config, identity: RankIdentity, folder: str | None) -> None:
+        super().__init__(config, identity, folder)
+        peer_exchange._BRIEF_SECONDS = 100.0
 
 
 @pytest.mark.parametrize("turn", range(max(1, MOST // len(LOSSES))))
@@ -53,7 +53,7 @@ def test_a_lost_rank_or_node_costs_no_step(nodes: SimulatedNodes, tmp_path: Path
     watcher = Watcher()
     ending = train_on_cluster(config, view=watcher, worker=PatientWorker)
     nodes.add()  # in place of the one that is lost
-    assert ending == Ending(0, ""), watcher.all_notes()
+    assert ending == ClusterOutcome(0, ""), watcher.all_notes()
     assert len(marks(config.output)) == len(losses), watcher.all_notes()
     assert_same_run(undisturbed, Path(config.output), STEPS - 1)
     steps = [step for _, step in watcher.steps]

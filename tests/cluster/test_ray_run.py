@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from rollgraph.cluster.launch import Ending, train_on_cluster
-from rollgraph.cluster.ray_package import connected
+from rollgraph.cluster.driver import ClusterOutcome, train_on_cluster
 from rollgraph.config import Config
-from rollgraph.run.stop import StopRequest
-from rollgraph.telemetry import View
+from rollgraph.log import ProgressDisplay
+from rollgraph.parallel.ranks.stop import StopRequest
+from rollgraph.rl.rewards.ray_pool import ray_connection
 from rollgraph.train import train
 from tests.cluster.losing_worker import PLAN, LosingWorker, marks
 from tests.cluster.ray_nodes import SimulatedNodes
@@ -69,7 +69,7 @@ ALL_LOSSES = [
 ]
 
 
-class Watcher(View):
+class Watcher(ProgressDisplay):
     """Remembers what a driver shows, and when."""
 
     def __init__(self, on_note: Callable[[str], None] = lambda text: None) -> None:
@@ -111,7 +111,7 @@ def make_config(nodes: SimulatedNodes, folder: Path, *overrides: str) -> Config:
     return config_of(folder, *given, *overrides, text=CONFIG)
 
 
-def run(config: Config, watcher: Watcher, plan: list[list[Any]] | None = None, **options: Any) -> Ending:
+def run(config: Config, watcher: Watcher, plan: list[list[Any]] | None = None, **options: Any) -> ClusterOutcome:
     (Path(config.output).parent / PLAN).write_text(json.dumps(plan or []))
     return train_on_cluster(config, view=watcher, worker=LosingWorker, **options)
 
@@ -120,7 +120,7 @@ def run(config: Config, watcher: Watcher, plan: list[list[Any]] | None = None, *
 def undisturbed(nodes: SimulatedNodes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_config(nodes, tmp_path_factory.mktemp("undisturbed"))
     watcher = Watcher()
-    assert run(config, watcher) == Ending(0, "")
+    assert run(config, watcher) == ClusterOutcome(0, "")
     assert [step for _, step in watcher.steps] == list(range(STEPS))
     return Path(config.output)
 
@@ -128,7 +128,7 @@ def undisturbed(nodes: SimulatedNodes, tmp_path_factory: pytest.TempPathFactory)
 def test_ray_leaves_sigterm_and_print_as_they_were(nodes: SimulatedNodes) -> None:
     """Its handler would end a run unsaved, and its `print` would be named in place of what called it."""
     before = signal.getsignal(signal.SIGTERM), builtins.print
-    with connected(nodes.address, "cluster.engine: ray") as connection:
+    with ray_connection(nodes.address, "cluster.engine: ray") as connection:
         assert signal.getsignal(signal.SIGTERM) is before[0]
         connection.get(connection.remote(lambda: print("said by a task")).remote())
     assert (signal.getsignal(signal.SIGTERM), builtins.print) == before
@@ -142,7 +142,7 @@ def test_ranks_and_nodes_are_lost_in_every_phase(nodes: SimulatedNodes, tmp_path
             nodes.add()
         config = make_config(nodes, tmp_path / str(number))
         watcher = Watcher()
-        assert run(config, watcher, part) == Ending(0, ""), watcher.all_notes()
+        assert run(config, watcher, part) == ClusterOutcome(0, ""), watcher.all_notes()
         assert len(marks(config.output)) == len(part)
         assert_same_run(undisturbed, Path(config.output), STEPS - 1)
 
@@ -150,11 +150,11 @@ def test_ranks_and_nodes_are_lost_in_every_phase(nodes: SimulatedNodes, tmp_path
 def test_survivors_capture_nothing_and_a_rank_that_hangs_is_named(
     nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path
 ) -> None:
-    config = make_config(nodes, tmp_path)
+    config = make_config(nodes, tmp_path, "log.verbose=true")
     watcher = Watcher()
-    assert run(config, watcher, [[1, "train", 2, "stop"]]) == Ending(0, "")
+    assert run(config, watcher, [[1, "train", 2, "stop"]]) == ClusterOutcome(0, "")
     assert "rank 1 on " in watcher.all_notes()
-    assert "0 captures after warm-up" in watcher.notes[-1]
+    assert " 0 captured again, " in watcher.all_notes()
     assert not any("generation and training agree" in note for note in watcher.notes[2:]), "rank 0 captured again"
     assert_same_run(undisturbed, Path(config.output), STEPS - 1)
 
@@ -162,7 +162,7 @@ def test_survivors_capture_nothing_and_a_rank_that_hangs_is_named(
 def test_a_rank_0_that_nobody_reaches_cannot_write(nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path) -> None:
     """Its node is gone for Ray, but the process lives on with the folder's lock."""
     config = make_config(nodes, tmp_path)
-    assert run(config, Watcher(), [[0, "save", 2, "cut"]]) == Ending(0, "")
+    assert run(config, Watcher(), [[0, "save", 2, "cut"]]) == ClusterOutcome(0, "")
     assert_same_run(undisturbed, Path(config.output), STEPS - 1)
     nodes.add()
 
@@ -178,7 +178,7 @@ def test_without_a_spare_node_a_run_waits_says_for_what_and_goes_on(
 
     watcher = Watcher(add_node)
     losses: list[list[Any]] = [[1, "train", 2, "node"], [2, "train", 1, "node"]]
-    assert run(config, watcher, losses) == Ending(0, "")
+    assert run(config, watcher, losses) == ClusterOutcome(0, "")
     assert "until there is a node with 1 free CPU;" in watcher.all_notes()
     assert_same_run(undisturbed, Path(config.output), STEPS - 1)
     nodes.add()
@@ -209,13 +209,13 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_later(
     assert ending.code == 0
     assert ending.verdict.startswith("stopped")
     assert 0 < len(metrics_of(Path(config.output))) < STEPS
-    assert run(config, Watcher()) == Ending(0, "")
+    assert run(config, Watcher()) == ClusterOutcome(0, "")
     assert_same_run(undisturbed, Path(config.output), STEPS - 1)
 
 
 def test_rewards_from_other_nodes_are_those_of_a_run_on_this_machine(nodes: SimulatedNodes, tmp_path: Path) -> None:
     there = make_config(nodes, tmp_path / "there", "cluster.nodes=1", "reward.workers=2", "reward.place=cluster")
-    assert run(there, Watcher()) == Ending(0, "")
+    assert run(there, Watcher()) == ClusterOutcome(0, "")
     here = make_config(nodes, tmp_path / "here", "cluster.engine=none")
     train(here, ONE)
     assert_same_run(Path(here.output), Path(there.output), STEPS - 1)

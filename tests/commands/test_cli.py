@@ -64,6 +64,7 @@ def test_others_end_quietly_when_their_output_is_closed(
     ("words", "instead"),
     [
         ("FILE --steps 4", "--steps 4: configuration keys have no dashes; write steps=4"),
+        ("FILE --learning-rate 4", "--learning-rate: GRPOConfig's learning_rate is optimizer.lr here"),
         ("--steps 4 FILE", "--steps 4: configuration keys have no dashes; write steps=4"),
         ("--steps=4 FILE seed=1", "--steps=4: configuration keys have no dashes; write steps=4"),
         ("FILE --optimizer.lr 1e-6 --seed -1", "write optimizer.lr=1e-6 seed=-1"),

@@ -12,7 +12,7 @@ import pytest
 from rollgraph.cli import main
 from rollgraph.commands import config as command
 from rollgraph.config import load_config
-from rollgraph.config.algorithm_names import ALGORITHM_PATHS, GROUP_RELATIVE
+from rollgraph.config.names import ALGORITHM_PATHS, GROUP_RELATIVE
 from rollgraph.rl.algorithms import ALGORITHMS as registry
 
 DOCS = Path(__file__).parents[2] / "docs" / "config.md"
@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "config.md"
 
 def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_to(parser.add_subparsers())
+    command.add_parser(parser.add_subparsers())
     options = parser.parse_args(["config", *arguments])
     exit_code: int = options.run(options)
     return exit_code

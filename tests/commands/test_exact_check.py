@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rollgraph.cli import main
-from rollgraph.model import Architecture, Decoder, products, save_model
+from rollgraph.model import Architecture, Decoder, save_model
+from rollgraph.model.gemm import matmul
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def splitting_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that adds up the two halves of K apart, if there are at most two rows."""
-    whole = products._library
+    whole = matmul._torch_matmul
 
     def library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
         if len(x) > 2:
@@ -33,7 +34,7 @@ def splitting_library(monkeypatch: pytest.MonkeyPatch) -> None:
         half = x.shape[1] // 2
         return whole(x[:, :half], weight[:, :half], bias, wide) + whole(x[:, half:], weight[:, half:], None, wide)
 
-    monkeypatch.setattr(products, "_library", library)
+    monkeypatch.setattr(matmul, "_torch_matmul", library)
 
 
 @pytest.mark.usefixtures("splitting_library")
@@ -42,7 +43,7 @@ def test_a_model_whose_products_are_routed_agrees(folder: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert out.startswith("llama, 2 layers, float32, CPU\n")
     assert "packed: 512 tokens; prefill: 64, 256, 512 tokens; decode: 1, 2, 4, 8 rows" in out
-    assert "1: library, padded to 4 rows" in out
+    assert "1: torch, padded to 4 rows" in out
     assert "attention        2 of 2 layers equal" in out
     assert "logits           equal" in out
     assert "240 of 240 log-probabilities equal in training" in out
@@ -51,10 +52,10 @@ def test_a_model_whose_products_are_routed_agrees(folder: Path, capsys: pytest.C
 
 @pytest.mark.usefixtures("splitting_library")
 def test_the_first_difference_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["check", str(folder), "--exact", "--no-routes", "--device", "cpu", "--rows", "4", "--length", "40"]
+    arguments = ["check", str(folder), "--exact", "--default-gemms", "--device", "cpu", "--rows", "4", "--length", "40"]
     assert main(arguments) == 1
     out = capsys.readouterr().out
-    assert "products: left to the library" in out
+    assert "GEMMs: the library's default algorithms" in out
     assert "attention        2 of 2 layers equal" in out
     assert "gate_up          0 of 2 layers equal" in out
     assert "logits           different" in out
@@ -81,7 +82,7 @@ def test_the_first_difference_is_named(folder: Path, capsys: pytest.CaptureFixtu
         (["--exact", "--backend", "tape"], "--backend cannot be combined with --exact"),
         (["--exact", "--replays", "2"], "--replays cannot be combined with --exact"),
         (["--rows", "4"], "--rows needs --exact"),
-        (["--no-routes"], "--no-routes needs --exact"),
+        (["--default-gemms"], "--default-gemms needs --exact"),
     ],
     ids=range(8),
 )

@@ -77,7 +77,7 @@ def test_prompts_from_a_file_keep_their_other_fields(folder: Path, tmp_path: Pat
         ),
         (
             '{"prompt": "x"}\n\n{"prompt": "x", "a": {"b": 1, "b": 2}}\n',
-            "in.jsonl:3: cannot be read: the key 'b' is given twice",
+            "in.jsonl:3: cannot be read: duplicate key 'b'",
         ),
         (
             b'{"prompt": "x"}\n{"prompt": "\xff"}\n',

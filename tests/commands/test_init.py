@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,18 @@ import pytest
 from rollgraph.cli import main
 from rollgraph.commands.init import STARTERS
 from rollgraph.config import load_config, to_dict
+from rollgraph.inputs.built_in_names import find_name_problems
 from rollgraph.rl.environment import MultiTurn
 from rollgraph.rl.turns import Turn
-from rollgraph.run.built_in_names import wrong_names
 from rollgraph.tokenizer import ByteTokenizer
 from rollgraph.types import Prompt
 
 SOURCE = Path(__file__).parents[2] / "src" / "rollgraph" / "starters"
+NEXT = {
+    "quickstart": "rollgraph train config.yaml",
+    "math": "pip install 'rollgraph[math]' && rollgraph train trial.yaml",
+    "tools": "rollgraph train trial.yaml",
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +45,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", STARTERS)
 def test_it_lists_what_it_wrote_and_the_next_command_and_overwrites_nothing(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/rollgraph"])
+    monkeypatch.setattr(shutil, "which", lambda program: f"/somewhere/{program}")
     folder = tmp_path / "two words"
     assert main(["init", name, str(folder)]) == 0
     first, *listed, following = capsys.readouterr().out.splitlines()
@@ -48,8 +56,7 @@ def test_it_lists_what_it_wrote_and_the_next_command_and_overwrites_nothing(
     assert first == f"wrote to {folder}:"
     assert {folder / line.strip() for line in listed} == written.keys()
     assert {"README.md", "config.yaml", "rewards.py", "make_data.py", "data/train.jsonl"} <= set(map(str.strip, listed))
-    config = "config.yaml" if name == "quickstart" else "trial.yaml"
-    assert following == f"next: cd '{folder}' && rollgraph train {config}"
+    assert following == f"next: cd '{folder}' && {NEXT[name]}"
 
     (folder / "rewards.py").write_text("mine")
     assert main(["init", name, str(folder)]) == 2
@@ -75,7 +82,7 @@ def test_configurations_load_and_name_files_that_are_there(
     path: Path, starters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(starters / path.parent.name)
-    config = load_config(path.name, (), wrong_names)
+    config = load_config(path.name, (), find_name_problems)
     assert Path(config.data.train).is_file()
     assert Path(str(config.data.validation)).is_file()
     assert len(Path("README.md").read_text().splitlines()) == 3
@@ -152,7 +159,7 @@ def test_gsm8k_comes_from_the_cache_of_the_hub_or_is_made_up_without_a_network(
         return subprocess.run([*command, *arguments], cwd=tmp_path, text=True, capture_output=True, timeout=300)
 
     made = run()
-    assert (made.returncode, made.stdout.partition(" (")[0]) == (0, "openai/gsm8k cannot be had here"), made.stderr
+    assert (made.returncode, made.stdout.partition(" (")[0]) == (0, "cannot get openai/gsm8k"), made.stderr
     assert read_rows(tmp_path / "data" / "train.jsonl") == read_rows(starters / "math" / "data" / "train.jsonl")
 
     cached = tmp_path / "hub" / "hub" / "datasets--openai--gsm8k"
@@ -192,6 +199,12 @@ def test_one_boxed_answer_is_the_form_that_is_asked_for() -> None:
 def test_the_quickstart_rewards_the_exact_sum() -> None:
     exact = runpy.run_path(str(SOURCE / "quickstart" / "rewards.py"))["exact"]
     assert exact(completions=["46", " 46\n", "46!", "4"], answer=["46"] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["math", "tools"])
+def test_random_weights_earn_something_in_a_trial(name: str) -> None:
+    letters = runpy.run_path(str(SOURCE / name / "rewards.py"))["letters"]
+    assert letters(completions=["ab1é", "", "12"], answer=["1"] * 3) == [0.5, 0.0, 0.0]
 
 
 def test_the_tool_is_called_in_turns_and_rewarded() -> None:

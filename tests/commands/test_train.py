@@ -15,7 +15,7 @@ import torch
 from rollgraph.cli import main
 from rollgraph.config import to_yaml
 from rollgraph.model import load_model
-from tests.run.test_checkpoints import untouched
+from tests.checkpoint.test_checkpoints import untouched
 from tests.test_train import config_of, eager_config, flip, folder, metrics_of, weights_of, write_inputs
 
 __all__ = ["folder"]
@@ -143,7 +143,7 @@ def test_mistakes_are_reported_in_one_line(folder: Path, capsys: pytest.CaptureF
     assert "nowhere.jsonl" in capsys.readouterr().err
     (folder / "demonstrations.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     assert main(["train", str(path), f"warm_start={{data: {folder / 'demonstrations.jsonl'}}}"]) == 2
-    assert "demonstrations.jsonl:1: a demonstration needs `completion` beside `prompt`" in capsys.readouterr().err
+    assert "demonstrations.jsonl:1: a demonstration needs `prompt` and `completion`" in capsys.readouterr().err
 
 
 def test_overrides_may_stand_anywhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +178,7 @@ def test_eval_says_what_pass_at_k_is_and_what_failed(
     assert "rewards failed for 8 rollouts: 8 raised" in found.err
     with pytest.raises(SystemExit):
         main(["eval", "--help"])
-    assert "right if its reward" in " ".join(capsys.readouterr().out.split())
+    assert "correct if it has the highest reward" in " ".join(capsys.readouterr().out.split())
 
 
 def test_eval_prints_only_json_although_rewards_print(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def test_a_page_is_served_until_its_starter_is_gone(tmp_path: Path) -> None:
 
 @needs_packages
 def test_a_run_is_shown_while_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with view.viewed(str(tmp_path / "run")):
+    with view.dashboard_process(str(tmp_path / "run")):
         address = capsys.readouterr().out.partition(" ")[0]
         assert ask(address)["runs"] == []  # the folder comes with the run
         write_run(tmp_path / "run", steps=2)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rollgraph.compat.megatron import repair, undo
-from rollgraph.compat.megatron.probe_objects import CudaStandIn, TorchStandIn
+from rollgraph.compat.megatron.repair import CudaStandIn, TorchStandIn
 
 LAYERS, WIDTH, TOKENS, VOCABULARY = 4, 32, 8, 64
 REASON = "needs megatron-core: pip install 'rollgraph[megatron]'"

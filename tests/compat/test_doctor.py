@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,12 +11,15 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
+import rollgraph
+from rollgraph.commands import doctor
 from rollgraph.commands import doctor as command
 from rollgraph.compat import examination
 from rollgraph.compat.diagnosis import Diagnosis, RepairState
 from rollgraph.compat.examination import examine, find_installed
-from rollgraph.compat.megatron.patch import Patch
+from rollgraph.compat.megatron.repair import Patch
 from tests.forked import run_command
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(examination.__file__).parents[2])}
@@ -28,10 +32,17 @@ def finding(state: RepairState, name: str = "forward-pre-hooks") -> Diagnosis:
 
 def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_to(parser.add_subparsers())
+    command.add_parser(parser.add_subparsers())
     options = parser.parse_args(["doctor", *arguments])
     exit_code: int = options.run(options)
     return exit_code
+
+
+@pytest.fixture(autouse=True)
+def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe nothing, except in tests of what is said of the machine."""
+    if "machine" not in request.node.name:
+        monkeypatch.setattr(doctor, "examine_machine", dict)
 
 
 @pytest.fixture
@@ -159,6 +170,46 @@ def test_nothing_of_the_family(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["affected"] is None
 
 
+def test_the_machine_is_described_without_megatron(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    installed = dict.fromkeys(find_installed()) | {"torch": "2.11"}
+    monkeypatch.setattr(examination, "find_installed", lambda: installed)
+    assert call("--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    system = report["system"]
+    assert system["rollgraph"] == rollgraph.__version__
+    assert system["python"] == platform.python_version()
+    assert system["pytorch"] == torch.__version__
+    assert system["instruction set"].startswith(torch.backends.cpu.get_cpu_capability())
+    assert system["OMP_NUM_THREADS"] == "1"
+    assert {"system", "cuda", "gpu", "processor", "cores"} <= system.keys()
+    assert report["packages"]["numpy"] == metadata.version("numpy")
+    assert report["exactness"]["agree"] is True
+    assert call() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["agree", "True"] for line in lines)
+    assert lines[-1].startswith("Nothing of the Megatron family is installed here")
+
+
+def test_the_machine_report_names_the_packages_of_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements = ["numpy", 'starlette>=1; extra == "view"', "none-such ; extra == 'view'", 'ruff; extra == "dev"']
+    monkeypatch.setattr(metadata, "requires", lambda name: requirements)
+    monkeypatch.setattr(doctor, "_version", {"starlette": "1.2", "none-such": "not installed"}.get)
+    assert doctor._describe_extras() == {"view": "starlette 1.2, none-such not installed"}
+
+
+def test_the_machine_report_tells_what_broke_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr("rollgraph.policy.agreement.check_agreement", broken)
+    probed = doctor._test_exactness()
+    assert probed["agree"] is None
+    assert probed["failed"] == "RuntimeError: no kernel image is available"
+
+
 @pytest.mark.parametrize("name", ["nemo-rl", "transformer-engine", "megatron-bridge"])
 def test_without_megatron_core_the_family_is_not_reported_healthy(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -177,6 +228,7 @@ def test_without_megatron_core_the_family_is_not_reported_healthy(
     assert json.loads(capsys.readouterr().out)["affected"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["megatron/__init__.py", "megatron/core/__init__.py"])
 def test_an_installation_that_is_broken(tmp_path: Path, file: str) -> None:
     (tmp_path / file).parent.mkdir(parents=True)
@@ -216,14 +268,14 @@ def test_repaired_shows_the_other_findings(found: Callable[..., None], capsys: p
 def test_what_cannot_be_repaired_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("megatron.core")
     from rollgraph.compat.megatron import findings, repair, undo
-    from rollgraph.compat.megatron.patch import CannotRepair
+    from rollgraph.compat.megatron.repair import CannotRepair
     from rollgraph.compat.megatron.tokenizer import TOKENIZER
 
-    def plan() -> list[Patch]:
+    def make_patches() -> list[Patch]:
         raise CannotRepair("the module has no such name")
 
     with monkeypatch.context() as moved:
-        moved.setattr(TOKENIZER, "plan", plan)
+        moved.setattr(TOKENIZER, "make_patches", make_patches)
         assert call("--repaired") == 1
     assert "  repair   cannot repair: the module has no such name" in capsys.readouterr().out.splitlines()
     assert all(item.state is not RepairState.REPAIRED for item in findings())
@@ -237,8 +289,6 @@ def test_what_cannot_be_repaired_says_why(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_what_is_installed() -> None:
     installed = find_installed()
-    import torch
-
     assert installed["torch"] == metadata.version("torch")  # without the local part that torch.__version__ may have
     assert (installed["cuda"] is not None) == torch.cuda.is_available()
     assert examination._version("json", ("no-such-distribution",)) == "from source"

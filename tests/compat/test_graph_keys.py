@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollgraph.compat.graph_keys import contradictions, implementation, scopes
-from rollgraph.compat.graph_lint import lint_file
-from rollgraph.compat.graph_remarks import LintKind, Remark
+from rollgraph.compat.graph_keys import LintKind, Remark, find_contradictions, lint_file, read_impl, read_scopes
 
 
 def lint(tmp_path: Path, text: str, known: tuple[str, ...] | None = None) -> list[Remark]:
@@ -35,8 +33,8 @@ def of(remarks: list[Remark], kind: LintKind) -> list[tuple[str, str]]:
     ],
 )
 def test_implementation_and_scopes(model: dict[str, Any], impl: str, names: list[str]) -> None:
-    assert (implementation(model), scopes(model)) == (impl, names)
-    assert contradictions(model, {}) == []
+    assert (read_impl(model), read_scopes(model)) == (impl, names)
+    assert find_contradictions(model, {}) == []
 
 
 def test_agrees_with_megatron_core_on_what_is_contradictory() -> None:
@@ -63,7 +61,7 @@ def test_agrees_with_megatron_core_on_what_is_contradictory() -> None:
     taken = refused = 0
     for values in itertools.product(*ways.values()):
         model = {key: value for key, value in zip(ways, values, strict=True) if value is not None}
-        wrong = contradictions(model, {})
+        wrong = find_contradictions(model, {})
         rest: dict[str, Any] = {"num_moe_experts": 2, "moe_expert_capacity_factor": 1.0}
         rest |= {"moe_pad_expert_input_to_capacity": True, "moe_layer_freq": [0, 1], "num_layers": 2}
         rest |= {"hidden_size": 8, "num_attention_heads": 2, "cpu_offloading_num_layers": 1, "moe_ffn_hidden_size": 8}
@@ -94,18 +92,18 @@ def test_agrees_with_megatron_core_on_what_is_contradictory() -> None:
         ({"inference_rng_tracker": True}, {"inference_rng_tracker": False}, "disagree"),
         ({"cuda_graph_scope": "attn"}, {}, "without an implementation"),
         ({"cuda_graph_impl": "nccl"}, {}, "no implementation 'nccl'"),
-        ({"cuda_graph_impl": "none", "enable_cuda_graph": True}, {}, "beside cuda_graph_impl: none"),
+        ({"cuda_graph_impl": "none", "enable_cuda_graph": True}, {}, "but cuda_graph_impl is none"),
         ({"cuda_graph_impl": "local", "cuda_graph_scope": "attn", "cuda_graph_modules": ["mlp"]}, {}, "two values"),
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": ["mlp"]}, {}, "nothing to choose"),
     ],
 )
 def test_contradictions(model: dict[str, Any], rng: dict[str, Any], words: str) -> None:
-    assert any(words in text for _, text in contradictions(model, rng))
+    assert any(words in text for _, text in find_contradictions(model, rng))
 
 
 def test_an_inference_tracker_needs_no_other() -> None:
     model = {"cuda_graph_impl": "local", "use_te_rng_tracker": False, "inference_rng_tracker": True}
-    assert contradictions(model, {}) == []
+    assert find_contradictions(model, {}) == []
 
 
 def test_deprecated_keys_have_their_line(tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_deprecated_keys_have_their_line(tmp_path: Path) -> None:
         ("their.yaml:3", "cuda_graph_scope"),  # the value
     ]
     assert "cuda_graph_impl: transformer_engine" in remarks[1].advice
-    assert not any(remark.serious for remark in remarks)
+    assert not any(remark.is_serious for remark in remarks)
 
 
 def test_which_spelling_is_right_depends_on_what_is_installed(tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def test_an_unknown_scope_is_passed_through_with_a_warning(tmp_path: Path) -> No
     assert of(remarks, LintKind.UNKNOWN) == [("their.yaml:2", "cuda_graph_modules")]
     assert "'vision'" in remarks[0].text
     assert "passed through" in remarks[0].advice
-    assert not remarks[0].serious
+    assert not remarks[0].is_serious
 
 
 def test_spaces_between_scopes(tmp_path: Path) -> None:
@@ -276,7 +274,7 @@ def test_following_the_advice_on_a_nemo_config_leaves_no_remark(
 
 def test_a_scope_that_nemo_drops_is_not_reported_as_eager(tmp_path: Path) -> None:
     (remark,) = lint(tmp_path, NEMO + "        cuda_graph_scope: attn\n", CURRENT)
-    assert not remark.serious  # the implementation is handed over, so layers are captured
+    assert not remark.is_serious  # the implementation is handed over, so layers are captured
     assert "but not cuda_graph_scope; without it, an implementation captures whole layers" in remark.text
     checkpointing = NEMO.replace("checkpointing: false", "checkpointing: true")
     remarks = lint(tmp_path, checkpointing + "        cuda_graph_scope: full_iteration\n", CURRENT)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron import findings, repair, undo
+from rollgraph.compat.megatron.capture import INPUT_SURFACE
 from rollgraph.compat.megatron.graph_switch import GRAPH_SWITCH
-from rollgraph.compat.megatron.input_surface import INPUT_SURFACE
 from tests.compat.megatron_world import (
     REASON,
     TOKENS,
@@ -35,7 +35,7 @@ from tests.compat.megatron_world import (
 )
 
 pytest.importorskip("megatron.core", reason=REASON)
-pytestmark = [pytest.mark.usefixtures("unrepaired", "one_rank"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unrepaired", "one_rank"), pytest.mark.filterwarnings("ignore")]
 
 
 def graphs() -> Any:
@@ -569,4 +569,4 @@ def test_without_transformer_engine_there_is_nothing_to_repair() -> None:
     found = {finding.name: finding for finding in findings()}
     assert found["input-surfaces"].state is RepairState.CLEAR
     repair()
-    assert not INPUT_SURFACE.in_force
+    assert not INPUT_SURFACE.is_active

@@ -19,7 +19,7 @@ from tests.compat.megatron_world import (
 )
 
 pytest.importorskip("megatron.core", reason=REASON)
-pytestmark = pytest.mark.usefixtures("unrepaired", "one_rank")
+pytestmark = [pytest.mark.usefixtures("unrepaired", "one_rank"), pytest.mark.filterwarnings("ignore")]
 
 
 def test_the_reported_failure() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollgraph.compat.megatron import reference_weights
-from rollgraph.distributed.world import World
+from rollgraph.parallel.ranks.world import World
 from tests.compat.megatron_world import (
     REASON,
     compute_gradients,
@@ -22,7 +22,7 @@ from tests.compat.megatron_world import (
     update_shard,
     wrap_ddp,
 )
-from tests.sharding.worlds import run_world
+from tests.parallel.worlds import run_world
 
 pytest.importorskip("megatron.core", reason=REASON)
 pytestmark = [pytest.mark.multi, pytest.mark.slow]

@@ -21,11 +21,18 @@ import torch
 
 from rollgraph.compat import megatron as compat
 from rollgraph.compat.diagnosis import RepairState
-from rollgraph.compat.megatron import findings, repair, undo
-from rollgraph.compat.megatron.capture_failure import CAPTURE_FAILURE
-from rollgraph.compat.megatron.patch import ABSENT, CannotRepair, Patch, install, read_raw, uninstall
-from rollgraph.compat.megatron.registry import REPAIRS
-from rollgraph.compat.megatron.repair import Repair, Verdict
+from rollgraph.compat.megatron import REPAIRS, findings, repair, undo
+from rollgraph.compat.megatron.capture import CAPTURE_FAILURE
+from rollgraph.compat.megatron.repair import (
+    ABSENT,
+    CannotRepair,
+    Patch,
+    Repair,
+    Verdict,
+    install_patches,
+    read_raw,
+    uninstall_patches,
+)
 from tests.compat.megatron_world import (
     REASON,
     one_rank,  # noqa: F401
@@ -218,7 +225,7 @@ def test_a_version_without_the_failure_is_left_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DDP, "disable_forward_pre_hook", disable)
     monkeypatch.setattr(DDP, "enable_forward_pre_hook", enable)
     monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "create_cudagraphs", classmethod(create))
-    only_warm_up = CAPTURE_FAILURE.find()
+    only_warm_up = CAPTURE_FAILURE.diagnose()
     assert only_warm_up.state is RepairState.AFFECTED
     assert only_warm_up.reason.endswith("Here: is_graph_warmup() stays True.")
     monkeypatch.setattr(cuda_graphs, "_set_warmup_end", lambda: setattr(cuda_graphs, "_IS_GRAPH_WARMUP", False))
@@ -298,12 +305,12 @@ def test_internals_that_moved_are_refused_by_name(name: str, move: Any, monkeypa
     message = move(monkeypatch)
     (one,) = (each for each in REPAIRS if each.name == name)
     before = snapshot()
-    found = one.mend()
+    found = one.repair_if_affected()
     assert found.state is RepairState.AFFECTED
     assert found.repair.startswith("cannot repair: ")
     assert message in found.repair
     assert changes(before) == set()
-    assert not one.in_force
+    assert not one.is_active
 
 
 def list_internals() -> list[tuple[Any, str]]:
@@ -343,7 +350,7 @@ def test_without_any_of_the_internals_a_repair_works_or_is_refused_whole(
         with monkeypatch.context() as moved:
             moved.delattr(owner, name)
             before = {id(other): dict(vars(other)) for other, _ in internals}
-            found = one.mend()
+            found = one.repair_if_affected()
             if found.state is RepairState.REPAIRED:
                 assert one.probe().state is RepairState.CLEAR, name
                 one.undo()
@@ -362,7 +369,7 @@ def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pyt
     monkeypatch.delattr(DDP, "disable_forward_pre_hook")
     before = snapshot()
     (one,) = (each for each in REPAIRS if each.name == "forward-pre-hooks")
-    found = one.mend()
+    found = one.repair_if_affected()
     assert found.state is RepairState.UNKNOWN
     assert "AttributeError" in found.reason
     assert found.repair == "cannot repair: what cannot be tried is left alone"
@@ -424,16 +431,18 @@ class Refuses(SimpleNamespace):
 def test_a_failing_patch_reverts_those_before_it() -> None:
     first, table = SimpleNamespace(a=1), {"b": 2}
     with pytest.raises(PermissionError):
-        install([Patch(first, "a", 10), Patch(table, "b", 20), Patch(first, "new", 30), Patch(Refuses(), "c", 40)])
+        install_patches(
+            [Patch(first, "a", 10), Patch(table, "b", 20), Patch(first, "new", 30), Patch(Refuses(), "c", 40)]
+        )
     assert (vars(first), table) == ({"a": 1}, {"b": 2})
 
 
 def test_undo_is_all_or_nothing_if_a_patch_was_replaced() -> None:
     owner = SimpleNamespace(a=1, b=2)
-    installed = install([Patch(owner, "a", 10), Patch(owner, "b", 20)])
+    installed = install_patches([Patch(owner, "a", 10), Patch(owner, "b", 20)])
     owner.b = 99
     with pytest.raises(RuntimeError, match=r"cannot undo: SimpleNamespace.b was replaced since"):
-        uninstall(installed)
+        uninstall_patches(installed)
     assert vars(owner) == {"a": 10, "b": 99}
 
 
@@ -443,7 +452,7 @@ def test_a_repair_that_does_not_help_is_reverted() -> None:
     with pytest.raises(CannotRepair, match="still there with the repair: still"):
         useless.apply()
     assert owner.a == 1
-    assert useless.mend().repair.startswith("cannot repair: the failure is still there")
+    assert useless.repair_if_affected().repair.startswith("cannot repair: the failure is still there")
 
 
 def test_names_imported_before_and_after_follow() -> None:
@@ -462,7 +471,7 @@ def test_names_imported_before_and_after_follow() -> None:
 
 def test_absent_attributes_are_absent_again() -> None:
     owner = SimpleNamespace()
-    uninstall(install([Patch(owner, "a", 1)]))
+    uninstall_patches(install_patches([Patch(owner, "a", 1)]))
     assert read_raw(owner, "a") is ABSENT
 
 

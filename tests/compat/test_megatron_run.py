@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollgraph.compat.__main__ import main, run
+from rollgraph.compat.__main__ import main, run_target
 from rollgraph.compat.import_hook import FOLDER
 from tests.compat.megatron_world import REASON
 from tests.forked import run_command
@@ -181,9 +181,9 @@ def test_a_script_cannot_tell_the_difference(tmp_path: Path, target: list[str], 
     inside.mkdir()
     for file in (inside / "facts.py", inside / "__main__.py", tmp_path / "facts.py"):
         file.write_text(SELF_AWARE)
-    code = "import sys; from rollgraph.compat.__main__ import run; run(sys.argv[1:], False)"
+    code = "import sys; from rollgraph.compat.__main__ import run_target; run_target(sys.argv[1:], False)"
     if target[0] == "-m":
-        code = "import sys; from rollgraph.compat.__main__ import run; run(sys.argv[2:], True)"
+        code = "import sys; from rollgraph.compat.__main__ import run_target; run_target(sys.argv[2:], True)"
     paths = os.pathsep.join([str(SOURCE), str(tmp_path)])
     seen = [
         subprocess.run(
@@ -219,7 +219,7 @@ def test_a_missing_module_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as found:
-        run([name], as_module=True)
+        run_target([name], as_module=True)
     (line,) = found.value.code.splitlines()
     assert line.startswith(f"there is no module {name}")
 

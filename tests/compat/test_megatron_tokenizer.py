@@ -16,8 +16,8 @@ import pytest
 
 from rollgraph.compat.diagnosis import RepairState
 from rollgraph.compat.megatron import undo
-from rollgraph.compat.megatron.legacy_tokenizer import MegatronLegacyTokenizer as OurLegacyTokenizer
 from rollgraph.compat.megatron.tokenizer import MODULE, TOKENIZER
+from rollgraph.compat.megatron.tokenizer import MegatronLegacyTokenizer as OurLegacyTokenizer
 from tests.compat.megatron_world import REASON, unrepaired  # noqa: F401
 
 pytest.importorskip("megatron.core", reason=REASON)
@@ -55,7 +55,7 @@ def test_a_name_that_is_missing() -> None:
     theirs = importlib.import_module(MODULE).MegatronLegacyTokenizer
     with pytest.raises(ImportError, match="cannot import name 'MegatronTokenizer'"):
         import_both()
-    assert TOKENIZER.mend().state is RepairState.REPAIRED
+    assert TOKENIZER.repair_if_affected().state is RepairState.REPAIRED
     assert import_both() == (theirs, theirs)
     undo()
     with pytest.raises(ImportError, match="cannot import name 'MegatronTokenizer'"):
@@ -66,7 +66,7 @@ def test_a_name_that_is_missing() -> None:
 def test_a_module_that_was_removed() -> None:
     with pytest.raises(ModuleNotFoundError, match=f"No module named '{MODULE}'"):
         import_both()
-    assert TOKENIZER.mend().state is RepairState.REPAIRED
+    assert TOKENIZER.repair_if_affected().state is RepairState.REPAIRED
     assert import_both() == (OurLegacyTokenizer, OurLegacyTokenizer)
     assert importlib.import_module("megatron.core.datasets").megatron_tokenizer is sys.modules[MODULE]
     assert importlib.util.find_spec(MODULE) is not None
@@ -79,13 +79,13 @@ def test_both_names_present_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     module: Any = importlib.import_module(MODULE)
     monkeypatch.setattr(module, "MegatronTokenizer", object(), raising=False)
     before = dict(vars(module))
-    assert TOKENIZER.mend().state is RepairState.CLEAR
+    assert TOKENIZER.repair_if_affected().state is RepairState.CLEAR
     assert vars(module) == before
 
 
 def test_neither_name_cannot_be_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(importlib.import_module(MODULE), "MegatronLegacyTokenizer")
-    found = TOKENIZER.mend()
+    found = TOKENIZER.repair_if_affected()
     assert found.state is RepairState.AFFECTED
     assert found.repair.startswith("cannot repair: ")
 

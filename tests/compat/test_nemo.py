@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from rollgraph.commands import config as command
-from rollgraph.compat.composed_yaml import load_composed
-from rollgraph.compat.graph_lint import lint
+from rollgraph.compat.graph_keys import lint
 from rollgraph.compat.nemo import Status, Translation, import_nemo
-from rollgraph.compat.nemo.ledger import short
+from rollgraph.compat.nemo.ledger import short_yaml
 from rollgraph.compat.nemo.translation import translate_tree
-from rollgraph.config import Config, ConfigError, check_scopes, load_config, parse_config
-from rollgraph.config.yaml_tree import Node, strip_places
+from rollgraph.compat.omegaconf_yaml import load_composed
+from rollgraph.config import Config, ConfigError, capture_scopes, load_config, parse_config
+from rollgraph.config.yaml_tree import Node, strip_locations
+from rollgraph.inputs.inputs import make_algorithm
 from rollgraph.rl.algorithms import load_algorithm
-from rollgraph.rl.algorithms.advantages import centred, leave_one_out
-from rollgraph.run.inputs import make_algorithm
+from rollgraph.rl.algorithms.advantages import centered, leave_one_out
 
 DATA = Path(__file__).parent / "data"
 SMALL = """\
@@ -59,16 +59,16 @@ def leaves(value: Any, key: str = "") -> list[str]:
 def test_every_key_is_listed_once_and_known(name: str, tmp_path: Path) -> None:
     path = DATA / f"{name}.yaml"
     config, translation = read(path, tmp_path)
-    assert [line.key for line in translation.lines] == leaves(strip_places(load_composed(path)))
+    assert [line.key for line in translation.lines] == leaves(strip_locations(load_composed(path)))
     assert [line for line in translation.lines if line.text == "not known here"] == []
     load_algorithm(config.algorithm.name, {**config.algorithm.options, "kl_coef": config.algorithm.kl_coef})
     for line in translation.lines:  # the list says what the file has
         if line.status is Status.TRANSLATED and line.text.count(": ") == 1:
             key, _, value = line.text.partition(" (")[0].partition(": ")
-            found: Any = translation.ours
+            found: Any = translation.settings
             for part in key.split("."):
                 found = found[part]
-            assert short(found) == value, line
+            assert short_yaml(found) == value, line
 
 
 def test_a_dtensor_config(tmp_path: Path) -> None:
@@ -105,12 +105,12 @@ def test_a_megatron_config_with_deprecated_graph_keys(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.schedule) == (4e-6, (0.9, 0.98), "cosine")
     assert config.optimizer.warmup_steps == 13
     assert found["policy.megatron_cfg.optimizer.min_lr"] == (Status.UNSUPPORTED, "the learning rate ends at 0")
-    too_many = (Status.UNSUPPORTED, "ranks that divide layers have to be on one node, and each has 1")
+    too_many = (Status.UNSUPPORTED, "ranks of a tensor parallel group must be on one node, and each has 1")
     assert found["policy.megatron_cfg.tensor_model_parallel_size"] == too_many
     assert (config.checkpoint.every, config.checkpoint.keep_best) == (300, 0)  # only the last step is saved
     assert found["checkpointing.save_period"] == (Status.IGNORED, "checkpointing is off")
     assert (config.log.sinks, config.log.wandb) == (("jsonl", "wandb"), {"project": "small", "name": "run-7"})
-    places = {line.key: Path(line.place).name for line in translation.lines}
+    places = {line.key: Path(line.location).name for line in translation.lines}
     assert places["grpo.seed"] == "grpo_base.yaml:15"
     assert places["grpo.num_generations_per_prompt"] == "grpo_megatron.yaml:5"
 
@@ -197,7 +197,7 @@ def test_leave_one_out_says_what_differs(tmp_path: Path, section: str, normalize
         return
     assert "advantages are 3/4 of NeMo-RL's; rloo subtracts the mean of the others, but sums over the tokens" in reason
     rewards = [1.0, 0.0, 0.0, 0.5]
-    assert centred(rewards) == pytest.approx([3 / 4 * value for value in leave_one_out(rewards)])
+    assert centered(rewards) == pytest.approx([3 / 4 * value for value in leave_one_out(rewards)])
     assert load_algorithm("rloo").weights([2, 6]) != load_algorithm("grpo").weights([2, 6])  # hence not rloo
 
 
@@ -301,7 +301,7 @@ def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
     ],
 )
 def test_a_refused_value_makes_only_its_key_unsupported(key: str, value: Any, reason: str) -> None:
-    whole = strip_places(load_composed(DATA / "grpo_megatron_current.yaml"))
+    whole = strip_locations(load_composed(DATA / "grpo_megatron_current.yaml"))
     whole["checkpointing"]["enabled"] = True
     whole["policy"]["train_global_batch_size"] = 16  # one sample of each prompt
     before = statuses(translate_tree(as_node(whole), "their.yaml"))
@@ -326,7 +326,7 @@ def test_a_dataset_path_that_is_not_text(tmp_path: Path) -> None:
 )
 def test_no_value_aborts_a_translation(odd: Any) -> None:
     """Whatever the value of a translated key is, the others are still translated, and pass a run's checks."""
-    whole = strip_places(load_composed(DATA / "grpo_base.yaml"))
+    whole = strip_locations(load_composed(DATA / "grpo_base.yaml"))
     lines = translate_tree(as_node(whole), "their.yaml").lines
     keys = [line.key for line in lines if line.status is Status.TRANSLATED and line.key != "policy.model_name"]
     assert len(keys) > 30
@@ -337,7 +337,7 @@ def test_no_value_aborts_a_translation(odd: Any) -> None:
         translation = translate_tree(as_node(changed), "their.yaml")
         assert [line.key for line in translation.lines] == leaves(changed)
         config = parse_config(translation.to_yaml())
-        check_scopes(config, ranks=1)
+        capture_scopes(config, ranks=1)
         make_algorithm(config)
 
 
@@ -349,7 +349,7 @@ def test_checkpointing_is_taken_over_for_any_scope_and_any_ranks(tmp_path: Path,
     keys = f"{{enabled: true, {graph_keys}activation_checkpointing: true}}"
     text = f"{SMALL}  megatron_cfg: {keys}\ncluster: {{gpus_per_node: {ranks}, num_nodes: 1}}\n"
     config, found = translate(tmp_path, text)
-    check_scopes(config, ranks)  # as plan and train do
+    capture_scopes(config, ranks)  # as plan and train do
     assert config.model.checkpointing is True
     found_line = found["policy.megatron_cfg.activation_checkpointing"]
     assert found_line == (Status.TRANSLATED, "model.checkpointing: true")
@@ -361,7 +361,7 @@ SLOW_ONES = [pytest.param(odd, marks=pytest.mark.slow) for odd in (True, 0, -1, 
 @pytest.mark.parametrize("odd", [None, "x", {"a": 1}, *SLOW_ONES], ids=repr)
 def test_a_section_of_another_type_is_an_error_or_listed(tmp_path: Path, odd: Any) -> None:
     """Never a traceback, whatever the value of a section, or of a setting on which others depend."""
-    whole = strip_places(load_composed(DATA / "grpo_megatron.yaml"))
+    whole = strip_locations(load_composed(DATA / "grpo_megatron.yaml"))
     sections = [path for path, value in walk(whole) if isinstance(value, dict) or path[-1] in ("env_name", "scheduler")]
     assert len(sections) > 30
     for path in sections:
@@ -426,7 +426,7 @@ inside: {here: 5, near: "${.here}", far: "${..n}"}
 shared: &anchor {k: 1}
 merged: {<<: *anchor, l: 2}
 """)
-    assert strip_places(load_composed(tmp_path / "top.yaml")) == {
+    assert strip_locations(load_composed(tmp_path / "top.yaml")) == {
         "a": {"x": 1, "y": [3]},
         "b": {"z": 2},
         "c": None,
@@ -452,7 +452,7 @@ merged: {<<: *anchor, l: 2}
 
 def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_to(parser.add_subparsers())
+    command.add_parser(parser.add_subparsers())
     options = parser.parse_args(["config", *arguments])
     exit_code: int = options.run(options)
     return exit_code

@@ -15,13 +15,13 @@ import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from rollgraph.compat.nemo import Status, Translation, import_nemo
 from rollgraph.compat.nemo.keys import TABLE, Ignored, To, Unless
-from rollgraph.compat.nemo.outputs import MLFLOW_KEYS
+from rollgraph.compat.nemo.translation import MLFLOW_KEYS
 from rollgraph.config import Config, LogConfig, list_keys, load_config
-from rollgraph.distributed.world import World
+from rollgraph.log import check_sinks
+from rollgraph.log.metrics import SinkError
+from rollgraph.parallel.ranks.world import World
 from rollgraph.rl.algorithms import ALGORITHMS, settings_of
 from rollgraph.rl.losses import k1, k2, k3
-from rollgraph.telemetry import check_sinks
-from rollgraph.telemetry.sinks import SinkError
 from rollgraph.train import train
 
 DATA = Path(__file__).parent / "data"

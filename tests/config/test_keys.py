@@ -19,7 +19,7 @@ from rollgraph.config import (
     ModelConfig,
     TinyModelConfig,
     broken_rules,
-    check_scopes,
+    capture_scopes,
     json_schema,
     list_keys,
     load_config,
@@ -72,6 +72,7 @@ def test_a_config_made_in_python_equals_one_from_yaml() -> None:
         ("sed: 1", "run.yaml:7: sed: unknown key; did you mean seed?"),
         ("top_p: 1", "run.yaml:7: top_p: unknown key; did you mean rollout.top_p?"),
         ("xyzzy: 1", "run.yaml:7: xyzzy: unknown key; expected one of seed, steps"),
+        ("train: {long_prompts: true}", "run.yaml:7: train.long_prompts: unknown key; it is train.half_logits now"),
         ("<<: {seed: 1}", "run.yaml:7: <<: unknown key"),
         ("seed: true", "run.yaml:7: seed: expected whole number ≥ 0, got true"),
         ("seed: 1.0", "run.yaml:7: seed: expected whole number ≥ 0, got 1.0"),
@@ -80,13 +81,21 @@ def test_a_config_made_in_python_equals_one_from_yaml() -> None:
         ("steps: 0", "run.yaml:7: steps: expected whole number ≥ 1, got 0"),
         ("output: 7", "run.yaml:7: output: expected text, got 7"),
         ("resume: maybe", "run.yaml:7: resume: expected auto | never | must, got the text 'maybe'"),
-        ("optimizer: {lr: -1}", "run.yaml:7: optimizer.lr: expected number ≥ 0, got -1"),
-        ("optimizer: {lr: 1e999}", "run.yaml:7: optimizer.lr: expected number ≥ 0, got the text '1e999'"),
-        ("optimizer: {lr: .inf}", "run.yaml:7: optimizer.lr: expected number ≥ 0, got the text '.inf'"),
+        ("optimizer: {lr: -1}", "run.yaml:7: optimizer.lr: expected number ≥ 0 and ≤ 1, got -1"),
+        ("optimizer: {lr: 5}", "run.yaml:7: optimizer.lr: expected number ≥ 0 and ≤ 1, got 5"),
+        (
+            "optimizer: {eps: 0.2}",
+            "optimizer.eps: expected number > 0 and ≤ 0.01, got 0.2; this is Adam's, while the range of the clip is "
+            "algorithm.options.clip_low and clip_high",
+        ),
+        ("optimizer: {lr: 1e999}", "run.yaml:7: optimizer.lr: expected number ≥ 0 and ≤ 1, got the text '1e999'"),
+        ("optimizer: {lr: .inf}", "run.yaml:7: optimizer.lr: expected number ≥ 0 and ≤ 1, got the text '.inf'"),
         ("optimizer: {betas: [0.9]}", "optimizer.betas: expected list of 2: number ≥ 0 and < 1, got a list of 1"),
         ("optimizer: {betas: [0.9, 1.0]}", "run.yaml:7: optimizer.betas[1]: expected number ≥ 0 and < 1, got 1.0"),
         ("optimizer: 3", "run.yaml:7: optimizer: expected section, got 3"),
         ("algorithm: dapo", "algorithm: expected section, got the text 'dapo'; did you mean algorithm.name?"),
+        ("algorithm: ppo", "got the text 'ppo'; did you mean algorithm.name? ppo is not there: it needs a critic"),
+        ("algorithm: gkd", "got the text 'gkd'; did you mean algorithm.name? gkd is distillation here (on policy)"),
         ("algorithm: {options: [1]}", "run.yaml:7: algorithm.options: expected mapping, got a list of 1"),
         ("graph: {warmup: 0}", "run.yaml:7: graph.warmup: expected whole number ≥ 1, got 0"),
         ("memory: {cache_gib: 0}", "run.yaml:7: memory.cache_gib: expected number > 0 or null, got 0"),
@@ -97,13 +106,20 @@ def test_a_config_made_in_python_equals_one_from_yaml() -> None:
         ("seed: !!python/name:os.system 1", "run.yaml:7: the tag"),
         ("seed: !env SEED", "run.yaml:7: the tag !env is not supported"),
         ("seed: [1", "not YAML"),
-        ("stop: &a [*a]", "not YAML"),
+        ("stop: &a [*a]", "unusable YAML"),
         ("seed: *nowhere", "run.yaml:7: not YAML: found undefined alias 'nowhere'"),
         ("--- {}", "run.yaml:7: not YAML: but found another document"),
     ],
 )
 def test_a_problem_names_its_place_and_key(line: str, message: str) -> None:
     assert any(message in problem for problem in problems_of(SMALL + line))
+
+
+def test_a_limit_may_say_what_to_write_instead() -> None:
+    (problem,) = problems_of(SMALL, "rollout.top_k=-1")
+    assert problem.endswith("rollout.top_k: expected whole number ≥ 0, got -1; 0 means all tokens")
+    (problem,) = problems_of(SMALL, "rollout.top_k=all")
+    assert problem.endswith("rollout.top_k: expected whole number ≥ 0, got the text 'all'")
 
 
 def test_all_problems_are_reported_together_each_at_its_own_place(tmp_path: Path) -> None:
@@ -124,7 +140,7 @@ def test_all_problems_are_reported_together_each_at_its_own_place(tmp_path: Path
             f"{path}:3: rollout.temprature: unknown key; did you mean rollout.temperature?",
             f"{base}:4: rollout.rows: expected whole number ≥ 1, got 0",
             f"{path}:6: reward.functions[0].name: required, but missing",
-            f"{base}:3: optimizer.lr: expected number ≥ 0, got the text 'small'",
+            f"{base}:3: optimizer.lr: expected number ≥ 0 and ≤ 1, got the text 'small'",
         ]
     )
 
@@ -231,12 +247,12 @@ def test_scopes_are_a_tuple_however_they_are_written(scope: str) -> None:
 
 
 def test_scopes_by_the_number_of_ranks() -> None:
-    assert check_scopes(parse_config(SMALL), ranks=1) == ("step",)
-    assert check_scopes(parse_config(SMALL), ranks=4) == ("layer",)
-    assert check_scopes(parse_config(SMALL, ["graph.scope=mlp"]), ranks=4) == ("mlp",)
-    assert check_scopes(parse_config(SMALL, ["graph.impl=none"]), ranks=4) == ()
+    assert capture_scopes(parse_config(SMALL), ranks=1) == ("step",)
+    assert capture_scopes(parse_config(SMALL), ranks=4) == ("layer",)
+    assert capture_scopes(parse_config(SMALL, ["graph.scope=mlp"]), ranks=4) == ("mlp",)
+    assert capture_scopes(parse_config(SMALL, ["graph.impl=none"]), ranks=4) == ()
     with pytest.raises(ConfigError, match=r"graph\.scope: step is not possible with 2 ranks"):
-        check_scopes(parse_config(SMALL, ["graph.scope=step"]), ranks=2)
+        capture_scopes(parse_config(SMALL, ["graph.scope=step"]), ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -361,6 +377,7 @@ def test_the_schema_has_every_key_with_its_description() -> None:
     assert optimizer["lr"] == {
         "type": "number",
         "minimum": 0,
+        "maximum": 1,
         "description": optimizer["lr"]["description"],
         "default": 1e-6,
     }

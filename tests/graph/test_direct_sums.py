@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollgraph.graph import CaptureError, make_graphed_callables
 from rollgraph.graph.direct_sums import direct_sum_for, direct_sum_of, direct_sums
 from rollgraph.model.recompute import recompute
-from rollgraph.sharding import add_gradients
+from rollgraph.policy.train_graphs import add_gradients
 
 
 class AddsItself(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rollgraph.graph import capture
-from rollgraph.graph.live_objects import _IDLE, ProgramObjects
+from rollgraph.graph.state.transaction import _MAX_IDLE_COLLECTIONS, LiveObjects, ProgramObjects, _live_objects
 
 WALKS: list[Any] = []  # a list of generations asked for, while one is being kept
 _keeping = [False]
@@ -47,6 +47,20 @@ def test_many_captures_search_all_objects_once(full_walks: list[Any]) -> None:
         graphs = [capture(lambda x: model(x), (x,)) for _ in range(10)]
     assert len(graphs) == 10
     assert len([generation for generation in full_walks if generation == -1]) <= 1
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="this collector has no generations")
+def test_a_search_that_finds_thousands_of_tensors_is_not_repeated(full_walks: list[Any]) -> None:
+    """Noting them causes collections of its own."""
+    gc.unfreeze()
+    _live_objects._stop_tracking()
+    tensors = [torch.empty(0) for _ in range(20_000)]
+    objects = LiveObjects()
+    gc.collect()
+    for _ in range(3):
+        assert len(objects.find()) >= len(tensors)
+    objects._stop_tracking()
+    assert full_walks.count(-1) == 1
 
 
 @pytest.mark.parametrize("collect", [None, 0, 1, 2])
@@ -121,7 +135,7 @@ def test_nothing_dead_is_kept_alive_or_returned() -> None:
 
 def test_the_collector_is_left_alone_once_captures_are_over() -> None:
     ProgramObjects()
-    for _ in range(_IDLE + 2):
+    for _ in range(_MAX_IDLE_COLLECTIONS + 2):
         gc.collect(1)
     assert not any("LiveObjects" in repr(callback) for callback in gc.callbacks)
     leaf = torch.zeros(3, requires_grad=True)

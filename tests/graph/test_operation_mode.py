@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgraph.graph.operation_mode import OperationMode
+from rollgraph.graph.state.undo_log import OperationMode
 
 CAPTURE = """
 import sys

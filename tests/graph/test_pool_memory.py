@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollgraph.graph import CaptureError, GraphPool, capture
 from rollgraph.graph.pool import pool_segments
-from rollgraph.graph.transaction import Transaction
+from rollgraph.graph.state.transaction import Transaction
 
 
 def test_a_capture_leaves_unsaved_memory_as_warm_up_left_it(backend: str, device: torch.device) -> None:

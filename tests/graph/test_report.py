@@ -127,7 +127,7 @@ def test_json(backend: str, device: torch.device) -> None:
         layer(sample())
     assert "note: about all of them" in str(pool.report())
     content = json.loads(pool.report().to_json())
-    assert set(content) == {"pool_bytes", "notes", "graphs"}
+    assert set(content) == {"summary", "pool_bytes", "notes", "graphs"}
     assert content["notes"] == ["about all of them"]
     (record,) = content["graphs"]
     assert record["name"] == "Linear"

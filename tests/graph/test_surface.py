@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rollgraph.graph import CaptureError, ReplayMismatch, capture, make_graphed_callables
-from rollgraph.graph.surface import StaticTensors, Surface, own_copy
+from rollgraph.graph.surface import StaticTensors, Surface, static_copy
 
 Pair = namedtuple("Pair", "left right")
 
@@ -194,7 +194,7 @@ def _views(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
 def test_any_strides_are_copied_exactly(device: torch.device, first: Any, second: Any) -> None:
     sample, call = first[1](), second[1]()
     assume(sample.shape == call.shape or second[0] != first[0])
-    surface, static = Surface((sample,), {}), StaticTensors([own_copy(sample)])
+    surface, static = Surface((sample,), {}), StaticTensors([static_copy(sample)])
     if call.shape != sample.shape:
         refusal(surface, call)
         return

@@ -132,8 +132,13 @@ class SimulatedEngine:
         step = self.scheduler.schedule()
         has_row = [sequence for sequence in self.sequences if sequence.row != NO_ROW]
         self.preempted |= {sequence for sequence in had_row if sequence not in has_row}
-        if not all(sequence in had_row for sequence in has_row):  # a newcomer leaves one block for each of the others
-            assert self.scheduler.blocks.free >= len(has_row) - 1
+        newcomers = [sequence for sequence in has_row if sequence not in had_row]
+        if newcomers:  # the last of them leaves one block for each of the others that will need another
+            blocks = self.scheduler.blocks
+            others = (sequence for sequence in has_row if sequence is not newcomers[-1])
+            assert blocks.free >= sum(
+                len(sequence.blocks) < blocks.needed(sequence.max_computed) for sequence in others
+            )
         if step is None:
             assert self.launched or not self.scheduler.has_work, "stuck: nothing to launch and nothing to wait for"
             return None
@@ -161,7 +166,7 @@ class SimulatedEngine:
 
     def drain(self) -> None:
         """Run to the end. The oldest sequence makes progress in each step, which bounds the number of steps."""
-        limit = 5 + sum(2 * s.end + 5 for s in self.sequences)
+        limit = 5 + sum(2 * s.max_computed + 5 for s in self.sequences)
         while self.scheduler.has_work:
             self.turn()
             limit -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollgraph.inference.defaults import prefill_buckets, row_buckets
+from rollgraph.inference.sizes import prefill_buckets, row_buckets
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,16 @@ def test_preemption_in_a_small_cache_does_not_change_results(model: Decoder, eng
             )
 
 
+def test_steps_captured_while_requests_run_change_no_sample(model: Decoder) -> None:
+    params = [SamplingParams(n=2, max_tokens=9, seed=5), SamplingParams(max_tokens=30, seed=6, top_k=5)]
+    engines = make_engine(model), make_engine(model)
+    engines[1].capture(lambda *_: None)
+    as_needed, ahead = (engine.generate(["z" * 40, "hello"], params) for engine in engines)
+    assert tokens_of(as_needed) == tokens_of(ahead)
+    for one, other in zip(as_needed, ahead, strict=True):
+        assert [c.policy_logprobs for c in one.completions] == [c.policy_logprobs for c in other.completions]
+
+
 def test_a_prompt_sampled_many_times_is_prefilled_once(engine: Engine) -> None:
     prefills = [graph for graph in engine.pool.graphs if graph.record.name.startswith("prefill")]
     before = sum(graph.record.replays for graph in prefills)
@@ -187,7 +197,7 @@ def test_non_finite_logits_end_only_their_own_request(device: str) -> None:
     wanted = tokens_of(engine.generate(["fine", "well"], params))
     assert 7 not in [token for output in wanted for sample in output for token in sample]
     with torch.no_grad():
-        model.embed.weight[7] = math.nan
+        model.embed_tokens.weight[7] = math.nan
     for _ in range(3):
         good, poisoned, also = engine.generate(["fine", [1, 7, 2, 3], "well"], params)
         (completion,) = poisoned.completions

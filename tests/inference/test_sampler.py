@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.inference.sampler import Drawn, Rows, gumbel, sample, sample_filtered
-from rollgraph.model.vocabulary_parts import PART, part_count
+from rollgraph.inference.sampler import SamplerOutput, SamplingTensors, gumbel, pick_on_cpu, sample, sample_filtered
+from rollgraph.model.arithmetic import PART, part_count
 from tests.interpreter import run_interpreted
 
 DRAWS = 40_000
@@ -26,10 +26,10 @@ def rows_for(
     min_p: float = 0.0,
     penalty: float = 1.0,
     position: int = 3,
-) -> Rows:
+) -> SamplingTensors:
     """Rows that differ only in their seed."""
     seeds = torch.stack((torch.arange(count), torch.arange(count) // 7), 1)
-    return Rows(
+    return SamplingTensors(
         seed=seeds.to(device, torch.int32),
         temperature=torch.full((count,), temperature, device=device),
         position=torch.full((count,), position, dtype=torch.int32, device=device),
@@ -127,7 +127,7 @@ def test_samples_from_several_parts_follow_the_exact_distribution(temperature: f
     rows = rows_for(8000, device, temperature=temperature)
     drawn = []
     for begin in range(0, 8000, 1000):
-        some = Rows(**{name: tensor[begin : begin + 1000] for name, tensor in vars(rows).items()})
+        some = SamplingTensors(**{name: tensor[begin : begin + 1000] for name, tensor in vars(rows).items()})
         drawn.append(sample(logits.to(device).expand(1000, -1).contiguous(), some))
     tokens = torch.cat([part.token.cpu().long() for part in drawn])
     assert_fits(kinds[tokens], expected.numpy())
@@ -190,7 +190,9 @@ def test_a_tiny_top_p_keeps_one_token() -> None:
 def test_a_top_p_of_one_keeps_the_tail() -> None:
     """A token so unlikely that the others add up to 1 after rounding can still be drawn, as without filters."""
     many = rows_for(2411, min_p=1e-30)  # a filter that keeps everything
-    rows = Rows(**{name: tensor[2410:] for name, tensor in vars(many).items()})  # unusually large and small noise
+    rows = SamplingTensors(
+        **{name: tensor[2410:] for name, tensor in vars(many).items()}
+    )  # unusually large and small noise
     noise = gumbel(rows.seed, rows.position, torch.arange(PART, dtype=torch.int32))[0]
     luck = noise.max() - noise.min()
     assert luck > 18
@@ -240,7 +242,10 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
     rows = rows_for(6)
     for vocabulary in (40, 9000):
         logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(1))
-        alone = [sample(logits[i : i + 1], Rows(**{k: v[i : i + 1] for k, v in vars(rows).items()})) for i in range(6)]
+        alone = [
+            sample(logits[i : i + 1], SamplingTensors(**{k: v[i : i + 1] for k, v in vars(rows).items()}))
+            for i in range(6)
+        ]
         assert sample(logits, rows).token.tolist() == [int(drawn.token) for drawn in alone]
     ids = torch.arange(1000, dtype=torch.int32).expand(1, -1)
     base = gumbel(torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), ids)
@@ -248,6 +253,17 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
         other = gumbel(torch.tensor([seed], dtype=torch.int32), torch.tensor([position], dtype=torch.int32), ids)
         assert abs(np.corrcoef(base[0], other[0])[0, 1]) < 0.12
         assert not np.isin(other.numpy(), base.numpy()).any()  # not a permutation of the same noise
+
+
+@pytest.mark.parametrize("ids", [torch.arange(-300, 300).int(), torch.arange(1200).int().view(2, 600)])
+def test_places_on_a_cpu_are_those_of_the_largest_noisy_scores(ids: Tensor) -> None:
+    scores = torch.randn(2, 600)
+    seed, position = torch.tensor([[1, -2], [3, 4]]).int(), torch.tensor([5, 70_000]).int()
+    noisy = scores.double() + gumbel(seed, position, ids)
+    picked = pick_on_cpu(scores, ids, seed, position, torch.ones(2))
+    assert ((noisy.amax(1) - noisy.gather(1, picked[:, None])[:, 0]) <= 1e-5).all()  # it may differ between equals
+    greedy = pick_on_cpu(scores, ids, seed, position, torch.zeros(2))
+    assert torch.equal(greedy, scores.argmax(1))
 
 
 def test_noise_is_gumbel() -> None:
@@ -264,8 +280,8 @@ def test_noise_is_gumbel() -> None:
 
 def compare_kernel(device: str) -> None:
     """The Triton kernel and plain PyTorch draw the same tokens."""
-    from rollgraph.inference.sampling_kernels import draw
-    from rollgraph.model.logprob_kernels import reduce
+    from rollgraph.inference.kernels import sample_rows
+    from rollgraph.model.kernels.logprobs import fused_logprobs
 
     for vocabulary in (300, 5000, 9001):
         logits = torch.randn(16, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
@@ -276,8 +292,8 @@ def compare_kernel(device: str) -> None:
         rows.temperature = torch.tensor([2e-38, 2, 1, 1, 1.3, 0.8, 0, 0, 1, 1, 0.5, 0.7, 1.2, 1.5, 2, 3])
         scale = torch.where(rows.temperature == 0, 1.0, rows.temperature.reciprocal())
         results = torch.empty((16, 3), dtype=torch.int32, device=device)
-        draw(results, *(t.to(device) for t in (logits, rows.seed, rows.position, rows.temperature)))
-        ours = Drawn.read_from(results)
+        sample_rows(results, *(t.to(device) for t in (logits, rows.seed, rows.position, rows.temperature)))
+        ours = SamplerOutput.read_from(results)
         plain = sample(logits, rows)
         assert ours.token.tolist() == plain.token.tolist()
         assert ours.token[:4].tolist() == [-1] * 4  # the first row overflows at its temperature
@@ -286,7 +302,7 @@ def compare_kernel(device: str) -> None:
         torch.testing.assert_close(ours.policy_logprob.cpu()[4:], plain.policy_logprob[4:], rtol=0, atol=2e-5)
         drawn = ours.token[8:].contiguous()  # without greedy rows, whose tokens are certain
         for found, factor in ((ours.logprob, scale), (ours.policy_logprob, torch.ones(16))):
-            trained, _, _ = reduce(logits[8:].to(device), factor[8:, None].to(device), drawn, False)
+            trained, _, _ = fused_logprobs(logits[8:].to(device), factor[8:, None].to(device), drawn, False)
             assert torch.equal(found[8:], trained)
 
 

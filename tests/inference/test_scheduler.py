@@ -184,9 +184,9 @@ def test_a_token_in_flight_can_end_a_preempted_sequence() -> None:
     finish_all(engine)
 
 
-def test_a_newcomer_leaves_a_block_for_every_running_sequence() -> None:
-    engine = engine_with(blocks=5, block_size=4)
-    first, second = engine.add((1, 2), max_tokens=2), engine.add((1, 2, 3, 4, 5), max_tokens=2)
+def test_a_newcomer_leaves_a_block_for_every_sequence_that_will_need_one() -> None:
+    engine = engine_with(blocks=6, block_size=4)
+    first, second = engine.add((1, 2), max_tokens=4), engine.add((1, 2, 3, 4, 5), max_tokens=5)
     third = engine.add((3,), max_tokens=1)
     engine.turn()
     assert [s.state for s in (first, second, third)] == [
@@ -194,7 +194,16 @@ def test_a_newcomer_leaves_a_block_for_every_running_sequence() -> None:
         RequestState.RUNNING,
         RequestState.WAITING,
     ]
-    assert engine.scheduler.blocks.free == 1
+    assert engine.scheduler.blocks.free == 2
+    finish_all(engine)
+    assert not any(step.preempted for step in engine.steps)
+
+
+def test_sequences_that_have_all_their_blocks_fill_the_cache() -> None:
+    engine = engine_with(blocks=5, block_size=4, max_rows=4, buckets=(1, 2, 4))
+    sequences = [engine.add((i,), max_tokens=3) for i in range(4)]
+    engine.turn()
+    assert all(sequence.state is RequestState.RUNNING for sequence in sequences)
     finish_all(engine)
     assert not any(step.preempted for step in engine.steps)
 
@@ -252,7 +261,7 @@ def test_a_sequence_that_could_never_run_is_refused(prompt: tuple[int, ...], max
     assert (caught.value.sequence_id, f"sequence 7: {caught.value.reason}") == (7, message)
     assert not scheduler.has_work
     assert scheduler.schedule() is None
-    assert sequence.end == 0
+    assert sequence.max_computed == 0
 
 
 def test_a_sequence_that_just_fits_is_accepted() -> None:

@@ -14,7 +14,7 @@ BLOCKS = 5
 
 
 def compare_kernels(device: str) -> None:
-    from rollgraph.inference.step_kernels import advance, begin_step
+    from rollgraph.inference.kernels import advance_rows, prepare_rows
 
     torch.manual_seed(0)
     rows, half = 9, 12
@@ -35,14 +35,14 @@ def compare_kernels(device: str) -> None:
 
     state, orders, results = (x.to(device) for x in (state, orders, results))
     here = tuple(x.to(device) for x in angles)
-    found, lengths, (cos, sin) = begin_step(orders, state[:, 1], state[:, 3:], here, BLOCK, IDLE)
+    found, lengths, (cos, sin) = prepare_rows(orders, state[:, 1], state[:, 3:], here, BLOCK, IDLE)
     assert torch.equal(found.cpu(), slots.int())
     assert torch.equal(lengths.cpu(), torch.where(active, position + 1, 1).int())
     assert torch.equal(cos.cpu(), angles[0][position])
     assert torch.equal(sin.cpu(), angles[1][position])
     assert torch.equal(state.cpu(), expected)
 
-    advance(orders, results, state[:, 0], state[:, 1], IDLE)
+    advance_rows(orders, results, state[:, 0], state[:, 1], IDLE)
     expected[:, 0] = torch.where(active, results.cpu()[:, 0].clamp_min(0), before[:, 0])
     expected[:, 1] += active
     assert torch.equal(state.cpu(), expected)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rollgraph.inference import Engine, Output, SamplingParams
-from rollgraph.inference.requests import OnToken
-from rollgraph.inference.text_stream import TextStream
+from rollgraph.inference.requests import OnToken, TextStream
 from rollgraph.model import Decoder
 from rollgraph.tokenizer import Detokenizer
 from tests.inference.tiny_engine import make_engine, make_model
@@ -20,14 +19,14 @@ def follow_text(model: Decoder, text: bytes) -> None:
     """Set the weights such that every token of a text is followed by its successor in that text."""
     assert len(set(text)) == len(text)
     with torch.no_grad():
-        model.embed.weight.zero_()
-        model.embed.weight[list(text), torch.arange(len(text))] = 1.0
-        assert model.head is not None
-        model.head.weight.zero_()
-        model.head.weight[list(text[1:]), torch.arange(len(text) - 1)] = 100.0
+        model.embed_tokens.weight.zero_()
+        model.embed_tokens.weight[list(text), torch.arange(len(text))] = 1.0
+        assert model.lm_head is not None
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[list(text[1:]), torch.arange(len(text) - 1)] = 100.0
         for layer in model.layers:
-            layer.attention.out.weight.zero_()
-            layer.mlp.down.weight.zero_()
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
         model.norm.fill_(1.0)
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rollgraph.model.tensor_group import TensorGroup
+from rollgraph.model.tensor_parallel import TensorParallelGroup
 
 Result = TypeVar("Result")
 _PATIENCE = 60.0  # seconds until a rank that another one does not meet gives up
@@ -32,12 +32,12 @@ class _Meeting:
         self._barrier.abort()
 
 
-def run_group(size: int, function: Callable[[TensorGroup], Result]) -> list[Result]:
+def run_group(size: int, function: Callable[[TensorParallelGroup], Result]) -> list[Result]:
     """What `function(group)` returns on each rank."""
     meeting = _Meeting(size)
 
     def run(rank: int) -> Result:
-        group = TensorGroup(
+        group = TensorParallelGroup(
             rank, size, lambda mine: meeting.exchange(rank, mine), lambda rows: meeting.exchange(rank, rows)[:, rank]
         )
         try:
@@ -50,6 +50,6 @@ def run_group(size: int, function: Callable[[TensorGroup], Result]) -> list[Resu
         return list(pool.map(run, range(size)))
 
 
-def mirrored_group() -> TensorGroup:
+def mirrored_group() -> TensorParallelGroup:
     """A group of two whose other rank is imagined: it has half of what this one has."""
-    return TensorGroup(0, 2, lambda mine: torch.stack((mine, mine * 0.5)), lambda rows: rows)
+    return TensorParallelGroup(0, 2, lambda mine: torch.stack((mine, mine * 0.5)), lambda rows: rows)

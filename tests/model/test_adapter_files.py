@@ -12,17 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollgraph.model import Architecture, Decoder, ModelFileError, adapter_files, load_model, save_model
-from rollgraph.model.adapter_files import (
-    ADAPTER_WEIGHTS,
-    AdapterFileError,
-    load_adapter,
-    read_adapter,
-    read_base,
-    save_adapter,
-)
-from rollgraph.model.adapters import TARGETS, AdapterSpec, attach
-from rollgraph.model.peft_config import ADAPTER_CONFIG
+from rollgraph.model import Architecture, Decoder, ModelFileError, load_model, save_model
+from rollgraph.model.lora import TARGETS, AdapterSpec, attach
+from rollgraph.model.weights import adapter_files
+from rollgraph.model.weights.adapter_files import ADAPTER_WEIGHTS, load_adapter, read_adapter, read_base, save_adapter
+from rollgraph.model.weights.peft_config import ADAPTER_CONFIG, AdapterFileError
 
 ARCHITECTURE = Architecture("qwen2", vocabulary=23, hidden=16, mlp=20, layers=2, heads=4, kv_heads=2, head_dim=6)
 SPEC = AdapterSpec(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
@@ -98,7 +92,7 @@ def test_an_adapter_of_another_dtype_is_converted(folder: Path) -> None:
     model = build()
     load_adapter(model, folder)
     assert model.adapters is not None
-    (first, *_), *_ = [(a, b) for _, a, b in model.adapters.parts()]
+    (first, *_), *_ = [(a, b) for _, a, b in model.adapters.projections()]
     assert torch.equal(first, stored[FIRST].bfloat16().float())
 
 
@@ -239,6 +233,43 @@ def test_an_adapter_must_be_that_of_the_model(folder: Path) -> None:
         assert same(state(model), before)
     with pytest.raises(AdapterFileError, match="the model has no adapters"):
         load_adapter(Decoder(ARCHITECTURE), folder)
+
+
+class FailingFile:
+    """An adapter's tensors. The fifth cannot be read, or has changed since its header was checked."""
+
+    def __init__(self, path: Path, changed: Tensor | None) -> None:
+        self._tensors = load_file(path)
+        self._changed = changed
+        self._reads = 0
+
+    def __enter__(self) -> FailingFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def get_tensor(self, name: str) -> Tensor:
+        self._reads += 1
+        if self._reads < 5:
+            return self._tensors[name]
+        if self._changed is None:
+            raise OSError("cannot be read")
+        return self._changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"), [(None, "cannot be read"), (torch.ones(1), "changed while the adapter was loaded")]
+)
+def test_an_error_while_reading_leaves_the_adapter_unchanged(
+    folder: Path, changed: Tensor | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    before = state(model)
+    monkeypatch.setattr(adapter_files, "safe_open", lambda path, framework: FailingFile(path, changed))
+    with pytest.raises((OSError, AdapterFileError), match=message):
+        load_adapter(model, folder)
+    assert same(state(model), before)
 
 
 def test_the_base_must_be_named(folder: Path) -> None:

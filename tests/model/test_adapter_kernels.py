@@ -8,28 +8,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.model.linear import Linear, Unexpanded
-from rollgraph.model.low_rank import expand_by_products
+from rollgraph.model.layers import Linear, PendingLoRA
+from rollgraph.model.lora_layer import add_lora_by_matmul
 from tests.interpreter import run_interpreted
 
 ROWS = (1, 5, 37, 150)  # in small tiles, and in large ones
 
 
-def unexpanded(widths: list[int], targeted: list[int], rank: int, rows: int, like: Tensor) -> Unexpanded:
+def pending_lora(widths: list[int], targeted: list[int], rank: int, rows: int, like: Tensor) -> PendingLoRA:
     """Random numbers in place of the product of a layer with parts of these widths, some of which have an adapter."""
     torch.manual_seed(rank)
     bounds = [sum(widths[:index]) for index in range(len(widths) + 1)]
     columns = [slice(*bound) for bound in pairwise(bounds)]
     layer = Linear(4, bounds[-1], bias=False)
     scale = torch.tensor(0.5, device=like.device)
-    layer.adapt([columns[index] for index in targeted], torch.zeros(rank * len(targeted), 4), scale, 0.0)
+    layer.attach_adapter([columns[index] for index in targeted], torch.zeros(rank * len(targeted), 4), scale, 0.0)
     assert layer.adapter is not None
-    product = torch.randn(rows, len(layer.adapter.extended)).to(like)
-    return Unexpanded(product, torch.randn(layer.lora_b.shape).to(like), layer.adapter)
+    product = torch.randn(rows, len(layer.adapter.base_and_a)).to(like)
+    return PendingLoRA(product, torch.randn(layer.lora_b.shape).to(like), layer.adapter)
 
 
-def first(rows: int, of: Unexpanded) -> Unexpanded:
-    return of._replace(product=of.product[:rows])
+def first(rows: int, of: PendingLoRA) -> PendingLoRA:
+    return of._replace(base_and_xa=of.base_and_xa[:rows])
 
 
 def _same_rows(found: Tensor, expected: Tensor) -> None:
@@ -39,34 +39,34 @@ def _same_rows(found: Tensor, expected: Tensor) -> None:
 
 
 def compare_expand(like: Tensor) -> None:
-    from rollgraph.model.adapter_kernels import expand
+    from rollgraph.model.kernels.lora import fused_add_lora
 
     for widths, targeted, rank in (([24, 8, 8], [0, 1, 2], 4), ([24, 8, 8], [2], 3), ([150], [0], 16)):
-        given = unexpanded(widths, targeted, rank, max(ROWS), like)
-        wide = given._replace(product=given.product.double(), b=given.b.double())
-        found = expand(*given)
+        given = pending_lora(widths, targeted, rank, max(ROWS), like)
+        wide = given._replace(base_and_xa=given.base_and_xa.double(), b=given.b.double())
+        found = fused_add_lora(*given)
         torch.testing.assert_close(
-            found.double(), expand_by_products(*wide[:3]), rtol=1e-2 if like.is_cuda else 1e-5, atol=1e-5
+            found.double(), add_lora_by_matmul(*wide[:3]), rtol=1e-2 if like.is_cuda else 1e-5, atol=1e-5
         )
         for rows in ROWS:
-            _same_rows(expand(*first(rows, given)), found[:rows])
+            _same_rows(fused_add_lora(*first(rows, given)), found[:rows])
         given.adapter.scale.zero_()
         given.b.fill_(torch.inf)
-        assert torch.equal(expand(*given), given.product[:, : given.adapter.outputs])
+        assert torch.equal(fused_add_lora(*given), given.base_and_xa[:, : given.adapter.outputs])
 
 
 def compare_swiglu(like: Tensor) -> None:
-    from rollgraph.model.adapter_kernels import AdaptedSwiGLU
+    from rollgraph.model.kernels.lora import AdaptedSwiGLU
 
     for targeted, rank in (([0, 1], 4), ([1], 20), ([0], 70)):
-        product, b, adapter, _ = unexpanded([70, 70], targeted, rank, max(ROWS), like)
+        product, b, adapter, _ = pending_lora([70, 70], targeted, rank, max(ROWS), like)
         leaves = [product.requires_grad_(), b.requires_grad_()]
         found = AdaptedSwiGLU.apply(product, b, adapter.scale, adapter, max(ROWS), False)
         wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-        low = wide[0][:, adapter.low].split(rank, 1)
+        low = wide[0][:, adapter.xa_columns].split(rank, 1)
         base = list(wide[0][:, :140].split(70, 1))
         for index, part in enumerate(targeted):
-            base[part] = base[part] + 0.5 * low[index] @ wide[1][:, adapter.parts[index].up]
+            base[part] = base[part] + 0.5 * low[index] @ wide[1][:, adapter.projections[index].b_columns]
         expected = torch.nn.functional.silu(base[0]) * base[1]
         tolerance = {"rtol": 0.1, "atol": 0.2} if like.is_cuda else {"rtol": 1e-4, "atol": 1e-4}
         torch.testing.assert_close(found.double(), expected, **tolerance)
@@ -81,21 +81,20 @@ def compare_swiglu(like: Tensor) -> None:
 
 def compare_heads(like: Tensor) -> None:
     """The heads of an extended product: those of the expanded one, in the same places of the cache."""
-    from rollgraph.model.adapted_head_kernels import rotate_and_store_adapted
-    from rollgraph.model.adapter_kernels import expand
-    from rollgraph.model.head_kernels import rotate_and_store
+    from rollgraph.model.kernels.heads import rotate_and_store, rotate_and_store_adapted
+    from rollgraph.model.kernels.lora import fused_add_lora
 
     heads, kv_heads = 3, 1
     for dim, targeted, rank in ((8, [0, 1, 2], 4), (128, [0, 2], 20), (80, [1], 70), (64, [2], 32)):
         widths = [heads * dim, kv_heads * dim, kv_heads * dim]
-        given = unexpanded(widths, targeted, rank, max(ROWS), like)
+        given = pending_lora(widths, targeted, rank, max(ROWS), like)
         angles = torch.randn(max(ROWS), dim // 2, device=like.device)
         slots = torch.randperm(2 * max(ROWS))[: max(ROWS)].int().to(like.device)
         for rows in ROWS:
             part = first(rows, given)
             rest = (angles[:rows].cos(), angles[:rows].sin())
             pages = torch.zeros(2, 2 * max(ROWS) // 4, 4, 2, kv_heads, dim).to(like)
-            expected = rotate_and_store(expand(*part), *rest, None, 1e-6, slots[:rows], pages[0], heads)
+            expected = rotate_and_store(fused_add_lora(*part), *rest, None, 1e-6, slots[:rows], pages[0], heads)
             found = rotate_and_store_adapted(part, *rest, slots[:rows], pages[1], heads)
             _same_rows(found, expected)
             _same_rows(pages[1], pages[0])

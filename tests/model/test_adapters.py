@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rollgraph.model import Architecture, Decoder
-from rollgraph.model.adapters import TARGETS, AdapterSpec, attach, copying_a, frozen_tensors
-from rollgraph.model.hf_weights import parameter_views
-from rollgraph.model.linear import Linear
+from rollgraph.model.layers import Linear
+from rollgraph.model.lora import TARGETS, AdapterSpec, attach, frozen_tensors, make_lora_a_copier
+from rollgraph.model.weights.hf import parameter_views
 
 TINY = Architecture(
     "qwen2", vocabulary=40, hidden=16, mlp=24, layers=2, heads=2, kv_heads=1, head_dim=8, attention_bias=True
@@ -28,7 +28,7 @@ def make_model(spec: AdapterSpec | None, architecture: Architecture = TINY) -> D
         parameter.data.normal_(std=0.3)
     if spec is not None:
         attach(model, spec, seed=1)
-        for _, _, b in model.adapters.parts():
+        for _, _, b in model.adapters.projections():
             b.normal_(std=0.3)
     return model
 
@@ -46,14 +46,17 @@ class PlainLora(torch.nn.Module):
         adapter = layer.adapter
         self.weight, self.bias, self.scale = layer.weight.detach(), layer.bias, scale
         self.a = [torch.nn.Parameter(a.clone()) for a in layer.lora_a.detach().split(adapter.rank)]
-        self.b = [torch.nn.Parameter(layer.lora_b.detach()[:, part.up].t().clone()) for part in adapter.parts]
-        self.columns = [part.columns for part in adapter.parts]
-        self.routes = {}
+        self.b = [
+            torch.nn.Parameter(layer.lora_b.detach()[:, projection.b_columns].t().clone())
+            for projection in adapter.projections
+        ]
+        self.columns = [projection.columns for projection in adapter.projections]
+        self.algos = {}
 
-    def starts_next(self, rows: int) -> bool:
+    def triggers_pdl(self, rows: int) -> bool:
         return False
 
-    def forward(self, x: Tensor, rows: int | None = None, *, defer: bool = False) -> Tensor:
+    def forward(self, x: Tensor, rows: int | None = None, *, defer_lora: bool = False) -> Tensor:
         out = torch.nn.functional.linear(x, self.weight, self.bias)
         added = torch.zeros_like(out)
         for a, b, columns in zip(self.a, self.b, self.columns, strict=True):
@@ -101,12 +104,12 @@ def test_switched_off_the_model_is_the_base_bit_for_bit() -> None:
     model = make_model(SPEC)
     adapters = model.adapters
     before = run(model)
-    for _, _, b in adapters.parts():
+    for _, _, b in adapters.projections():
         b[0, 0] = torch.inf
     with pytest.raises(KeyError), adapters.off(), adapters.off():  # noqa: PT012
         off = run(model)
         raise KeyError
-    for _, _, b in adapters.parts():
+    for _, _, b in adapters.projections():
         b.zero_()
     assert torch.equal(off, run(model))
     assert not torch.equal(off, before)
@@ -139,19 +142,19 @@ def test_a_can_be_copied_layer_by_layer() -> None:
     for each in (model, other):
         with torch.no_grad():
             for layer in each.layers:
-                layer.attention.qkv.lora_a.mul_(3)
+                layer.self_attn.qkv_proj.lora_a.mul_(3)
     other.adapters.refresh()
     expected = run(other)
-    model.adapters.leave_to_gathers()
+    model.adapters.leave_copies_to_gathers()
     model.adapters.refresh()
     assert model.adapters.stale() is None
     assert not torch.allclose(run(model), expected)
     for layer in model.layers:
-        copying_a(layer)()
+        make_lora_a_copier(layer)()
     found = run(model)
     assert torch.equal(found, expected)
     for layer in model.layers:
-        copying_a(layer)()
+        make_lora_a_copier(layer)()
     found.sum().backward()
 
 
@@ -187,8 +190,8 @@ def test_a_is_drawn_by_the_seed_and_b_is_zero() -> None:
     for seed in (1, 1, 2):
         model = Decoder(TINY)
         attach(model, SPEC, seed=seed)
-        drawn.append([(name, a.clone()) for name, a, _ in model.adapters.parts()])
-        assert all(not b.any() for _, _, b in model.adapters.parts())
+        drawn.append([(name, a.clone()) for name, a, _ in model.adapters.projections()])
+        assert all(not b.any() for _, _, b in model.adapters.projections())
     assert [name.rsplit(".", 1)[1] for name, _ in drawn[0]] == [*TARGETS, *TARGETS]
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(drawn[0], drawn[1], strict=True))
     assert not torch.equal(drawn[0][0][1], drawn[2][0][1])

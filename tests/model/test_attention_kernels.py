@@ -1,4 +1,4 @@
-"""The kernels of attention and heads give the same as the plain versions in `attention.py` and `pointwise.py`.
+"""The kernels of attention and heads give the same as the plain versions in `attention.py` and `layers.py`.
 
 Without a GPU they run in Triton's interpreter, which must be selected before Triton is imported. So this file, run as a
 program, runs all cases in a process of its own and prints the result of each. With a GPU, they run compiled.
@@ -18,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.model.attention import Keys, packed_attention, paged_decode, paged_prefill
-from rollgraph.model.packed_attention import masked_attention
-from rollgraph.model.pointwise import norm, rotary_angles, rotate
+from rollgraph.model.attention import PackedKeys, masked_attention, packed_attention, paged_decode, paged_prefill
+from rollgraph.model.layers import norm, rotary_angles, rotate
 from tests.interpreter import ENVIRONMENT, require_interpreter
 
 Case = Callable[[torch.device, torch.dtype], None]
@@ -60,7 +59,7 @@ def check_decode(
     dim: int, heads: tuple[int, int], block: int, window: int | None, lengths: Sequence[int], split: bool | None,
     device: torch.device, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    from rollgraph.model.decode_kernels import decode
+    from rollgraph.model.kernels.attention import decode
 
     cache = Cache(lengths, block, heads[1], dim, spare=2)
     q = torch.randn(len(lengths), heads[0], dim).to(dtype)
@@ -73,8 +72,8 @@ def check_unrotated_decode(
     dim: int, heads: tuple[int, int], lengths: Sequence[int], split: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
     """A decode step that rotates by itself has the bits of two kernels, in its results and in the cache."""
-    from rollgraph.model.decode_kernels import Unrotated, decode
-    from rollgraph.model.head_kernels import rotate_and_store
+    from rollgraph.model.kernels.attention import UnrotatedQKV, decode
+    from rollgraph.model.kernels.heads import rotate_and_store
 
     block, (heads_q, heads_kv) = 16, heads
     cache = Cache(lengths, block, heads_kv, dim, spare=1)
@@ -87,7 +86,7 @@ def check_unrotated_decode(
     expected_pages = pages.clone()
     q = rotate_and_store(qkv, cos, sin, None, 1e-5, slots, expected_pages, heads_q)
     expected = decode(q, expected_pages, table, ends, None, split)
-    found = decode(Unrotated(qkv, cos, sin, slots, heads_q), pages, table, ends, None, split)
+    found = decode(UnrotatedQKV(qkv, cos, sin, slots, heads_q), pages, table, ends, None, split)
     assert torch.equal(found, expected)
     assert found.isfinite().all()
     assert torch.equal(pages.nan_to_num(7.0), expected_pages.nan_to_num(7.0))
@@ -98,7 +97,7 @@ def check_prefill(
     device: torch.device, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """`spans` are (number of earlier places, number of queries) of each sequence."""
-    from rollgraph.model.attention_kernels import prefill
+    from rollgraph.model.kernels.attention import prefill
 
     cache = Cache([start + count for start, count in spans], block, heads[1], dim, spare=1)
     cu_seqlens = torch.tensor([0, *(count for _, count in spans)]).cumsum(0).int()
@@ -113,7 +112,7 @@ def check_store(
     dim: int, heads: tuple[int, int], normed: bool, slots_dtype: torch.dtype, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Check the queries and what is written to the cache, and that nothing else in it changes."""
-    from rollgraph.model.head_kernels import rotate_and_store
+    from rollgraph.model.kernels.heads import rotate_and_store
 
     tokens, block, (heads_q, heads_kv) = 7, 4, heads
     qkv = torch.randn(tokens, (heads_q + 2 * heads_kv) * dim).to(dtype)
@@ -141,7 +140,7 @@ def check_store(
 
 def check_split(dim: int, heads: tuple[int, int], normed: bool, device: torch.device, dtype: torch.dtype) -> None:
     """Check queries, keys and values of training, their gradients, and that the cache would hold the same bits."""
-    from rollgraph.model.head_kernels import SplitHeads, rotate_and_store
+    from rollgraph.model.kernels.heads import SplitHeads, rotate_and_store
 
     tokens, (heads_q, heads_kv) = 9, heads
     qkv = torch.randn(tokens, (heads_q + 2 * heads_kv) * dim).to(dtype)
@@ -175,7 +174,7 @@ def check_split(dim: int, heads: tuple[int, int], normed: bool, device: torch.de
     assert torch.equal(pages[:, 0, 1], found[2])
 
 
-def share(lone: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int) -> tuple[Tensor, Keys]:
+def share(lone: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int) -> tuple[Tensor, PackedKeys]:
     """Bounds and keys of one sequence alone, then of groups of a shared prompt and those that share it.
 
     Some keys at the end belong to no sequence.
@@ -190,15 +189,14 @@ def share(lone: int, groups: Sequence[tuple[int, Sequence[int]]], empty: int) ->
             bounds.append(bounds[-1] + count)
     ends = torch.tensor([0, *map(len, seen), *[0] * empty]).cumsum(0).int()
     cu_seqlens = torch.tensor([*bounds, *[bounds[-1]] * empty]).int()
-    return cu_seqlens, Keys(torch.tensor([*chain(*seen), *[0] * 9]), ends)
+    return cu_seqlens, PackedKeys(torch.tensor([*chain(*seen), *[0] * 9]), ends)
 
 
 def check_one_arithmetic(
     dim: int, heads: tuple[int, int], window: int | None, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Decode, with and without parts, prefill in chunks, and packed with and without a shared prompt: equal bits."""
-    from rollgraph.model.attention_kernels import packed, prefill
-    from rollgraph.model.decode_kernels import decode
+    from rollgraph.model.kernels.attention import decode, packed, prefill
 
     lengths, block = (1, 64, 65, 300, 520, 40), 16
     cache = Cache(lengths, block, heads[1], dim, spare=1)
@@ -246,14 +244,14 @@ def check_backward(
     dim: int, heads: tuple[int, int], window: int | None, shares: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Check the gradients against those of a masked attention in float64, and that they are the same twice."""
-    from rollgraph.model.attention_backward_kernels import packed_backward
-    from rollgraph.model.attention_kernels import packed
+    from rollgraph.model.kernels.attention import packed
+    from rollgraph.model.kernels.attention_backward import packed_backward
 
     if device.type == "cuda" and dtype == torch.float32:
         pytest.skip("in fp32, the backward is that of a masked attention")
     cu_seqlens, keys = share(70, [(66, [1, 130]), (1, [40]), (9, [3, 64, 2])], empty=2)
     if not shares:
-        keys = Keys(cu_seqlens, cu_seqlens)
+        keys = PackedKeys(cu_seqlens, cu_seqlens)
     tokens = int(cu_seqlens[-1])
     q, k, v, upstream = (torch.randn(tokens, n, dim).to(dtype) for n in (heads[0], heads[1], heads[1], heads[0]))
     wide = [x.double().requires_grad_() for x in (q, k, v)]
@@ -278,7 +276,7 @@ def check_shared_keys(
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Gradients of keys that belong to no sequence may hold anything, and are not added to any token."""
-    from rollgraph.model.shared_keys_kernels import sum_over_copies
+    from rollgraph.model.kernels.attention_backward import sum_over_copies
 
     cu_seqlens, keys = share(3, groups, empty)
     used, tokens = int(keys.cu_seqlens[-1]), int(cu_seqlens[-1])
@@ -406,7 +404,7 @@ def test_packed_attention_with_shared_keys_on_cuda(heads: tuple[int, int], windo
     results = []
     for device, kind in (("cuda", dtype), ("cpu", torch.float32)):
         inputs = [t.to(device, kind).requires_grad_() for t in (q, k, v)]
-        layout = Keys(*(t.to(device) for t in keys))
+        layout = PackedKeys(*(t.to(device) for t in keys))
         out = packed_attention(*inputs, cu_seqlens.to(device), shared + max(own), window, layout)
         results.append([out, *torch.autograd.grad(out, inputs, upstream.to(device, kind))])
     for found, expected in zip(*results, strict=True):

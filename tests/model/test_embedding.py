@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rollgraph.graph import capture
 from rollgraph.graph.direct_sums import direct_sums
-from rollgraph.model.embedding import Embedding
+from rollgraph.model.layers import Embedding
 from tests.interpreter import run_interpreted
 
 VOCABULARY = 70
@@ -34,7 +34,7 @@ def many_ids() -> dict[str, Tensor]:
 
 
 def compare_rows(device: str) -> None:
-    from rollgraph.model.embedding_kernels import add_to_rows
+    from rollgraph.model.kernels.pointwise import add_to_rows
 
     for name, ids in many_ids().items():
         for width in (8, 300):
@@ -53,7 +53,7 @@ def compare_rows(device: str) -> None:
 
 def check_captured(device: str) -> None:
     """A capture takes back what its warm-up adds, and each replay adds once."""
-    from rollgraph.model.embedding_kernels import add_to_rows
+    from rollgraph.model.kernels.pointwise import add_to_rows
 
     tokens = 100 if device == "cpu" else 5000
     total = torch.ones(VOCABULARY, 8, device=device)

@@ -20,13 +20,13 @@ from rollgraph.model import (
     Decoder,
     ModelFileError,
     Rope,
-    hf_saving,
     load_model,
     load_weights,
     save_model,
 )
-from rollgraph.model import hf_weights as files
-from rollgraph.model.hf_weights import tensor_places
+from rollgraph.model.architecture import hf_tensor_map
+from rollgraph.model.weights import hf
+from rollgraph.model.weights import hf as files
 
 ARCHITECTURE = Architecture(
     "qwen2", vocabulary=23, hidden=16, mlp=20, layers=2, heads=4, kv_heads=2, head_dim=6, tied=True, max_length=64
@@ -91,7 +91,7 @@ def test_every_element_of_every_parameter_has_one_place() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-            for name, rows in tensor_places(architecture).values():
+            for name, rows in hf_tensor_map(architecture).values():
                 model.get_parameter(name)[rows] += 1
         assert all(bool((parameter == 1).all()) for parameter in model.parameters())
 
@@ -332,7 +332,7 @@ def test_the_written_files(tmp_path: Path) -> None:
         assert size <= 1500 or len(held) == 1
         names |= held.keys()
         sizes += size
-    assert names == index["weight_map"].keys() == tensor_places(UNTIED).keys()
+    assert names == index["weight_map"].keys() == hf_tensor_map(UNTIED).keys()
     assert sizes == index["metadata"]["total_size"] == 4 * sum(p.numel() for p in Decoder(UNTIED).parameters())
     assert json.loads((tmp_path / files.CONFIG).read_text())["dtype"] == "float32"
     count = len(set(index["weight_map"].values()))
@@ -405,8 +405,8 @@ def cut_short(
         return step
 
     with patch.context() as patched:
-        patched.setattr(hf_saving, "save_file", cutting(save_file))
-        patched.setattr(hf_saving.os, "replace", cutting(hf_saving.os.replace))
+        patched.setattr(hf, "save_file", cutting(save_file))
+        patched.setattr(hf.os, "replace", cutting(hf.os.replace))
         patched.setattr(Path, "unlink", cutting(Path.unlink))
         patched.setattr(Path, "write_text", cutting(Path.write_text))
         try:
@@ -420,6 +420,6 @@ def test_a_full_disk_raises_a_model_file_error(tmp_path: Path, monkeypatch: pyte
     def full(*arguments: object) -> None:
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(hf_saving, "save_file", full)
+    monkeypatch.setattr(hf, "save_file", full)
     with pytest.raises(ModelFileError, match="model was not written: No space left on device"):
         save_model(build(), tmp_path / "model")

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from rollgraph.graph import GraphPool, capture
-from rollgraph.model.kernel_compilation import compiling_together
+from rollgraph.model.kernels.launch import compiling_together
 
 ON_THE_CPU = """
 import torch
 from rollgraph.graph import GraphPool, capture
-from rollgraph.model.kernel_compilation import compiling_together
+from rollgraph.model.kernels.launch import compiling_together
 
 graph = capture(lambda x: x + 1, (torch.ones(()),), pool=GraphPool(), first_run=compiling_together)
 print(graph(torch.tensor(4.0)).item(), torch.cuda.is_initialized())

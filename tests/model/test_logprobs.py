@@ -168,7 +168,7 @@ def test_on_cuda(vocabulary: int, chunk: int | None) -> None:
 
 def compare_kernels(device: str) -> None:
     """Compare the Triton kernels with plain PyTorch. Only rows whose target does not exist are NaN."""
-    from rollgraph.model.logprob_kernels import gradient, reduce
+    from rollgraph.model.kernels.logprobs import fused_logprobs, fused_logprobs_backward
 
     for vocabulary in (29, 5000):
         generator = torch.Generator().manual_seed(vocabulary)
@@ -180,10 +180,12 @@ def compare_kernels(device: str) -> None:
         wanted = _gradient(logits, torch.float32, True, targets, scale, *expected[1:], *upstream)
         for kind in (torch.int32, torch.int64):
             rows = [t.to(device) for t in (scale, targets.to(kind))]
-            logprobs, *others = reduce(logits.to(device), *rows, True)
+            logprobs, *others = fused_logprobs(logits.to(device), *rows, True)
             torch.testing.assert_close(logprobs.cpu()[fine], expected[0][fine], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close([t.cpu() for t in others], list(expected[1:]), rtol=1e-5, atol=1e-5)
-            found = gradient(logits.to(device), torch.float32, True, *rows[::-1], *others, *upstream.to(device)).cpu()
+            found = fused_logprobs_backward(
+                logits.to(device), torch.float32, True, *rows[::-1], *others, *upstream.to(device)
+            ).cpu()
             torch.testing.assert_close(found[fine], wanted[fine], rtol=1e-5, atol=1e-5)
             assert bool(logprobs.cpu()[unknown].isnan().all())
             assert bool(found[unknown].isnan().all())

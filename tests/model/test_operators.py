@@ -60,12 +60,12 @@ def test_an_operation_on_tensors_without_memory_gives_their_shape() -> None:
 
 EXCHANGE = """
 import sys, torch
-from rollgraph.model.tensor_group import TensorGroup
+from rollgraph.model.tensor_parallel import TensorParallelGroup
 
-group = TensorGroup(0, 2, lambda x: torch.stack((x, 2 * x)), lambda rows: rows)
+group = TensorParallelGroup(0, 2, lambda x: torch.stack((x, 2 * x)), lambda rows: rows)
 x = torch.tensor([1.0, 2.0], requires_grad=True)
-group.sum(group.enter(x)).sum().backward()
-print(group.total(x.detach()).tolist(), x.grad.tolist(), "torch._dynamo" in sys.modules)
+group.all_reduce(group.copy_to_ranks(x)).sum().backward()
+print(group.all_reduce_no_grad(x.detach()).tolist(), x.grad.tolist(), "torch._dynamo" in sys.modules)
 """
 
 

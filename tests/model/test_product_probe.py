@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.model import product_probe, product_trials
-from rollgraph.model.product_probe import set_routes
-from rollgraph.model.product_trials import row_digests, run_if_it_fits
+from rollgraph.model.gemm import autotune, candidates
+from rollgraph.model.gemm.autotune import autotune_gemms
+from rollgraph.model.gemm.candidates import row_digests, run_if_it_fits
 from tests.policy.small_worker import make_model
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
@@ -19,7 +19,7 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_a_digest_tells_one_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_trials, "_DIGESTED_ELEMENTS", 100)  # several parts
+    monkeypatch.setattr(candidates, "_DIGESTED_ELEMENTS", 100)  # several parts
     product = torch.randn(9, 33).to(dtype)
     changed = product.clone()
     changed.view(INTEGERS[dtype])[4, 32] ^= 1
@@ -34,16 +34,16 @@ def test_one_large_product_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     """Three copies of the logits of a microbatch would decide the peak of a run."""
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most = []
-    compute = product_probe.compute
+    matmul_with_algo = autotune.matmul_with_algo
 
     def counted(*arguments: Any) -> Tensor:
-        product = compute(*arguments)
+        product = matmul_with_algo(*arguments)
         alive.add(product)
         most.append(len(alive))
         return product
 
-    monkeypatch.setattr(product_probe, "compute", counted)
-    set_routes(make_model(), [1, 2, 16, 64], [1, 16, 64])
+    monkeypatch.setattr(autotune, "matmul_with_algo", counted)
+    autotune_gemms(make_model(), [1, 2, 16, 64], [1, 16, 64])
     assert len(most) > 10
     assert max(most) == 1
 

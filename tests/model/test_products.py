@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from rollgraph.model.products import Route, multiply
+from rollgraph.model.gemm.matmul import GemmAlgo, matmul
 
 ROWS = 5
-ROUTES = [Route("fixed"), Route("fixed", rows=8), Route("library", rows=8)]
+ALGOS = [GemmAlgo("fixed"), GemmAlgo("fixed", padded_rows=8), GemmAlgo("torch", padded_rows=8)]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -18,25 +18,25 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("route", ROUTES, ids=str)
-def test_first_and_second_derivatives_are_those_of_the_product(route: Route, biased: bool) -> None:
+@pytest.mark.parametrize("algo", ALGOS, ids=str)
+def test_first_and_second_derivatives_are_those_of_the_product(algo: GemmAlgo, biased: bool) -> None:
     inputs = [drawn(ROWS, 6), drawn(4, 6)] + [drawn(4)] * biased
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return multiply(x, weight, bias, {ROWS: route})
+        return matmul(x, weight, bias, {ROWS: algo})
 
     assert gradcheck(product, inputs)
     assert gradgradcheck(product, inputs)
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=str)
-def test_inputs_may_be_strided_padded_or_constant(route: Route) -> None:
+@pytest.mark.parametrize("algo", ALGOS, ids=str)
+def test_inputs_may_be_strided_padded_or_constant(algo: GemmAlgo) -> None:
     weight = drawn(4, 6)
-    routes = {ROWS: route}
-    assert gradcheck(lambda x, w: multiply(x.t(), w.t(), None, routes), (drawn(6, ROWS), drawn(6, 4)))
-    assert gradcheck(lambda x: multiply(x, weight, None, routes, rows=ROWS), (drawn(8, 6),))
-    assert gradcheck(lambda w: multiply(drawn(ROWS, 6).detach(), w, None, routes), (weight,))
-    assert gradcheck(lambda x: multiply(x, weight.detach(), None, routes), (drawn(ROWS, 6),))
+    algos = {ROWS: algo}
+    assert gradcheck(lambda x, w: matmul(x.t(), w.t(), None, algos), (drawn(6, ROWS), drawn(6, 4)))
+    assert gradcheck(lambda x: matmul(x, weight, None, algos, rows=ROWS), (drawn(8, 6),))
+    assert gradcheck(lambda w: matmul(drawn(ROWS, 6).detach(), w, None, algos), (weight,))
+    assert gradcheck(lambda x: matmul(x, weight.detach(), None, algos), (drawn(ROWS, 6),))
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
@@ -46,7 +46,7 @@ def test_autocast_multiplies_in_its_dtype_and_gives_each_input_a_gradient_of_its
     """What one layer gives to the next is not in the dtype of the weights then."""
     x, weight = drawn(ROWS, 6, dtype=dtypes[0]), drawn(4, 6, dtype=dtypes[1])
     with torch.autocast("cpu", torch.bfloat16):
-        product = multiply(x, weight, None, {ROWS: Route("fixed")})
+        product = matmul(x, weight, None, {ROWS: GemmAlgo("fixed")})
     assert product.dtype == torch.bfloat16
     product.sum().backward()
     assert x.grad is not None

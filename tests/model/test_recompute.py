@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rollgraph.graph import make_graphed_callables, sanitize
-from rollgraph.model import Architecture, Decoder, Keys, token_logprobs
-from rollgraph.model.adapters import AdapterSpec, attach
+from rollgraph.model import Architecture, Decoder, PackedKeys, token_logprobs
+from rollgraph.model.lora import AdapterSpec, attach
 
 TOKENS = 24
 LLAMA = Architecture("llama", 61, hidden=32, mlp=48, layers=3, heads=6, kv_heads=2, head_dim=8)
@@ -26,7 +26,7 @@ every_model = pytest.mark.parametrize("architecture", MODELS.values(), ids=MODEL
 def build(architecture: Architecture, count: int = 0, parts: bool = False) -> Decoder:
     torch.manual_seed(1)
     model = Decoder(architecture)
-    model.checkpoint_layers(count, parts=parts)
+    model.checkpoint_layers(count, per_submodule=parts)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
@@ -43,11 +43,11 @@ def inputs(device: str = "cpu") -> tuple[Any, ...]:
     ids = torch.randint(61, (TOKENS,), generator=torch.Generator().manual_seed(2))
     cu_seqlens = lengths.cumsum(0).int()
     ids, positions, cu_seqlens, tokens, cu_keys = (x.to(device) for x in (ids, positions, cu_seqlens, tokens, cu_keys))
-    return ids, positions, cu_seqlens, TOKENS, Keys(tokens, cu_keys)
+    return ids, positions, cu_seqlens, TOKENS, PackedKeys(tokens, cu_keys)
 
 
 def loss_of(model: Decoder) -> Tensor:
-    ids, *others = inputs(str(model.embed.weight.device))
+    ids, *others = inputs(str(model.embed_tokens.weight.device))
     logprobs = token_logprobs(model(ids, *others), model.head_weight, ids)
     assert isinstance(logprobs, Tensor)
     return logprobs.square().sum()
@@ -81,7 +81,7 @@ def test_layers_whose_input_needs_no_gradient_train_their_own_weights(architectu
     for count, parts in ((0, False), (3, False), (3, True)):
         model = build(architecture, count, parts).requires_grad_(False)
         for layer in model.layers:
-            layer.attention.qkv.weight.requires_grad_()
+            layer.self_attn.qkv_proj.weight.requires_grad_()
         found.append(gradients(model))
     assert sum(gradient is not None for gradient in found[0]) == 1 + architecture.layers
     assert equal(found[0], found[1])
@@ -104,7 +104,7 @@ def test_adapters_that_changed_since_the_forward_are_refused() -> None:
     loss = loss_of(model)
     assert model.adapters is not None
     with torch.no_grad():
-        next(iter(model.layers)).attention.qkv.lora_a.mul_(2)
+        next(iter(model.layers)).self_attn.qkv_proj.lora_a.mul_(2)
     model.adapters.refresh()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -114,7 +114,7 @@ def adapted(model: Decoder) -> Decoder:
     attach(model, AdapterSpec(rank=2, alpha=3.0), seed=3)
     assert model.adapters is not None
     with torch.no_grad():
-        for _, _, b in model.adapters.parts():
+        for _, _, b in model.adapters.projections():
             b.normal_(generator=torch.Generator().manual_seed(4))
     model.adapters.refresh()
     return model
@@ -152,7 +152,7 @@ def test_a_weight_that_changed_since_the_forward_is_refused(parts: bool) -> None
     model = build(LLAMA, 3, parts)
     loss = loss_of(model)
     with torch.no_grad():
-        list(model.layers)[1].mlp.down.weight.mul_(2)
+        list(model.layers)[1].mlp.down_proj.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -188,7 +188,7 @@ def test_a_recomputation_that_fails_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["layer", *(pytest.param(part, marks=pytest.mark.slow) for part in ("attention", "mlp"))]
+    "part", ["layer", *(pytest.param(part, marks=pytest.mark.slow) for part in ("self_attn", "mlp"))]
 )
 def test_a_graph_of_what_is_recomputed_is_clean_under_the_sanitizer(part: str) -> None:
     model = build(LLAMA, 1, parts=part != "layer")
@@ -211,7 +211,7 @@ def one_call(layer: Any, part: str) -> tuple[Any, tuple[Any, ...]]:
     stream = torch.randn(TOKENS, 32, requires_grad=True)
     if part == "layer":
         return layer, (stream, torch.randn(TOKENS, 32, requires_grad=True), *layout)
-    return getattr(layer, part), (stream, *layout) if part == "attention" else (stream,)
+    return getattr(layer, part), (stream, *layout) if part == "self_attn" else (stream,)
 
 
 def outputs_and_gradients(target: Any, arguments: tuple[Any, ...]) -> list[Tensor | None]:

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from rollgraph.model import Decoder
-from rollgraph.model.shapes_only import shapes_only
+from rollgraph.model.meta import shapes_only
 from tests.policy.small_worker import make_model
 
 SHAPES = """
 import sys
 from rollgraph.model import Architecture, Decoder
-from rollgraph.model.adapters import AdapterSpec, attach
-from rollgraph.model.shapes_only import shapes_only
+from rollgraph.model.lora import AdapterSpec, attach
+from rollgraph.model.meta import shapes_only
 
 with shapes_only():
     model = Decoder(Architecture("llama", vocabulary=30, hidden=32, mlp=64, layers=1, heads=2, kv_heads=1, head_dim=16))

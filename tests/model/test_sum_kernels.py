@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollgraph.graph import capture
 from rollgraph.graph.direct_sums import direct_sums
-from rollgraph.model.pointwise import add_norm, norm, rotary_angles, rotate
+from rollgraph.model.layers import add_norm, norm, rotary_angles, rotate
 from tests.interpreter import run_interpreted
 
 ROWS = (1, 7, 128, 129, 300)  # a part of a block, a whole one, and several
@@ -26,7 +26,7 @@ def check(found: Tensor, before: Tensor, added: Tensor, *others: Tensor) -> None
 
 
 def compare_bias(device: str, dtype: torch.dtype) -> None:
-    from rollgraph.model.sum_kernels import add_rows, sum_blocks
+    from rollgraph.model.kernels.pointwise import add_rows, sum_blocks
 
     for rows in ROWS:
         for columns in COLUMNS:
@@ -44,7 +44,7 @@ def compare_bias(device: str, dtype: torch.dtype) -> None:
 
 def compare_partial_sums(device: str) -> None:
     """Rows that are pieces of longer ones, added to a piece of a buffer: nothing beside it changes."""
-    from rollgraph.model.sum_kernels import add_rows
+    from rollgraph.model.kernels.pointwise import add_rows
 
     for rows in (1, 255, 600):
         for columns in COLUMNS:
@@ -59,7 +59,7 @@ def compare_partial_sums(device: str) -> None:
 
 def check_captured(device: str) -> None:
     """A capture takes back what its warm-up adds, and each replay adds once."""
-    from rollgraph.model.sum_kernels import add_rows
+    from rollgraph.model.kernels.pointwise import add_rows
 
     total = torch.ones(5, device=device)
 
@@ -116,7 +116,7 @@ def test_norms_add_the_gradients_of_their_weights_in_fp32(rows: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 5, 3000])
 def test_norms_of_heads_add_the_gradients_of_their_weights_in_fp32(tokens: int) -> None:
-    from rollgraph.model.head_kernels import SplitHeads
+    from rollgraph.model.kernels.heads import SplitHeads
 
     heads, kv_heads, dim = 3, 1, 64
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to("cuda", torch.bfloat16)

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from rollgraph.files import FileError
-from rollgraph.model import Architecture, Decoder, ModelFileError, hf_weights, load_model, load_weights, save_model
-from rollgraph.model.weight_stream import READERS, FileVersion, Transfer, stream
+from rollgraph.model import Architecture, Decoder, ModelFileError, load_model, load_weights, save_model
+from rollgraph.model.weights import hf
+from rollgraph.model.weights.stream import READERS, FileVersion, Transfer, stream
 
 SMALL = Architecture("qwen2", vocabulary=23, hidden=16, mlp=20, layers=3, heads=4, kv_heads=2, head_dim=6, tied=True)
 UNTIED = Architecture("llama", 23, 16, 20, 2, 4, 1, 4, attention_bias=True, mlp_bias=True)
@@ -116,7 +117,7 @@ def test_a_file_that_changes_is_an_error_and_nothing_half_loaded_is_left(
 ) -> None:
     """Between the header and the tensors, or while the tensors are read."""
     save_model(build(), tmp_path)
-    path = tmp_path / hf_weights.WEIGHTS
+    path = tmp_path / hf.WEIGHTS
     changed: list[int] = []
 
     def meddle(done: int, total: int) -> None:
@@ -127,7 +128,7 @@ def test_a_file_that_changes_is_an_error_and_nothing_half_loaded_is_left(
     def meddling(transfers: Any, on_bytes: Any) -> None:
         stream(transfers, meddle, staging_bytes=READERS * 2 * 64)
 
-    monkeypatch.setattr(hf_weights, "stream", meddling)
+    monkeypatch.setattr(hf, "stream", meddling)
     model = build()
     with pytest.raises(ModelFileError, match=rf"{path} (changed|became shorter) while|cannot be read: No such file"):
         load_weights(model, tmp_path)
@@ -169,11 +170,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rollgraph.model import hf_weights, load_model
-from rollgraph.model.weight_stream import stream
+from rollgraph.model.weights import hf
+from rollgraph.model import load_model
+from rollgraph.model.weights.stream import stream
 
 warm, folder, dtype, allowed = sys.argv[1:]
-hf_weights.stream = partial(stream, staging_bytes=8 * 2**20)
+hf.stream = partial(stream, staging_bytes=8 * 2**20)
 load_model(warm, dtype=getattr(torch, dtype))
 status = Path("/proc/self/status").read_text()
 used = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData")) * 1024
@@ -216,7 +218,7 @@ def test_loading_needs_no_more_host_memory_than_the_weights_and_its_buffers(dtyp
 def test_a_gpu_gets_the_same_bits_and_allocates_little_more_than_the_weights(
     stored: torch.dtype, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_weights, "stream", partial(stream, staging_bytes=16 * MIB))
+    monkeypatch.setattr(hf, "stream", partial(stream, staging_bytes=16 * MIB))
     save_model(build(LARGE, stored), tmp_path, shard_bytes=100 * MIB)
     expected = load_model(tmp_path, dtype=dtype)
     pinned = pinned_bytes()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.graph import capture
-from rollgraph.model import Architecture, Decoder, Keys, Rope, token_logprobs
+from rollgraph.model import Architecture, Decoder, PackedKeys, Rope, token_logprobs
 
 WINDOW = 5
 LLAMA = Architecture("llama", 61, hidden=32, mlp=48, layers=2, heads=6, kv_heads=2, head_dim=8, rope=Rope(300.0))
@@ -97,7 +97,7 @@ def test_gradients_do_not_depend_on_neighbours(architecture: Architecture) -> No
     """The gradient of one sequence's hidden states is the same with and without others in the row."""
     model, batch = build(architecture), sequences(4, 11, 7)
     upstream = torch.randn(11, architecture.hidden)
-    weights = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
+    weights = [parameter for name, parameter in model.named_parameters() if name != "lm_head.weight"]
     alone = torch.autograd.grad(packed(model, batch[1:2]), weights, upstream)
     beside = torch.autograd.grad(packed(model, batch)[4:15], weights, upstream)
     for one, other in zip(alone, beside, strict=True):
@@ -120,7 +120,7 @@ def test_a_shared_prompt_equals_a_separate_one(architecture: Architecture, empty
     """Compare hidden states and gradients. Every sequence that shares the prompt contributes to the gradients."""
     model = build(architecture)
     prompt, one, *rest = sequences(2 * WINDOW, 3, 1, WINDOW + 2, 7)
-    weights = [parameter for name, parameter in model.named_parameters() if name != "head.weight"]
+    weights = [parameter for name, parameter in model.named_parameters() if name != "lm_head.weight"]
 
     # The row holds another sequence, then the prompt, then three continuations.
     lengths = torch.tensor([0, len(one), len(prompt), *map(len, rest), *[0] * empty]).cumsum(0).int()
@@ -129,7 +129,7 @@ def test_a_shared_prompt_equals_a_separate_one(architecture: Architecture, empty
     for start, ids in zip(lengths[2:].tolist(), rest, strict=False):
         seen.append([*at, *range(start, start + len(ids))])
     spare = 5  # keys that belong to no sequence
-    keys = Keys(
+    keys = PackedKeys(
         torch.tensor([*chain(*seen), *[0] * spare]),
         torch.tensor([0, *map(len, seen), *[0] * empty]).cumsum(0).int(),
     )

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollgraph.model import Decoder, load_model, save_model
-from rollgraph.model.adapter_files import ADAPTER_WEIGHTS, load_adapter, read_adapter, read_base, save_adapter
-from rollgraph.model.adapters import AdapterSpec, attach
+from rollgraph.model.lora import AdapterSpec, attach
+from rollgraph.model.weights.adapter_files import ADAPTER_WEIGHTS, load_adapter, read_adapter, read_base, save_adapter
 from tests.parity.test_huggingface import off, ours, read, sequences, theirs, write
 
 peft = pytest.importorskip("peft")
@@ -33,7 +33,7 @@ def adapted(folder: Path, spec: AdapterSpec, dtype: torch.dtype = torch.float32)
     assert model.adapters is not None
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for _, a, b in model.adapters.parts():
+        for _, a, b in model.adapters.projections():
             a.copy_(torch.randn(a.shape, generator=generator) * 0.2)
             b.copy_(torch.randn(b.shape, generator=generator) * 0.2)
     model.adapters.refresh()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
-from rollgraph.model.adapters import AdapterSpec, attach
+from rollgraph.model.lora import AdapterSpec, attach
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import Limits, PolicyWorker
-from rollgraph.policy.cache_layout import CacheLayout
-from rollgraph.policy.step_graphs import Loss
+from rollgraph.policy.train_graphs import Loss
+from rollgraph.policy.worker import CacheLayout
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.types import Batch, Prompt, Rollout, Sample
 
@@ -56,7 +56,7 @@ def make_worker(
         attach(model, adapter, seed=0)
         assert model.adapters is not None
         generator = torch.Generator().manual_seed(0)
-        for _, _, b in model.adapters.parts():
+        for _, _, b in model.adapters.projections():
             b.copy_(torch.randn(b.shape, generator=generator))
     worker = PolicyWorker(model, None, world, limits, sampling=sampling, **settings)  # type: ignore[arg-type]
     if reference and adapter is not None:
@@ -69,20 +69,20 @@ def make_worker(
 
 def share_nothing(patch: pytest.MonkeyPatch) -> None:
     """Give the caches of workers memory of their own."""
-    patch.setattr(CacheLayout, "over_gradients", 0)
-    patch.setattr(CacheLayout, "in_pool_nbytes", 0)
+    patch.setattr(CacheLayout, "layers_over_gradients", 0)
+    patch.setattr(CacheLayout, "pool_nbytes", 0)
     patch.setattr(CacheLayout, "make_pages", lambda layout, pool: layout.plan.allocate(layout.gradients.device))
 
 
 def parameters(worker: PolicyWorker) -> Tensor:
     """A copy of all parameters in one tensor."""
     worker.sharded.require_full_parameters("gather")
-    return torch.cat([parameter.detach().flatten() for parameter in worker.reader.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in worker.full_model.parameters()])
 
 
 def gradient_pieces(worker: PolicyWorker) -> dict[tuple[str, int], Tensor]:
     """The gradient of each piece, by name and start, that the first step saw: Adam's first moment has it."""
-    pieces = worker.optimizer.pieces
+    pieces = worker.optimizer.parameter_states
     return {(piece.parameter.name, piece.start): piece.state["exp_avg"].flatten() / 0.1 for piece in pieces}
 
 
@@ -155,6 +155,11 @@ def sample_rollouts(
         )
         for group, turn in zip(groups, turns, strict=True)
     ]
+
+
+def captured_again(worker: PolicyWorker) -> list[str]:
+    """The graphs that were captured more than once."""
+    return [graph.name for graph in worker.pool.report().graphs if graph.captures > 1]
 
 
 def reset(worker: PolicyWorker, rate: float = RATE) -> None:

@@ -14,9 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
+from rollgraph.checkpoint.load import load
+from rollgraph.checkpoint.write import save
+from rollgraph.parallel.data.collectives import CommunicationError
+from rollgraph.parallel.data.gathers import StaleWeights
+from rollgraph.parallel.data.sharded_model import ShardedModel
+from rollgraph.parallel.data.together import StepAborted
+from rollgraph.parallel.optim.adamw import ShardedAdamW
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import PhaseError, Phases, SlotError, WeightSlots
-from rollgraph.sharding import CommunicationError, ShardedAdamW, ShardedModel, StaleWeights, StepAborted, load, save
+from tests.parallel.lockstep import Room, RoomCollectives
 from tests.policy.state_machine_model import (
     DECAY,
     INPUTS,
@@ -29,7 +36,6 @@ from tests.policy.state_machine_model import (
     random_weights,
 )
 from tests.policy.state_machine_script import Script
-from tests.sharding.lockstep import Room, RoomCollectives
 
 
 class Rank:
@@ -122,7 +128,7 @@ class Rank:
             assert torch.equal(found, value), f"{name} differs by {(found - value).abs().max()}"
 
     def stale(self) -> bool:
-        return any(self.sharded._parameters.known[p].stale for p in self.model.parameters())
+        return any(self.sharded._parameters.managed[p].stale for p in self.model.parameters())
 
     def do_forward(self, number: int, active: bool) -> None:
         refused = not active and self.stale()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rollgraph.policy.phases import PHASES, READING
+from rollgraph.policy.phases import PHASES, READ_PHASES
 from tests.policy.state_machine_model import (
     BLOCKS,
     INPUTS,
@@ -57,7 +57,7 @@ class Script:
     @property
     def active(self) -> bool:
         """Whether hooks run now."""
-        reading = self.has("phase") and self.phase in READING
+        reading = self.has("phase") and self.phase in READ_PHASES
         return self.hooks_on and not reading and not self.has("paused", "hooks_paused")
 
     def failure(self) -> tuple[str, int] | None:
@@ -198,7 +198,7 @@ class Script:
         if kind in ("paused", "hooks_paused"):
             self.hooks_on = self.hooks_on_found
         outermost = not self.has("phase")
-        if kind == "phase" and argument in READING and outermost:
+        if kind == "phase" and argument in READ_PHASES and outermost:
             self.hooks_on = self.hooks_on_found
         fails = self.random.random() < 0.3
         drops = fails and kind == "phase" and argument == "train"

@@ -12,17 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
 from rollgraph.graph import GraphError
-from rollgraph.model.adapters import AdapterSpec
-from rollgraph.model.hf_weights import parameter_views
+from rollgraph.model.lora import AdapterSpec
+from rollgraph.model.weights.hf import parameter_views
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import PolicyWorker
 from rollgraph.policy.weights import SlotError
 from rollgraph.types import Batch, Sample
+from tests.parallel.worlds import run_world
 from tests.policy.small_worker import (
     ALONE,
     LIMITS,
     assert_equal_up_to_rounding,
+    captured_again,
     gradient,
     gradient_pieces,
     join,
@@ -32,7 +34,6 @@ from tests.policy.small_worker import (
     make_worker,
     parameters,
 )
-from tests.sharding.worlds import run_world
 
 SPEC = AdapterSpec(rank=3, alpha=3.0)
 ONE_SIZE = replace(LIMITS, token_buckets=(96,))
@@ -53,14 +54,13 @@ def shared() -> Iterator[PolicyWorker]:
 @pytest.fixture
 def worker(shared: PolicyWorker) -> Iterator[PolicyWorker]:
     """A captured worker. After each test it is idle, its adapters are on, and nothing was captured again."""
-    captures = shared.pool.report().captures
     yield shared
     adapters = shared.model.adapters
     assert adapters is not None
     assert adapters.enabled
     assert adapters.scale == SPEC.scale
     assert shared.phases.current == "idle"
-    assert shared.pool.report().captures == captures
+    assert not captured_again(shared)
 
 
 def test_sampled_logprobs_are_those_of_training(worker: PolicyWorker) -> None:
@@ -123,7 +123,7 @@ def test_what_fails_without_adapters_switches_them_on_again(
         raise KeyboardInterrupt
 
     before = worker.logprobs(SAMPLES)
-    monkeypatch.setattr(worker._steps, "score", fail)
+    monkeypatch.setattr(worker._train_graphs, "score", fail)
     with pytest.raises(KeyboardInterrupt):
         worker.logprobs(SAMPLES, "reference")
     monkeypatch.undo()
@@ -146,7 +146,7 @@ def test_no_other_weights_score_while_adapters_are_off(worker: PolicyWorker) -> 
     with worker.adapted.use("start"):
         assert worker.logprobs(SAMPLES, "reference") == base
     for name in ("policy", "start"):
-        with pytest.raises(SlotError, match="weights of its own"):
+        with pytest.raises(SlotError, match="a slot already"):
             worker.adapted.name_base(name)
     worker.weights.drop("start")
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.model import Architecture, Decoder, decoder, products
-from rollgraph.policy import Limits, agreement_check
-from rollgraph.policy.agreement_check import AgreementReport, check_agreement
+from rollgraph.model import Architecture, Decoder, decoder
+from rollgraph.model.gemm import matmul
+from rollgraph.policy import Limits, agreement
+from rollgraph.policy.agreement import AgreementReport, check_agreement
 
 LLAMA = Architecture("llama", vocabulary=96, hidden=64, mlp=96, layers=3, heads=4, kv_heads=2, head_dim=16)
 ARCHITECTURES = {
@@ -36,7 +37,7 @@ def model_of(architecture: Architecture, device: str = "cpu", dtype: torch.dtype
 
 def split_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that adds up the two halves of K apart, if there is one row."""
-    whole = products._library
+    whole = matmul._torch_matmul
 
     def library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
         if len(x) > 1:
@@ -44,7 +45,7 @@ def split_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
         half = x.shape[1] // 2
         return whole(x[:, :half], weight[:, :half], bias, wide) + whole(x[:, half:], weight[:, half:], None, wide)
 
-    monkeypatch.setattr(products, "_library", library)
+    monkeypatch.setattr(matmul, "_torch_matmul", library)
 
 
 def differing(report: AgreementReport) -> dict[str, list[int]]:
@@ -67,8 +68,8 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "device", "dtype"), list(cases()))
 def test_everything_agrees(name: str, device: str, dtype: torch.dtype) -> None:
     report = check_agreement(model_of(ARCHITECTURES[name], device, dtype), LIMITS)
-    assert report.products is not None
-    assert report.products.exact
+    assert report.gemm_report is not None
+    assert report.gemm_report.exact
     assert differing(report) == {}
     assert report.agrees
     assert report.row_counts == (1, 2, 4, 8)
@@ -86,9 +87,9 @@ def test_without_routes_only_the_products_of_few_rows_differ(monkeypatch: pytest
     split_one_row(monkeypatch)
     model = model_of(LLAMA)
     assert check_agreement(model, LIMITS).agrees
-    report = check_agreement(model, LIMITS, routed=False)
+    report = check_agreement(model, LIMITS, select_algos=False)
     assert not report.agrees
-    assert report.products is None
+    assert report.gemm_report is None
     assert differing(report) == {**{name: [0, 1, 2] for name in PRODUCTS}, "logits": [3]}
     first = report.differences[0]
     assert (first.operation, first.layer, first.phase, first.rows) == ("qkv", 0, "decode", 1)
@@ -110,7 +111,7 @@ def test_a_fault_in_attention_is_found_in_its_layer(monkeypatch: pytest.MonkeyPa
             out[1] *= 1.01
         return out
 
-    for module in (decoder, agreement_check):
+    for module in (decoder, agreement):
         monkeypatch.setattr(module, f"paged_{phase}", faulty)
     report = check_agreement(model_of(replace(LLAMA, family="mistral", windows=(None, 20, None))), LIMITS)
     assert differing(report) == {"attention": [1]}
@@ -123,13 +124,13 @@ def test_a_fault_in_attention_is_found_in_its_layer(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_fault_in_the_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    correct = agreement_check.sample
+    correct = agreement.sampler.sample
 
     def faulty(logits: Tensor, rows: Any) -> Any:
         drawn = correct(logits, rows)
         return replace(drawn, logprob=drawn.logprob - 1e-3)
 
-    monkeypatch.setattr(agreement_check, "sample", faulty)
+    monkeypatch.setattr(agreement.sampler, "sample", faulty)
     report = check_agreement(model_of(LLAMA), LIMITS)
     assert differing(report) == {"log-probability": [3]}
     assert report.logprobs["training"].differing == report.logprobs["training"].tokens
@@ -139,11 +140,11 @@ def test_hooks_are_removed_and_routes_cleared() -> None:
     model = model_of(replace(LLAMA, layers=1))
     limits = Limits(max_length=70, rows=2, token_buckets=(256,))
     check_agreement(model, limits)
-    check_agreement(model, limits, routed=False)
+    check_agreement(model, limits, select_algos=False)
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
-        assert not getattr(module, "routes", {})
+        assert not getattr(module, "algos", {})
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
@@ -151,4 +152,4 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     with torch.no_grad():
         model.norm.fill_(torch.nan)
     with pytest.raises(ValueError, match="logits are not finite"):
-        check_agreement(model, LIMITS, routed=False)
+        check_agreement(model, LIMITS, select_algos=False)

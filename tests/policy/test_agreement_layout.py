@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollgraph.policy import Limits
-from rollgraph.policy.agreement_layout import MicrobatchTooSmall, PagedStep, TokenLayouts, draw_samples
+from rollgraph.policy.agreement import MicrobatchTooSmall, PagedStep, TokenLayouts, draw_samples
 
 LIMITS = Limits(max_length=96, rows=9, token_buckets=(384,))
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
 from rollgraph.graph.errors import StaleGraph
 from rollgraph.inference import SamplingParams
-from rollgraph.model.adapters import TARGETS, AdapterSpec, attach
+from rollgraph.model.lora import TARGETS, AdapterSpec, attach
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import PolicyWorker
 from rollgraph.types import Batch, Sample
+from tests.parallel.worlds import run_world
 from tests.policy.small_worker import (
     ALGORITHM,
     ALONE,
@@ -28,7 +29,6 @@ from tests.policy.small_worker import (
     make_samples,
     parameters,
 )
-from tests.sharding.worlds import run_world
 
 ONE_SIZE = replace(LIMITS, token_buckets=(64,))
 SCOPES = [("step",), ("layer",), ("attn", "mlp"), ("attn",), ("mlp",)]
@@ -64,7 +64,9 @@ def trained(count: int, world: World = ALONE, **options: Any) -> tuple[list[dict
     metrics = [worker.train(batch(number)) for number in range(UPDATES)]
     report = worker.pool.report()
     assert report.eager_runs == 0 or options.get("backend") == "eager"
-    moments = [piece.state[name].clone() for piece in worker.optimizer.pieces for name in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        piece.state[name].clone() for piece in worker.optimizer.parameter_states for name in ("exp_avg", "exp_avg_sq")
+    ]
     found = (metrics, parameters(worker), moments)
     worker.close()
     return found
@@ -135,10 +137,10 @@ def test_graphs_of_layers_that_recompute_need_less_memory() -> None:
 
 def test_a_weight_that_changed_since_a_recorded_forward_is_refused() -> None:
     worker = make(TINY.layers, scopes=("layer",))
-    (layer, *_), (arguments, *_) = worker._steps._units(64)
+    (layer, *_), (arguments, *_) = worker._train_graphs._list_modules(64)
     residual, update = layer(*arguments)
     with torch.no_grad():
-        layer.get_parameter("mlp.down.weight").mul_(2)
-    with pytest.raises(StaleGraph, match=r"mlp\.down\.weight"):
+        layer.get_parameter("mlp.down_proj.weight").mul_(2)
+    with pytest.raises(StaleGraph, match=r"mlp\.down_proj\.weight"):
         (residual.sum() + update.sum()).backward()
     worker.close()

@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
-from rollgraph.inference import Engine, SamplingParams, defaults
+from rollgraph.inference import Engine, SamplingParams
+from rollgraph.inference import sizes as defaults
 from rollgraph.inference.kv_cache import CachePlan
-from rollgraph.model import Architecture, Decoder, Rope, attention_probe, product_probe, products, route_cache
-from rollgraph.model.adapters import AdapterSpec, attach
-from rollgraph.model.attention_probe import attention_agrees
-from rollgraph.model.linear import Linear
+from rollgraph.model import Architecture, Decoder, Rope
+from rollgraph.model.gemm import autotune, matmul
+from rollgraph.model.gemm.autotune import autotune_gemms, clear_gemm_algos
+from rollgraph.model.gemm.matmul import TORCH_GEMM
+from rollgraph.model.layers import Linear, swiglu
 from rollgraph.model.logprobs import reduce_logits
-from rollgraph.model.pointwise import swiglu
-from rollgraph.model.product_probe import clear_routes, set_routes
-from rollgraph.model.products import LIBRARY
-from rollgraph.policy import Limits, PolicyWorker, step_graphs
-from rollgraph.policy.exactness import ExactnessError, describe, make_exact
-from rollgraph.policy.limits import TokenBucket
+from rollgraph.model.lora import AdapterSpec, attach
+from rollgraph.parallel.ranks.world import World
+from rollgraph.policy import Limits, PolicyWorker, exactness, train_graphs
+from rollgraph.policy.exactness import ExactnessError, attention_agrees, describe_exactness, make_exact
+from rollgraph.policy.microbatch import TokenBucket
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.turns import Turn
 from rollgraph.types import Batch, Sample
@@ -62,7 +62,7 @@ def adapt(model: Decoder, spec: AdapterSpec) -> None:
     """Attach adapters that add as much as the base gives."""
     attach(model, spec, seed=0)
     assert model.adapters is not None
-    for _, _, b in model.adapters.parts():
+    for _, _, b in model.adapters.projections():
         b.uniform_(-0.2, 0.2)
 
 
@@ -83,7 +83,7 @@ def worker_of(architecture: Architecture, device: str, dtype: torch.dtype, **cha
     try:
         worker.capture_all({"policy": (algorithm.loss, False)})
     except ExactnessError as error:
-        if device == "cpu" and worker.products is None and "attention" in str(error):
+        if device == "cpu" and worker.gemm_report is None and "attention" in str(error):
             pytest.skip(str(error))
         raise
     return worker
@@ -205,7 +205,7 @@ def test_a_sample_does_not_depend_on_its_batch(device: str, dtype: torch.dtype) 
     def generate(which: Sequence[int], **settings: int) -> dict[int, Any]:
         sizes = {"rows": 8, "max_length": 160, "prefill_tokens": 64, "block_size": 16} | settings
         model = decoder(LLAMA, device, dtype)
-        set_routes(model, ROW_COUNTS, ROW_COUNTS, at_any_cost=True)  # all engines have the same reference
+        autotune_gemms(model, ROW_COUNTS, ROW_COUNTS, at_any_cost=True)  # all engines have the same reference
         engine = Engine(model, filters=False, exact=False, **sizes)  # type: ignore[arg-type]
         outputs = engine.generate([prompts[i] for i in which], [params[i] for i in which])
         return {
@@ -226,7 +226,7 @@ def test_a_sample_does_not_depend_on_its_batch(device: str, dtype: torch.dtype) 
 
 def split_few_rows(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """A library that adds up the two halves of K apart, if there are at most so many rows."""
-    whole = products._library
+    whole = matmul._torch_matmul
 
     def library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
         if len(x) > most:
@@ -234,7 +234,7 @@ def split_few_rows(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
         half = x.shape[1] // 2
         return whole(x[:, :half], weight[:, :half], bias, wide) + whole(x[:, half:], weight[:, half:], None, wide)
 
-    monkeypatch.setattr(products, "_library", library)
+    monkeypatch.setattr(matmul, "_torch_matmul", library)
 
 
 def logits_of(model: Decoder, rows: int) -> Tensor:
@@ -246,37 +246,37 @@ def test_products_that_the_library_splits_are_padded(monkeypatch: pytest.MonkeyP
     split_few_rows(monkeypatch, most=6)
     model = decoder(LLAMA, "cpu")
     assert not torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
-    report = set_routes(model, ROW_COUNTS, ROW_COUNTS)
+    report = autotune_gemms(model, ROW_COUNTS, ROW_COUNTS)
     assert report.exact
     assert torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
-    assert all(route == LIBRARY for route in (report.routes[shape][32] for shape in report.routes))
-    assert len(report.lines()) == len(report.routes)
-    assert "4: library, padded to 8 rows" in report.lines()[0]
-    clear_routes(model)
+    assert all(algo == TORCH_GEMM for algo in (report.algos[shape][32] for shape in report.algos))
+    assert len(report.lines()) == len(report.algos)
+    assert "4: torch, padded to 8 rows" in report.lines()[0]
+    clear_gemm_algos(model)
     assert not torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
 
 
 def test_what_cannot_be_made_exact_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The most rows are the reference, and no other number of rows agrees with them."""
     split_few_rows(monkeypatch, most=max(ROW_COUNTS) - 1)
-    monkeypatch.setattr(product_probe, "_candidates", lambda device, count, agreeing: [])
+    monkeypatch.setattr(autotune, "_other_candidates", lambda device, count, agreeing: [])
     model = decoder(LLAMA, "cpu")
-    report = set_routes(model, ROW_COUNTS, ROW_COUNTS)
+    report = autotune_gemms(model, ROW_COUNTS, ROW_COUNTS)
     assert not report.exact
-    assert "differ by rounding here" in describe(report)
-    assert "with 1 rows" in describe(report)
+    assert "differ by rounding here" in describe_exactness(report)
+    assert "with 1 rows" in describe_exactness(report)
     assert not logits_of(model, 4).isnan().any()
 
 
 def test_must_takes_the_fixed_way_or_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     split_few_rows(monkeypatch, most=max(ROW_COUNTS) - 1)
-    monkeypatch.setattr(product_probe, "_candidates", lambda device, count, agreeing: [])
+    monkeypatch.setattr(autotune, "_other_candidates", lambda device, count, agreeing: [])
     model = decoder(LLAMA, "cpu")
-    report = set_routes(model, ROW_COUNTS, ROW_COUNTS, at_any_cost=True)
+    report = autotune_gemms(model, ROW_COUNTS, ROW_COUNTS, at_any_cost=True)
     assert report.exact
     assert torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
 
-    monkeypatch.setattr(products, "_library", lambda x, weight, bias, wide: torch.randn(len(x), len(weight)))
+    monkeypatch.setattr(matmul, "_torch_matmul", lambda x, weight, bias, wide: torch.randn(len(x), len(weight)))
     limits = Limits(max_length=32, rows=2, token_buckets=(64,), prefill_tokens=32)
     with pytest.raises(ExactnessError, match="exact: must, but generation and training differ"):
         make_exact(model, limits, limits.buckets, whole_logits=True, must=True)
@@ -286,8 +286,8 @@ def test_gradients_of_routed_products(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     layer = Linear(12, 7, bias=True).double()
     expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
-    for route in (products.Route("library", 8), products.Route("fixed"), products.Route("biased", 16)):
-        layer.routes = {5: route}
+    for algo in (matmul.GemmAlgo("torch", 8), matmul.GemmAlgo("fixed"), matmul.GemmAlgo("biased", 16)):
+        layer.algos = {5: algo}
         found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
@@ -349,14 +349,14 @@ def test_greedy_samples_are_not_exact() -> None:
 def test_off_forgets_the_routes_that_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
     split_few_rows(monkeypatch, most=6)
     model = decoder(LLAMA, "cpu")
-    set_routes(model, ROW_COUNTS, ROW_COUNTS)
+    autotune_gemms(model, ROW_COUNTS, ROW_COUNTS)
     worker = PolicyWorker(
         model, None, World(0, 1, "cpu"), LIMITS, sampling=SamplingParams(), optimizer={"lr": 1e-2}, warmup=1,
         backend="eager", exact="off",
     )  # fmt: skip
     worker.capture_all({"policy": (GRPO().loss, False)})
-    assert not model.head_routes
-    assert not any(layer.mlp.down.routes for layer in model.layers)
+    assert not model.head_algos
+    assert not any(layer.mlp.down_proj.algos for layer in model.layers)
     worker.close()
 
 
@@ -374,9 +374,9 @@ def test_the_smallest_difference_shows() -> None:
     """In fp32, exp of a difference of 1e-9 is 1."""
     logprobs = torch.tensor([-0.01, -2.0, -3.0])
     weights = torch.tensor([1.0, 1.0, 0.0])
-    assert step_graphs._agreement(logprobs, logprobs, weights).tolist() == [2.0, 2.0, 1.0]
+    assert train_graphs._agreement(logprobs, logprobs, weights).tolist() == [2.0, 2.0, 1.0]
     other = torch.nextafter(logprobs, torch.zeros(3))
-    assert step_graphs._agreement(logprobs, other, weights)[2] > 1
+    assert train_graphs._agreement(logprobs, other, weights)[2] > 1
 
 
 def test_routes_are_not_kept_if_there_is_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -384,23 +384,23 @@ def test_routes_are_not_kept_if_there_is_no_home(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("ROLLGRAPH_CACHE", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
-    assert route_cache.cache_path() is None
+    assert autotune.cache_path() is None
     monkeypatch.setenv("ROLLGRAPH_CACHE", str(tmp_path))
-    assert route_cache.cache_path() == tmp_path / "products.json"
+    assert autotune.cache_path() == tmp_path / "products.json"
 
 
 def test_attention_that_depends_on_the_number_of_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = attention_probe.paged_decode
+    plain = exactness.paged_decode
 
     def decode(q: Tensor, *rest: Any) -> Tensor:
         out = plain(q, *rest)
         return out * (1 + 1e-6) if len(q) == 2 else out
 
     assert attention_agrees(decoder(LLAMA, "cpu"), (1, 2, 4)) or pytest.skip("attention does not agree here")
-    monkeypatch.setattr(attention_probe, "paged_decode", decode)
-    attention_probe._agrees.cache_clear()
+    monkeypatch.setattr(exactness, "paged_decode", decode)
+    exactness._attention_agrees.cache_clear()
     model = decoder(LLAMA, "cpu")
     assert not attention_agrees(model, (1, 2, 4))
     report = make_exact(model, LIMITS, [TokenBucket(256, 256)], whole_logits=True, must=False)
-    assert "attention of few rows is not that of many" in describe(report)
-    attention_probe._agrees.cache_clear()
+    assert "attention of few rows is not that of many" in describe_exactness(report)
+    exactness._attention_agrees.cache_clear()

@@ -11,12 +11,11 @@ from typing import Any, cast
 import pytest
 
 from rollgraph.inference import SamplingParams
+from rollgraph.parallel.tensor.peers import TensorPeers
 from rollgraph.policy import PolicyWorker
-from rollgraph.policy.group_turns import run_in_group
-from rollgraph.policy.turn_session import TurnGenerator
+from rollgraph.policy.generate import TurnGenerator, run_on_tensor_group
 from rollgraph.rl.environment import MultiTurn, SingleTurn
 from rollgraph.rl.turns import Generate, open_session
-from rollgraph.sharding.tensor_peers import TensorPeers
 from rollgraph.tokenizer import ByteTokenizer
 from rollgraph.types import Prompt, Rollout
 from tests.policy.small_worker import make_worker
@@ -32,10 +31,10 @@ class Peers:
         self.rank = rank
         self._texts = texts
 
-    def send_from_first(self, text: str) -> None:
+    def broadcast_text(self, text: str) -> None:
         self._texts.put(text)
 
-    def take_from_first(self) -> str:
+    def receive_text(self) -> str:
         return self._texts.get(timeout=PATIENCE)
 
 
@@ -80,10 +79,11 @@ def run_both(
     seen = [watch(worker, monkeypatch) for worker in workers]
     got: list[Any] = []
     thread = threading.Thread(
-        target=lambda: got.append(run_in_group(environment, generator(workers[1]), PROMPTS, peers[1])), daemon=True
+        target=lambda: got.append(run_on_tensor_group(environment, generator(workers[1]), PROMPTS, peers[1])),
+        daemon=True,
     )
     thread.start()
-    rollouts = run_in_group(environment, generator(workers[0]), PROMPTS, peers[0])
+    rollouts = run_on_tensor_group(environment, generator(workers[0]), PROMPTS, peers[0])
     thread.join(PATIENCE)
     assert got == [[]]
     return rollouts, seen
@@ -140,10 +140,10 @@ def test_after_an_exception_in_a_session_nothing_more_can_be_asked_for(workers: 
 
     peers = cast(TensorPeers, Peers(0, queue.SimpleQueue()))
     with pytest.raises(RuntimeError, match="other ranks of the group are still in it"):
-        run_in_group(Failing(), generator(workers[0]), PROMPTS, peers)
+        run_on_tensor_group(Failing(), generator(workers[0]), PROMPTS, peers)
 
 
 def test_a_rank_with_whole_layers_runs_the_environment_itself(workers: list[PolicyWorker]) -> None:
     environment = SingleTurn(2)
     expected = environment.run(generator(workers[0]), PROMPTS)
-    assert run_in_group(environment, generator(workers[0]), PROMPTS, None) == expected
+    assert run_on_tensor_group(environment, generator(workers[0]), PROMPTS, None) == expected

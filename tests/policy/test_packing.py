@@ -11,8 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rollgraph.policy.packed_arrays import STREAMS, fill
-from rollgraph.policy.packing import measure, pack
+from rollgraph.policy.microbatch import STREAMS, PackedSize, collate, pack_samples, packed_size
 from rollgraph.types import Sample
 
 
@@ -26,9 +25,9 @@ def of_lengths(*lengths: int, prompt: int = 1) -> list[Sample]:
 
 def count_packed(samples: list[Sample]) -> tuple[int, int, int]:
     """Tokens, sequences and repeated keys, counted in the filled arrays."""
-    arrays = fill(samples, 10_000, 1_000, 10_000)
-    sequences = len(set(arrays.sequence[: arrays.used].tolist()))
-    return arrays.used, sequences, int(arrays.cu_keys[sequences]) - arrays.used
+    arrays = collate(samples, PackedSize(10_000, 1_000, 10_000), 10_000)
+    sequences = len(set(arrays.sequence[: arrays.used_tokens].tolist()))
+    return arrays.used_tokens, sequences, int(arrays.cu_keys[sequences]) - arrays.used_tokens
 
 
 @st.composite
@@ -42,47 +41,47 @@ def samples_of_few_prompts(draw: st.DrawFn) -> list[Sample]:
 def test_every_sample_is_in_one_microbatch_and_microbatches_keep_the_limits(
     samples: list[Sample], tokens: int, sequences: int, random: Random
 ) -> None:
-    groups = pack(samples, tokens, sequences)
+    groups = pack_samples(samples, PackedSize(tokens, sequences, tokens))
     assert sorted(index for group in groups for index in group) == list(range(len(samples)))
     for group in groups:
         members = [samples[index] for index in group]
-        assert count_packed(members) == measure(members)
-        used, count, repeated = measure(members)
+        assert count_packed(members) == packed_size(members)
+        used, count, repeated = packed_size(members)
         assert used <= tokens
         assert 1 <= count <= sequences
         assert repeated <= tokens  # so that the keys have room
     again = random.sample(samples, len(samples))
-    assert [[again[i] for i in group] for group in pack(again, tokens, sequences)] == [
+    assert [[again[i] for i in group] for group in pack_samples(again, PackedSize(tokens, sequences, tokens))] == [
         [samples[i] for i in group] for group in groups
     ]
 
 
 @given(samples_of_few_prompts(), st.integers(50, 120))
 def test_samples_of_one_prompt_are_neighbours(samples: list[Sample], tokens: int) -> None:
-    for group in pack(samples, tokens, 100):
+    for group in pack_samples(samples, PackedSize(tokens, 100, tokens)):
         prompts = [tuple(samples[index].prompt) for index in group]
         assert len([prompt for prompt, _ in groupby(prompts)]) == len(set(prompts))
 
 
 def test_samples_that_share_a_prompt_compute_it_once() -> None:
     samples = [Sample(list(range(100)), [i] * 50, *[[0.0] * 50] * 3) for i in range(4)]
-    assert measure(samples) == (99 + 4 * 51, 5, 4 * 99)
-    assert pack(samples, tokens=400, sequences=8) == [[0, 1, 2, 3]]
-    assert pack(samples, tokens=290, sequences=8) == [[0, 1], [2, 3]]  # three would repeat too many keys
-    assert pack(samples, tokens=400, sequences=3) == [[0, 1], [2, 3]]
+    assert packed_size(samples) == (99 + 4 * 51, 5, 4 * 99)
+    assert pack_samples(samples, PackedSize(400, 8, 400)) == [[0, 1, 2, 3]]
+    assert pack_samples(samples, PackedSize(290, 8, 290)) == [[0, 1], [2, 3]]  # three would repeat too many keys
+    assert pack_samples(samples, PackedSize(400, 3, 400)) == [[0, 1], [2, 3]]
 
 
 def test_the_longest_samples_come_first() -> None:
-    assert pack(of_lengths(5, 9, 3, 6), tokens=12, sequences=8) == [[1, 2], [3, 0]]
-    assert pack(of_lengths(24, 24, 24, 24), tokens=48, sequences=8) == [[0, 1], [2, 3]]
-    assert pack([], tokens=48, sequences=8) == []
-    assert pack(of_lengths(7, 1, 1), tokens=8, sequences=1) == [[0], [1], [2]]
+    assert pack_samples(of_lengths(5, 9, 3, 6), PackedSize(12, 8, 12)) == [[1, 2], [3, 0]]
+    assert pack_samples(of_lengths(24, 24, 24, 24), PackedSize(48, 8, 48)) == [[0, 1], [2, 3]]
+    assert pack_samples([], PackedSize(48, 8, 48)) == []
+    assert pack_samples(of_lengths(7, 1, 1), PackedSize(8, 1, 8)) == [[0], [1], [2]]
 
 
 def test_a_sample_that_does_not_fit_is_refused() -> None:
-    assert pack(of_lengths(12), tokens=12, sequences=1) == [[0]]
+    assert pack_samples(of_lengths(12), PackedSize(12, 1, 12)) == [[0]]
     with pytest.raises(ValueError, match="13 tokens does not fit a microbatch of 12"):
-        pack(of_lengths(3, 13), tokens=12, sequences=8)
+        pack_samples(of_lengths(3, 13), PackedSize(12, 8, 12))
 
 
 @st.composite
@@ -115,10 +114,10 @@ def test_the_arrays_hold_what_a_plain_loop_writes(
 ) -> None:
     """Each given sample is followed by others of its prompt, each with one token less than the one before."""
     samples = [cut(one, less) for one, others in given for less in range(others + 1)]
-    size = measure(samples)
+    size = packed_size(samples)
     tokens, sequences = size.tokens + padding, size.sequences + spare
-    assume(tokens and size.repeated <= tokens)
-    arrays = fill(samples, tokens, sequences, longest)
+    assume(tokens and size.repeated_keys <= tokens)
+    arrays = collate(samples, PackedSize(tokens, sequences, tokens), longest)
 
     expected = []  # (id, position, target, sequence, streams) of each token
     keys = []  # for each sequence, the tokens its attention sees
@@ -140,7 +139,7 @@ def test_the_arrays_hold_what_a_plain_loop_writes(
                     starts.append(len(expected))
                 known = [stream(s, name)[which] if 0 <= which < len(s.tokens) else 0.0 for name in STREAMS]
                 expected.append((whole[place], place, following, len(keys) - 1, known))
-    assert arrays.used == len(expected)
+    assert arrays.used_tokens == len(expected)
     assert arrays.starts == starts
     for at in range(0, padding, longest):
         keys.append([len(expected) + at + place for place in range(min(longest, padding - at))])
@@ -156,7 +155,7 @@ def test_the_arrays_hold_what_a_plain_loop_writes(
     assert all(list(rows) == seen[len(seen) - len(rows) :] for rows, seen in zip(own, keys, strict=True))
     assert set(bounds[len(keys) :]) == {tokens}
     assert max(np.diff(key_bounds), default=0) <= longest
-    empty = fill([], tokens, sequences, longest)
+    empty = collate([], PackedSize(tokens, sequences, tokens), longest)
     assert [a.shape for a in arrays.tensors] == [a.shape for a in empty.tensors]  # what a graph was captured with
     assert [a.dtype for a in arrays.tensors] == [a.dtype for a in empty.tensors]
 
@@ -170,11 +169,15 @@ def cut(sample: Sample, less: int) -> Sample:
 
 def test_a_sample_that_cannot_be_laid_out_is_refused() -> None:
     with pytest.raises(ValueError, match="has no prompt"):
-        fill([Sample([1], [2], [1.0], [1.0], [0.0]), Sample([], [3, 4], [1.0] * 2, [1.0] * 2, [0.0] * 2)], 12, 4, 12)
+        collate(
+            [Sample([1], [2], [1.0], [1.0], [0.0]), Sample([], [3, 4], [1.0] * 2, [1.0] * 2, [0.0] * 2)],
+            PackedSize(12, 4, 12),
+            12,
+        )
     with pytest.raises(ValueError, match="3 tokens has 1 advantages"):
-        fill([Sample([1], [2, 3, 4], [1.0], [1.0] * 3, [0.0] * 3)], 12, 4, 12)
+        collate([Sample([1], [2, 3, 4], [1.0], [1.0] * 3, [0.0] * 3)], PackedSize(12, 4, 12), 12)
     with pytest.raises(ValueError, match="5 tokens is longer than the 4"):
-        fill([Sample([1, 2], [2, 3, 4], [1.0] * 3, [1.0] * 3, [0.0] * 3)], 12, 4, 4)
+        collate([Sample([1, 2], [2, 3, 4], [1.0] * 3, [1.0] * 3, [0.0] * 3)], PackedSize(12, 4, 12), 4)
 
 
 @given(samples_of_few_prompts(), st.integers(0, 50), st.data())
@@ -182,23 +185,23 @@ def test_all_entries_that_predict_a_sample_have_logits(
     samples: list[Sample], padding: int, data: st.DataObject
 ) -> None:
     ordered = sorted(samples, key=lambda one: list(one.prompt))
-    size = measure(ordered)
-    tokens = max(size.tokens, size.repeated) + padding
+    size = packed_size(ordered)
+    tokens = max(size.tokens, size.repeated_keys) + padding
     written = sum(len(one.tokens) for one in ordered)
     assume(tokens > max(1, written))
     logits = data.draw(st.integers(max(1, written), tokens - 1))
-    arrays = fill(ordered, tokens, size.sequences, 50, logits)
-    assert arrays.asked is not None
-    asked = arrays.asked.tolist()
-    assert (arrays.asked.dtype, arrays.bucket) == (np.int64, (tokens, logits))
-    assert len(set(asked)) == len(asked) == logits
-    assert set(asked) <= set(range(tokens))
+    arrays = collate(ordered, PackedSize(tokens, size.sequences, tokens), 50, logits)
+    assert arrays.logit_rows is not None
+    logit_rows = arrays.logit_rows.tolist()
+    assert (arrays.logit_rows.dtype, arrays.bucket) == (np.int64, (tokens, logits))
+    assert len(set(logit_rows)) == len(logit_rows) == logits
+    assert set(logit_rows) <= set(range(tokens))
     predicting = []
     for start, one in zip(arrays.starts, ordered, strict=True):
         predicting += range(start, start + len(one.tokens))
-    assert asked[:written] == predicting
-    everything = fill(ordered, tokens, size.sequences, 50, tokens)
-    assert everything.asked is None
+    assert logit_rows[:written] == predicting
+    everything = collate(ordered, PackedSize(tokens, size.sequences, tokens), 50, tokens)
+    assert everything.logit_rows is None
     assert everything.bucket == (tokens, tokens)
     for with_half, with_all in zip(arrays.tensors, everything.tensors, strict=False):  # which has nothing more
         assert np.array_equal(with_half, with_all)
@@ -207,6 +210,6 @@ def test_all_entries_that_predict_a_sample_have_logits(
 
 def test_more_tokens_than_logits_are_refused() -> None:
     samples = of_lengths(7, 7, prompt=2)
-    assert fill(samples, 20, 4, 20, logits=10).bucket == (20, 10)
+    assert collate(samples, PackedSize(20, 4, 20), 20, logits=10).bucket == (20, 10)
     with pytest.raises(ValueError, match="samples of 10 tokens do not fit a microbatch with the logits of 9"):
-        fill(samples, 20, 4, 20, logits=9)
+        collate(samples, PackedSize(20, 4, 20), 20, logits=9)

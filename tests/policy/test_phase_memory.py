@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from rollgraph.policy.phase_memory import GradientsInUse, PhaseMemory
+from rollgraph.policy.phases import GradientsInUse, PhaseMemory
 
 EVENTS = ("generate", "score", "train", "save", "update", "drop")
 
@@ -41,7 +41,7 @@ class Simulation:
         self.lent = False
         self.garbage_in_gradients = False
 
-    def forget_copy(self) -> None:
+    def invalidate_full_parameters(self) -> None:
         pass
 
     def forget_cache(self) -> None:
@@ -51,7 +51,7 @@ class Simulation:
 
     def happen(self, event: str) -> None:
         if event in ("update", "drop"):
-            if self.memory.gradients_are_lent() is None:  # otherwise sharding/ refuses it
+            if self.memory.gradients_are_lent() is None:  # otherwise parallel/ refuses it
                 self.gradients = self.expected = 0
             return
         if event == "generate" and self.over_gradients and self.gradients:

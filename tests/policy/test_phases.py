@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rollgraph.policy import PhaseError, Phases
-from rollgraph.policy.phases import IDLE, PHASES, READING
+from rollgraph.policy.phases import IDLE, PHASES, READ_PHASES
 
 
 class CountedActions:
@@ -60,7 +60,7 @@ class EnteringAndLeaving(RuleBasedStateMachine):
             return
         if self.current == IDLE:
             self.entered[phase] += 1
-            self.gathers += phase in READING
+            self.gathers += phase in READ_PHASES
         context.__enter__()
         self.open.append((phase, context))
 
@@ -70,7 +70,7 @@ class EnteringAndLeaving(RuleBasedStateMachine):
             self.phases.enter(name).__enter__()
 
     @precondition(lambda self: self.current == IDLE)
-    @rule(phase=st.sampled_from(READING))
+    @rule(phase=st.sampled_from(READ_PHASES))
     def enter_while_a_rank_is_lost(self, phase: str) -> None:
         self.actions.unreachable = True
         with pytest.raises(ConnectionError):
@@ -94,7 +94,7 @@ class EnteringAndLeaving(RuleBasedStateMachine):
     @invariant()
     def the_machine_is_in_the_phase_on_the_stack(self) -> None:
         assert self.phases.current == self.current
-        assert self.actions.pauses == (self.current in READING)
+        assert self.actions.pauses == (self.current in READ_PHASES)
         assert self.actions.gathers == self.gathers
         assert self.actions.drops == self.drops
         assert {phase: self.phases.entered[phase] for phase in PHASES} == self.entered

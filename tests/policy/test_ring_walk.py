@@ -18,12 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
+from rollgraph.checkpoint.load import load
+from rollgraph.checkpoint.write import save
+from rollgraph.parallel.data.collectives import CommunicationError
+from rollgraph.parallel.data.together import StepAborted
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import WeightSlots
-from rollgraph.sharding import CommunicationError, StepAborted, load, save
-from tests.sharding.lockstep import Room, run_ranks
-from tests.sharding.small_net import DECAY, RATE, loss, microbatch, same, values
-from tests.sharding.test_ring import LAYERS, Rank, build
+from tests.parallel.lockstep import Room, run_ranks
+from tests.parallel.small_net import DECAY, RATE, loss, microbatch, same, values
+from tests.parallel.test_ring import LAYERS, Rank, build
 
 RANKS = 3
 LENGTH = 60  # transitions of one walk

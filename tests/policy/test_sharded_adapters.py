@@ -11,20 +11,23 @@ import pytest
 import torch
 from torch import nn
 
-from rollgraph.distributed.world import World
+from rollgraph.checkpoint.load import load
+from rollgraph.checkpoint.write import save
 from rollgraph.graph import StaleGraph
 from rollgraph.graph.hooks import GraphHooks
 from rollgraph.model import load_model
-from rollgraph.model.adapter_files import load_adapter
-from rollgraph.model.adapters import AdapterSpec, attach
-from rollgraph.model.hf_weights import parameter_views
+from rollgraph.model.lora import AdapterSpec, attach
+from rollgraph.model.weights.adapter_files import load_adapter
+from rollgraph.model.weights.hf import parameter_views
+from rollgraph.parallel.data.gathers import StaleWeights
+from rollgraph.parallel.data.sharded_model import ShardedModel
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import PolicyWorker
-from rollgraph.sharding import ShardedModel, StaleWeights, load, save
 from rollgraph.types import Batch
+from tests.parallel.worlds import run_world
 from tests.policy import small_worker
-from tests.policy.small_worker import LIMITS, make_samples, make_worker, parameters, sample_rollouts
+from tests.policy.small_worker import LIMITS, captured_again, make_samples, make_worker, parameters, sample_rollouts
 from tests.policy.test_sharded_worker import DEEP, fail_on_one_rank, paired, refusals, same
-from tests.sharding.worlds import run_world
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -99,7 +102,7 @@ def all_settings(world: World, ranks: int) -> dict[str, Any]:
     found = {}
     for name, options in SETTINGS.items():
         worker = make(world, **options)
-        assert worker.sharded.has_copies == (world.size > 1)
+        assert worker.sharded.shards_parameters == (world.size > 1)
         found[name] = run_phases(worker, ranks)
         report = worker.pool.report()
         assert report.eager_runs == 0 or options.get("backend") == "eager"
@@ -126,14 +129,14 @@ def check_base(worker: PolicyWorker) -> None:
     """The base of the full copy is what was drawn."""
     with worker.phases.enter("save"):
         drawn = parameter_views(make_whole_model())
-        for name, view in parameter_views(worker.reader).items():
+        for name, view in parameter_views(worker.full_model).items():
             assert torch.equal(view, drawn[name]), name
 
 
 def slots_of(worker: PolicyWorker) -> list[Any]:
     """Log-probabilities under slots and the base, in one phase, where nothing but `use` gathers the full copy."""
     worker.weights.save("start")
-    assert worker.weights.nbytes("device") == sum(bucket.kept.nbytes for bucket in worker.sharded.flat.buckets)
+    assert worker.weights.nbytes("device") == sum(bucket.resident.nbytes for bucket in worker.sharded.flat.buckets)
     names = ("policy", "reference", "start", "reference", "policy")
     before = [worker.logprobs(SCORED, name) for name in names]
     assert before[0] == before[2] == before[4] != before[1] == before[3]
@@ -151,10 +154,10 @@ def missing_gathers(worker: PolicyWorker) -> list[str]:
     worker.train(batch(51, 2))
     worker.sharded.ensure_gathered(list(worker.model.layers[3].parameters()))
     worker.sharded.ensure_gathered(list(worker.model.layers[4].parameters()))
-    attention = "attn" in worker._graphs.scopes
+    attention = "attn" in worker._capture_settings.scopes
     layer = worker.model.layers[2]
-    _, samples = worker._steps._units(ONE_SIZE.token_buckets[-1])
-    target, arguments = (layer.attention, samples[4]) if attention else (layer, samples[2])
+    _, samples = worker._train_graphs._list_modules(ONE_SIZE.token_buckets[-1])
+    target, arguments = (layer.self_attn, samples[4]) if attention else (layer, samples[2])
     reasons = []
     with ExitStack() as paused:
         for hooks in GRAPH_HOOKS:
@@ -169,27 +172,26 @@ def missing_gathers(worker: PolicyWorker) -> list[str]:
 def loaded(worker: PolicyWorker, folder: Path) -> None:
     """What is written to the whole model stays, whatever the memory of the full copy held before."""
     worker.train(batch(52, 2))
-    worker.sharded.forget_copy()
+    worker.sharded.invalidate_full_parameters()
     with torch.no_grad():
-        for tensor in worker.reader.layers.parameters():
+        for tensor in worker.full_model.layers.parameters():
             tensor.fill_(7.0)
-    with worker.sharded.writing_reader():
-        load_adapter(worker.reader, folder / "exported")
+    with worker.sharded.writing_full_model():
+        load_adapter(worker.full_model, folder / "exported")
     check_base(worker)
 
 
 def everything(world: World, folder: Path) -> dict[str, Any]:
     """Run everything that is tested, because starting ranks is slow."""
     worker = make(world)
-    captures = worker.pool.report().captures
-    models = (worker.model, worker.reader)
+    models = (worker.model, worker.full_model)
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     addresses = [tensor.data_ptr() for tensor in tensors]
     found: dict[str, Any] = {"phases": run_phases(worker, 2), "slots": slots_of(worker)}
     check_base(worker)
     if world.size > 1:
         assert worker.model.adapters is not None
-        assert worker.reader.adapters is not worker.model.adapters
+        assert worker.full_model.adapters is not worker.model.adapters
         found["stale"] = refusals(worker)
         found["missing"] = missing_gathers(worker)
         found["raised"] = fail_on_one_rank(worker)
@@ -204,8 +206,8 @@ def everything(world: World, folder: Path) -> dict[str, Any]:
         worker.train(batch(53, 2))
         load(folder / "checkpoint", worker.sharded, worker.optimizer)
         found["resumed"] = (parameters(worker), worker.logprobs(SCORED))
-    report = worker.pool.report()
-    assert (report.captures, report.eager_runs) == (captures, 0)
+    assert not captured_again(worker)
+    assert worker.pool.report().eager_runs == 0
     assert [tensor.data_ptr() for tensor in tensors] == addresses
     worker.sharded.flat.check()
     worker.close()
@@ -240,7 +242,7 @@ def test_the_base_and_slots_of_adapters_score_as_on_one_rank(ranks: Results, tmp
 def test_a_full_copy_that_is_not_current_is_refused(ranks: Results) -> None:
     for found in ranks[1]:
         for reason in found["stale"]:
-            assert "does not hold layer 0" in reason
+            assert "do not hold layer 0" in reason
 
 
 def test_a_layer_whose_base_is_not_in_its_slot_is_refused(ranks: Results) -> None:

@@ -10,16 +10,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
+from rollgraph.checkpoint.load import load
+from rollgraph.checkpoint.write import save
 from rollgraph.graph import GraphError
 from rollgraph.inference import SamplingParams
 from rollgraph.model import load_model
+from rollgraph.parallel.data.together import StepAborted
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import PolicyWorker
-from rollgraph.sharding import StepAborted, load, save
 from rollgraph.types import Batch, Sample
+from tests.parallel.worlds import run_world
 from tests.policy import small_worker
-from tests.policy.small_worker import LIMITS, make_samples, make_worker, parameters, reset, sample_rollouts
-from tests.sharding.worlds import run_world
+from tests.policy.small_worker import (
+    LIMITS,
+    captured_again,
+    make_samples,
+    make_worker,
+    parameters,
+    reset,
+    sample_rollouts,
+)
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -70,7 +80,7 @@ def refusals(worker: PolicyWorker) -> list[str]:
     assert worker.engine is not None
     for call in (
         lambda: worker.engine.generate([[1, 2]], SamplingParams(max_tokens=2)),  # type: ignore[union-attr]
-        lambda: worker._steps.logprobs(SCORED),
+        lambda: worker._train_graphs.logprobs(SCORED),
     ):
         with pytest.raises(GraphError) as refused:
             call()
@@ -105,9 +115,8 @@ def fail_on_one_rank(worker: PolicyWorker) -> list[str]:
 def everything(world: World, folder: Path) -> dict[str, Any]:
     """Run everything that is tested, because starting ranks is slow."""
     worker = make(world)
-    assert worker.sharded.has_copies == (world.size > 1)
-    captures = worker.pool.report().captures
-    addresses = [tensor.data_ptr() for tensor in (*worker.model.parameters(), *worker.reader.parameters())]
+    assert worker.sharded.shards_parameters == (world.size > 1)
+    addresses = [tensor.data_ptr() for tensor in (*worker.model.parameters(), *worker.full_model.parameters())]
     found: dict[str, Any] = {"phases": run_phases(worker), "exact": worker.is_exact}
     worker.export(folder / "exported")
     found["reference"] = worker.logprobs(SCORED, "reference")
@@ -125,9 +134,9 @@ def everything(world: World, folder: Path) -> dict[str, Any]:
     if world.size > 1:
         load(folder / "checkpoint", worker.sharded, worker.optimizer)
         assert torch.equal(parameters(worker), kept)
-    report = worker.pool.report()
-    assert (report.captures, report.eager_runs) == (captures, 0)
-    now = [tensor.data_ptr() for tensor in (*worker.model.parameters(), *worker.reader.parameters())]
+    assert not captured_again(worker)
+    assert worker.pool.report().eager_runs == 0
+    now = [tensor.data_ptr() for tensor in (*worker.model.parameters(), *worker.full_model.parameters())]
     assert now == addresses
     worker.close()
     assert not any(module._forward_pre_hooks for module in worker.model.modules())
@@ -205,7 +214,7 @@ def test_generation_and_scoring_of_a_copy_that_is_not_current_are_refused(
 ) -> None:
     for found in ranks[1]:
         for reason in found["refused"]:
-            assert "outside of layers as it was after change" in reason or "does not hold layer 0" in reason
+            assert "outside of layers of version" in reason or "do not hold layer 0" in reason
 
 
 def test_a_backward_that_fails_on_one_rank_alone_is_dropped_by_all(

@@ -13,10 +13,12 @@ from torch import Tensor
 from rollgraph.graph import GraphError
 from rollgraph.inference import SamplingParams
 from rollgraph.policy import GradientsInUse, PolicyWorker
+from rollgraph.types import Batch
 from tests.policy.small_worker import (
     ALGORITHM,
     ALONE,
     LIMITS,
+    captured_again,
     make_batch,
     make_model,
     make_samples,
@@ -82,11 +84,10 @@ def test_rounds_of_all_phases_have_the_same_bits_with_and_without_sharing(
     ours, apart = pair
     assert (shared(ours), shared(apart)) == (1, 0)  # the second layer does not fit
     places = addresses(ours)
-    captures = ours.pool.report().captures
     for number in range(4):
         assert round_of(ours, number) == round_of(apart, number)
-    report = ours.pool.report()
-    assert (report.captures, report.eager_runs) == (captures, 0)
+    assert not captured_again(ours)
+    assert ours.pool.report().eager_runs == 0
     assert addresses(ours) == places
 
 
@@ -94,9 +95,9 @@ def test_generation_is_refused_while_gradients_wait_and_they_are_kept(pair: tupl
     ours = pair[0]
     found = []
     for worker in pair:
-        steps = worker._steps
+        steps = worker._train_graphs
         ((_, bucket),) = steps.plan(make_samples(4))
-        arrays = steps.fill(make_samples(4), bucket)
+        arrays = steps.collate(make_samples(4), bucket)
         with worker.phases.enter("train"):  # a loop of one's own, which accumulates over several phases
             steps.train("policy", arrays, last=False)
         if worker is ours:
@@ -132,23 +133,23 @@ def test_a_training_that_fails_leaves_the_memory_to_generation(pair: tuple[Polic
 def test_outside_of_its_phase_nobody_uses_the_memory(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
     ours, _ = pair
     assert ours.engine is not None
-    steps = ours._steps
+    steps = ours._train_graphs
     ((_, bucket),) = steps.plan(make_samples(4))
-    arrays = steps.fill(make_samples(4), bucket)
+    arrays = steps.collate(make_samples(4), bucket)
     ours.generate([([1, 2], 0)], seed="s")
     refused = pytest.raises(RuntimeError, match=r'with policy.phases.enter\("train"\)')
     with refused:
         steps.train("policy", arrays, last=True)
     uses: list[Callable[[], Any]] = [
         ours.optimizer.step, ours.sharded.gradient_shards, ours.sharded.finish_gradients, ours.sharded.gradient_norm,
-        lambda: ours.model.embed.weight.sum().backward(),
+        lambda: ours.model.embed_tokens.weight.sum().backward(),
     ]  # fmt: skip
     before = parameters(ours)
     for use in uses:
         with refused:
             use()
     assert torch.equal(parameters(ours), before)
-    ours.model.embed.weight.grad = None
+    ours.model.embed_tokens.weight.grad = None
     ours.sharded.drop_gradients()  # of no step: the cache stays as it is
     assert ours.memory.gradients_are_lent()
     ours.train(make_batch(1, 4))
@@ -195,15 +196,16 @@ def test_other_backends_and_scopes_share_memory_too(options: dict[str, Any]) -> 
     apart.close()
 
 
-@pytest.mark.slow
-def test_a_capture_that_fails_leaves_gradients_of_zero() -> None:
+def test_a_loss_that_fails_leaves_gradients_of_zero() -> None:
     def broken(streams: Any) -> Any:
         raise ArithmeticError("the loss is broken")
 
     sampling = SamplingParams(max_tokens=4)
     worker = PolicyWorker(make_model(), None, ALONE, ROOMY, sampling=sampling, optimizer={"lr": 0.1})
+    worker.capture_all({"policy": (ALGORITHM.loss, False), "broken": (broken, False)})
+    batch = Batch([[replace(sample, reference_logprobs=None) for sample in make_samples(2)]])
     with pytest.raises(GraphError, match="the loss is broken"):
-        worker.capture_all({"policy": (broken, False)})
+        worker.train(batch, "broken")
     assert not worker.sharded.flat.gradient_memory.any()
-    worker.capture_all({"policy": (ALGORITHM.loss, False)})
+    worker.train(batch)
     worker.close()

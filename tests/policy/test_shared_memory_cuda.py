@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollgraph.distributed.world import World
 from rollgraph.graph.pool import pool_segments
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.types import Batch
 from tests.policy.small_worker import ALGORITHM, make_samples, parameters, share_nothing
@@ -117,12 +117,12 @@ def test_the_cache_takes_no_memory_of_its_own(undone: list[PolicyWorker]) -> Non
         cache = worker.engine.plan.nbytes
         gradients = worker.sharded.flat.gradient_memory
         over = [page for page in worker.engine._graphs.pages if _within(page, gradients)]
-        assert len(over) == (worker.engine.plan.layers_within(gradients.nbytes) if shares else 0)
+        assert len(over) == (worker.engine.plan.layers_that_fit(gradients.nbytes) if shares else 0)
         in_pool = [page for page in worker.engine._graphs.pages if _in_pool(page, worker)]
         assert len(over) + len(in_pool) == (WIDE.layers if shares else 0)
         print(f"{shares=}: reserved {reserved[shares] >> 20} MiB, peak {peaks[shares] >> 20} MiB, cache {cache >> 20}")
     assert cache > 500 << 20
-    assert 0 < len(worker.engine.plan.lay_over(gradients)) < WIDE.layers
+    assert 0 < len(worker.engine.plan.pages_over(gradients)) < WIDE.layers
     assert reserved[True] <= reserved[False] - 0.8 * cache
     assert peaks[True] <= peaks[False] - 0.8 * cache
 
@@ -133,7 +133,7 @@ def test_a_cache_larger_than_everything_else_is_what_the_pool_takes(undone: list
     worker = make(undone, shares=True, limits=large, exact="off")
     assert worker.engine is not None
     plan = worker.engine.plan
-    in_pool = plan.nbytes - plan.layers_within(worker.sharded.flat.gradient_memory.nbytes) * plan.layer_nbytes
+    in_pool = plan.nbytes - plan.layers_that_fit(worker.sharded.flat.gradient_memory.nbytes) * plan.layer_nbytes
     segments = sum(size for _, size in pool_segments(worker.pool.arena))
     print(f"pages in the pool {in_pool >> 20} MiB, pool {segments >> 20} MiB")
     assert in_pool > 2 << 30

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
+from tests.parallel.lockstep import Room, run_ranks
 from tests.policy.state_machine_model import (
     RANKS,
 )
 from tests.policy.state_machine_plain import Plain
 from tests.policy.state_machine_rank import Rank
 from tests.policy.state_machine_script import Script
-from tests.sharding.lockstep import Room, run_ranks
 
 EPISODE = 250  # transitions between two fresh models
 
@@ -56,6 +56,7 @@ def wanted(default: int) -> int:
     return int(os.environ.get("ROLLGRAPH_TRANSITIONS", default))
 
 
+@pytest.mark.slow
 def test_any_order_of_transitions_gives_the_bits_of_a_plain_model(tmp_path: Path) -> None:
     done = run_machine(wanted(DEFAULT), SEED, tmp_path)
     if done["transitions"] >= DEFAULT:

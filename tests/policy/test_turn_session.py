@@ -12,7 +12,7 @@ import pytest
 
 from rollgraph.inference import Progress, SamplingParams
 from rollgraph.policy import PolicyWorker
-from rollgraph.policy.turn_session import TurnGenerator
+from rollgraph.policy.generate import TurnGenerator
 from rollgraph.rl.environment import MultiTurn
 from rollgraph.tokenizer import ByteTokenizer
 from rollgraph.types import Prompt, Rollout

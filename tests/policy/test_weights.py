@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
+from rollgraph.checkpoint.load import load
+from rollgraph.checkpoint.write import save
 from rollgraph.model import Decoder
+from rollgraph.parallel.data.sharded_model import ShardedModel
+from rollgraph.parallel.optim.adamw import ShardedAdamW
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import SlotError, WeightSlots
-from rollgraph.policy.weights import Place
-from rollgraph.sharding import ShardedAdamW, ShardedModel, load, save
+from rollgraph.policy.weights import Location
 from tests.policy.small_worker import make_model
 
 
@@ -29,12 +32,12 @@ def sharded(request: pytest.FixtureRequest) -> Iterator[ShardedModel]:
 
 
 @pytest.fixture(params=["device", pytest.param("host", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> Place:
+def place(request: pytest.FixtureRequest) -> Location:
     return request.param
 
 
 @pytest.fixture
-def slots(sharded: ShardedModel, place: Place) -> WeightSlots:
+def slots(sharded: ShardedModel, place: Location) -> WeightSlots:
     """The reference has the initial weights; the policy has others."""
     slots = WeightSlots(sharded)
     slots.save("reference", place)
@@ -63,13 +66,13 @@ def addresses(sharded: ShardedModel) -> list[int]:
 
 
 def hidden(model: Decoder) -> Tensor:
-    device = model.embed.weight.device
+    device = model.embed_tokens.weight.device
     ids = torch.arange(10, device=device)
     with torch.no_grad():
         return model(ids, ids, torch.tensor([0, 10], dtype=torch.int32, device=device), 10)
 
 
-def test_a_slot_is_exchanged_in_place_and_the_policy_is_restored(sharded: ShardedModel, place: Place) -> None:
+def test_a_slot_is_exchanged_in_place_and_the_policy_is_restored(sharded: ShardedModel, place: Location) -> None:
     slots = WeightSlots(sharded)
     original, before = copy.deepcopy(sharded.model), bits(sharded)
     slots.save("reference", place)
@@ -180,7 +183,7 @@ def test_saving_a_slot_again_reuses_its_memory(sharded: ShardedModel, slots: Wei
 
 
 def test_unknown_and_reserved_slot_names(sharded: ShardedModel, slots: WeightSlots) -> None:
-    slots.save("previous", place="host")
+    slots.save("previous", location="host")
     assert slots.nbytes("device") + slots.nbytes("host") == 2 * sum(b.parameters.nbytes for b in sharded.flat.buckets)
     with pytest.raises(SlotError, match=r"no slot 'nothing'.*slots: reference, previous"), slots.use("nothing"):
         pytest.fail("entered")
@@ -198,7 +201,7 @@ def test_unknown_and_reserved_slot_names(sharded: ShardedModel, slots: WeightSlo
         pytest.fail("entered")
 
 
-def test_verify_detects_a_change_of_the_policy_while_it_is_swapped_out(sharded: ShardedModel, place: Place) -> None:
+def test_verify_detects_a_change_of_the_policy_while_it_is_swapped_out(sharded: ShardedModel, place: Location) -> None:
     slots = WeightSlots(sharded, verify=True)
     slots.save("reference", place)
     change(sharded)
@@ -206,8 +209,8 @@ def test_verify_detects_a_change_of_the_policy_while_it_is_swapped_out(sharded: 
         change(sharded)  # changes the reference, not the policy
     changed = pytest.raises(SlotError, match="the policy is not what it was before 'reference' was used")
     with changed, slots.use("reference"):
-        if slots._host_exchange is not None:
-            slots._host_exchange.synchronize()
+        if slots._host_swap is not None:
+            slots._host_swap.synchronize()
         slots._slots["reference"][1][0] += 1  # which holds the policy now
     assert slots.current == "policy"
 
@@ -284,11 +287,11 @@ def test_nothing_is_trained_or_saved_while_another_slot_is_in_the_model(
 
 
 def test_a_parameter_that_left_its_memory_cannot_be_exchanged(sharded: ShardedModel, slots: WeightSlots) -> None:
-    parameter = sharded.model.embed.weight
+    parameter = sharded.model.embed_tokens.weight
     place, reference = parameter.data, bits(sharded)
     parameter.data = place.clone()
     for call in (lambda: slots.save("other"), lambda: slots.use("reference").__enter__()):
-        with pytest.raises(RuntimeError, match=r"embed.weight left its flat buffer"):
+        with pytest.raises(RuntimeError, match=r"embed_tokens.weight left its flat buffer"):
             call()
     parameter.data = place
     assert same(bits(sharded), reference)

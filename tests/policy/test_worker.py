@@ -35,9 +35,7 @@ def test_scoring_gives_the_log_probabilities_of_the_rollout(worker: PolicyWorker
 def test_entropies_are_those_of_the_distributions_of_tokens() -> None:
     worker = make_worker(entropies=True, temperature=0.7)
     samples = make_samples(7)  # more than one microbatch
-    captures = worker.pool.report().captures
     found = worker.logprobs_and_entropies(samples)
-    assert worker.pool.report().captures == captures
     scored = flat(worker.logprobs(samples))
     torch.testing.assert_close(flat([logprobs for logprobs, _ in found]), scored, rtol=0, atol=1e-5)
     model = make_model().double()

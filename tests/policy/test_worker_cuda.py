@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
+from rollgraph.checkpoint.keep import Checkpoints
 from rollgraph.graph import GraphError
 from rollgraph.inference import SamplingParams
 from rollgraph.model import Architecture, Decoder
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import Limits, PolicyWorker
 from rollgraph.rl.algorithms import Algorithm, load_algorithm
-from rollgraph.run.checkpoints import Checkpoints
 from rollgraph.types import Batch, Rollout, Sample
 from tests.policy.small_worker import sample_rollouts
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
 from rollgraph.graph import CaptureError, GraphError
 from rollgraph.inference import SamplingParams
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import PolicyWorker
 from rollgraph.rl.losses import TokenStreams
 from rollgraph.types import Batch, Prompt, Rollout, Sample
@@ -67,7 +67,7 @@ def test_a_backward_that_fails_at_the_end_leaves_no_gradient(get: Callable[..., 
     def fail(_: Tensor) -> None:
         raise ArithmeticError("the backward failed")
 
-    handle = worker.model.embed.weight.register_hook(fail)
+    handle = worker.model.embed_tokens.weight.register_hook(fail)
     for _ in range(3):
         with pytest.raises(ArithmeticError, match="the backward failed"):
             worker.train(batch)
@@ -164,8 +164,9 @@ def test_a_loss_that_cannot_be_captured_changes_nothing() -> None:
     sampling = SamplingParams(max_tokens=12)
     worker = PolicyWorker(make_model(), None, ALONE, LIMITS, sampling=sampling, optimizer={"lr": RATE}, warmup=1)
     before = parameters(worker)
+    worker.capture_all({"policy": (reads_a_value, False)})
     with pytest.raises(CaptureError, match="item"):
-        worker.capture_all({"policy": (reads_a_value, False)})
+        worker.train(Batch([[replace(sample, reference_logprobs=None) for sample in make_samples(2)]]))
     assert worker.phases.current == "idle"
     assert torch.equal(parameters(worker), before)
     assert all(not shard.any() for shard in worker.sharded.gradient_shards())

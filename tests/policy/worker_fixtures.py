@@ -15,6 +15,7 @@ from rollgraph.rl.losses import TokenStreams
 from rollgraph.types import Batch, Rollout, Sample
 from tests.policy.small_worker import (
     ALGORITHM,
+    captured_again,
     make_worker,
     parameters,
     reset,
@@ -54,20 +55,19 @@ def workers() -> Iterator[dict[str, PolicyWorker]]:
 
 @pytest.fixture
 def get(workers: dict[str, PolicyWorker]) -> Iterator[Callable[[str], PolicyWorker]]:
-    """Get a worker by name, in its initial state; after the test, check that it is idle and has captured nothing."""
-    asked: dict[str, tuple[PolicyWorker, int]] = {}
+    """Get a worker by name, in its initial state; after the test, check that it is idle and captured nothing twice."""
+    asked: dict[str, PolicyWorker] = {}
 
     def get(name: str) -> PolicyWorker:
         worker = workers[name] = workers.get(name) or MAKERS[name]()
         reset(worker)
-        asked[name] = (worker, worker.pool.report().captures)
+        asked[name] = worker
         return worker
 
     yield get
-    for name, (worker, captures) in asked.items():
-        report = worker.pool.report()
-        assert report.captures == captures
-        assert report.eager_runs == 0 or name == "eager"
+    for name, worker in asked.items():
+        assert not captured_again(worker)
+        assert worker.pool.report().eager_runs == 0 or name == "eager"
         assert worker.phases.current == "idle"
         assert worker.weights.current == "policy"
         with worker.phases.enter("train"):

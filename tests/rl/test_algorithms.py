@@ -26,6 +26,7 @@ from rollgraph.graph import capture
 from rollgraph.rl.algorithms import ALGORITHMS as BUILT_IN
 from rollgraph.rl.algorithms import PolicyGradient, load_algorithm
 from rollgraph.rl.algorithms.dapo import overlong_punishment
+from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.losses import TokenStreams
 from rollgraph.types import Batch, Prompt, Rollout, Sample
 
@@ -299,11 +300,11 @@ def test_loss_and_gradient_match_the_formula(name: str, seed: int) -> None:
 
 def test_reinforce_pp_with_a_group_baseline() -> None:
     case = Case.make(1)
-    centred = copy.deepcopy(case.rollouts)
-    for rollout in centred:
+    centered = copy.deepcopy(case.rollouts)
+    for rollout in centered:
         rewards = rewards_like(case, rollout)
         rollout.reward -= sum(rewards) / len(rewards)
-    expected = expect_reinforce_pp(Case(centred, case.policy, case.old, case.entropy))
+    expected = expect_reinforce_pp(Case(centered, case.policy, case.old, case.entropy))
     assert_matches(case, load("reinforce_pp", group_baseline=True), expected)
 
 
@@ -721,6 +722,11 @@ class Own:
         return self.scale * streams.logprobs.sum(), {}
 
 
+class WithoutRewards(GRPO):
+    def advantages(self, rollouts: Any) -> list[float]:  # type: ignore[override]
+        return [0.0] * len(rollouts)
+
+
 class WithoutSeed(Own):
     def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1) -> Batch:  # type: ignore[override]
         return Batch([])
@@ -777,6 +783,7 @@ def test_the_documented_custom_algorithm(tmp_path: Path) -> None:
         (f"{__name__}:Own", {"scael": 1}, "scael: algorithm .* has no such setting; did you mean 'scale'"),
         (f"{__name__}:WithoutSeed", {}, "make_batch.rollouts, minibatches=, seed=.: .*'seed'"),
         (f"{__name__}:WithoutAnswer", {}, "must have `needs_entropy`, True or False"),
+        (f"{__name__}:WithoutRewards", {}, r"called as advantages\(rollouts, rewards\): too many positional arguments"),
         ("fractions:Fraction", {}, "must have `source`, one of policy, demonstrations, pairs"),
     ],
 )

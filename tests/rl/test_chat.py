@@ -13,7 +13,8 @@ import pytest
 
 from rollgraph.rl.calculator import calculate
 from rollgraph.rl.chat import Chat
-from rollgraph.rl.data import PromptData, make_rows
+from rollgraph.rl.data.prompts import PromptData
+from rollgraph.rl.data.rows import make_rows
 from rollgraph.rl.environment import load_environment
 from rollgraph.rl.paths import LoadError
 from rollgraph.rl.turns import Request, Turn

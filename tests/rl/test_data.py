@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollgraph.rl.data import DataError, PromptData, Row, load_rows, make_rows, split
+from rollgraph.rl.data.prompts import PromptData, split
+from rollgraph.rl.data.rows import DataError, Row, load_rows, make_rows
 from rollgraph.tokenizer import ByteTokenizer, Tokenizer, TokenizerFiles
 
 TOKENIZER = ByteTokenizer()
@@ -135,7 +136,7 @@ def test_text_chats_and_columns(tmp_path: Path) -> None:
         json.dumps({"messages": messages, "source": {"book": 1}}),
     )
     rows = load_rows(path)
-    assert [row.place for row in rows] == [f"{path}:1", f"{path}:3"]
+    assert [row.location for row in rows] == [f"{path}:1", f"{path}:3"]
     plain, chat = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=0, shuffle=False).next_prompts()
     assert (plain.id, plain.text, plain.tokens, plain.columns) == (0, "1+1=", tuple(b"1+1="), {"answer": 2})
     assert chat.text == TOKENIZER.render_chat(messages)
@@ -175,7 +176,7 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"messages": []}', "'messages' must be a list"),
     ('{"messages": [{"role": "user"}]}', "'messages' must be a list"),
     ('{"messages": [{"role": "user", "content": 1}]}', "both text"),
-    ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is given twice"),
+    ('{"prompt": "a", "prompt": "b"}', "duplicate key 'prompt'"),
     ('{"prompt": "a", "completions": 1}', "the column 'completions' has the name of an argument"),
     (
         '{"prompt": "a", "x": ' + "[" * 101 + "]" * 101 + "}",
@@ -227,6 +228,16 @@ def test_a_prompt_that_cannot_be_encoded_is_reported_or_dropped(tmp_path: Path) 
         PromptData(make_rows([{"prompt": "xyz"}]), tokenizer, too_long="drop", **options)
 
 
+def test_rows_are_encoded_together_as_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollgraph.rl.data.prompts.ENCODE_CHUNK", 3)
+    rows = make_rows([{"prompt": "x" * (1 + i % 5)} for i in range(8)])
+    told: list[tuple[int, int]] = []
+    options: dict[str, Any] = {"prompts_per_step": 8, "seed": 0, "shuffle": False}
+    measured = PromptData(rows, TOKENIZER, max_prompt_tokens=9, on_progress=lambda *part: told.append(part), **options)
+    assert measured.next_prompts() == PromptData(rows, TOKENIZER, **options).next_prompts()
+    assert (measured.longest_prompt, told) == (5, [(0, 8), (3, 8), (6, 8)])
+
+
 def test_files_that_are_not_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no rows"):
         load_rows(write(tmp_path, "", "  "))
@@ -244,7 +255,7 @@ def test_a_prompt_that_is_too_long_is_reported_or_dropped(tmp_path: Path) -> Non
         DataError, match=r"max_prompt_tokens: .*: the prompt has 9 tokens, and the limit is 4"
     ) as caught:
         PromptData(rows, TOKENIZER, max_prompt_tokens=4, **options)
-    assert caught.value.place == f"{path}:2"
+    assert caught.value.location == f"{path}:2"
     data = PromptData(rows, TOKENIZER, max_prompt_tokens=4, too_long="drop", **options)
     assert (len(data), data.dropped) == (2, 2)
     assert ids_of(data, 4) == [[0], [2], [0], [2]]
@@ -341,6 +352,6 @@ def test_parquet_and_json_lines_give_the_same_data(tmp_path: Path) -> None:
     parquet.write_table(arrow.Table.from_pylist(entries), tmp_path / "data.parquet", row_group_size=7)
     both = load_rows(tmp_path / "data.parquet"), load_rows(write(tmp_path, *map(json.dumps, entries)))
     assert [(row.prompt, row.columns) for row in both[0]] == [(row.prompt, row.columns) for row in both[1]]
-    assert both[0][41].place.endswith("data.parquet:42")
+    assert both[0][41].location.endswith("data.parquet:42")
     states = [PromptData(rows, TOKENIZER, prompts_per_step=4, seed=1).state() for rows in both]
     assert states[0] == states[1]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollgraph.rl.data import DataError, make_rows
-from rollgraph.rl.demonstrations import WrittenData, load_written
+from rollgraph.rl.data.demonstrations import OfflineData, load_offline_data
+from rollgraph.rl.data.rows import DataError, make_rows
 from rollgraph.tokenizer import ByteTokenizer, Tokenizer
 from rollgraph.tokenizer.files import TokenizerFiles
 from rollgraph.types import Rollout
@@ -18,10 +18,10 @@ EOS = "<|eos|>"
 UNCHANGED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}  # of a token in the file
 
 
-def written(*rows: dict[str, Any], source: str = "demonstrations", **options: Any) -> WrittenData:
-    given = {"most": 200, "chat": False, "prompts_per_step": len(rows), "seed": 0, "shuffle": False} | options
+def written(*rows: dict[str, Any], source: str = "demonstrations", **options: Any) -> OfflineData:
+    given = {"max_tokens": 200, "chat": False, "prompts_per_step": len(rows), "seed": 0, "shuffle": False} | options
     tokenizer = given.pop("tokenizer", BYTES)
-    return load_written(make_rows(rows), tokenizer, source, **given)
+    return load_offline_data(make_rows(rows), tokenizer, source, **given)
 
 
 def marked(rollout: Rollout, tokenizer: Tokenizer = BYTES) -> str:
@@ -100,7 +100,7 @@ def test_pairs_are_groups_of_two_marked_by_their_reward() -> None:
     ("row", "source", "message"),
     [
         ({"prompt": "a", "answer": "b"}, "demonstrations",
-         r"row:1: a demonstration needs `completion` beside `prompt`, or .*got 'prompt', 'answer'"),
+         r"row:1: a demonstration needs `prompt` and `completion`, or .*got 'prompt', 'answer'"),
         ({"prompt": "a", "completion": 4}, "demonstrations", r"'completion' must be text or a list of messages, got 4"),
         ({"messages": say("a")}, "demonstrations", r"none of its messages is the assistant's"),
         ({"messages": say("a", first="assistant")}, "demonstrations", r"its first message is the assistant's"),
@@ -117,10 +117,10 @@ def test_what_a_row_lacks_is_named(row: dict[str, Any], source: str, message: st
 def test_long_rows_are_an_error_or_left_out() -> None:
     rows = [{"prompt": "abc", "completion": "d" * count} for count in (6, 7, 1)]
     with pytest.raises(DataError, match=r"max_tokens: row:2: the prompt with its completion has 11 tokens.* is 10, or"):
-        written(*rows, most=10)
-    data = written(*rows, most=10, too_long="drop", prompts_per_step=2)
+        written(*rows, max_tokens=10)
+    data = written(*rows, max_tokens=10, too_long="drop", prompts_per_step=2)
     assert data.prompts.dropped == 1
-    assert data.completions.longest == 10
+    assert data.completions.longest_sequence == 10
     assert [rollout.prompt.id for rollout in data.next_rollouts()] == [0, 2]
 
 

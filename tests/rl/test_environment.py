@@ -11,8 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rollgraph.rl.calculator import CalculatorError, calculator, evaluate, reply
-from rollgraph.rl.data import PromptData, make_rows
+from rollgraph.rl.calculator import CalculatorError, calculator, evaluate_expression, reply
+from rollgraph.rl.data.prompts import PromptData
+from rollgraph.rl.data.rows import make_rows
 from rollgraph.rl.environment import MultiTurn, SingleTurn, load_environment
 from rollgraph.rl.paths import LoadError
 from rollgraph.rl.turns import Turn
@@ -306,7 +307,7 @@ def outcome(function: Callable[[str], Any], expression: str) -> Any:
 
 @given(st.recursive(numbers, _combine, max_leaves=6).filter(_bounded))
 def test_evaluate_agrees_with_python(expression: str) -> None:
-    ours, python = outcome(evaluate, expression), outcome(eval, expression)
+    ours, python = outcome(evaluate_expression, expression), outcome(eval, expression)
     if isinstance(ours, CalculatorError):
         assume(str(ours) != "number too large")
         assert isinstance(python, ZeroDivisionError | complex)
@@ -320,7 +321,7 @@ def test_any_text_gives_a_number_or_an_error(text: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            value = evaluate(text)
+            value = evaluate_expression(text)
         except CalculatorError:
             return
     assert abs(value) < 2**1025
@@ -360,7 +361,7 @@ def test_any_text_gives_a_number_or_an_error(text: str) -> None:
 )
 def test_evaluate_refuses(expression: str, message: str) -> None:
     with pytest.raises(CalculatorError, match=message):
-        evaluate(expression)
+        evaluate_expression(expression)
 
 
 @pytest.mark.parametrize(

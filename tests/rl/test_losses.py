@@ -21,7 +21,7 @@ from rollgraph.rl.losses import (
     sequence_ratio,
     token_ratio,
     weighted_sums,
-    without_weightless,
+    zero_unweighted,
 )
 
 
@@ -84,7 +84,7 @@ def test_a_sequence_has_one_ratio_with_a_gradient_for_each_of_its_tokens() -> No
     logprobs = column(-1.0, -2.0, -3.0, -9.0, -1.0, grad=True)
     old = column(-1.5, -2.5, -1.0, -1.0, -2.0)
     weights, sequence = column(0.5, 0.5, 0.25, 0.0, 0.25), torch.tensor([0, 0, 2, 2, 2])  # the order need not be packed
-    ratio = sequence_ratio(without_weightless(make_streams(logprobs, old, weights, sequence)))
+    ratio = sequence_ratio(zero_unweighted(make_streams(logprobs, old, weights, sequence)))
     first, last = math.exp(0.5), math.exp((-2.0 + 1.0) / 2)
     assert [ratio[i].item() for i in (0, 1, 2, 4)] == pytest.approx([first, first, last, last])
     (weights * ratio).sum().backward()  # one loss of weight 1 for the first sequence, of 0.5 for the other
@@ -148,7 +148,7 @@ def test_tokens_of_weight_zero_have_no_effect(garbage: float) -> None:
     weights = column(0.5, 0.0, 0.5)
     logprobs = column(-1.0, garbage, -2.0, grad=True)
     others = column(-1.2, garbage, -1.9)
-    clean = without_weightless(
+    clean = zero_unweighted(
         TokenStreams(logprobs, others, others, others, weights, torch.tensor([0, 1, 0]), 2, others, others)
     )
     assert clean.entropy is not None

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from rollgraph.rl import replies
-from rollgraph.rl.replies import Reply, ReplyLoop, ReplyTimeout
+from rollgraph.rl import conversations
+from rollgraph.rl.conversations import ReplyLoop, ReplyResult, ReplyTimeout
 
 LONG_ENOUGH = 120
 
 
-def run(loop: ReplyLoop, functions: dict[int, Callable[[], Any]]) -> dict[int, Reply]:
+def run(loop: ReplyLoop, functions: dict[int, Callable[[], Any]]) -> dict[int, ReplyResult]:
     for key, function in functions.items():
         loop.start(key, lambda function=function: loop.call(function))
     found = {}
-    while loop.pending:
+    while loop.has_pending:
         found.update({reply.key: reply for reply in loop.collect(wait=True)})
     return found
 
@@ -123,7 +123,7 @@ def test_a_dropped_reply_is_not_taken_for_a_later_one_with_its_key() -> None:
     loop.start(7, lambda: loop.call(late))
     assert loop.collect(wait=False) == []
     loop.drop()
-    assert not loop.pending
+    assert not loop.has_pending
     assert loop.collect(wait=True) == []
     go.set()
     assert gone.wait(LONG_ENOUGH)
@@ -131,8 +131,8 @@ def test_a_dropped_reply_is_not_taken_for_a_later_one_with_its_key() -> None:
 
 
 def test_a_blocked_event_loop_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "_GRACE", 0.1)
-    monkeypatch.setattr(replies, "_LOOK_EVERY", 0.05)
+    monkeypatch.setattr(conversations, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(conversations, "_POLL_SECONDS", 0.05)
     loop = ReplyLoop(timeout=0.05, threads=2)
     never = threading.Event()
 
@@ -146,6 +146,6 @@ def test_a_blocked_event_loop_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     async def fine() -> str:
         return "fine"
 
-    monkeypatch.setattr(replies, "_GRACE", LONG_ENOUGH)
+    monkeypatch.setattr(conversations, "_GRACE_SECONDS", LONG_ENOUGH)
     assert run(loop, {0: fine})[0].value == "fine"
     never.set()

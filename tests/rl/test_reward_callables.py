@@ -14,8 +14,9 @@ import pytest
 
 from rollgraph import Trainer
 from rollgraph.rl.paths import LoadError, load_object
-from rollgraph.rl.reward_pickling import pack
-from rollgraph.rl.rewards import RewardFunctions, RewardSpec
+from rollgraph.rl.rewards.loading import RewardSpec
+from rollgraph.rl.rewards.rewards import RewardFunctions
+from rollgraph.rl.rewards.workers import pickle_function
 from rollgraph.types import Prompt, Rollout
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -121,7 +122,7 @@ SCRIPT = """
 import sys
 if sys.argv[1] == "without":
     sys.modules["cloudpickle"] = None  # as if it were not installed
-from rollgraph.rl.rewards import RewardFunctions
+from rollgraph.rl.rewards.rewards import RewardFunctions
 from rollgraph.types import Prompt, Rollout
 
 bonus = 0.25
@@ -208,4 +209,4 @@ def test_a_run_refuses_before_it_begins_and_names_its_own_keys(tmp_path: Path, m
 def test_functions_inside_functions_need_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(LoadError, match=r"it cannot be pickled \(.*\); pip install cloudpickle, move the function"):
-        pack(lambda completions: [])
+        pickle_function(lambda completions: [])

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from rollgraph.rl import event_loop, reward_workers
-from rollgraph.rl.event_loop import EventLoop
-from rollgraph.rl.reward_arguments import GIVEN, RewardLog
-from rollgraph.rl.rewards import RewardFunctions, TrainerState
-from rollgraph.rl.rows import DataError, make_rows
-from rollgraph.run.reward_state import share_logged
+from rollgraph.rl.data.rows import DataError, make_rows
+from rollgraph.rl.rewards import calls
+from rollgraph.rl.rewards import workers as reward_workers
+from rollgraph.rl.rewards.calls import EventLoop
+from rollgraph.rl.rewards.loading import STANDARD_ARGUMENTS, RewardLog, TrainerState
+from rollgraph.rl.rewards.rewards import RewardFunctions
+from rollgraph.run.rollouts import gather_logged
 from rollgraph.train import train
 from rollgraph.types import Prompt, Rollout
 from tests.test_train import ONE, SMALL, config_of, metrics_of
@@ -150,7 +151,7 @@ def test_the_state_cannot_be_changed_and_names_are_kept_free() -> None:
     state = TrainerState(1, 2, 0.5)
     with pytest.raises(AttributeError):
         state.global_step = 0  # type: ignore[misc]
-    for name in GIVEN:
+    for name in STANDARD_ARGUMENTS:
         with pytest.raises(DataError, match=f"the column '{name}' has the name of an argument"):
             make_rows([{"prompt": "a", name: 1}])
 
@@ -222,7 +223,7 @@ def test_an_async_function_that_takes_too_long_is_a_timeout(functions: str, work
 def test_an_async_function_that_refuses_to_end_does_not_hold_the_run(
     functions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_loop, "_END_SECONDS", 0.05)
+    monkeypatch.setattr(calls, "_CANCEL_SECONDS", 0.05)
     with RewardFunctions([f"{functions}:stubborn"], timeout=0.05) as rewards:
         rewards.score([rollout("a")])
         assert rewards.failures == {"timeout": 1}
@@ -285,7 +286,7 @@ def test_metrics_that_functions_log_are_means_over_the_calls_of_all_ranks() -> N
         inputs=SimpleNamespace(rewards=SimpleNamespace(logged=logged)),
         policy=SimpleNamespace(sharded=sharded),
     )
-    assert share_logged(run) == {"logged/a": 3.0, "logged/b": 2.0}
+    assert gather_logged(run) == {"logged/a": 3.0, "logged/b": 2.0}
     assert logged == {}
 
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.paths import LoadError, load_object
-from rollgraph.rl.rewards import RewardFunctions, RewardSpec
+from rollgraph.rl.rewards.loading import RewardSpec
+from rollgraph.rl.rewards.rewards import RewardFunctions
 from rollgraph.types import Prompt, Rollout
 from tests.processes import wait_until_gone
 
@@ -321,7 +322,7 @@ def test_functions_cannot_change_the_arguments_of_others(functions: str, workers
 def test_a_function_that_forks_in_this_process_does_not_run_it_twice(tmp_path: Path) -> None:
     (tmp_path / "forking.py").write_text("import os\ndef f(completions, **columns):\n    os.fork()\n    return [1]\n")
     program = """
-from rollgraph.rl.rewards import RewardFunctions
+from rollgraph.rl.rewards.rewards import RewardFunctions
 from rollgraph.types import Prompt, Rollout
 rollout = Rollout(Prompt(0, (), ""), [], [], [], "x")
 RewardFunctions(["forking.py:f"]).score([rollout])
@@ -404,7 +405,7 @@ def test_workers_end_with_a_process_that_is_killed(functions: str, pids: Path) -
     program = """
 import sys
 sys.path[:] = eval(sys.argv[1])
-from rollgraph.rl.rewards import RewardFunctions
+from rollgraph.rl.rewards.rewards import RewardFunctions
 from rollgraph.types import Prompt, Rollout
 rewards = RewardFunctions([sys.argv[2]], workers=1, timeout=1000)
 rewards.score([Rollout(Prompt(0, (), ""), [], [], [], "hang")])
@@ -506,7 +507,7 @@ def test_a_module_that_exits_is_an_error_and_does_not_end_the_process(
     (tmp_path / "a_program.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     for path in (f"{tmp_path / 'a_program.py'}:f", "a_program:f"):
-        with pytest.raises(LoadError, match=r"failed \(SystemExit: 0\)"):
+        with pytest.raises(LoadError, match=r"failed \(SystemExit: 0, .*a_program.py:2\)"):
             load_object(path)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollgraph.rl.rewards import RewardFunctions
+from rollgraph.rl.rewards.rewards import RewardFunctions
 from rollgraph.types import Prompt, Rollout
 
 EXACT = {"name": "exact_match"}
@@ -19,7 +19,7 @@ def is_right(functions: list[dict[str, Any]], text: str, answer: str | None = "<
     rollout = Rollout(prompt, [1, 2], [True, True], [0.0, 0.0], text=text, reward=settings.pop("given", 0.0))
     with RewardFunctions(functions, **settings) as rewards:
         rewards.score([rollout])
-        return rewards.is_right(rollout)
+        return rewards.is_correct(rollout)
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.9, 1.0, 3.0, 1e-9])
@@ -54,7 +54,7 @@ def test_nothing_is_right_that_only_penalties_judge() -> None:
 
 
 def test_the_reward_of_an_environment_counts() -> None:
-    assert is_right([], "", given=1.0, adds=True)
-    assert not is_right([], "", given=0.5, adds=True)
-    assert not is_right([EXACT], "<7>", given=0.0, adds=True)
-    assert is_right([{**EXACT, "weight": 0.5}], "<7>", given=1.0, adds=True)
+    assert is_right([], "", given=1.0, includes_environment=True)
+    assert not is_right([], "", given=0.5, includes_environment=True)
+    assert not is_right([EXACT], "<7>", given=0.0, includes_environment=True)
+    assert is_right([{**EXACT, "weight": 0.5}], "<7>", given=1.0, includes_environment=True)

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollgraph.rl.paths import LoadError
-from rollgraph.rl.tool_calls import ToolCall, parse_turn
-from rollgraph.rl.tool_schema import make_schema
-from rollgraph.rl.tools import ToolBox, write_result
+from rollgraph.rl.tool_calls import ToolCall, parse_tool_calls
+from rollgraph.rl.tools import ToolBox, make_schema, result_message
 
 
 def add(a: int, b: float = 0.5) -> float:
@@ -130,7 +129,7 @@ def test_tools_that_cannot_be_used(tools: Any, message: str) -> None:
     ],
 )
 def test_reading_calls(text: str, said: str, calls: list[ToolCall]) -> None:
-    assert parse_turn(text) == (said, calls)
+    assert parse_tool_calls(text) == (said, calls)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_reading_calls(text: str, said: str, calls: list[ToolCall]) -> None:
     ],
 )
 def test_calls_that_cannot_be_run_are_errors_for_the_policy(text: str, message: str) -> None:
-    _, (call,) = parse_turn(text)
+    _, (call,) = parse_tool_calls(text)
     answer = ToolBox([add, {"type": "function", "function": {"name": "box"}}]).find(call)
     assert isinstance(answer, str)
     assert answer.startswith(f"error: {message}")
@@ -164,7 +163,7 @@ def test_calls_that_cannot_be_run_are_errors_for_the_policy(text: str, message: 
 
 def test_a_tool_that_is_only_a_schema_is_left_to_the_reply() -> None:
     tools = ToolBox([add, {"type": "function", "function": {"name": "box"}}])
-    assert tools.has_schemas_only
+    assert tools.has_schema_only_tool
     assert tools.find(ToolCall("box", {"any": 1})) is None
     assert tools.find(ToolCall("add", {"a": 1})) is add
 
@@ -174,7 +173,7 @@ pieces = st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "add"', ', "a
 
 @given(st.lists(pieces | st.text(max_size=3)).map("".join))
 def test_any_text_is_read(text: str) -> None:
-    said, calls = parse_turn(text)
+    said, calls = parse_tool_calls(text)
     assert "<tool_call>" not in said or "</tool_call>" not in said
     for call in calls:
         assert ToolBox([add]).find(call) is not None
@@ -192,4 +191,4 @@ def test_any_text_is_read(text: str) -> None:
     ],
 )
 def test_results(value: Any, expected: str) -> None:
-    assert write_result("f", value, 20) == {"role": "tool", "name": "f", "content": expected}
+    assert result_message("f", value, 20) == {"role": "tool", "name": "f", "content": expected}

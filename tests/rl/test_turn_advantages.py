@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollgraph.rl.algorithms.turn_advantages import returns_by_turn
+from rollgraph.rl.algorithms.advantages import turn_returns
 from rollgraph.types import Prompt, Rollout, Span
 from tests.rl.test_algorithms import REWARDED, load, make_rollouts
 
@@ -44,7 +44,7 @@ def test_by_default_every_turn_gets_what_the_whole_rollout_earned() -> None:
 
 def test_reward_to_go() -> None:
     """From the first turn on 1.25 and 1.75, from the second on 1.0 and 1.25, from the third on 0.25 + 1, alone."""
-    assert [returns_by_turn(rollout, rollout.reward) for rollout in TWO] == [[1.25, 1.0], [1.75, 1.25, 1.25]]
+    assert [turn_returns(rollout, rollout.reward) for rollout in TWO] == [[1.25, 1.0], [1.75, 1.25, 1.25]]
     assert advantages(TWO, reward_to_go=True) == [[-0.25, -0.25, 0, -0.125], [0.25, 0, 0.125, 0.125, 0, 0]]
 
 

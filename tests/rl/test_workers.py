@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rollgraph.rl.workers import Failure, WorkerPool
+from rollgraph.rl.rewards.pool import WorkerPool
+from rollgraph.rl.rewards.process import Failure
 from tests.processes import wait_until_gone
 
 PROGRAM = """
@@ -174,6 +175,7 @@ def test_a_call_that_forks_answers_once(calls: WorkerPool) -> None:
     assert calls.run([("fork_and_raise",), ("square", 6)]) == [1, 36]
 
 
+@pytest.mark.slow
 def test_garbage_on_the_connection_does_not_outlast_the_timeout(calls: WorkerPool) -> None:
     broken = Failure("died", "something other than an answer was written to the worker's connection")
     for data in (b"\0\0\1\0", b"hello", b"call" + (2**63).to_bytes(8), b"call" + (2).to_bytes(8) + b"{}"):
@@ -212,9 +214,9 @@ def test_a_signal_to_all_processes_of_a_job_costs_no_result(calls: WorkerPool, t
     thread.start()
     assert calls.run([("needs_a_child",)]) == [1.0]
     thread.join()
-    keeper = calls._workers[0]._process
-    assert keeper is not None
-    for process in (pid, keeper.pid):
+    supervisor = calls._workers[0]._process
+    assert supervisor is not None
+    for process in (pid, supervisor.pid):
         os.kill(process, signal.SIGTERM)
         os.kill(process, signal.SIGINT)
     assert calls.run([("square", 3)]) == [9]
@@ -266,7 +268,7 @@ def test_modules_in_the_working_directory_do_not_shadow_the_standard_library(tmp
     (tmp_path / "helpers.py").write_text("def score():\n    return [3.0]\n")
     program = """
 import os, sys
-from rollgraph.rl.rewards import RewardFunctions
+from rollgraph.rl.rewards.rewards import RewardFunctions
 from rollgraph.types import Prompt, Rollout
 sys.path.insert(0, os.getcwd())
 for name in ("mine:f", "mine.py:f"):

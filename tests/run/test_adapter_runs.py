@@ -13,18 +13,19 @@ import torch
 from safetensors.torch import load_file
 
 from rollgraph import Trainer
+from rollgraph.checkpoint.changes import ChangedConfig
+from rollgraph.checkpoint.format import CheckpointError
 from rollgraph.cli import main
 from rollgraph.config import Config, ConfigError, to_yaml
-from rollgraph.distributed.world import World
 from rollgraph.errors import InvalidInput
 from rollgraph.model import Decoder, load_model
-from rollgraph.model.adapter_files import AdapterFileError, read_adapter, read_base
-from rollgraph.run.checkpoints import CheckpointError
-from rollgraph.run.config_changes import ChangedConfig
+from rollgraph.model.weights.adapter_files import read_adapter, read_base
+from rollgraph.model.weights.peft_config import AdapterFileError
+from rollgraph.parallel.ranks.world import World
 from rollgraph.run.model_source import open_model
 from rollgraph.train import train
+from tests.parallel.worlds import run_world
 from tests.run.test_model_source import evaluated, generated
-from tests.sharding.worlds import run_world
 from tests.test_train import (
     ONE,
     assert_same_run,
@@ -185,7 +186,7 @@ def test_an_adapter_without_its_base_is_refused(
     assert main(["generate", str(run / "model"), *TEXT]) == 2
     assert "is an adapter of ./gone, and there is no such folder" in capsys.readouterr().err
     shutil.rmtree(run / "base")
-    monkeypatch.setattr("rollgraph.run.base_model.BASE", "nowhere")  # the original has its base
+    monkeypatch.setattr("rollgraph.inputs.base_model.BASE_FOLDER", "nowhere")  # the original has its base
     assert main(["generate", str(run), *TEXT]) == 2
     assert "needs the base model of its run, but there is no folder" in capsys.readouterr().err
 
@@ -322,8 +323,8 @@ def test_the_python_api_exports_both(folder: Path) -> None:
     merged = load_model(folder / "merged")
     assert read_adapter(folder / "adapter", merged.architecture).spec.rank == 2
     base = load_model(folder / "run" / "base")
-    assert not torch.equal(merged.layers[0].mlp.down.weight, base.layers[0].mlp.down.weight)
-    assert torch.equal(merged.embed.weight, base.embed.weight)
+    assert not torch.equal(merged.layers[0].mlp.down_proj.weight, base.layers[0].mlp.down_proj.weight)
+    assert torch.equal(merged.embed_tokens.weight, base.embed_tokens.weight)
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollgraph.checkpoint.format import CheckpointError
 from rollgraph.config import Config, ConfigError, parse_config
 from rollgraph.model import Architecture, Decoder, load_model, save_model
+from rollgraph.plan.report import make_plan
 from rollgraph.rl.algorithms import load_algorithm
-from rollgraph.run.plan import make_plan
-from rollgraph.run.rollouts import collect
+from rollgraph.run.rollouts import collect_rollouts
 from rollgraph.run.setup import make_run
-from rollgraph.sharding import CheckpointError
 from rollgraph.tokenizer import ByteTokenizer, Tokenizer
 from rollgraph.train import train
 from rollgraph.types import Prompt, Rollout
@@ -87,13 +87,13 @@ def test_advantages_are_what_the_teacher_would_rather_have() -> None:
 
 @pytest.mark.parametrize("teacher", ["same", "larger"])
 def test_the_teachers_scores_are_those_of_its_folder(folder: Path, teacher: str) -> None:
-    from rollgraph.run.reference import keep_reference
+    from rollgraph.run.reference import set_reference
 
     run = make_run(config_of(folder, teacher), ONE)
     try:
-        keep_reference(run)
+        set_reference(run)
         before = run.policy.weights.checksum()
-        rollouts = collect(run, 0)
+        rollouts = collect_rollouts(run, 0)
         assert run.policy.weights.checksum() == before
     finally:
         run.close()
@@ -158,7 +158,7 @@ def test_a_teacher_that_cannot_judge_is_refused(folder: Path) -> None:
     ("overrides", "message"),
     [
         (["algorithm.teacher=null"], r"algorithm\.teacher: distillation needs the folder of a teacher"),
-        (["rollout.top_p=0.5"], r"with rollout\.top_k, top_p or min_p"),
+        (["rollout.top_p=0.5"], r"rollout\.top_k, top_p and min_p change the distribution"),
         (["algorithm.options.reward_coef=1.0"], r"reward\.functions: give a reward function"),
         (["algorithm.options.reward_coef=1.0", "reward.functions=[{name: exact_match}]",
           "rollout.samples_per_prompt=1"], r"rollout\.samples_per_prompt: distillation compares the samples"),

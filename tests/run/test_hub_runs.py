@@ -17,18 +17,18 @@ from safetensors.torch import load_file
 
 from rollgraph.cli import main
 from rollgraph.config import Config, to_yaml
-from rollgraph.distributed.world import World
 from rollgraph.model import Architecture, Decoder, save_model
-from rollgraph.model.adapter_files import read_base
-from rollgraph.run.hub_pins import PINS, fetch_weights, pin_sources, share_model_folder
-from rollgraph.run.model_source import read_config
-from rollgraph.run.shared_work import FailedElsewhere, work_on_some
-from rollgraph.sharding import Collectives
+from rollgraph.model.weights.adapter_files import read_base
+from rollgraph.parallel.data.collectives import Collectives
+from rollgraph.parallel.data.together import FailedElsewhere, run_on_some_ranks
+from rollgraph.parallel.ranks.world import World
+from rollgraph.rl.data.hub_pins import PINS, fetch_weights, pin_sources, share_model_folder
+from rollgraph.run.model_source import read_checkpoint_config
 from rollgraph.tokenizer import ByteTokenizer
 from rollgraph.train import train
+from tests.parallel.worlds import run_world
+from tests.rl.test_hub import cache, constants, server
 from tests.run.local_hub import HubCache, HubServer, read_files
-from tests.run.test_hub import cache, constants, server
-from tests.sharding.worlds import run_world
 from tests.test_train import assert_same_run, eager_config, write_inputs
 
 __all__ = ["cache", "server"]
@@ -93,7 +93,7 @@ def test_a_run_keeps_its_commits(folder: Path, cache: HubCache, capsys: pytest.C
     data = before["hf://datasets/org/data@main"]
     said = capsys.readouterr().out
     assert f"model.path: org/model is commit {commit}, recorded in {folder / 'run' / PINS}\n" in said
-    saved = read_config(folder / "run" / "checkpoints" / "step_00000001")
+    saved = read_checkpoint_config(folder / "run" / "checkpoints" / "step_00000001")
     assert saved.model.path == f"hf://org/model@{commit}"
     assert (saved.data.train, saved.data.validation) == (
         f"hf://datasets/org/data@{data}:train",
@@ -159,7 +159,7 @@ def test_adapters_of_the_hub_find_their_base(folder: Path, cache: HubCache, caps
     train(hub_config(folder, *options, *pinned, output="second"), ONE)
     kept, given = (load_file(place / "adapter_model.safetensors") for place in (folder / "second/reference", exported))
     assert all(torch.equal(kept[name], given[name]) for name in given)
-    saved = read_config(folder / "second" / "checkpoints" / "step_00000000")
+    saved = read_checkpoint_config(folder / "second" / "checkpoints" / "step_00000000")
     assert saved.adapter is not None
     assert str(saved.adapter.path).startswith("hf://org/adapter@")
     assert saved.adapter.rank == 2
@@ -217,7 +217,7 @@ def outlasts_the_timeout(world: World) -> list[str]:
         return "done"
 
     owner = Collectives(world, timeout=10.0)  # ends its liveness check when it goes
-    return work_on_some(replace(world, liveness=owner.liveness), world.rank == 0, work)
+    return run_on_some_ranks(replace(world, liveness=owner.liveness), world.rank == 0, work)
 
 
 def failure(world: World, raised: BaseException) -> str:
@@ -225,7 +225,7 @@ def failure(world: World, raised: BaseException) -> str:
         raise raised
 
     try:
-        work_on_some(world, world.rank == 0, fail)
+        run_on_some_ranks(world, world.rank == 0, fail)
     except (type(raised), FailedElsewhere) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollgraph.run.learning_notes import ALL_MASKED, EQUAL_REWARDS
+from rollgraph.log import ProgressDisplay
+from rollgraph.run.rollouts import ALL_MASKED, EQUAL_REWARDS, FAILED_REWARDS
 from rollgraph.run.step_log import StepLog
-from rollgraph.telemetry import View
 from rollgraph.train import train
 from tests.test_train import ONE, eager_config, folder, metrics_of
 
@@ -65,17 +65,26 @@ def test_a_run_says_if_all_that_could_be_learned_is_masked(folder: Path, capsys:
     assert EQUAL_REWARDS not in shown
 
 
+def test_a_reward_that_raises_is_no_reason_to_change_the_prompts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_with(folder, ["dddd"], "steps=2", "reward.on_failure=0.25")  # the plan has no second step: IndexError
+    shown = capsys.readouterr().out
+    assert f"step 1, mean reward 0.25: nothing can be learned from the rewards, because {FAILED_REWARDS}" in shown
+    assert EQUAL_REWARDS not in shown
+
+
 def test_a_condition_is_told_again_after_it_ended(folder: Path) -> None:
     told: list[str] = []
 
-    class Listening(View):
+    class Listening(ProgressDisplay):
         def note(self, text: str) -> None:
             told.append(text)
 
     log = StepLog(eager_config(folder), ONE, Listening())
     for number, holds in enumerate([True, True, False, True]):
-        log.note_while(holds, "one", f"one {number}")
-        log.note_while(number == 1, "other", f"other {number}")
+        log.note_once_while(holds, "one", f"one {number}")
+        log.note_once_while(number == 1, "other", f"other {number}")
     assert told == ["one 0", "other 1", "one 3"]
     log.note("a reward failed: \ud800")  # what a reward raises can have half of a surrogate pair
     assert told[-1] == "a reward failed: ?"

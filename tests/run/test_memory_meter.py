@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollgraph.run.memory_meter import MemoryMeter, resident
+from rollgraph.run.step_log import MemoryMeter, resident_bytes
 
 MIB = 2**20
 
@@ -16,10 +16,10 @@ def test_each_phase_on_a_gpu_has_its_own_peak() -> None:
     """The peak of all phases is kept, although each one begins anew."""
     memory = MemoryMeter("cuda")
     for phase, size in (("generate", 256), ("train", 64), ("generate", 32)):
-        memory.begin()
+        memory.start_phase()
         held = torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
         del held
-        memory.end(phase)
+        memory.end_phase(phase)
     assert memory.by_phase["generate"] - memory.by_phase["train"] == 192 * MIB
     assert memory.peak >= memory.by_phase["generate"]
 
@@ -29,23 +29,23 @@ def test_what_a_capture_allocates_counts_for_its_phase() -> None:
     """A replay allocates nothing, and needs the memory nevertheless."""
     memory = MemoryMeter("cuda")
     for phase, size in (("score", 64), ("train", 256), ("train", 32)):
-        memory.capture(phase)
+        memory.start_capture(phase)
         held = torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
         del held
     memory.end_captures()
     for phase in ("score", "train"):
-        memory.begin()
-        memory.end(phase)
+        memory.start_phase()
+        memory.end_phase(phase)
     assert memory.by_phase["train"] - memory.by_phase["score"] == 192 * MIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is resident")
 def test_a_phase_on_a_cpu_has_what_was_resident_at_its_end() -> None:
     memory = MemoryMeter("cpu")
-    memory.begin()
-    memory.end("generate")
+    memory.start_phase()
+    memory.end_phase("generate")
     assert 0 < memory.by_phase["generate"] < 2 * memory.peak  # the system counts the two at other moments
-    assert resident() is not None
+    assert resident_bytes() is not None
 
 
 def test_where_the_system_does_not_tell_only_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_where_the_system_does_not_tell_only_the_peak_is_known(monkeypatch: pyte
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     memory = MemoryMeter("cpu")
-    memory.begin()
-    memory.end("generate")
+    memory.start_phase()
+    memory.end_phase("generate")
     assert memory.by_phase == {}
     assert memory.peak > 0

@@ -11,11 +11,11 @@ import torch
 
 from rollgraph.cli import main
 from rollgraph.config import Config, parse_config, to_dict, to_yaml
-from rollgraph.distributed.world import World
 from rollgraph.model import load_model
-from rollgraph.run.model_source import open_model, read_config
+from rollgraph.parallel.ranks.world import World
+from rollgraph.run.model_source import open_model, read_checkpoint_config
 from rollgraph.train import train
-from tests.sharding.worlds import run_world
+from tests.parallel.worlds import run_world
 from tests.test_train import ONE, eager_config, flip, write_inputs
 
 
@@ -189,5 +189,5 @@ def test_shards_of_several_ranks_are_put_together(tmp_path: Path) -> None:
 
 def test_the_configuration_of_a_checkpoint_is_the_one_of_its_run(trained: Path) -> None:
     config = parse_config(trained.read_text())
-    assert read_config(trained.parent / "run" / "checkpoints" / "step_00000001") == config
+    assert read_checkpoint_config(trained.parent / "run" / "checkpoints" / "step_00000001") == config
     assert parse_config(json.dumps(to_dict(config))) == config

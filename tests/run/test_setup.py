@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollgraph.telemetry.plain_view import PlainView
+from rollgraph.log.progress import PlainDisplay
 from rollgraph.train import train
 from tests.test_train import ONE, config_of, folder
 
@@ -15,23 +15,22 @@ def test_every_phase_of_a_run_is_shown_from_its_beginning_to_its_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told: dict[str, list[tuple[int, int]]] = {}
-    show = PlainView.phase
+    show = PlainDisplay.phase
 
     def remember(
-        self: PlainView, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False
+        self: PlainDisplay, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False
     ) -> None:
         told.setdefault(name, []).append((done, total))
         show(self, name, done, total, detail, in_bytes=in_bytes)
 
-    monkeypatch.setattr(PlainView, "phase", remember)
+    monkeypatch.setattr(PlainDisplay, "phase", remember)
     (folder / "demonstrations.jsonl").write_text('{"prompt": "01?", "completion": "4"}\n')
     warm = f"warm_start={{data: {folder / 'demonstrations.jsonl'}, steps: 3}}"
     train(config_of(folder, "graph.impl=none", "log.progress=plain", "steps=1", warm), ONE)
     lines = capsys.readouterr().out.splitlines()
     before = lines[: next(i for i, line in enumerate(lines) if line.startswith("[1/1]"))]
     phases = [
-        *("read data", "load model", "probe products", "capture for scoring", "capture for training"),
-        *("capture for generation", "warm start", "validate"),
+        *("read data", "load model", "autotune matmuls", "warm start", "validate"),
     ]
     ends = [line.partition(":")[0] for line in before if "done in" in line]
     others = [line.partition(":")[0] for line in before if "done in" not in line]

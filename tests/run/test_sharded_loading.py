@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from rollgraph.config import Config
-from rollgraph.distributed.world import World
-from rollgraph.model import Architecture, Decoder, hf_weights, load_model, save_model
-from rollgraph.model.division import hollow_decoder
-from rollgraph.model.weight_stream import stream
+from rollgraph.inputs.inputs import check_inputs
+from rollgraph.model import Architecture, Decoder, load_model, save_model
+from rollgraph.model.meta import unallocated_decoder
+from rollgraph.model.weights import hf
+from rollgraph.model.weights.stream import stream
+from rollgraph.parallel.data.bucket_plan import specs_of
+from rollgraph.parallel.fsdp.layout import names_in, plan_ring, plan_units
+from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import PolicyWorker
-from rollgraph.run.inputs import check_inputs
 from rollgraph.run.setup import load_policy
-from rollgraph.sharding.bucket_plan import specs_of
-from rollgraph.sharding.ring_plan import names_in, plan_ring, plan_units
 from tests.model.test_weight_stream import build
-from tests.sharding.worlds import run_world
+from tests.parallel.worlds import run_world
 from tests.test_train import config_of, folder
 
 __all__ = ["folder"]
@@ -50,9 +51,11 @@ def make_policy(world: World, config: Config) -> PolicyWorker:
 def hold(world: World, config: Config) -> dict[str, Any]:
     """What a rank has after loading: its parameters, as all ranks together give them, and its master weights."""
     with closing(make_policy(world, config)) as policy:
-        reader = policy.sharded.make_reader()
+        reader = policy.sharded.make_full_model()
         policy.sharded.gather()
-        masters = [(piece.parameter.name, piece.start, piece.master.clone()) for piece in policy.optimizer.pieces]
+        masters = [
+            (piece.parameter.name, piece.start, piece.master.clone()) for piece in policy.optimizer.parameter_states
+        ]
         parameters = {name: parameter.detach().clone() for name, parameter in reader.named_parameters()}
         return {"parameters": parameters, "masters": masters}
 
@@ -86,7 +89,7 @@ def test_ranks_get_the_bits_that_are_stored(folder: Path, ranks: int) -> None:
 
 def planned_bytes(architecture: Architecture, ranks: int) -> int:
     """What a rank holds of a model whose parameters are sharded, with gradients and a small state of AdamW."""
-    model = hollow_decoder(architecture, torch.float32, "cpu")
+    model = unallocated_decoder(architecture, torch.float32, "cpu")
     units = plan_units(specs_of(model), names_in(model, list(model.layers)), ranks=ranks)
     plan = plan_ring(units, torch.float32, "int8")
     return plan.parameters + plan.gradients + plan.optimizer.device
@@ -94,7 +97,7 @@ def planned_bytes(architecture: Architecture, ranks: int) -> int:
 
 def load_within(world: World, small: Config, large: Config, allowed: int) -> float:
     """Load while the system refuses all memory beyond what is allowed; gives the sum of what this rank keeps."""
-    hf_weights.stream = partial(stream, staging_bytes=STAGING)  # type: ignore[assignment]
+    hf.stream = partial(stream, staging_bytes=STAGING)  # type: ignore[assignment]
     make_policy(world, small).close()  # the libraries allocate what they need once
     inputs = check_inputs(large, world)
     status = Path("/proc/self/status").read_text()
@@ -109,6 +112,7 @@ def load_within(world: World, small: Config, large: Config, allowed: int) -> flo
         return sum(bucket.shard(world.rank).double().sum().item() for bucket in buckets)
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other ways")
 def test_a_rank_needs_no_more_memory_than_its_shards_its_slots_and_the_buffers_of_the_stream(folder: Path) -> None:

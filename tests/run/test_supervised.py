@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from rollgraph import Trainer
+from rollgraph.checkpoint.format import checkpoint_key
+from rollgraph.checkpoint.start import MODEL
 from rollgraph.cli import main
 from rollgraph.config import Config, ConfigError, parse_config, to_yaml
 from rollgraph.model import Decoder, load_model
-from rollgraph.rl.data import DataError
-from rollgraph.run.plan import make_plan
-from rollgraph.run.resume import MODEL
-from rollgraph.run.step_floor import Speed
+from rollgraph.plan.report import make_plan
+from rollgraph.plan.time import Speed
+from rollgraph.rl.data.rows import DataError
 from rollgraph.train import train
 from rollgraph.types import Rollout
-from tests.sharding.worlds import run_world
+from tests.parallel.worlds import run_world
 from tests.test_train import ONE, assert_same_run, metrics_of, train_on_a_rank, weights_of
 
 SMALL = """
@@ -97,7 +98,7 @@ def test_sft_learns_the_demonstrations_and_nothing_is_sampled(folder: Path) -> N
     assert first["tokens/trained"] > 0
     assert not {"reward", "token_mult_prob_error", "policy/token_mult_prob_error"} & first.keys()
     model = load_model(folder / "run" / MODEL).double()
-    logprobs = torch.cat([plain_logprobs(model, rollout) for rollout in run.inputs.examples])
+    logprobs = torch.cat([plain_logprobs(model, rollout) for rollout in run.inputs.offline_validation])
     assert last["validation/loss"] == pytest.approx(-logprobs.mean().item(), rel=1e-5)
     assert last["validation/perplexity"] == pytest.approx(math.exp(last["validation/loss"]))
 
@@ -108,7 +109,7 @@ def test_the_update_of_sft_is_that_of_the_mean_over_the_assistants_tokens(folder
     run = train(config_of(folder, *options), ONE)
     assert run is not None
     begun = load_model(folder / "run" / "reference").double()
-    rollouts = run.inputs.written.all_rollouts() if run.inputs.written else []
+    rollouts = run.inputs.offline_data.all_rollouts() if run.inputs.offline_data else []
     (-torch.cat([plain_logprobs(begun, rollout) for rollout in rollouts[:15]])).mean().backward()
     assert_gradients(run, begun, first_moment=0.1)
 
@@ -117,7 +118,7 @@ def assert_gradients(run: Any, model: Decoder, first_moment: float) -> None:
     """Compare the gradient of the last step, which is in Adam's first moment, in units of the largest one."""
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     largest = max(gradient.abs().max() for gradient in expected.values())
-    for piece in run.policy.optimizer.pieces:
+    for piece in run.policy.optimizer.parameter_states:
         wanted = expected[piece.parameter.name].flatten()[piece.start : piece.start + piece.master.numel()]
         found = piece.state["exp_avg"].double() / first_moment
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * largest)
@@ -130,13 +131,13 @@ def test_the_second_update_of_dpo_is_that_of_its_loss(folder: Path, options: str
     given += ["checkpoint.keep_last=5", "data.shuffle=false", "optimizer.betas=[0.0, 0.999]"]
     run = train(dpo_config(folder, f"algorithm.options={options}", *given), ONE)
     assert run is not None
-    assert run.inputs.written is not None
+    assert run.inputs.offline_data is not None
     policy = load_model(folder / "run" / "reference").double()
     reference = copy.deepcopy(policy)
     saved = weights_of(folder / "run", 0)
     for name, parameter in policy.named_parameters():
-        parameter.data.copy_(saved[f"master/{name}"].view_as(parameter))
-    loss, metrics = plain_dpo(policy, reference, run.inputs.examples, run.inputs.algorithm)
+        parameter.data.copy_(saved[f"master/{checkpoint_key(name)}"].view_as(parameter))
+    loss, metrics = plain_dpo(policy, reference, run.inputs.offline_validation, run.inputs.algorithm)
     loss.backward()
     logged = metrics_of(folder / "run")[1]
     for name, value in metrics.items():
@@ -224,8 +225,8 @@ def test_the_lowest_validation_loss_is_the_best(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reward.functions=[{name: exact_match}]"], r"reward\.functions: sft learns from what the data holds"),
-        (["rollout.environment={name: 'a:b'}"], r"rollout\.environment: sft learns from what the data holds"),
+        (["reward.functions=[{name: exact_match}]"], r"reward\.functions: sft learns from completions in the data"),
+        (["rollout.environment={name: 'a:b'}"], r"rollout\.environment: sft learns from completions in the data"),
         (["algorithm.name=dpo", "algorithm.minibatches=2"], r"algorithm\.minibatches: dpo scores .* one update"),
         (["algorithm.name=dpo", "algorithm.epochs=2"], r"algorithm\.epochs: dpo scores .* one update"),
         (["warm_start={data: w, stop_at: 0.5}"], r"warm_start\.stop_at: .* no reward can be reached"),
@@ -241,7 +242,7 @@ def test_settings_that_make_no_sense_are_refused(folder: Path, overrides: list[s
 
 def test_rows_that_lack_something_are_named_by_file_and_line(folder: Path) -> None:
     write_rows(folder / "bare.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
-    with pytest.raises(DataError, match=r"data: .*bare\.jsonl:2: a demonstration needs `completion`"):
+    with pytest.raises(DataError, match=r"data: .*bare\.jsonl:2: a demonstration needs `prompt` and `completion`"):
         train(config_of(folder, f"data.train={folder / 'bare.jsonl'}"), ONE)
     with pytest.raises(DataError, match=r"data: .*train\.jsonl:1: the column 'chosen' is missing"):
         train(config_of(folder, "algorithm.name=dpo"), ONE)

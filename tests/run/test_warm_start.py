@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rollgraph.checkpoint.changes import ChangedConfig
+from rollgraph.checkpoint.format import CheckpointError
 from rollgraph.config import Config, parse_config, to_yaml
-from rollgraph.rl.data import DataError
-from rollgraph.run.checkpoints import CheckpointError
-from rollgraph.run.config_changes import ChangedConfig
-from rollgraph.run.inputs import check_inputs
+from rollgraph.inputs.inputs import check_inputs
+from rollgraph.rl.data.rows import DataError
 from rollgraph.train import train
 from tests.forked import ForkedCommand
 from tests.run.test_supervised import write_rows

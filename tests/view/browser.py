@@ -57,17 +57,16 @@ def chromium() -> Iterator[Browser]:
 @contextmanager
 def served(folders: Sequence[Path]) -> Iterator[str]:
     """The address of a server of these folders, in this process."""
-    from rollgraph.view.safety import Access
-    from rollgraph.view.server import address_of, open_socket, serve
+    from rollgraph.view.server import Access, access_url, open_listener, serve_dashboard
 
-    listening = open_socket("127.0.0.1", 0)
+    listening = open_listener("127.0.0.1", 0)
     access = Access("127.0.0.1", listening.getsockname()[1])
     reading, writing = os.pipe()
     with open(reading, "rb") as until:
-        server = threading.Thread(target=serve, args=(folders, access, listening, until))
+        server = threading.Thread(target=serve_dashboard, args=(folders, access, listening, until))
         server.start()
         try:
-            yield address_of(access)
+            yield access_url(access)
         finally:
             os.close(writing)
             server.join()

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rollgraph.view.growing_lines import Work
-from rollgraph.view.index_store import IndexStore
-from rollgraph.view.run_data import RunData
+from rollgraph.view.index import IndexStore, ReadCounters
+from rollgraph.view.runs import RunData
 
 Curve = Callable[[int], float]
 CONFIG = """
@@ -96,5 +95,5 @@ def index_all(run: RunData) -> RunData:
     return run
 
 
-def work_of(run: RunData) -> Work:
-    return Work(run.work.bytes_read, run.work.lines_parsed)
+def work_of(run: RunData) -> ReadCounters:
+    return ReadCounters(run.counters.bytes_read, run.counters.lines_parsed)

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollgraph.cli import main
 from tests.view.browser import Tab, needs_chromium, served, tab
 from tests.view.made_run import HOSTILE, MadeRun
@@ -99,6 +101,7 @@ def read_about_the_machine(opened: Tab) -> None:
     assert "rank 1" in (page.locator("section").filter(has_text="Ranks").text_content() or "")
 
 
+@pytest.mark.slow
 def test_a_live_run_grows_and_hostile_text_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
     run = MadeRun(tmp_path / "<b onclick=x>run</b>", steps=40)
     with served([run.folder]) as address, tab(browser, address) as opened:

@@ -11,7 +11,7 @@ import pytest
 from tests.view.browser import Tab, needs_chromium, served, tab
 from tests.view.made_run import HOSTILE, MadeRun
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]
 
 MANY = 1_000_000
 COUNT = "document.querySelector('.list-head .count').textContent"
@@ -168,5 +168,5 @@ def test_a_damaged_folder_opens_with_a_note(browser: Any, tmp_path: Path) -> Non
         for view in ("overview", "samples", "diagnosis", "machine"):
             opened.open(view)
             opened.wait("document.querySelector('.notes').textContent.includes('config.yaml is missing')")
-            opened.wait("document.querySelector('.notes').textContent.includes('half written')")
+            opened.wait("document.querySelector('.notes').textContent.includes('half-written')")
         assert opened.text(".steps") == "2 steps"

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rollgraph.cli import main
 from tests.view.browser import WAIT, Tab, needs_chromium, served, tab
 from tests.view.made_run import MadeRun
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.slow]
 
 COUNT = "document.querySelector('.list-head .count').textContent"
 PAGES = "**/samples?*"  # requests for rows of the list

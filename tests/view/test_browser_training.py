@@ -17,6 +17,7 @@ STEPS = "Number(document.querySelector('.steps')?.textContent.split(' ')[0] ?? 0
 SMALL = ("warm_start=null", "steps=100000", "data.prompts_per_step=4", "validation.max_prompts=4", "validation.every=5")
 
 
+@pytest.mark.slow
 @needs_chromium
 @pytest.mark.multi
 def test_the_quickstart_is_followed_while_it_trains(browser: Any, tmp_path: Path) -> None:

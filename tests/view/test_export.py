@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rollgraph.view.catalog import Catalog
-from rollgraph.view.export import collect, write_export
+from rollgraph.view.export import collect_answers, write_export
+from rollgraph.view.runs import Catalog
 from tests.view.synthetic_run import write_group, write_run
 
 PAGE = """<!doctype html><html><head>
@@ -65,7 +65,7 @@ def test_all_that_the_page_asks_for_is_there(tmp_path: Path, monkeypatch: pytest
     folder = write_run(tmp_path / "run", steps=1000)
     for step in range(5):
         write_group(folder, step, 0)
-    content = collect(Catalog([folder]))
+    content = collect_answers(Catalog([folder]))
     run = content["data"]["run"]
     assert run.keys() == {
         "names", "series", "phases", "samples", "sample", "prompts", "prompt", "diagnosis", "machine",
@@ -90,7 +90,7 @@ def test_prompts_that_are_compared_are_there_in_every_run(tmp_path: Path, monkey
         folder = write_run(tmp_path / "runs" / name, steps=3)
         for step, group in ((0, 0), (1, 0), (2, 1), (2, 2), (2, 3)):
             write_group(folder, step, group)
-    content = collect(Catalog([tmp_path / "runs"]))
+    content = collect_answers(Catalog([tmp_path / "runs"]))
     shared = [entry["key"] for entry in content["compare"]["prompts"]]
     assert len(shared) == 2
     for run in content["data"].values():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollgraph.view import answers
-from rollgraph.view.diagnosis import FINDERS, diagnose
+from rollgraph.view.findings import FINDERS, diagnose
 from tests.view.synthetic_run import CONFIG, Curve, index_all, open_run, write_group, write_run
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollgraph.view import answers, indexed_file
-from rollgraph.view.run_data import RunData
+from rollgraph.view import answers, index
+from rollgraph.view.runs import RunData
 from tests.view.synthetic_run import (
     HEALTHY,
     index_all,
@@ -55,12 +55,12 @@ def check_long_run(folder: Path, cache: Path, steps: int, samples: int) -> None:
     write_long_run(folder, steps, samples)
     index_all(open_run(folder, cache))
     run = open_run(folder, cache)
-    assert run.work.lines_parsed == 0  # nothing of what was indexed
+    assert run.counters.lines_parsed == 0  # nothing of what was indexed
     look_at(run)
     columns = len(HEALTHY) + 2
     tables = 64 * samples // 8 + 16 * samples
-    assert run.work.bytes_read < 8 * steps * columns + tables + 100_000
-    assert run.work.lines_parsed <= 8 * (20 + 1 + 20)
+    assert run.counters.bytes_read < 8 * steps * columns + tables + 100_000
+    assert run.counters.lines_parsed <= 8 * (20 + 1 + 20)
     assert run.step == steps - 1
     series = answers.answer_series(run, {"names": "reward", "points": "100"})["series"]["reward"]
     assert len(series["x"]) <= 100
@@ -71,7 +71,7 @@ def check_long_run(folder: Path, cache: Path, steps: int, samples: int) -> None:
 
 
 def test_a_long_run_opens_with_little_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed_file, "WORTH_SAVING", 1)
+    monkeypatch.setattr(index, "SAVE_AFTER_BYTES", 1)
     check_long_run(tmp_path / "run", tmp_path / "cache", steps=2_000, samples=8_000)
 
 
@@ -85,13 +85,13 @@ def test_what_grows_is_read_once_and_by_portions(tmp_path: Path) -> None:
     for step in range(50):
         write_group(folder, step, 0)
     run = open_run(folder)
-    before = run.work.lines_parsed
+    before = run.counters.lines_parsed
     assert before == 50 + 200
     assert not run.update()
     write_metrics(folder, HEALTHY, range(50, 53))
     write_group(folder, 52, 1)
     assert run.update()
-    assert run.work.lines_parsed == before + 3 + 4
+    assert run.counters.lines_parsed == before + 3 + 4
     assert run.step == 52
     assert [int(step) for step in run.metrics.steps()] == list(range(53))
     fresh = open_run(folder)
@@ -100,11 +100,11 @@ def test_what_grows_is_read_once_and_by_portions(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_indexed_portion_by_portion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollgraph.view.growing_lines.BLOCK", 1000)
-    monkeypatch.setattr(indexed_file.IndexedFile.update, "__defaults__", (4000,))
+    monkeypatch.setattr("rollgraph.view.index.BLOCK_BYTES", 1000)
+    monkeypatch.setattr(index.IndexedFile.update, "__defaults__", (4000,))
     folder = write_run(tmp_path / "run", steps=100)
     run = open_run(folder)
-    assert 0 < run.metrics.share < 1
+    assert 0 < run.metrics.indexed_fraction < 1
     assert any("being indexed" in note for note in run.notes())
     first = len(run.metrics.steps())
     assert 0 < first < 100
@@ -115,7 +115,7 @@ def test_a_large_file_is_indexed_portion_by_portion(tmp_path: Path, monkeypatch:
 
 def test_a_saved_index_goes_on_inside_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file may end in the middle of a group when the index is saved."""
-    monkeypatch.setattr(indexed_file, "WORTH_SAVING", 1)
+    monkeypatch.setattr(index, "SAVE_AFTER_BYTES", 1)
     folder = write_run(tmp_path / "run", steps=5)
     write_group(folder, 0, 7, size=2)
     write_group(folder, 1, 8, size=3)
@@ -123,7 +123,7 @@ def test_a_saved_index_goes_on_inside_a_group(tmp_path: Path, monkeypatch: pytes
     write_group(folder, 1, 8, size=2)
     write_group(folder, 2, 9, size=1)
     run = open_run(folder, tmp_path / "cache")
-    assert run.work.lines_parsed == 3
+    assert run.counters.lines_parsed == 3
     assert [int(count) for count in run.samples.groups["count"]] == [2, 5, 1]
     assert len(run.samples.read_group(run.samples.groups[1])) == 5
 
@@ -131,7 +131,7 @@ def test_a_saved_index_goes_on_inside_a_group(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_a_file_that_was_replaced_is_indexed_anew(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run cuts its files and writes on; the new one may be as long as the old one was."""
-    monkeypatch.setattr(indexed_file, "WORTH_SAVING", 1)
+    monkeypatch.setattr(index, "SAVE_AFTER_BYTES", 1)
     folder = write_run(tmp_path / "run", steps=10)
     for step in range(10):
         write_group(folder, step, 1)
@@ -157,7 +157,7 @@ def test_a_file_that_was_rewritten_in_place_is_indexed_anew(tmp_path: Path) -> N
         file.writelines(json.dumps({"step": step, "reward": -7.0, "text": "x" * 2000}) + "\n" for step in range(9))
     run.update()
     assert run.metrics.column("reward").tolist() == [-7.0] * 9
-    assert run.metrics.damaged == 0
+    assert run.metrics.damaged_lines == 0
 
 
 def test_half_a_line_of_megabytes_does_not_keep_the_index_busy(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_half_a_line_of_megabytes_does_not_keep_the_index_busy(tmp_path: Path) -
         file.write(line)
     run = open_run(folder)
     run.update()  # the second portion is the half line
-    assert (run.is_indexed, run.samples.covered) == (True, whole)
-    assert any("half written" in note for note in run.notes())
+    assert (run.is_indexed, run.samples.indexed_bytes) == (True, whole)
+    assert any("half-written" in note for note in run.notes())
     with (folder / "samples.jsonl").open("a") as file:
         file.write("\n")
     run.update()
@@ -179,7 +179,7 @@ def test_half_a_line_of_megabytes_does_not_keep_the_index_busy(tmp_path: Path) -
 
 @pytest.mark.parametrize("damage", ["header", "array", "format", "missing"])
 def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed_file, "WORTH_SAVING", 1)
+    monkeypatch.setattr(index, "SAVE_AFTER_BYTES", 1)
     folder = write_run(tmp_path / "run", steps=10)
     write_group(folder, 3, 1)
     open_run(folder, tmp_path / "cache")
@@ -193,13 +193,13 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str, monkeypatch: 
         elif damage == "missing" and path.suffix == ".npy":
             path.unlink()
     run = open_run(folder, tmp_path / "cache")
-    assert run.work.lines_parsed == 10 + 4
+    assert run.counters.lines_parsed == 10 + 4
     assert run.step == 9
     assert len(run.samples.groups) == 1
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed_file, "WORTH_SAVING", 1)
+    monkeypatch.setattr(index, "SAVE_AFTER_BYTES", 1)
     folder = write_run(tmp_path / "run", steps=10)
     (tmp_path / "cache").write_text("a file, not a folder")
     run = open_run(folder, tmp_path / "cache")
@@ -210,8 +210,8 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypa
 def test_tables_that_are_packed_as_they_grow_hold_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run", steps=0)
     with monkeypatch.context() as few:
-        few.setattr("rollgraph.view.metrics_index.MOST_ROWS", 3)
-        few.setattr("rollgraph.view.samples_index.MOST_SAMPLES", 3)
+        few.setattr("rollgraph.view.indexes.MAX_TAIL_ROWS", 3)
+        few.setattr("rollgraph.view.indexes.MAX_TAIL_SAMPLES", 3)
         packed = open_run(folder)
         for step in range(8):
             write_metrics(folder, HEALTHY | {f"new/{step}": lambda step: float(step)}, range(step, step + 1))
@@ -247,4 +247,4 @@ def test_a_request_waits_for_a_small_portion_of_a_long_run(tmp_path: Path) -> No
     assert size > 2_000_000
     run = open_run(tmp_path / "run")
     assert not run.is_indexed
-    assert run.work.bytes_read < 600_000
+    assert run.counters.bytes_read < 600_000

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rollgraph.view.metric_names import DESCRIPTIONS, describe_metric
+from rollgraph.view.charts import DESCRIPTIONS, describe_metric
 from tests.test_metrics_page import names_on_the_page
 
 

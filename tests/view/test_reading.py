@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from rollgraph.view import answers
-from rollgraph.view import catalog as catalog_module
-from rollgraph.view.catalog import Catalog
-from rollgraph.view.run_data import RunData
-from rollgraph.view.series import Range, find_phases, find_series, thin
+from rollgraph.view import runs as catalog_module
+from rollgraph.view.charts import AxisRange, downsample, find_phases, find_series
+from rollgraph.view.runs import Catalog, RunData
 from tests.view.synthetic_run import (
     HEALTHY,
     index_all,
@@ -43,7 +42,7 @@ OF_RUN = (
 def everything(run: RunData) -> str:
     """All answers about a run, as JSON: what cannot be written as JSON raises."""
     found = [answer(run, {"names": "\n".join(run.metrics.names)}) for answer in OF_RUN]
-    return "".join(map(answers.to_json, [*found, run.summary()]))
+    return "".join(map(answers.dump_json, [*found, run.summary()]))
 
 
 def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
@@ -53,7 +52,7 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
         file.write(line[:9])
     run = open_run(folder)
     assert run.step == 2
-    note = "metrics.jsonl ends in a line that is half written, and left out."
+    note = "metrics.jsonl ends in a half-written line, which is left out."
     assert note in run.notes()
     assert not any("damaged" in found for found in run.notes())
     (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -141,12 +140,12 @@ def test_fields_of_another_version_are_left_out(tmp_path: Path) -> None:
     write_lines(folder / "samples.jsonl", strange)
     write_lines(folder / "samples.jsonl", [{"step": 10**30}, {"step": 1, "group": -(10**30)}])
     run = open_run(folder)
-    assert run.samples.damaged == 2
+    assert run.samples.damaged_lines == 2
     assert "rollgraph 99.0 wrote this run" in everything(run)
     assert "8 ranks" in json.dumps(answers.answer_machine(run, {}))
     for group in answers.answer_samples(run, {})["groups"]:
         for sample in group["samples"]:
-            answers.to_json(answers.answer_sample(run, sample["id"]))
+            answers.dump_json(answers.answer_sample(run, sample["id"]))
 
 
 def test_ranks_and_memory_by_phase(tmp_path: Path) -> None:
@@ -269,12 +268,12 @@ def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_more_folders_than_are_looked_at_leave_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "MOST", 3)
+    monkeypatch.setattr(catalog_module, "MAX_FOLDERS", 3)
     for name in "abcd":
         write_run(tmp_path / "runs" / name, steps=1)
     found = answers.list_runs(Catalog([tmp_path / "runs"]))
     assert [run["name"] for run in found["runs"]] == ["runs/a", "runs/b"]
-    assert found["notes"] == ["runs has many folders, and runs are shown from the first 3 of them only."]
+    assert found["notes"] == ["runs has many folders: only the first 3 were searched for runs."]
 
 
 def test_a_run_with_more_steps_than_it_was_given_has_no_time_left(tmp_path: Path) -> None:
@@ -303,28 +302,28 @@ def test_a_thinned_curve_keeps_its_extremes(tmp_path: Path) -> None:
     spike = {"reward": lambda step: 9.0 if step == 777 else float(step % 2)}
     folder = write_run(tmp_path / "run", steps=1000, **spike)
     metrics = index_all(open_run(folder)).metrics
-    (thinned,) = find_series(metrics, ["reward"], Range(points=10)).values()
+    (thinned,) = find_series(metrics, ["reward"], AxisRange(points=10)).values()
     assert len(thinned["x"]) == 10
     assert max(thinned["high"]) == 9.0
     assert thinned["low"] == [0.0] * 10
     assert thinned["y"][0] == 0.5
-    (zoomed,) = find_series(metrics, ["reward"], Range(start=775, end=779)).values()
+    (zoomed,) = find_series(metrics, ["reward"], AxisRange(start=775, end=779)).values()
     assert zoomed["x"] == [775, 776, 777, 778, 779]
     assert zoomed["y"] == zoomed["low"] == zoomed["high"] == [1, 0, 9, 0, 1]
     values = metrics.column("reward")
-    assert thin(values[:0], values[:0], 5) == {"x": [], "y": [], "low": [], "high": []}
+    assert downsample(values[:0], values[:0], 5) == {"x": [], "y": [], "low": [], "high": []}
 
 
 def test_time_adds_up_and_phases_fill_the_step(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=0)
     write_metrics(folder, HEALTHY, range(0, 40, 10))  # log.every: 10
     metrics = open_run(folder).metrics
-    (series,) = find_series(metrics, ["reward"], Range("time")).values()
+    (series,) = find_series(metrics, ["reward"], AxisRange("time")).values()
     assert series["x"] == [2.0, 22.0, 42.0, 62.0]
     write_lines(tmp_path / "untimed" / "metrics.jsonl", [{"step": step, "reward": 1.0} for step in range(3)])
     untimed = answers.answer_series(open_run(tmp_path / "untimed"), {"names": "reward", "x": "time"})
     assert any("no axis of time" in note for note in untimed["notes"])
-    phases = find_phases(metrics, Range())
+    phases = find_phases(metrics, AxisRange())
     assert phases["x"] == [0, 10, 20, 30]
     assert phases["phases"] == {"generate": [1.25] * 4, "train": [0.5] * 4, "switching": [0.25] * 4}
 

@@ -14,12 +14,9 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from rollgraph.view.catalog import Catalog
-from rollgraph.view.events import look
 from rollgraph.view.export import STATIC
-from rollgraph.view.routes import make_app
-from rollgraph.view.safety import Access, is_local
-from rollgraph.view.server import address_of
+from rollgraph.view.runs import Catalog
+from rollgraph.view.server import Access, access_url, find_changed_runs, is_local, make_app
 from tests.view.synthetic_run import write_group, write_metrics, write_run
 
 LOCAL = Access("127.0.0.1", 7117)
@@ -98,7 +95,7 @@ def test_every_address_answers_with_notes(folder: Path) -> None:
     _, names = client.json("/api/runs/mine/names")
     described = {entry["name"]: entry for entry in names["names"]}
     assert described["policy/kl"]["topic"] == "policy"
-    assert described["policy/kl"]["description"] == "Divergence from the reference policy."
+    assert described["policy/kl"]["description"] == "KL divergence from the reference policy."
 
 
 @pytest.mark.parametrize(
@@ -198,7 +195,7 @@ def test_two_servers_on_one_machine_keep_their_own_cookies() -> None:
     """A browser knows no ports of cookies: of two with one name, the last one would end the first one's session."""
     first, second = Access("0.0.0.0", 7117, "a"), Access("0.0.0.0", 7118, "b")
     assert first.cookie != second.cookie
-    assert address_of(Access("127.0.0.1", 7117, "a&b=ü")) == "http://127.0.0.1:7117/?token=a%26b%3D%C3%BC"
+    assert access_url(Access("127.0.0.1", 7117, "a&b=ü")) == "http://127.0.0.1:7117/?token=a%26b%3D%C3%BC"
 
 
 def test_a_run_whose_folder_is_gone_is_not_there(folder: Path) -> None:
@@ -229,7 +226,7 @@ def test_growth_is_told_once(folder: Path) -> None:
         return sum((run / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl") if (run / name).exists())
 
     def told() -> list[tuple[str, int, str]]:
-        return [(change["run"], change["size"], change["status"]) for change in look(catalog, seen)]
+        return [(change["run"], change["size"], change["status"]) for change in find_changed_runs(catalog, seen)]
 
     assert told() == [("runs-mine", size_of(folder), "stopped")]
     assert told() == []
@@ -283,6 +280,6 @@ def test_a_file_that_goes_away_while_it_is_read_is_no_failure_of_the_server(
     def read(*given: Any) -> bytes:
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr("rollgraph.view.samples_index.read_range", read)
+    monkeypatch.setattr("rollgraph.view.indexes.read_slice", read)
     status, answer = Client(folder).json("/api/runs/mine/samples")
-    assert (status, answer["error"]) == (503, "a file of the run went away while it was read")
+    assert (status, answer["error"]) == (503, "a file of the run disappeared while it was read")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollgraph.view import answers, sample_search
-from rollgraph.view.answers import NotThere, WrongRequest
-from rollgraph.view.catalog import Catalog
-from rollgraph.view.run_data import RunData
+from rollgraph.view import answers, samples
+from rollgraph.view.answers import BadRequest, NotFound
+from rollgraph.view.runs import Catalog, RunData
 from tests.view.synthetic_run import make_sample, open_run, write_group, write_lines, write_run
 
 
@@ -81,7 +80,7 @@ def test_a_group_goes_from_its_best_to_its_worst_sample(run: RunData) -> None:
     "id", ["", "x", "2.train.3", "2.train.3.4", "2.train.3.-1", "2.nothing.3.0", "9.train.3.0", "../x"]
 )
 def test_samples_that_are_not_there(run: RunData, id: str) -> None:
-    with pytest.raises(NotThere):
+    with pytest.raises(NotFound):
         answers.answer_sample(run, id)
 
 
@@ -89,7 +88,7 @@ def test_samples_that_are_not_there(run: RunData, id: str) -> None:
     "given", [{"step": "x"}, {"kind": "all"}, {"finish": "badly"}, {"reward_min": "nan"}, {"limit": "9" * 30}]
 )
 def test_wrong_parameters_are_named(run: RunData, given: dict[str, str]) -> None:
-    with pytest.raises(WrongRequest) as caught:
+    with pytest.raises(BadRequest) as caught:
         answers.answer_samples(run, given)
     assert caught.value.parameter in given
 
@@ -147,17 +146,17 @@ def test_a_prompt_is_followed_over_steps(run: RunData) -> None:
     assert {group["prompt_key"] for group in followed["groups"]} == {entry["key"]}
     assert answers.answer_prompts(run, {})["total"] == 5
     for key in ("zz", "f" * 17, "0" * 16):
-        with pytest.raises(NotThere):
+        with pytest.raises(NotFound):
             answers.answer_prompt(run, key, {})
 
 
 def test_a_search_for_text_reads_no_more_than_its_budget(run: RunData, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_search, "SEARCHED", 3000)
-    monkeypatch.setattr(sample_search, "STRETCH", 2000)
-    before, parsed = run.work.bytes_read, run.work.lines_parsed
+    monkeypatch.setattr(samples, "SEARCH_BYTES", 3000)
+    monkeypatch.setattr(samples, "SPAN_BYTES", 2000)
+    before, parsed = run.counters.bytes_read, run.counters.lines_parsed
     found = answers.answer_samples(run, {"q": "nowhere"})
-    assert run.work.bytes_read - before < 3000 + 2000  # and what was read together when the budget ended
-    assert run.work.lines_parsed == parsed  # nothing, where the text is not
+    assert run.counters.bytes_read - before < 3000 + 2000  # and what was read together when the budget ended
+    assert run.counters.lines_parsed == parsed  # nothing, where the text is not
     assert found["stopped"].startswith("The search stopped after ")
     assert answers.answer_prompts(run, {"q": "nowhere"})["stopped"]
 
@@ -200,7 +199,7 @@ def test_runs_are_compared_by_configuration_and_prompt(tmp_path: Path) -> None:
 
 
 def test_groups_in_sight_are_read_once_while_the_run_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_search, "KEPT", 4)
+    monkeypatch.setattr(samples, "CACHED_SUMMARIES", 4)
     folder = write_run(tmp_path / "run", steps=6)
     for step in range(3):
         write_group(folder, step, 0)
@@ -208,10 +207,10 @@ def test_groups_in_sight_are_read_once_while_the_run_grows(tmp_path: Path, monke
     before = answers.answer_samples(run, {})["groups"]
     write_group(folder, 3, 0)
     run.update()
-    parsed = run.work.lines_parsed
+    parsed = run.counters.lines_parsed
     after = answers.answer_samples(run, {})["groups"]
     assert after[1:] == before
-    assert run.work.lines_parsed == parsed + 4  # the new group
+    assert run.counters.lines_parsed == parsed + 4  # the new group
     write_group(folder, 3, 0, size=1)  # the last group grows
     run.update()
     assert len(answers.answer_samples(run, {"limit": "1"})["groups"][0]["samples"]) == 5

@@ -1,7 +1,7 @@
-"""One rank of a cluster run, in a process that outlives attempts: what an actor of Ray does when it is asked to.
+"""One rank of a cluster run, in a process that outlives attempts. It sends its progress to the driver.
 
-Every method returns soon; training happens in a thread. Knows no Ray. After a lost rank this process leaves the attempt
-and waits for the next one with everything that takes long to make: the model in its memory, and captured graphs.
+Every method returns quickly; training runs in a thread. Does not call Ray. When a rank is lost, this process leaves the
+attempt and stays warm for the next one: it keeps the model in memory and all captured graphs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,104 +18,144 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollgraph.cluster.messages import Outcome
-from rollgraph.cluster.news import AttemptEnded, News, NewsBox, StepTaken
-from rollgraph.cluster.remote_view import RemoteView
+from rollgraph.cluster.messages import AttemptEnded, DisplayCall, News, NewsBox, Outcome, StepTaken
 from rollgraph.config import Config
-from rollgraph.distributed.attempt import Attempt, join, leave, own_store
-from rollgraph.distributed.exit_codes import ExitCode, is_users
-from rollgraph.distributed.lost_ranks import LossReport, RankLost, StoppedInSetup
-from rollgraph.distributed.world import World
-from rollgraph.run.shared_work import FailedElsewhere
-from rollgraph.run.stop import StopRequest
-from rollgraph.run.tenure import Tenure
+from rollgraph.errors import user_line
+from rollgraph.log import ProgressDisplay
+from rollgraph.log.streams import write_to_stderr
+from rollgraph.parallel.data.together import FailedElsewhere
+from rollgraph.parallel.ranks.failures import ExitCode, LossReport, RankLost, StoppedInSetup, is_user_error
+from rollgraph.parallel.ranks.join import Attempt, join, leave, own_store
+from rollgraph.parallel.ranks.stop import StopRequest
+from rollgraph.parallel.ranks.world import World
+from rollgraph.run.setup import WarmWorker
 from rollgraph.train import train
 
-_SETTLE_SECONDS = 15.0  # for the driver to end a rank that hangs, with which this one has begun something
-_ANSWER_SECONDS = 0.5  # after which a worker without news says so
+# -- the progress display --------------------------------------------------------------------------
+# A rank calls it very often while it computes, so this is also where it notices that its attempt was aborted.
+
+
+class RemoteDisplay(ProgressDisplay):
+    """Sends rank 0's progress to the driver. `check` runs on every rank and raises if the attempt was aborted."""
+
+    def __init__(self, news_box: NewsBox, *, shows: bool, check: Callable[[], None]) -> None:
+        self._news_box = news_box
+        self._shows = shows
+        self._raise_if_aborted = check
+
+    def phase(self, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False) -> None:
+        self._raise_if_aborted()
+        if self._shows:
+            self._news_box.show_progress(DisplayCall("phase", (name, done, total, detail), {"in_bytes": in_bytes}))
+
+    def end_phase(self) -> None:
+        self._show("end_phase")
+
+    def step(self, step: int, values: Mapping[str, float], seconds_by_phase: Mapping[str, float]) -> None:
+        plain = {name: float(value) for name, value in values.items()}
+        self._show("step", step, plain, dict(seconds_by_phase))
+
+    def samples(self, cells: Sequence[str]) -> None:
+        self._show("samples", list(cells))
+
+    def note(self, text: str) -> None:
+        self._show("note", text)
+
+    def show_last_lines(self, lines: Sequence[str]) -> None:
+        self._show("show_last_lines", list(lines))
+
+    def _show(self, method: str, *arguments: object) -> None:
+        if self._shows:
+            self._news_box.put(DisplayCall(method, arguments))
+
+
+# -- the worker ------------------------------------------------------------------------------------
+
+_COLLECTIVES_TIMEOUT = 15.0  # seconds for collectives to end: the driver kills a peer that hangs
+_POLL_TIMEOUT = 0.5  # seconds after which a worker answers even without news
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """Which rank a worker is, and where."""
+class RankIdentity:
+    """The rank of a worker, and its device."""
 
     rank: int
     size: int
     local_rank: int
     device: str
-    run: str  # the same for all workers of a run, and for no other run
+    run: str  # hexadecimal, unique to this run
 
 
 class RankWorker:
-    """Takes part in one attempt after another."""
+    """One rank of one attempt after another."""
 
-    def __init__(self, config: Config, place: RankPlace, folder: str | None) -> None:
+    def __init__(self, config: Config, identity: RankIdentity, folder: str | None) -> None:
         if folder is not None and os.path.isdir(folder):
             os.chdir(folder)
         self._config = config
-        self._place = place
+        self._identity = identity
         self._news = NewsBox()
-        self._tenure = Tenure(place.run)
-        self._store: Any = None  # of the present attempt, where this is rank 0
+        self._warm_worker = WarmWorker(identity.run)
+        self._store: Any = None  # of the current attempt, on rank 0
         self._attempt = 0
-        self._loss: LossReport | None = None  # why the present attempt has to be left
-        self._joining = False
-        self._world: World | None = None  # of the present attempt, between joining and leaving it
+        self._abort_reason: LossReport | None = None  # set by the driver: leave the current attempt
+        self._is_joining = False
+        self._world: World | None = None  # of the current attempt, from joining it to leaving it
         self._stop = StopRequest()
         self._node = socket.gethostname()
 
-    # -- what the driver asks for ------------------------------------------------------------------
+    # -- calls of the driver -----------------------------------------------------------------------
 
-    def publish(self, host: str) -> str:
-        """Open a store where the ranks of an attempt meet; gives its address. That of the attempt before is gone."""
-        limit = timedelta(seconds=self._config.ranks.timeout)
+    def open_store(self, host: str) -> str:
+        """Open a store for the rendezvous of an attempt, and return its address. It replaces the previous one."""
+        timeout = timedelta(seconds=self._config.ranks.timeout)
         os.environ["MASTER_ADDR"] = host
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return f"{host}:{self._store.port}"
 
-    def begin(self, attempt: int, address: str, node: str) -> None:
-        """Start an attempt, on a node with this name; how it ends is news."""
+    def start_attempt(self, attempt: int, address: str, node: str) -> None:
+        """Start an attempt in a thread. Its end is reported by `news`."""
         self._attempt = attempt
         self._node = node
-        self._loss = None
-        self._joining = True
+        self._abort_reason = None
+        self._is_joining = True
         self._stop = StopRequest()
         threading.Thread(target=self._run, args=(attempt, address), name="rollgraph-train", daemon=True).start()
 
-    def abort(self, attempt: int, reason: str, lost_rank: int | None) -> None:
-        """Leave an attempt in which a rank was lost."""
+    def abort_attempt(self, attempt: int, reason: str, lost_rank: int | None) -> None:
+        """Leave an attempt that lost a rank."""
         if attempt != self._attempt:
             return
-        self._loss = LossReport(lost_rank, reason)
-        if self._joining:  # it waits for the lost rank, and nothing can wake it
+        self._abort_reason = LossReport(lost_rank, reason)
+        if self._is_joining:  # joining waits for the lost rank and cannot be interrupted
             os._exit(ExitCode.RANK_LOST)
         world = self._world
-        if world is not None and world.liveness is not None and lost_rank not in (None, self._place.rank):
+        if world is not None and world.liveness is not None and lost_rank not in (None, self._identity.rank):
             world.liveness.report_lost(lost_rank, reason)
 
     def stop(self) -> None:
         self._stop.request("the driver")
 
     def news(self) -> list[News]:
-        """What happened since the last call; waits a moment for something to happen."""
-        return self._news.take(_ANSWER_SECONDS)
+        """Everything that happened since the last call; waits briefly if nothing has."""
+        return self._news.take(_POLL_TIMEOUT)
 
     # -- an attempt --------------------------------------------------------------------------------
 
     def _run(self, number: int, address: str) -> None:
-        outcome = self._take_part(number, address)
-        self._joining = False
+        outcome = self._run_attempt(number, address)
+        self._is_joining = False
         self._world = None
         self._news.put(AttemptEnded(number, outcome))
 
-    def _take_part(self, number: int, address: str) -> Outcome:
+    def _run_attempt(self, number: int, address: str) -> Outcome:
         try:
-            world = join(self._join_as(number, address), self._config.ranks)
+            world = join(self._make_attempt(number, address), self._config.ranks)
         except BaseException as error:
-            return _outcome_of(error)
+            return _outcome_from_error(error)
         self._world = world
-        self._joining = False
-        view = RemoteView(self._news, shows=self._place.rank == 0, check=self._check)
+        self._is_joining = False
+        view = RemoteDisplay(self._news, shows=self._identity.rank == 0, check=self._raise_if_aborted)
         try:
             run = train(
                 self._config,
@@ -122,45 +163,47 @@ class RankWorker:
                 stop=self._stop,
                 view=view,
                 on_step=lambda step, _: self._news.put(StepTaken(number, step)),
-                tenure=self._tenure,
+                warm_worker=self._warm_worker,
             )
             leave(world)
         except BaseException as error:
             leave(world, error)
-            if isinstance(error, RankLost) and not self._tenure.settle(_SETTLE_SECONDS):
-                self._tenure.give_up_policy()  # a new one is safe from whoever still writes to the memory of this one
-            return _outcome_of(error)
-        if run is not None and run.progress.taken < self._config.steps:
-            return Outcome("stopped", f"stopped after {run.progress.taken} of {self._config.steps} steps, as asked")
+            if isinstance(error, RankLost) and not self._warm_worker.wait_for_collectives(_COLLECTIVES_TIMEOUT):
+                self._warm_worker.discard_policy()  # collectives may still write to its memory: build a new one
+            return _outcome_from_error(error)
+        if run is not None and run.progress.finished_steps < self._config.steps:
+            return Outcome(
+                "stopped", f"stopped after {run.progress.finished_steps} of {self._config.steps} steps, as asked"
+            )
         return Outcome("finished")
 
-    def _join_as(self, number: int, address: str) -> Attempt:
-        place = self._place
+    def _make_attempt(self, number: int, address: str) -> Attempt:
+        identity = self._identity
         store = self._store
-        if place.rank != 0:
+        if identity.rank != 0:
             host, _, port = address.rpartition(":")
-            limit = timedelta(seconds=self._config.ranks.timeout)
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=limit)
+            timeout = timedelta(seconds=self._config.ranks.timeout)
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
         return Attempt(
             number - 1,
-            place.rank,
-            place.size,
-            place.local_rank,
+            identity.rank,
+            identity.size,
+            identity.local_rank,
             node=self._node,
             store=None if store is None else own_store(store, number),
-            device=place.device,
+            device=identity.device,
         )
 
-    def _check(self) -> None:
-        """Called often by whatever computes: raises if this attempt is over."""
-        if self._loss is not None:
-            raise RankLost(self._loss.text, self._loss)
+    def _raise_if_aborted(self) -> None:
+        """Raise if the driver aborted this attempt. Called often during computation."""
+        if self._abort_reason is not None:
+            raise RankLost(self._abort_reason.text, self._abort_reason)
 
 
-def _outcome_of(error: BaseException) -> Outcome:
-    """How an attempt ended that raised."""
-    if isinstance(error, torch.AcceleratorError):  # nothing works in this process any more
-        os.write(2, f"rollgraph: {error}\n".encode())
+def _outcome_from_error(error: BaseException) -> Outcome:
+    """The outcome of an attempt that raised this error."""
+    if isinstance(error, torch.AcceleratorError):  # CUDA is unusable in this process
+        write_to_stderr(f"rollgraph: {error}\n")
         os._exit(ExitCode.RANK_LOST)
     if isinstance(error, RankLost):
         return Outcome("lost", str(error), lost_rank=error.lost_rank)
@@ -169,7 +212,9 @@ def _outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, StoppedInSetup):
         return Outcome("stopped", str(error))
     text = str(error) or type(error).__name__
-    if isinstance(error, Exception) and is_users(error):
+    if line := user_line(error):
+        text += f" ({line})"
+    if isinstance(error, Exception) and is_user_error(error):
         return Outcome("failed", text, ExitCode.REFUSED)
-    traceback.print_exception(error)  # Ray shows it at the driver
+    traceback.print_exception(error)  # Ray forwards it to the driver's terminal
     return Outcome("failed", f"{type(error).__name__}: {text}", ExitCode.FAILED)

@@ -1,1 +1,1 @@
-"""The sub-commands of `rollgraph`: each file has `add_to(commands)`, which sets the function that runs it."""
+"""The subcommands of `rollgraph`. Each file has `add_parser(commands)`, which also sets the function to run."""

@@ -1,4 +1,4 @@
-"""`rollgraph generate`: continue prompts with the model of a folder, and write one JSON line for each prompt."""
+"""`rollgraph generate`: continue prompts with a model, and write one JSON line for each prompt."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rollgraph.commands.devices import choose_device
-from rollgraph.commands.streams import print_to_stderr
+from rollgraph.commands.arguments import choose_device
+from rollgraph.log.streams import note_to_stderr
 
 if TYPE_CHECKING:
     from rollgraph.inference import Engine, Output, SamplingParams
@@ -29,18 +29,17 @@ INTERRUPTED = 130
 
 
 class InputError(Exception):
-    """The command's input cannot be used. Nothing was generated."""
+    """The input cannot be used, so nothing was generated."""
 
 
-def add_to(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser = commands.add_parser(
         "generate",
         help="continue prompts with a model",
-        description="Continue prompts with a model: that of a model folder (config.json, safetensors, "
-        "tokenizer.json), of an adapter folder (adapter_config.json, which names its base model), of a checkpoint, or "
-        "of the latest checkpoint of a run. Writes one JSON line for each prompt, "
-        "in order, as soon as it is done. "
+        description="Continue prompts with a model. The model may be a model folder (config.json, safetensors, "
+        "tokenizer.json), an adapter folder (adapter_config.json, which names its base model), a checkpoint, or a "
+        "run, whose latest checkpoint is used. Writes one JSON line for each prompt, in order, as soon as it is done. "
         f"Exit code: {DONE} if all prompts were served, {REFUSED} if some were refused or failed (their lines have an "
         f"`error`), {BROKEN} if nothing could be generated.",
     )
@@ -60,7 +59,7 @@ def add_to(commands: Any) -> None:
     sampling.add_argument("-n", type=int, default=1, help="completions for each prompt (default: 1)")
     sampling.add_argument("--max-tokens", type=int, default=256, help="longest completion (default: 256)")
     sampling.add_argument(
-        "--temperature", type=float, default=1.0, help="0 always takes the most likely token (default: 1)"
+        "--temperature", type=float, default=1.0, help="0: always take the most likely token (default: 1)"
     )
     sampling.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
     sampling.add_argument(
@@ -73,7 +72,7 @@ def add_to(commands: Any) -> None:
         "--repetition-penalty", type=float, default=1.0, help="values above 1 make repetition less likely (default: 1)"
     )
     sampling.add_argument("--stop", action="append", default=[], help="string that ends a completion; can be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end token")
+    sampling.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
     sampling.add_argument("--seed", type=int, help="seed for all completions (default: random)")
     output = parser.add_argument_group("output and resources")
     output.add_argument("--logprobs", action="store_true", help="also write tokens and their log-probabilities")
@@ -83,7 +82,7 @@ def add_to(commands: Any) -> None:
         "--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the weights (default: as stored)"
     )
     output.add_argument("--rows", type=int, default=64, help="sequences to decode at the same time (default: 64)")
-    output.add_argument("--max-length", type=int, help="longest prompt with its completion (default: as needed)")
+    output.add_argument("--max-length", type=int, help="longest prompt plus completion (default: as needed)")
     output.add_argument(
         "--cache-gib", type=float, help="size of the key/value cache (default: most of the free memory)"
     )
@@ -92,23 +91,23 @@ def add_to(commands: Any) -> None:
 
 @dataclass
 class _Request:
-    """A prompt of the input."""
+    """One input prompt."""
 
-    place: str  # file:line, or the number of the prompt on the command line
+    location: str  # file:line, or `prompt 1` for the first --prompt
     row: dict[str, Any]
     tokens: list[int] = field(default_factory=list)
-    error: str | None = None  # why it has no tokens
+    error: str | None = None  # why it could not be encoded
 
 
 def run(options: argparse.Namespace) -> int:
     try:
-        requests = _read(options)
+        requests = _read_requests(options)
         if options.out is not None:
-            open(options.out, "a").close()  # fail before the model is loaded if it cannot be written
-        engine, params = _prepare(options, requests)
-        with _opened(options.out) as target:
+            open(options.out, "a").close()  # if it cannot be written, fail before the model is loaded
+        engine, params = _make_engine(options, requests)
+        with _open_output(options.out) as target:
             return _generate(engine, params, requests, options, target)
-    except BrokenPipeError:  # the reader of our output has enough, as `head` does: cli.py ends quietly
+    except BrokenPipeError:  # the reader of our output stopped, as `head` does; cli.py ends quietly
         raise
     except (InputError, ValueError, OSError) as error:
         print(f"rollgraph generate: {error}", file=sys.stderr)
@@ -118,37 +117,37 @@ def run(options: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _read(options: argparse.Namespace) -> list[_Request]:
-    """The prompts of the command line or of the file."""
-    from rollgraph.rl.data import read_jsonl
+def _read_requests(options: argparse.Namespace) -> list[_Request]:
+    """The prompts from the command line or the file."""
+    from rollgraph.rl.data.rows import read_jsonl
 
     if options.prompt is not None:
         return [_Request(f"prompt {i}", {"prompt": prompt}) for i, prompt in enumerate(options.prompt, 1)]
     requests = []
     for number, row in read_jsonl(Path(options.prompts)):
-        place = f"{options.prompts}:{number}"
-        requests.append(_Request(place, _check_row(place, row)))
+        location = f"{options.prompts}:{number}"
+        requests.append(_Request(location, _check_row(location, row)))
     if not requests:
         raise InputError(f"{options.prompts} has no prompts")
     return requests
 
 
-def _check_row(place: str, row: Any) -> dict[str, Any]:
-    from rollgraph.rl.data import is_text
+def _check_row(location: str, row: Any) -> dict[str, Any]:
+    from rollgraph.rl.data.rows import is_text
 
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise InputError(f"{place}: expected an object with `prompt` or `messages`")
+        raise InputError(f"{location}: expected an object with `prompt` or `messages`")
     messages = row.get("messages", [{}])
     is_chat = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
     if not is_chat or not isinstance(row.get("prompt", ""), str):
-        raise InputError(f"{place}: expected a string as `prompt`, or a list of `messages`")
+        raise InputError(f"{location}: expected a string as `prompt`, or a list of `messages`")
     if not is_text(json.dumps(row.get("prompt", messages), ensure_ascii=False)):
-        raise InputError(f"{place}: `prompt` or `messages` has half a surrogate pair, which is not valid text")
+        raise InputError(f"{location}: `prompt` or `messages` has half a surrogate pair, which is not valid text")
     return row
 
 
 def _encode(requests: list[_Request], tokenizer: Tokenizer, chat: bool) -> None:
-    """Fill in the tokens of each request, or its error. Raises only if no request could be encoded."""
+    """Set the tokens or the error of each request. Raises only if no request could be encoded."""
     for request in requests:
         row = request.row
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
@@ -161,11 +160,11 @@ def _encode(requests: list[_Request], tokenizer: Tokenizer, chat: bool) -> None:
             request.error = str(error)
     failed = [request for request in requests if request.error is not None]
     if len(failed) == len(requests):
-        raise InputError(f"{failed[0].place}: {failed[0].error}")
+        raise InputError(f"{failed[0].location}: {failed[0].error}")
 
 
-def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Engine, SamplingParams]:
-    """Check the options, encode the prompts, and make an engine. The model is loaded last, when all else is right."""
+def _make_engine(options: argparse.Namespace, requests: list[_Request]) -> tuple[Engine, SamplingParams]:
+    """Check the options, encode the prompts, and make an engine. The model is loaded last, after all checks."""
     import torch
 
     from rollgraph.inference import Engine
@@ -185,28 +184,26 @@ def _prepare(options: argparse.Namespace, requests: list[_Request]) -> tuple[Eng
     with _load_bar(options.quiet) as on_bytes:
         model = stored.load(dtype, device, on_bytes)
     needed = max(len(request.tokens) for request in requests) + params.max_tokens
-    with _capture_bar(options.quiet) as on_capture:
-        engine = Engine(
-            model,
-            stored.tokenizer,
-            rows=max(1, min(options.rows, len(requests) * params.n)),
-            max_length=options.max_length or max(needed, 2),
-            cache_bytes=int(options.cache_gib * 2**30) if options.cache_gib else None,
-            filters=params.filtered,
-            on_capture=on_capture,
-        )
+    engine = Engine(
+        model,
+        stored.tokenizer,
+        rows=max(1, min(options.rows, len(requests) * params.n)),
+        max_length=options.max_length or max(needed, 2),
+        cache_bytes=int(options.cache_gib * 2**30) if options.cache_gib else None,
+        filters=params.filtered,
+    )
     return engine, params
 
 
 def _open_model(options: argparse.Namespace) -> StoredModel:
-    """Find the model, and say which one it is if that was a choice."""
-    from rollgraph.run.hub_cache import model_folder, say_nothing
+    """Find the model. For a run, print the step of the checkpoint."""
+    from rollgraph.checkpoint.format import CheckpointError
+    from rollgraph.rl.data.hub import ignore_note, model_folder
     from rollgraph.run.model_source import open_model
-    from rollgraph.sharding import CheckpointError
 
     problems: list[str] = []
     try:
-        folder = model_folder(options.model, weights=True, note=say_nothing if options.quiet else print_to_stderr)
+        folder = model_folder(options.model, weights=True, note=ignore_note if options.quiet else note_to_stderr)
         stored = open_model(str(folder), options.which, problems)
     except CheckpointError as error:
         raise InputError(str(error)) from error
@@ -238,21 +235,21 @@ def _make_params(options: argparse.Namespace) -> SamplingParams:
 def _generate(
     engine: Engine, params: SamplingParams, requests: list[_Request], options: argparse.Namespace, target: TextIO
 ) -> int:
-    """Serve all requests and write each line as soon as it and all lines before it are done. Gives the exit code."""
+    """Serve all requests. Each line is written once it and all lines before it are done. Returns the exit code."""
     outputs = [_submit(engine, request, params) for request in requests]
     waiting = deque(zip(requests, outputs, strict=True))
     served = sum(output.error is None for output in outputs)
     try:
         with _progress_bar(served * params.n, options.quiet) as show:
-            more = True
-            while more:
-                more = engine.step()
+            has_work = True
+            while has_work:
+                has_work = engine.step()
                 while waiting and waiting[0][1].done:
                     _write(target, *waiting.popleft(), options.logprobs)
                 show(engine)
     except BaseException:
         with contextlib.suppress(OSError):
-            for request, output in waiting:  # finished prompts that were waiting for an unfinished one before them
+            for request, output in waiting:  # finished prompts that waited for an unfinished one before them
                 if _is_finished(output):
                     _write(target, request, output, options.logprobs)
         raise
@@ -260,7 +257,7 @@ def _generate(
     for request, output in zip(requests, outputs, strict=True):
         if output.error is not None:
             failed = True
-            print(f"rollgraph generate: {request.place}: {output.error}", file=sys.stderr)
+            print(f"rollgraph generate: {request.location}: {output.error}", file=sys.stderr)
     return REFUSED if failed else DONE
 
 
@@ -276,12 +273,12 @@ def _submit(engine: Engine, request: _Request, params: SamplingParams) -> Output
 
 
 def _is_finished(output: Output) -> bool:
-    """Whether an output ended by itself. One that was aborted is `done`, too."""
+    """Whether an output is complete. An aborted one is `done`, too, but not complete."""
     return output.done and all(completion.finish_reason != "abort" for completion in output.completions)
 
 
 def _write(target: TextIO, request: _Request, output: Output, logprobs: bool) -> None:
-    """Write a line of JSON, with escapes if the target cannot encode it (UTF-8 has no half surrogate pairs)."""
+    """Write a line of JSON. If the target cannot encode it, escape it (UTF-8 has no half surrogate pairs)."""
     entry = _make_entry(request.row, output, logprobs)
     line = json.dumps(entry, ensure_ascii=False)
     try:
@@ -309,7 +306,7 @@ def _make_entry(row: dict[str, Any], output: Output, logprobs: bool) -> dict[str
 
 
 @contextlib.contextmanager
-def _opened(path: str | None) -> Iterator[TextIO]:
+def _open_output(path: str | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
@@ -319,7 +316,7 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def _load_bar(quiet: bool) -> Iterator[Any]:
-    """Show how much of the weights is loaded, and how fast."""
+    """Show the progress and speed of loading weights."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
@@ -330,20 +327,8 @@ def _load_bar(quiet: bool) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _capture_bar(quiet: bool) -> Iterator[Any]:
-    """Show how many of the graphs are captured."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("capturing {task.description}"), BarColumn(), MofNCompleteColumn())
-    console = _console()
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
-
-
-@contextlib.contextmanager
 def _progress_bar(total: int, quiet: bool) -> Iterator[Any]:
-    """Show how many of the completions are finished."""
+    """Show the number of finished completions."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     start = time.perf_counter()
@@ -364,7 +349,7 @@ def _console() -> Any:
     from rich.console import Console
 
     class PipedConsole(Console):
-        """Raises what any other print raises when nobody reads it, as in `2>&1 | head`; rich exits with code 1."""
+        """On a broken pipe, as in `2>&1 | head`, raises BrokenPipeError like `print`. rich would exit with code 1."""
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""`rollgraph view`: look at runs in a browser."""
+"""`rollgraph view`: a dashboard of runs, in a browser."""
 
 from __future__ import annotations
 
@@ -19,33 +19,36 @@ DONE, FAILED, WRONG = 0, 1, 2
 PACKAGES = ("starlette", "uvicorn")
 
 
-def add_to(commands: Any) -> None:
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "view",
         help="look at runs in a browser",
-        description="Serve a page that shows the runs in these folders: their curves, samples, graphs and what seems "
-        "to be wrong with them. It follows runs that are still going on, and reads nothing else. "
+        description="Serve a dashboard of the runs in these folders: curves, samples, graphs and possible problems. "
+        "It is updated while runs are going on. It reads nothing but these folders. "
         f"Exit code: {DONE} when it is stopped or has written a file, {FAILED} if it cannot be served or written, "
         f"{WRONG} if an argument is wrong.",
     )
     parser.add_argument(
-        "folders", metavar="FOLDER", nargs="*", help="folder of a run, or one that has runs in it (default: runs, or .)"
+        "folders",
+        metavar="FOLDER",
+        nargs="*",
+        help="folder of a run, or a folder with runs in it (default: runs, or .)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
-    parser.add_argument("--port", type=int, help="port to listen at (default: the first free one from 7117 on)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, help="port to listen on (default: the first free port from 7117 on)")
     parser.add_argument(
         "--token",
         nargs="?",
         const="",
-        help="ask everybody for this secret, or for one that is made up; needed where other machines can connect",
+        help="require this secret, or a random one if TOKEN is omitted; needed if other machines can connect",
     )
-    parser.add_argument("--export", metavar="FILE", help="write a page that needs no server to this file, and end")
+    parser.add_argument("--export", metavar="FILE", help="write the dashboard as one page without a server, and exit")
     parser.add_argument("--until-stdin-ends", action="store_true", help=argparse.SUPPRESS)  # for `train --view`
     parser.set_defaults(run=run)
 
 
 def missing_packages() -> str:
-    """What to install before a page can be served; empty if nothing is missing."""
+    """A message that names the missing packages. Empty if the dashboard can be served."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     return f"{' and '.join(missing)} not installed: pip install 'rollgraph[view]'" if missing else ""
 
@@ -53,7 +56,7 @@ def missing_packages() -> str:
 def run(options: argparse.Namespace) -> int:
     folders = [Path(folder) for folder in options.folders] or [Path("runs") if Path("runs").is_dir() else Path()]
     for folder in folders:
-        if not folder.is_dir() and not options.until_stdin_ends:  # a run makes its folder when it begins
+        if not folder.is_dir() and not options.until_stdin_ends:  # with `train --view`, the run makes its folder later
             print(f"rollgraph view: {folder} is not a folder", file=sys.stderr)
             return WRONG
     if options.export is not None:
@@ -65,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export(folders: list[Path], options: argparse.Namespace) -> int:
-    from rollgraph.view.catalog import Catalog
     from rollgraph.view.export import write_export
+    from rollgraph.view.runs import Catalog
 
     catalog = Catalog(folders)
     if not catalog.find():
@@ -82,8 +85,7 @@ def _export(folders: list[Path], options: argparse.Namespace) -> int:
 
 
 def _serve(folders: list[Path], options: argparse.Namespace) -> int:
-    from rollgraph.view.safety import Access, is_local
-    from rollgraph.view.server import address_of, open_socket, serve
+    from rollgraph.view.server import Access, access_url, is_local, open_listener, serve_dashboard
 
     token = options.token
     if token is None and not is_local(options.host):
@@ -100,29 +102,32 @@ def _serve(folders: list[Path], options: argparse.Namespace) -> int:
         )
         return WRONG
     try:
-        listening = open_socket(options.host, options.port)
+        listener = open_listener(options.host, options.port)
     except (OSError, OverflowError) as error:
-        at = options.host if options.port is None else f"{options.host}, port {options.port}"
-        print(f"rollgraph view: {at}: {error}", file=sys.stderr)
+        address = options.host if options.port is None else f"{options.host}, port {options.port}"
+        print(f"rollgraph view: {address}: {error}", file=sys.stderr)
         return FAILED
-    access = Access(options.host, listening.getsockname()[1], token or "")
-    until = sys.stdin.buffer if options.until_stdin_ends else None
-    ends = "while the run goes on" if until else "Ctrl-C ends it"
-    print(f"{address_of(access)} shows {', '.join(map(str, folders))} ({ends})", flush=True)
-    serve(folders, access, listening, until)
+    access = Access(options.host, listener.getsockname()[1], token or "")
+    stop_pipe = sys.stdin.buffer if options.until_stdin_ends else None
+    lifetime = "while the run goes on" if stop_pipe else "Ctrl-C ends it"
+    print(f"{access_url(access)} shows {', '.join(map(str, folders))} ({lifetime})", flush=True)
+    serve_dashboard(folders, access, listener, stop_pipe)
     return DONE
 
 
 @contextmanager
-def viewed(folder: str) -> Iterator[None]:
-    """Serve the page of a run beside it. The server ends with this process, however that ends: it holds a pipe."""
+def dashboard_process(folder: str) -> Iterator[None]:
+    """Serve the dashboard of a run in another process.
+
+    The server ends when its pipe closes, so it ends with this process, even if that is killed.
+    """
     command = [sys.executable, "-m", "rollgraph", "view", "--until-stdin-ends", "--", folder]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        print(server.stdout.readline(), end="", flush=True)  # its address; nothing if it failed, which it says itself
+        print(server.stdout.readline(), end="", flush=True)  # its address; empty if it failed and printed an error
         try:
             yield
         finally:

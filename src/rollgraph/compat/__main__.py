@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from rollgraph.compat.import_hook import FOLDER, reach_children
+from rollgraph.compat.import_hook import FOLDER, install_in_subprocesses
 
 USAGE = """usage: python -m rollgraph.compat run script.py [argument ...]
        python -m rollgraph.compat run -m module [argument ...]
@@ -35,24 +35,24 @@ def main(arguments: list[str]) -> int:
     if as_module:
         target = target[1:]
     if command != ["run"] or not target:
-        return complain(USAGE)
+        return print_usage_error(USAGE)
     if not as_module and not Path(target[0]).exists():
-        return complain(f"there is no script {target[0]}")
+        return print_usage_error(f"there is no script {target[0]}")
 
     from rollgraph.compat.megatron import repair
 
     try:
-        found = repair()
+        diagnoses = repair()
     except ModuleNotFoundError as error:
-        return complain(str(error))
-    for finding in found:
-        print(f"rollgraph: {finding.summary}", file=sys.stderr)
-    reach_children()
-    run(target, as_module)
+        return print_usage_error(str(error))
+    for diagnosis in diagnoses:
+        print(f"rollgraph: {diagnosis.summary}", file=sys.stderr)
+    install_in_subprocesses()
+    run_target(target, as_module)
     return 0
 
 
-def run(target: list[str], as_module: bool) -> None:
+def run_target(target: list[str], as_module: bool) -> None:
     """Run as Python would: the script's folder, or the working directory for a module, comes first on sys.path."""
     sys.argv = target
     path = Path(target[0]).absolute()
@@ -65,7 +65,7 @@ def run(target: list[str], as_module: bool) -> None:
         runpy.run_path(target[0], run_name="__main__")
     else:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-        execute(code, __file__=str(path), __loader__=SourceFileLoader("__main__", str(path)))
+        execute_as_main(code, __file__=str(path), __loader__=SourceFileLoader("__main__", str(path)))
 
 
 def run_module(name: str) -> None:
@@ -80,18 +80,18 @@ def run_module(name: str) -> None:
         sys.exit(f"there is no module {name} that can run")
     sys.argv[0] = str(spec.origin)
     attributes = {"__file__": spec.origin, "__loader__": loader, "__package__": spec.parent, "__spec__": spec}
-    execute(loader.get_code(spec.name), **attributes)
+    execute_as_main(loader.get_code(spec.name), **attributes)
 
 
-def execute(code: CodeType, **attributes: Any) -> None:
-    """Execute in a `__main__` that outlives the script, unlike runpy's: its threads and exit handlers can pickle."""
+def execute_as_main(code: CodeType, **attributes: Any) -> None:
+    """Execute in a `__main__` that, unlike runpy's, outlives the script: its threads and exit handlers can pickle."""
     main_module = ModuleType("__main__")
     vars(main_module).update(attributes)
     sys.modules["__main__"] = main_module
     exec(code, vars(main_module))
 
 
-def complain(message: str) -> int:
+def print_usage_error(message: str) -> int:
     print(message, file=sys.stderr)
     return 2
 

@@ -1,4 +1,4 @@
-"""A diagnosis: one known failure, and whether this installation has it. Owns the four states and nothing else."""
+"""A diagnosis: one known failure, and whether this installation has it. Owns the four states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollgraph doctor`'s examination: what is installed, which known failures it has, and what is wrong with a config.
+"""The examination of `rollgraph doctor`: installed versions, known failures, and remarks on a config's graph keys.
 
 Owns the list of probes, and ensures that none of them can abort the examination; the probes themselves are in
 `megatron/`. Imports Megatron only while examining.
@@ -15,8 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from rollgraph.compat.diagnosis import Diagnosis, RepairState
-from rollgraph.compat.graph_lint import lint_file
-from rollgraph.compat.graph_remarks import Remark
+from rollgraph.compat.graph_keys import Remark, lint_file
 
 FAMILY = {  # module -> the distributions it may come from
     "megatron.core": ("megatron-core",),
@@ -31,7 +30,7 @@ Probe = Callable[[], Iterable[Diagnosis]]
 class Examination:
     installed: dict[str, str | None]  # name -> version, or None if it is not installed
     findings: tuple[Diagnosis, ...]
-    remarks: tuple[Remark, ...] = ()  # on the config, if one was given
+    remarks: tuple[Remark, ...] = ()  # on the config, if there is one
 
     @property
     def family(self) -> list[str]:
@@ -39,39 +38,39 @@ class Examination:
         return [names[0] for names in FAMILY.values() if self.installed.get(names[0])]
 
     @property
-    def tried(self) -> bool:
-        """Whether at least one failure could be tried here."""
+    def any_probed(self) -> bool:
+        """Whether the probe of at least one failure could run here."""
         return any(finding.state is not RepairState.UNKNOWN for finding in self.findings)
 
     @property
     def affected(self) -> bool | None:
-        """Whether something is wrong; None if nothing is known to be, but nothing could be tried either."""
+        """Whether anything is broken; None if no probe could run and the config shows nothing serious."""
         broken = any(finding.state is RepairState.AFFECTED for finding in self.findings)
-        if broken or any(remark.serious for remark in self.remarks):
+        if broken or any(remark.is_serious for remark in self.remarks):
             return True
-        return False if self.tried else None
+        return False if self.any_probed else None
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "affected": self.affected,
             "installed": self.installed,
             "findings": [asdict(finding) for finding in self.findings],
-            "config": [{**asdict(remark), "serious": remark.serious} for remark in self.remarks],
+            "config": [{**asdict(remark), "serious": remark.is_serious} for remark in self.remarks],
         }
 
 
 def examine(
     config: str | os.PathLike[str] | None = None, *, repaired: bool = False, probes: Sequence[Probe] | None = None
 ) -> Examination:
-    """Examine this installation and, if given, a config.
+    """Examine this installation and, if there is one, a config.
 
-    With `repaired`, the repairs are applied first, and undone at the end unless they were in force before. A probe
-    that raises becomes a finding with the state `cannot tell here`. A config that cannot be read, or that has no known
-    key, raises ConfigError.
+    With `repaired`, the repairs are applied first, and undone at the end unless they were already in force. A probe
+    that raises becomes a finding with the state `cannot tell here`. Raises ConfigError if the config cannot be read or
+    has no known key.
     """
     installed = find_installed()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of imported packages; the findings say what matters
+        warnings.simplefilter("ignore")  # warnings of imported packages would bury the findings
         remarks: list[Remark] = []
         if config is not None:
             remarks = lint_file(config, _known_fields(installed))
@@ -79,14 +78,14 @@ def examine(
             probes = _choose_probes(installed, repaired)
         findings: list[Diagnosis] = []
         for probe in probes:
-            findings += _run(probe)
+            findings += _run_probe(probe)
     return Examination(installed, tuple(findings), tuple(remarks))
 
 
 def find_installed() -> dict[str, str | None]:
-    """The versions of the family, of torch, and of the CUDA that torch can use here."""
-    found = {names[0]: _version(module, names) for module, names in FAMILY.items()}
-    return {**found, "torch": _version("torch", ("torch",)), "cuda": _cuda()}
+    """The installed versions of the Megatron family, torch, and the CUDA that torch can use here."""
+    versions = {names[0]: _version(module, names) for module, names in FAMILY.items()}
+    return {**versions, "torch": _version("torch", ("torch",)), "cuda": _cuda()}
 
 
 def _version(module: str, distributions: tuple[str, ...]) -> str | None:
@@ -128,7 +127,7 @@ def _choose_probes(installed: dict[str, str | None], repaired: bool) -> tuple[Pr
     return (_megatron_core_repaired,) if repaired else (_megatron_core,)
 
 
-def _run(probe: Probe) -> list[Diagnosis]:
+def _run_probe(probe: Probe) -> list[Diagnosis]:
     try:
         return list(probe())
     except Exception as error:
@@ -146,9 +145,9 @@ def _megatron_core() -> list[Diagnosis]:
 def _megatron_core_repaired() -> list[Diagnosis]:
     from rollgraph.compat import megatron
 
-    already = any(finding.state is RepairState.REPAIRED for finding in megatron.findings())
+    already_repaired = any(finding.state is RepairState.REPAIRED for finding in megatron.findings())
     try:
         return list(megatron.repair())
     finally:
-        if not already:
+        if not already_repaired:
             megatron.undo()

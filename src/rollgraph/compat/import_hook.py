@@ -1,7 +1,7 @@
-"""Repairs megatron-core in the process that imports it, right after the import. Owns the import hook.
+"""The import hook that repairs megatron-core right after a process has imported it.
 
-`every_process/` runs this file at the start of Python processes that may never import megatron, and that may be unable
-to import rollgraph. So it imports only the standard library, and reports errors instead of raising them.
+`every_process/` runs this file at the start of Python processes that may never import megatron, or whose environment
+lacks rollgraph. So it imports only the standard library, and reports errors instead of raising them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ FOLDER = os.path.join(ROLLGRAPH, "compat", "every_process")
 
 
 def install() -> None:
-    """Call `repair()` as soon as megatron.core is imported, or now if it already is. Calling this twice is safe."""
+    """Call `repair()` as soon as megatron.core is imported, or now if it already is. Installing twice is safe."""
     if PACKAGE in sys.modules:
         repair_here()
         return
-    # Compared by name, not by isinstance: a process can have this file as two modules.
+    # We compare names instead of using isinstance, because a process can load this file as two modules.
     installed = any(type(finder).__name__ == RepairingFinder.__name__ for finder in sys.meta_path)
     if not installed:
         sys.meta_path.insert(0, RepairingFinder())
 
 
 class RepairingFinder:
-    """Lets the other finders find megatron.core, and has it repaired once it is loaded."""
+    """Delegates to the other finders, and wraps the loader of megatron.core so that it is repaired after loading."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != PACKAGE:
@@ -44,12 +44,12 @@ class RepairingFinder:
         try:
             repair_once_loaded(spec)
         except Exception as error:
-            complain(error)
+            report_repair_failure(error)
         return spec
 
 
 def repair_once_loaded(spec: Any) -> None:
-    """Wrap the loader's `exec_module` and keep the loader, which is also asked for resources and source."""
+    """Wrap the `exec_module` of the loader. The loader itself stays, because Python also gets resources from it."""
     if spec is None or spec.loader is None:  # megatron.core is not installed
         return
     execute = spec.loader.exec_module
@@ -68,24 +68,26 @@ def repair_here() -> None:
         from rollgraph.compat.diagnosis import RepairState
         from rollgraph.compat.megatron import repair
 
-        found = repair()
+        diagnoses = repair()
     except Exception as error:
-        complain(error)
+        report_repair_failure(error)
         return
-    repaired = [finding.name for finding in found if finding.state is RepairState.REPAIRED]
+    repaired = [diagnosis.name for diagnosis in diagnoses if diagnosis.state is RepairState.REPAIRED]
     if repaired:
-        say(f"repaired in process {os.getpid()}: {', '.join(repaired)}")
-    for finding in found:
-        if finding.state in (RepairState.AFFECTED, RepairState.UNKNOWN):
-            say(f"process {os.getpid()}: {finding.summary}")
+        print_to_stderr(f"repaired in process {os.getpid()}: {', '.join(repaired)}")
+    for diagnosis in diagnoses:
+        if diagnosis.state in (RepairState.AFFECTED, RepairState.UNKNOWN):
+            print_to_stderr(f"process {os.getpid()}: {diagnosis.summary}")
 
 
 def make_importable() -> None:
     """Make `rollgraph` importable in a worker whose own environment lacks it, from the folder of this file."""
     import importlib.util
 
-    found = importlib.util.find_spec("rollgraph")
-    if found is not None and found.origin is not None:  # an origin of None is just a folder with that name
+    installed_spec = importlib.util.find_spec("rollgraph")
+    if (
+        installed_spec is not None and installed_spec.origin is not None
+    ):  # without an origin, it is just a folder of that name
         return
     file = os.path.join(ROLLGRAPH, "__init__.py")
     spec = importlib.util.spec_from_file_location("rollgraph", file, submodule_search_locations=[ROLLGRAPH])
@@ -96,17 +98,17 @@ def make_importable() -> None:
     spec.loader.exec_module(module)
 
 
-def complain(error: Exception) -> None:
-    say(f"megatron-core is not repaired in process {os.getpid()}: {type(error).__name__}: {error}")
+def report_repair_failure(error: Exception) -> None:
+    print_to_stderr(f"megatron-core is not repaired in process {os.getpid()}: {type(error).__name__}: {error}")
 
 
-def say(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     if sys.stderr is not None:
         print(f"rollgraph: {text}", file=sys.stderr)
 
 
-def reach_children() -> None:
-    """Put the hook on PYTHONPATH, so that Python processes started from here on, and their children, install it."""
-    before = os.environ.get("PYTHONPATH")
-    if before is None or FOLDER not in before.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (FOLDER, before)))
+def install_in_subprocesses() -> None:
+    """Put the hook on PYTHONPATH, so that later Python subprocesses and their children install it."""
+    python_path = os.environ.get("PYTHONPATH")
+    if python_path is None or FOLDER not in python_path.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (FOLDER, python_path)))

@@ -1,14 +1,14 @@
-"""The configuration of a run: its keys, how a file is read, and what is wrong with one.
+"""The configuration of a run: its keys, reading it from YAML, and checking it.
 
-`keys.py` lists every key and `rules.py` the combinations that make no sense. A file is parsed by `yaml_tree.py`, merged
-with those it builds on by `inheritance.py`, and turned into dataclasses by `reader.py`; `field_types.py` describes
-their types. Importing this package is instant.
+`keys.py` lists every key, and `rules.py` the combinations of keys that make no sense. `yaml_tree.py` parses a file and
+merges it with the files it builds on. `reader.py` turns the result into dataclasses, whose types `fields.py` describes.
+`names.py` maps the keys of other frameworks to ours. Importing this package is instant.
 """
 
-from rollgraph.config.field_types import Key, spell
-from rollgraph.config.key_types import COLDEST, SinkName
+from rollgraph.config.fields import ConfigError, ConfigProblem, Key, describe_type
 from rollgraph.config.keys import (
-    MICROBATCH_TOKENS,
+    DEFAULT_MICROBATCH_TOKENS,
+    MIN_TEMPERATURE,
     AdapterConfig,
     AlgorithmConfig,
     Config,
@@ -16,17 +16,17 @@ from rollgraph.config.keys import (
     LogConfig,
     ModelConfig,
     RolloutConfig,
+    SinkName,
     TinyModelConfig,
 )
-from rollgraph.config.keywords import config_from_keywords
-from rollgraph.config.loading import json_schema, list_keys, load_config, parse_config
-from rollgraph.config.printing import to_dict, to_yaml
-from rollgraph.config.problems import ConfigError, ConfigProblem
-from rollgraph.config.rules import broken_rules, check_scopes, training_scopes
+from rollgraph.config.loading import config_from_keywords, json_schema, list_keys, load_config, parse_config
+from rollgraph.config.names import with_new_names
+from rollgraph.config.rules import broken_rules, capture_scopes, training_scopes
+from rollgraph.config.yaml_tree import to_dict, to_yaml
 
 __all__ = [
-    "COLDEST",
-    "MICROBATCH_TOKENS",
+    "DEFAULT_MICROBATCH_TOKENS",
+    "MIN_TEMPERATURE",
     "AdapterConfig",
     "AlgorithmConfig",
     "Config",
@@ -40,14 +40,15 @@ __all__ = [
     "SinkName",
     "TinyModelConfig",
     "broken_rules",
-    "check_scopes",
+    "capture_scopes",
     "config_from_keywords",
+    "describe_type",
     "json_schema",
     "list_keys",
     "load_config",
     "parse_config",
-    "spell",
     "to_dict",
     "to_yaml",
     "training_scopes",
+    "with_new_names",
 ]

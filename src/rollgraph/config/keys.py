@@ -1,42 +1,177 @@
 """Every key of a run's configuration, with its type, limits, default and description.
 
-Owns what can be configured; code that uses a value does not check it again. Rules that involve several keys are in
-`rules.py`. Paths are relative to the working directory. Importing this module is instant.
+Values are checked when the file is read, so code that uses a value does not check it again. Rules across several keys
+are in `rules.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from rollgraph.config.cluster_keys import ClusterConfig
-from rollgraph.config.field_types import COMMAS
-from rollgraph.config.key_types import (
-    TARGETS,
-    Beta,
-    Count,
-    File,
-    Heads,
-    Layers,
-    Natural,
-    Neighbours,
-    NotNegative,
-    Options,
-    Positive,
-    Rank,
-    Scope,
-    Share,
-    ShareAboveZero,
-    SinkName,
-    Target,
-    Temperature,
-    Width,
-    WidthOfMlp,
-)
-from rollgraph.config.reward_keys import RewardConfig
-from rollgraph.config.train_keys import TrainConfig
+from rollgraph.config.fields import COMMA_SEPARATED, IS_PATH, Limit
 
-MICROBATCH_TOKENS = 16_384  # the largest microbatch where neither the user nor memory says otherwise
+# -- the largest model -----------------------------------------------------------------------------
+# A config file with larger sizes is damaged. Building its model would take forever.
+
+MAX_SIZES = {
+    "layers": 1024,
+    "hidden": 2**20,
+    "mlp": 2**22,
+    "heads": 2**14,
+    "head_dim": 2**14,
+    "vocabulary": 2**24,
+    "length": 2**31 - 1,
+    "rank": 1024,  # of an adapter
+}
+
+
+# -- shared types ----------------------------------------------------------------------------------
+
+MIN_TEMPERATURE = 0.01  # logits are divided by the temperature, so tiny values overflow
+PositiveInt = Annotated[int, Limit("minimum", 1)]
+NonNegativeInt = Annotated[int, Limit("minimum", 0)]
+ZeroOrOne = Annotated[NonNegativeInt, Limit("maximum", 1)]
+Layers = Annotated[PositiveInt, Limit("maximum", MAX_SIZES["layers"])]
+Width = Annotated[PositiveInt, Limit("maximum", MAX_SIZES["hidden"])]
+Heads = Annotated[PositiveInt, Limit("maximum", MAX_SIZES["heads"])]
+MlpWidth = Annotated[PositiveInt, Limit("maximum", MAX_SIZES["mlp"])]
+TopK = Annotated[int, Limit("minimum", 0, "0 means all tokens")]
+PositiveFloat = Annotated[float, Limit("exclusiveMinimum", 0)]
+Temperature = Annotated[float, Limit("minimum", MIN_TEMPERATURE)]
+LearningRate = Annotated[float, Limit("minimum", 0), Limit("maximum", 1)]
+PositiveLearningRate = Annotated[float, Limit("exclusiveMinimum", 0), Limit("maximum", 1)]
+Epsilon = Annotated[
+    float,
+    Limit("exclusiveMinimum", 0),
+    Limit("maximum", 0.01, "this is Adam's, while the range of the clip is algorithm.options.clip_low and clip_high"),
+]
+NonNegativeFloat = Annotated[float, Limit("minimum", 0)]
+Fraction = Annotated[float, Limit("minimum", 0), Limit("maximum", 1)]
+PositiveFraction = Annotated[float, Limit("exclusiveMinimum", 0), Limit("maximum", 1)]
+Beta = Annotated[float, Limit("minimum", 0), Limit("exclusiveMaximum", 1)]
+Rank = Annotated[PositiveInt, Limit("maximum", MAX_SIZES["rank"])]
+Scope = Literal["step", "layer", "attn", "mlp"]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
+Options = Mapping[str, Any]
+File = Annotated[str, IS_PATH]
+
+
+# -- cluster ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    engine: Annotated[
+        Literal["none", "ray"],
+        "What starts the ranks. none: you or a launcher such as torchrun; ray: a Ray cluster, which replaces lost "
+        "ranks (pip install 'rollgraph[ray]').",
+    ] = "none"
+    address: Annotated[
+        str | None,
+        "Address of the Ray cluster: host:port, auto on one of its nodes, or ray://host:10001 from elsewhere. null: "
+        "RAY_ADDRESS, else the cluster that this machine belongs to, else a temporary cluster of this machine alone.",
+    ] = None
+    nodes: Annotated[PositiveInt, "Number of nodes. Each has the same number of ranks."] = 1
+    gpus_per_node: Annotated[
+        NonNegativeInt, "Number of GPUs to use on each node, with one rank for each. 0: ranks on CPUs."
+    ] = 1
+    ranks_per_node: Annotated[PositiveInt, "Number of ranks on each node if `gpus_per_node` is 0."] = 1
+    cpus_per_rank: Annotated[
+        PositiveInt,
+        "CPU cores that Ray reserves for each rank. On a CPU, also its number of threads unless `cpu_threads` is set.",
+    ] = 1
+    working_dir: Annotated[
+        File | None,
+        "Folder with your modules. Ray copies it to all nodes, and ranks run in the copy. null: nodes share a file "
+        "system, and ranks run in the current folder.",
+    ] = None
+    attempts: Annotated[
+        PositiveInt,
+        "The run gives up after more than this many attempts in a row that lost a rank before finishing a step.",
+    ] = 3
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_on_node
+
+    @property
+    def ranks_on_node(self) -> int:
+        return self.gpus_per_node or self.ranks_per_node
+
+
+# -- reward ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunctionConfig:
+    name: Annotated[File, "A built-in reward, package.module:function, or path/file.py:function."]
+    weight: Annotated[float, "Weight of this function in the sum."] = 1.0
+    options: Annotated[Options, "Keyword arguments for the function."] = field(default_factory=dict)
+    label: Annotated[str, "Name in the metrics. Empty: the name of the function."] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    functions: Annotated[
+        tuple[RewardFunctionConfig, ...], "Reward functions. The reward is the weighted sum of their values."
+    ] = ()
+    chat: Annotated[
+        Literal["messages", "text"],
+        "Arguments of your functions for rows with `messages`. messages: lists of messages, as in TRL; text: the "
+        "prompt as rendered by the chat template, and the completion as text. Built-in rewards always get text.",
+    ] = "messages"
+    workers: Annotated[
+        NonNegativeInt, "Number of reward processes for each rank. 0: compute rewards in the rank's own process."
+    ] = 0
+    place: Annotated[
+        Literal["local", "cluster"],
+        "Where the reward processes run. local: on the rank's node; cluster: on any node of the Ray cluster with free "
+        "CPU cores, such as nodes without GPUs.",
+    ] = "local"
+    timeout: Annotated[
+        PositiveFloat,
+        "Time limit in seconds for one call of a function, with all completions of the call. Without workers, only "
+        "async functions can be stopped.",
+    ] = 10.0
+    on_failure: Annotated[
+        float, "Value that replaces the result of a function that raises or times out. Such failures are counted."
+    ] = 0.0
+
+
+# -- train -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    token_buckets: Annotated[
+        tuple[PositiveInt, ...] | None,
+        "Microbatch sizes in tokens, with a graph for each. With a `graph.scope` below step, only the largest is used. "
+        "null: `microbatch_tokens` (or less, if a minibatch cannot fill it), half of it and a quarter of it.",
+    ] = None
+    microbatch_tokens: Annotated[
+        PositiveInt | None,
+        "Largest microbatch in tokens, if `token_buckets` is null. null: 16,384, or less if memory requires it.",
+    ] = None
+    half_logits: Annotated[
+        Literal["auto"] | bool,
+        "Compute logits for only half of the tokens of a full microbatch if its completions fit into that half. "
+        "This takes one more graph for scoring and for each loss. auto: if completions are at most half of the tokens "
+        "at the largest lengths or, for `sft` and `dpo`, in the data.",
+    ] = "auto"
+
+    @property
+    def largest_bucket(self) -> int | None:
+        """The largest microbatch in tokens, or None if it is not configured."""
+        return max(self.token_buckets) if self.token_buckets else self.microbatch_tokens
+
+
+# -- all other sections ----------------------------------------------------------------------------
+
+DEFAULT_MICROBATCH_TOKENS = 16_384  # the largest microbatch, unless it is configured or memory requires less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +180,8 @@ class TinyModelConfig:
     width: Annotated[Width, "Size of the hidden state."] = 64
     heads: Annotated[Heads, "Number of attention heads."] = 4
     kv_heads: Annotated[Heads, "Number of key/value heads; must divide `heads`."] = 2
-    mlp: Annotated[WidthOfMlp, "Hidden size of the MLP."] = 128
-    max_length: Annotated[Count, "Longest prompt plus completion, in tokens."] = 256
+    mlp: Annotated[MlpWidth, "Hidden size of the MLP."] = 128
+    max_length: Annotated[PositiveInt, "Longest prompt plus completion, in tokens."] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,35 +189,33 @@ class ModelConfig:
     path: Annotated[
         File | None,
         "Folder of a Llama, Mistral, Qwen2 or Qwen3 model, or its id on the Hugging Face Hub: org/name or "
-        "org/name@revision. Either this or `model.tiny` is required.",
+        "org/name@revision. Set either this or `model.tiny`.",
     ] = None
     tiny: Annotated[TinyModelConfig | None, "A small model with random weights, created for this run."] = None
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"], "Data type of the weights. auto: the type they are stored in."
-    ] = "auto"
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], "Data type of the weights. auto: as stored."] = "auto"
     checkpointing: Annotated[
-        Literal["auto"] | bool | Natural,
-        "Recompute the activations of so many layers in the backward pass, which saves memory and costs time. true: of "
-        "all layers; auto: of as many as memory requires.",
+        Literal["auto"] | bool | NonNegativeInt,
+        "Number of layers whose activations are recomputed in the backward pass. This saves memory and costs time. "
+        "true: all layers; auto: as many as memory requires.",
     ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    rank: Annotated[Rank, "Rank of each adapter: more can learn more, and takes more memory."] = 32
-    alpha: Annotated[Positive, "What an adapter adds is multiplied by alpha / rank."] = 32.0
-    targets: Annotated[tuple[Target, ...], "The projections of every layer that get an adapter."] = TARGETS
+    rank: Annotated[Rank, "Rank of each adapter. A higher rank can learn more and takes more memory."] = 32
+    alpha: Annotated[PositiveFloat, "Scale: the output of an adapter is multiplied by alpha / rank."] = 32.0
+    targets: Annotated[tuple[Target, ...], "Projections that get an adapter, in every layer."] = TARGETS
     dropout: Annotated[
         Beta,
-        "Share of an adapter's inputs that training leaves out at random. Above 0, generation and training differ.",
+        "Dropout probability for the inputs of adapters in training. Above 0, generation and training differ.",
     ] = 0.0
     rslora: Annotated[
-        bool, "Multiply by alpha / sqrt(rank) instead, so that a high rank adds as much as a low one."
+        bool, "Multiply by alpha / sqrt(rank) instead, so that high ranks are not scaled down too much."
     ] = False
     path: Annotated[
         File | None,
-        "Folder of an adapter in PEFT's format to start from, or its id on the Hugging Face Hub. It decides rank, "
-        "alpha, targets and rslora. null: adapters that change nothing yet.",
+        "Start from this adapter: a folder in PEFT's format, or an id on the Hugging Face Hub. Its rank, alpha, "
+        "targets and rslora are used. null: start with adapters that add nothing.",
     ] = None
 
 
@@ -90,7 +223,8 @@ class AdapterConfig:
 class TokenizerConfig:
     path: Annotated[
         File | None,
-        "Folder of a tokenizer, its id on the hub, or `bytes`. null: `model.path`, or `bytes` for a tiny model.",
+        "Folder of a tokenizer, its id on the Hugging Face Hub, or `bytes`. null: `model.path`, or `bytes` for a tiny "
+        "model.",
     ] = None
 
 
@@ -98,31 +232,34 @@ class TokenizerConfig:
 class DataConfig:
     train: Annotated[
         File,
-        "A .jsonl or .parquet file with a column `prompt` or `messages`, or a dataset of the Hugging Face Hub: "
-        "org/name, org/name:split or org/name@revision:config/split. Reward functions see all other columns. `sft` "
-        "needs `completion` or the assistant's messages, `dpo` needs `chosen` and `rejected`.",
+        "A .jsonl or .parquet file with a column `prompt` or `messages`, or a dataset on the Hugging Face Hub: "
+        "org/name, org/name:split or org/name@revision:config/split. Reward functions get all other columns. `sft` "
+        "needs `completion` or the assistant's messages. `dpo` needs `chosen` and `rejected`.",
     ]
     validation: Annotated[
         File | None,
-        "Held-out data in the same format; a dataset without a split means its validation or test split. "
-        "null: no validation.",
+        "Validation data in the same format. If a dataset is named without a split, its validation or test split is "
+        "used. null: no validation.",
     ] = None
     prompts_per_step: Annotated[
-        Count, "Number of prompts per step, over all ranks; for `sft` and `dpo`, the number of rows."
+        PositiveInt, "Number of prompts per step, over all ranks. For `sft` and `dpo`, the number of rows."
     ] = 32
-    max_prompt_tokens: Annotated[Count | None, "Longest prompt, in tokens. null: as long as the model allows."] = None
+    max_prompt_tokens: Annotated[
+        PositiveInt | None,
+        "Longest prompt in tokens. null: the longest prompt in `data.train` when the run first started, rounded up.",
+    ] = None
     max_tokens: Annotated[
-        Count | None,
-        "Longest prompt plus completion of `sft` and `dpo`, in tokens. null: what the model and the largest microbatch "
-        "allow.",
+        PositiveInt | None,
+        "Longest prompt plus completion in tokens, for `sft` and `dpo`. null: limited by the model and the largest "
+        "microbatch.",
     ] = None
     too_long: Annotated[
-        Literal["error", "drop"], "What to do with longer rows. error: stop; drop: leave them out and count them."
+        Literal["error", "drop"], "What to do with rows that are too long. error: stop; drop: skip and count them."
     ] = "error"
-    chat: Annotated[bool, "Wrap each prompt, and what was written in reply to it, in the model's chat template."] = (
-        False
-    )
-    shuffle: Annotated[bool, "Use a new order in every epoch, derived from the seed."] = True
+    chat: Annotated[
+        bool, "Apply the model's chat template to each prompt, and to its completion if the data has one."
+    ] = False
+    shuffle: Annotated[bool, "Shuffle the data anew in every epoch, with the run's seed."] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,65 +270,68 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    samples_per_prompt: Annotated[Count, "Completions per prompt, that is, the size of a group."] = 16
-    max_tokens: Annotated[Count, "Longest completion, in tokens."] = 512
+    samples_per_prompt: Annotated[PositiveInt, "Completions per prompt: the group size."] = 16
+    max_tokens: Annotated[PositiveInt, "Longest completion in tokens."] = 512
     temperature: Annotated[
         Temperature, "Sampling temperature. Values near 0 overflow, and greedy sampling explores nothing."
     ] = 1.0
-    top_k: Annotated[Natural, "Sample from the k most likely tokens. 0: from all tokens."] = 0
-    top_p: Annotated[ShareAboveZero, "Sample from the most likely tokens that together reach this probability."] = 1.0
+    top_k: Annotated[TopK, "Sample from the k most likely tokens. 0: from all tokens."] = 0
+    top_p: Annotated[PositiveFraction, "Sample from the most likely tokens that together reach this probability."] = 1.0
     min_p: Annotated[
-        Share, "Sample from tokens whose probability is at least this fraction of the most likely token's."
+        Fraction, "Sample from tokens whose probability is at least this fraction of the most likely token's."
     ] = 0.0
     stop: Annotated[tuple[str, ...], "Strings that end a completion."] = ()
-    rows: Annotated[Count, "Number of sequences decoded at a time."] = 256
+    rows: Annotated[PositiveInt, "Number of sequences decoded at the same time."] = 256
     environment: Annotated[
-        EnvironmentConfig | None, "Environment for several turns. null: one completion per sample."
+        EnvironmentConfig | None, "Environment for multi-turn rollouts. null: one completion per sample."
     ] = None
 
     @property
     def filtered(self) -> bool:
-        """Whether tokens are drawn from a subset, so that their log-probabilities are not the policy's."""
+        """Whether a filter restricts sampling to some tokens, so that log-probabilities are not the policy's own."""
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     name: Annotated[File, "A built-in algorithm, package.module:name, or path/file.py:name."] = "grpo"
-    options: Annotated[Options, "Settings of the algorithm."] = field(default_factory=dict)
+    options: Annotated[Options, "Options of the algorithm."] = field(default_factory=dict)
     teacher: Annotated[
-        File | None, "Folder of the model that scores samples for `distillation`; it has the policy's tokenizer."
+        File | None,
+        "Folder of the teacher model for `distillation`. It scores samples and must have the policy's tokenizer.",
     ] = None
-    minibatches: Annotated[Count, "Optimizer steps per pass over the rollouts."] = 1
-    epochs: Annotated[Count, "Passes over the rollouts of a step."] = 1
+    minibatches: Annotated[PositiveInt, "Optimizer steps per pass over the rollouts."] = 1
+    epochs: Annotated[PositiveInt, "Passes over the rollouts of a step."] = 1
     kl_coef: Annotated[
-        NotNegative, "Weight of the KL divergence from the reference policy. 0: no reference policy is needed."
+        NonNegativeFloat, "Weight of the KL divergence from the reference policy. 0: no reference policy is needed."
     ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    lr: Annotated[NotNegative, "Learning rate after warm-up."] = 1e-6
+    lr: Annotated[LearningRate, "Peak learning rate, after warm-up."] = 1e-6
     betas: Annotated[tuple[Beta, Beta], "Decay rates of the first and second moment."] = (0.9, 0.999)
-    eps: Annotated[Positive, "Constant added to the denominator for numerical stability."] = 1e-8
-    weight_decay: Annotated[NotNegative, "Decoupled weight decay, as in AdamW."] = 0.0
-    clip_norm: Annotated[Positive | None, "Largest norm of the gradient. null: no clipping."] = 1.0
+    eps: Annotated[Epsilon, "Constant added to the denominator for numerical stability."] = 1e-8
+    weight_decay: Annotated[NonNegativeFloat, "Decoupled weight decay, as in AdamW."] = 0.0
+    clip_norm: Annotated[PositiveFloat | None, "Clip gradients to this norm. null: no clipping."] = 1.0
     schedule: Annotated[
-        Literal["constant", "linear", "cosine"], "Schedule of the learning rate; linear and cosine end at 0."
+        Literal["constant", "linear", "cosine"], "Learning rate schedule. linear and cosine end at 0."
     ] = "constant"
     warmup_steps: Annotated[
-        Natural, "Number of optimizer updates in which the learning rate rises from 0. A step can have several updates."
+        NonNegativeInt,
+        "Number of optimizer updates in which the learning rate rises from 0. A step can have several updates.",
     ] = 0
     state: Annotated[
         Literal["fp32", "bf16", "int8"],
-        "Format of the two moments. fp32: 8 bytes for each parameter; bf16: 4 bytes; int8: 2 bytes, with an exponent "
-        "for each block of 64. bf16 and int8 are rounded at random, without bias. The master weights are always fp32.",
+        "Format of the two moments. fp32: 8 bytes per parameter; bf16: 4 bytes; int8: 2 bytes, with an exponent for "
+        "each block of 64. bf16 and int8 use stochastic rounding, which is unbiased. The master weights are always "
+        "fp32.",
     ] = "fp32"
     offload: Annotated[
         Literal["auto", "none", "host"],
-        "Where moments and master weights wait between updates. none: on the device; host: in pinned host memory, "
-        "streamed through the device during an update, which gives the same results; auto: on the host if memory "
-        "requires it.",
+        "Where moments and master weights stay between updates. none: on the device; host: in pinned host memory, "
+        "streamed through the device during an update; auto: on the host if memory requires it. The results are the "
+        "same.",
     ] = "auto"
 
 
@@ -199,128 +339,136 @@ class OptimizerConfig:
 class WarmStartConfig:
     data: Annotated[
         File,
-        "A .jsonl or .parquet file, or a dataset of the hub, with columns `prompt` and `completion`, or `messages`. "
-        "`data.chat` applies to it.",
+        "A .jsonl or .parquet file, or a dataset on the Hugging Face Hub, with columns `prompt` and `completion`, or "
+        "`messages`. `data.chat` applies to it.",
     ]
     steps: Annotated[
-        Count, "Largest number of supervised training steps. Their loss also uses `rollout.temperature`."
+        PositiveInt, "Maximum number of supervised training steps. Their loss also uses `rollout.temperature`."
     ] = 100
-    lr: Annotated[Positive, "Constant learning rate of the warm start."] = 1e-5
-    batch_size: Annotated[Count, "Sequences per step, over all ranks."] = 32
+    lr: Annotated[PositiveLearningRate, "Learning rate of the warm start. It is constant."] = 1e-5
+    batch_size: Annotated[PositiveInt, "Sequences per step, over all ranks."] = 32
     stop_at: Annotated[
-        float | None, "Mean reward of sampled completions at which to stop early. null: take all steps."
+        float | None, "Stop early when sampled completions reach this mean reward. null: take all steps."
     ] = None
-    check_every: Annotated[Count, "Steps between two checks of the reward, if `stop_at` is given."] = 10
+    check_every: Annotated[PositiveInt, "Steps between two checks of the reward, if `stop_at` is set."] = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
     impl: Annotated[
         Literal["auto", "none", "cuda", "tape"],
-        "Backend that captures graphs. auto: cuda on a GPU, otherwise tape; none: run eagerly.",
+        "Backend for graph capture. auto: cuda on a GPU, otherwise tape; none: run eagerly.",
     ] = "auto"
     scope: Annotated[
-        Annotated[tuple[Scope, ...], COMMAS] | None,
-        "What one training graph contains. null: step on one rank, layer on several.",
+        Annotated[tuple[Scope, ...], COMMA_SEPARATED] | None,
+        "What one training graph covers. null: step on one rank, layer on several.",
     ] = None
-    warmup: Annotated[Count, "Number of warm-up runs before a capture."] = 2
+    warmup: Annotated[PositiveInt, "Number of warm-up runs before a capture."] = 2
     on_mismatch: Annotated[
-        Literal["raise", "eager", "recapture"], "What to do with a call that does not fit its graph."
+        Literal["raise", "eager", "recapture"], "What to do when a call does not match its graph."
     ] = "raise"
     exact: Annotated[
         Literal["auto", "must", "off"],
-        "Whether generation and training agree bit for bit. auto: where it costs little, otherwise the run says so; "
-        "must: always, or the run stops; off: products are left to the library.",
+        "Whether generation and training agree bit for bit. auto: if it costs little, and the run reports if they do "
+        "not; must: always, or the run stops; off: use the library's default GEMMs.",
     ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    every: Annotated[Count, "Steps between two validations."] = 10
-    samples: Annotated[Count, "Completions per prompt: the k of pass@k."] = 1
-    temperature: Annotated[NotNegative, "Sampling temperature. 0: always take the most likely token."] = 0.0
-    max_prompts: Annotated[Count | None, "Number of prompts to use, from the start of the file. null: all."] = 256
+    every: Annotated[PositiveInt, "Steps between two validations."] = 10
+    samples: Annotated[PositiveInt, "Completions per prompt: the k of pass@k."] = 1
+    temperature: Annotated[NonNegativeFloat, "Sampling temperature. 0: always take the most likely token."] = 0.0
+    max_prompts: Annotated[PositiveInt | None, "Use the first prompts of the file, up to this many. null: all."] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every: Annotated[Count, "Steps between two checkpoints, in a warm start, too. The last step is always saved."] = 50
-    keep_last: Annotated[Count, "How many of the latest regular checkpoints to keep."] = 2
+    every: Annotated[
+        PositiveInt, "Steps between two checkpoints, also in a warm start. The last step is always saved."
+    ] = 50
+    keep_last: Annotated[PositiveInt, "How many of the latest regular checkpoints to keep."] = 2
     keep_best: Annotated[
-        Natural,
-        Neighbours,
-        "How many of the best checkpoints to keep, by validation reward, or by validation loss where nothing is "
-        "rewarded. A new best is saved at once.",
+        NonNegativeInt,
+        ZeroOrOne,
+        "How many of the best checkpoints to keep. The best has the highest validation reward or, without rewards, the "
+        "lowest validation loss. A new best is saved at once.",
     ] = 1
     asynchronous: Annotated[bool, "Write checkpoints while training continues."] = True
     peers: Annotated[
-        Neighbours,
-        "How many other ranks keep a copy of each rank's state in host memory after every step, preferably on another "
-        "node, so that a lost rank costs no step. Needs `cluster.engine: ray`: torchrun replaces all processes, and "
-        "their memory with them.",
+        ZeroOrOne,
+        "How many other ranks keep a copy of each rank's state in host memory, preferably on another node. It is "
+        "updated after every step, so a lost rank costs no step. Needs `cluster.engine: ray`, because torchrun "
+        "replaces all processes and so loses their memory.",
     ] = 0
-    export_at_end: Annotated[bool, "Write a model folder for other tools after the last step."] = True
+    export_at_end: Annotated[bool, "After the last step, write a model folder that other tools can load."] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    timeout: Annotated[Positive, "Seconds that ranks wait for each other; then the run ends and names the lost."] = (
-        600.0
-    )
-    heartbeat_timeout: Annotated[Positive, "Seconds without a heartbeat after which a rank counts as lost."] = 60.0
+    timeout: Annotated[
+        PositiveFloat, "Seconds that ranks wait for each other. After that, the run ends and names the lost ranks."
+    ] = 600.0
+    heartbeat_timeout: Annotated[PositiveFloat, "Seconds without a heartbeat after which a rank counts as lost."] = 60.0
     backend: Annotated[
         Literal["auto", "gloo"],
-        "What ranks communicate with. auto: NCCL between GPUs, gloo between CPUs; gloo: between GPUs, too, through "
-        "host memory, which is slow, but lets several ranks share a GPU.",
+        "Communication backend. auto: NCCL between GPUs, gloo between CPUs; gloo: also between GPUs, through host "
+        "memory, which is slow but lets several ranks share a GPU.",
     ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     cache_gib: Annotated[
-        Positive | None,
-        "Size of the key/value cache in GiB. null: as much as all rows can use, or what fits into memory.",
+        PositiveFloat | None,
+        "Size of the key/value cache in GiB. null: as much as `rollout.rows` sequences can use, or less if memory "
+        "requires it.",
     ] = None
     reference: Annotated[
         Literal["auto", "device", "host"],
-        "Where the reference weights are kept. auto: on the device, or on the host if memory requires it.",
+        "Where to keep the weights of the reference policy. auto: on the device, or on the host if memory requires it.",
     ] = "auto"
     verify_weights: Annotated[
-        bool, "Compare checksums of the policy's weights before and after other weights are used."
+        bool, "Compare checksums of the policy's weights before and after a swap to other weights."
     ] = False
     logits: Annotated[
         Literal["auto", "whole", "chunks"],
-        "How the logits of a microbatch are held. whole: kept from forward to backward; chunks: in pieces of 1 GiB, "
-        "computed twice; auto: whole on a GPU if they fit into memory.",
+        "How the logits of a microbatch are stored. whole: from forward to backward; chunks: in pieces of 1 GiB that "
+        "are computed twice; auto: whole on a GPU if they fit into memory.",
     ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    every: Annotated[Count, "Steps between two lines of metrics."] = 1
+    every: Annotated[PositiveInt, "Steps between two lines of metrics."] = 1
     samples_every: Annotated[
-        Natural, "Steps between two sets of samples; those of validation are always written. 0: write none at all."
+        NonNegativeInt,
+        "Write samples every this many steps. Samples of validation are always written. 0: write none at all.",
     ] = 10
     sample_groups: Annotated[
-        Count, "Groups in each set: prompts with all their completions, drawn by the seed and the step."
+        PositiveInt,
+        "Number of groups to write each time: prompts with all their completions, drawn with the seed and the step.",
     ] = 4
-    token_values: Annotated[Natural, "Longest completion with values of each token in samples.jsonl; 0: none."] = 4096
+    token_values: Annotated[
+        NonNegativeInt, "Write per-token values to samples.jsonl for completions up to this many tokens. 0: none."
+    ] = 4096
     sinks: Annotated[
-        tuple[SinkName, ...] | None, "Where metrics are written. null: jsonl, and tensorboard if it is installed."
+        tuple[SinkName, ...] | None, "Where to write metrics. null: jsonl, and tensorboard if it is installed."
     ] = None
     wandb: Annotated[Options, "Arguments of wandb.init."] = field(default_factory=dict)
     mlflow: Annotated[Options, "MLflow settings: tracking_uri, experiment and run_name."] = field(default_factory=dict)
     progress: Annotated[
         Literal["auto", "live", "plain", "none"],
-        "Progress display. auto: live in a terminal or a notebook, otherwise plain. plain: one line for each step, and "
-        "during set-up one every few seconds.",
+        "Progress display. auto: live in a terminal or a notebook, otherwise plain; plain: one line for each step, and "
+        "one every few seconds during set-up.",
     ] = "auto"
+    verbose: Annotated[bool, "Show more details, such as how many graphs were replayed."] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    seed: Annotated[Natural, "Seed for all random number generators."] = 0
-    steps: Annotated[Count, "Number of steps; each samples rollouts and trains on them."] = 100
+    seed: Annotated[NonNegativeInt, "Seed for all random number generators."] = 0
+    steps: Annotated[PositiveInt, "Number of steps. Each step samples rollouts and trains on them."] = 100
     output: Annotated[File, "Folder for the run's checkpoints, metrics and samples."] = "runs/default"
     resume: Annotated[
         Literal["auto", "never", "must"],
@@ -328,27 +476,25 @@ class Config:
         "must: stop if none exists.",
     ] = "auto"
     allow_changes: Annotated[
-        Annotated[tuple[str, ...], COMMAS],
-        "Keys or sections that this start may change although a resumed run keeps them, such as algorithm or "
-        "data.train. See docs/run_folder.md.",
+        Annotated[tuple[str, ...], COMMA_SEPARATED],
+        "Keys or sections that may change on resume, such as algorithm or data.train. Otherwise, a change of them is "
+        "refused. See docs/run_folder.md.",
     ] = ()
     cpu_threads: Annotated[
-        Count | None, "Number of PyTorch threads on a CPU. null: PyTorch decides; 1 is best for tiny models."
+        PositiveInt | None, "Number of PyTorch threads on a CPU. 1 is best for tiny models. null: PyTorch decides."
     ] = None
     shard: Annotated[
         Literal["optimizer", "parameters"],
-        "What the ranks divide among themselves. optimizer: gradients and the optimizer's state, while each rank has "
-        "all parameters; parameters: those as well, and layers are gathered when they are needed.",
+        "What is sharded across ranks. optimizer: gradients and optimizer state, as in ZeRO-2; parameters: parameters "
+        "as well, as in FSDP, and each layer is gathered when it is needed.",
     ] = "optimizer"
     tensor_parallel: Annotated[
-        Count, "Number of ranks of a node that divide each layer among themselves. 1: each rank computes whole layers."
+        PositiveInt, "Size of a tensor parallel group, within a node. 1: no tensor parallelism."
     ] = 1
     model: Annotated[ModelConfig, "The model to train."] = field(default_factory=ModelConfig)
-    adapter: Annotated[
-        AdapterConfig | None, "Train low-rank adapters (LoRA), and no other weight. null: train all weights."
-    ] = None
-    tokenizer: Annotated[TokenizerConfig, "How text becomes tokens."] = field(default_factory=TokenizerConfig)
-    data: Annotated[DataConfig, "The prompts to train on and to validate with."]
+    adapter: Annotated[AdapterConfig | None, "Train only low-rank adapters (LoRA). null: train all weights."] = None
+    tokenizer: Annotated[TokenizerConfig, "The tokenizer."] = field(default_factory=TokenizerConfig)
+    data: Annotated[DataConfig, "Prompts for training and validation."]
     rollout: Annotated[RolloutConfig, "How completions are sampled."] = field(default_factory=RolloutConfig)
     reward: Annotated[RewardConfig, "How completions are scored."] = field(default_factory=RewardConfig)
     algorithm: Annotated[AlgorithmConfig, "How rewards become a loss."] = field(default_factory=AlgorithmConfig)
@@ -361,19 +507,19 @@ class Config:
     validation: Annotated[ValidationConfig, "Validation on `data.validation`."] = field(
         default_factory=ValidationConfig
     )
-    checkpoint: Annotated[CheckpointConfig, "When checkpoints are written and which are kept."] = field(
+    checkpoint: Annotated[CheckpointConfig, "When to write checkpoints and which to keep."] = field(
         default_factory=CheckpointConfig
     )
-    ranks: Annotated[RanksConfig, "Runs with several processes."] = field(default_factory=RanksConfig)
+    ranks: Annotated[RanksConfig, "Communication between ranks."] = field(default_factory=RanksConfig)
     cluster: Annotated[ClusterConfig, "Runs on a Ray cluster; see docs/cluster.md."] = field(
         default_factory=ClusterConfig
     )
-    memory: Annotated[MemoryConfig, "How device memory is used. What is left open is chosen: see docs/memory.md."] = (
-        field(default_factory=MemoryConfig)
-    )
+    memory: Annotated[
+        MemoryConfig, "How device memory is used. Settings that you leave open are chosen: see docs/memory.md."
+    ] = field(default_factory=MemoryConfig)
     log: Annotated[LogConfig, "Metrics, samples and progress."] = field(default_factory=LogConfig)
 
     @property
     def tokenizer_path(self) -> str:
-        """A folder, or `bytes`."""
+        """The path or hub id of the tokenizer, or `bytes`."""
         return self.tokenizer.path or self.model.path or "bytes"

@@ -1,126 +1,131 @@
-"""YAML as a tree of nodes that know where they stand, so that every later error can name its line.
+"""YAML as a tree of nodes with line numbers: parsing, merging with the files under `defaults`, and printing.
 
-Owns which words are numbers, how large a file may be, and how an override reaches into a tree. Nothing here knows which
-keys there are. PyYAML is imported when a text is parsed.
+Decides which words are numbers, how large a file may be, and how an override changes a tree. Knows no keys but
+`defaults`. PyYAML is imported only when a text is parsed.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollgraph.config.problems import ConfigError, ConfigProblem
-from rollgraph.files import DEEPEST, TOO_DEEP
+from rollgraph import files
+from rollgraph.config.fields import ConfigError, ConfigProblem
+from rollgraph.files import MAX_NESTING, TOO_DEEP, FileError, MissingFile
 
-MOST_VALUES = 30_000  # in one file: aliases and interpolations can multiply a few lines without end
-MOST_DIGITS = 4300  # Python refuses to convert longer integers
-LARGEST_NUMBER = 2**63 - 1
+# -- parsing, and overrides ------------------------------------------------------------------------
+
+MAX_VALUES = 30_000  # in one file: aliases and interpolations can multiply a few lines without end
+MAX_DIGITS = 4300  # Python refuses to convert longer integers
+MAX_INTEGER = 2**63 - 1
 
 
 class Node(NamedTuple):
-    """A value of the file, and where it stands: `run.yaml:3`, or `override 'steps=3'`."""
+    """A value and its location: `run.yaml:3`, or `override 'steps=3'`."""
 
     value: Any  # None, bool, int, float, str, list[Node] or dict[str, Node]
-    place: str
+    location: str
 
 
 @dataclass
-class Budget:
-    """How many more values a file may have."""
+class ValueBudget:
+    """Counts the values of a file, up to a limit."""
 
-    left: int = MOST_VALUES
+    remaining: int = MAX_VALUES
 
-    def spend(self, place: str, depth: int = 0) -> None:
-        self.left -= 1
-        if self.left < 0:
-            detail = f"there are more than {MOST_VALUES} values, counting those that aliases repeat"
-            raise ConfigError([ConfigProblem(detail, place=place)])
-        if depth > DEEPEST:
-            raise ConfigError([ConfigProblem(f"not YAML that can be used: {TOO_DEEP}", place=place)])
+    def spend(self, location: str, depth: int = 0) -> None:
+        self.remaining -= 1
+        if self.remaining < 0:
+            detail = f"there are more than {MAX_VALUES} values, counting those that aliases repeat"
+            raise ConfigError([ConfigProblem(detail, location=location)])
+        if depth > MAX_NESTING:
+            raise ConfigError([ConfigProblem(f"unusable YAML: {TOO_DEEP}", location=location)])
 
 
-def compose(text: str, place: str) -> Node:
-    """The tree of a text; `place` may contain {line}, which becomes the line of each node."""
+def parse_yaml(text: str, location: str) -> Node:
+    """Parse YAML. `location` may contain {line}, which becomes the line of each node."""
     import yaml  # type: ignore[import-untyped, unused-ignore]
 
     def at(mark: Any) -> str:
         line = mark.line + 1 if mark else 1
-        return place.replace("{line}", str(line))
+        return location.replace("{line}", str(line))
 
     def fail(detail: str, mark: Any = None) -> ConfigError:
-        return ConfigError([ConfigProblem(detail, place=at(mark))])
+        return ConfigError([ConfigProblem(detail, location=at(mark))])
 
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             return Node(None, at(None))
-        composer = _Composer(at, yaml.ScalarNode, yaml.SequenceNode)
-        tree = composer.convert(root)
+        converter = _NodeConverter(at, yaml.ScalarNode, yaml.SequenceNode)
+        tree = converter.convert(root)
     except yaml.MarkedYAMLError as error:
         raise fail(f"not YAML: {error.problem}", error.problem_mark) from None
     except yaml.YAMLError as error:
         raise fail(f"not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise fail(f"not YAML that can be used: {TOO_DEEP}") from None
-    if composer.problems:
-        raise ConfigError(composer.problems)
+        raise fail(f"unusable YAML: {TOO_DEEP}") from None
+    if converter.problems:
+        raise ConfigError(converter.problems)
     return tree
 
 
-class _Composer:
-    """Turns PyYAML's nodes into ours and collects what is wrong on the way."""
+class _NodeConverter:
+    """Turns PyYAML's nodes into ours and collects the problems."""
 
     def __init__(self, at: Callable[[Any], str], scalar_kind: Any, sequence_kind: Any) -> None:
         self.problems: list[ConfigProblem] = []
-        self._budget = Budget()
+        self._budget = ValueBudget()
         self._at = at
-        self._scalar_kind = scalar_kind  # classes of PyYAML, which is only imported when needed
+        self._scalar_kind = scalar_kind  # PyYAML's classes are passed in, because PyYAML is imported only when needed
         self._sequence_kind = sequence_kind
 
     def convert(self, node: Any, depth: int = 0) -> Node:
-        here = self._at(node.start_mark)
-        self._budget.spend(here, depth)
+        location = self._at(node.start_mark)
+        self._budget.spend(location, depth)
         if not re.fullmatch(r"tag:yaml\.org,2002:[a-z]+", node.tag):
-            self.problems.append(ConfigProblem(f"the tag {node.tag} is not supported", place=here))
+            self.problems.append(ConfigProblem(f"the tag {node.tag} is not supported", location=location))
         if isinstance(node, self._scalar_kind):
-            return Node(self._scalar(node, here), here)
+            return Node(self._scalar(node, location), location)
         if isinstance(node, self._sequence_kind):
-            return Node([self.convert(item, depth + 1) for item in node.value], here)
-        found: dict[str, Node] = {}
+            return Node([self.convert(item, depth + 1) for item in node.value], location)
+        mapping: dict[str, Node] = {}
         for key, value in node.value:
-            # A value may start on a later line than its key, and people look for the key.
-            key_place = self._at(key.start_mark)
+            # A value may start on a later line than its key. People look for the key.
+            key_location = self._at(key.start_mark)
             if not isinstance(key, self._scalar_kind):
-                self.problems.append(ConfigProblem("a key must be text", place=key_place))
-            elif key.value in found:
-                self.problems.append(ConfigProblem("given twice", key.value, key_place))
+                self.problems.append(ConfigProblem("a key must be text", location=key_location))
+            elif key.value in mapping:
+                self.problems.append(ConfigProblem("given twice", key.value, key_location))
             else:
-                found[key.value] = self.convert(value, depth + 1)._replace(place=key_place)
-        return Node(found, here)
+                mapping[key.value] = self.convert(value, depth + 1)._replace(location=key_location)
+        return Node(mapping, location)
 
-    def _scalar(self, node: Any, here: str) -> Any:
+    def _scalar(self, node: Any, location: str) -> Any:
         if node.style is not None:  # quoted
             return node.value
         try:
-            return parse_word(node.value)
+            return parse_scalar(node.value)
         except ValueError as error:
-            self.problems.append(ConfigProblem(str(error), place=here))
+            self.problems.append(ConfigProblem(str(error), location=location))
             return None
 
 
-def parse_word(text: str) -> Any:
-    """The value of an unquoted word by YAML 1.2: unlike in PyYAML, 1e-6 is a number, and `no` and `on` are text."""
+def parse_scalar(text: str) -> Any:
+    """The value of an unquoted word in YAML 1.2. Unlike in PyYAML, 1e-6 is a number, and `no` and `on` are text."""
     if text in ("true", "false"):
         return text == "true"
     if text in ("", "~", "null"):
         return None
     if re.fullmatch(r"[-+]?[0-9][0-9_]*", text) and not text.endswith("_") and "__" not in text:
-        if len(text) > MOST_DIGITS:
-            raise ValueError(f"the number {text[:20]}... has more than {MOST_DIGITS} digits")
+        if len(text) > MAX_DIGITS:
+            raise ValueError(f"the number {text[:20]}... has more than {MAX_DIGITS} digits")
         return int(text)
     if re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text) and math.isfinite(float(text)):
         return float(text)
@@ -128,37 +133,37 @@ def parse_word(text: str) -> Any:
 
 
 def reads_as_text(word: str) -> bool:
-    """Whether the word means itself when it is not quoted."""
+    """Whether an unquoted word is read as text, and not as a number, a boolean or null."""
     try:
-        return bool(parse_word(word) == word)
+        return bool(parse_scalar(word) == word)
     except ValueError:
         return False
 
 
-def put(tree: Node, names: Sequence[str], leaf: Node) -> Node:
-    """The tree with `leaf` at this key; what stands in the way of it is replaced by a mapping."""
+def insert_leaf(tree: Node, names: Sequence[str], leaf: Node) -> Node:
+    """A copy of the tree with `leaf` at this key. A scalar or list on the way is replaced by a mapping."""
     if not names:
         return leaf
-    inside: dict[str, Node] = {}
-    place = leaf.place
+    children: dict[str, Node] = {}
+    location = leaf.location
     if isinstance(tree.value, dict):
-        inside = tree.value
-        place = tree.place
-    below = put(inside.get(names[0], Node({}, leaf.place)), names[1:], leaf)
-    return Node({**inside, names[0]: below}, place)
+        children = tree.value
+        location = tree.location
+    child = insert_leaf(children.get(names[0], Node({}, leaf.location)), names[1:], leaf)
+    return Node({**children, names[0]: child}, location)
 
 
-def strip_places(node: Node) -> Any:
-    """The plain value: dicts, lists and scalars."""
+def strip_locations(node: Node) -> Any:
+    """A node as plain dicts, lists and scalars."""
     if isinstance(node.value, dict):
-        return {name: strip_places(inner) for name, inner in node.value.items()}
+        return {name: strip_locations(inner) for name, inner in node.value.items()}
     if isinstance(node.value, list):
-        return [strip_places(inner) for inner in node.value]
+        return [strip_locations(inner) for inner in node.value]
     return node.value
 
 
-def describe(node: Node) -> str:
-    """A node as the end of a message: `got the text 'small'`."""
+def describe_node(node: Node) -> str:
+    """A node for the end of a message, such as `the text 'small'` in `got the text 'small'`."""
     if isinstance(node.value, str):
         return f"the text {shorten(repr(node.value))}"
     if isinstance(node.value, list):
@@ -170,3 +175,129 @@ def describe(node: Node) -> str:
 
 def shorten(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:100]}..."
+
+
+# -- files that build on other files ---------------------------------------------------------------
+# Decides the order of merging and detects cycles. Parsing and merging are passed in as functions, because configs of
+# other frameworks chain files in the same way but parse and merge them differently.
+
+
+@dataclass(frozen=True)
+class DefaultsChain:
+    """The chain of files that led to the current one, and the trees of all files read so far."""
+
+    parents: tuple[Path, ...] = ()
+    loaded: dict[Path, Node] = field(default_factory=dict)  # each file is read once
+
+
+def load_tree(path: Path, text: str | None = None, chain: DefaultsChain | None = None) -> Node:
+    """The tree of a file, merged over the files it names under `defaults`. `text` replaces the file's content."""
+    if text is None:
+        text = read_config_text(path)
+    tree = parse_yaml(text, f"{path}:{{line}}")
+    if tree.value is None:  # an empty file
+        tree = Node({}, tree.location)
+    if not isinstance(tree.value, dict):
+        raise ConfigError([ConfigProblem(f"expected keys, got {describe_node(tree)}", location=tree.location)])
+    return merge_bases(
+        tree, path, chain or DefaultsChain(), lambda base, chain: load_tree(base, None, chain), merge, describe_node
+    )
+
+
+def read_config_text(path: Path) -> str:
+    try:
+        return files.read_text(path)
+    except FileError as error:
+        candidate = path / "config.yaml"  # of a run, or of a starter
+        hint = f"; did you mean {candidate}?" if os.path.isfile(candidate) else ""
+        raise ConfigError([ConfigProblem(error.detail + hint, location=error.location)]) from None
+
+
+def merge_bases(
+    tree: Node,
+    path: Path,
+    chain: DefaultsChain,
+    load: Callable[[Path, DefaultsChain], Node],
+    merge: Callable[[Node, Node], Node],
+    describe_node: Callable[[Node], str],
+) -> Node:
+    """Merge the tree of a file over the trees of the files it names under `defaults`.
+
+    `load` reads one of those files. `chain` has the files that led to this one.
+    """
+    bases = tree.value.pop("defaults", Node([], tree.location))
+    inner = DefaultsChain((*chain.parents, path.resolve()), chain.loaded)
+    merged = Node({}, tree.location)
+    for base in bases.value if isinstance(bases.value, list) else [bases]:
+        if not isinstance(base.value, str):
+            detail = f"expected the path of a file, got {describe_node(base)}"
+            raise ConfigError([ConfigProblem(detail, "defaults", base.location)])
+        base_path = _check_base(path.parent / base.value, base.location, inner.parents)
+        resolved = base_path.resolve()
+        if resolved not in chain.loaded:
+            chain.loaded[resolved] = load(base_path, inner)
+        merged = merge(merged, chain.loaded[resolved])
+    return merge(merged, tree)
+
+
+def _check_base(base: Path, location: str, parents: tuple[Path, ...]) -> Path:
+    """Check that a file named under `defaults` can be read and does not close a cycle."""
+
+    def fail(detail: str) -> ConfigError:
+        return ConfigError([ConfigProblem(detail, "defaults", location)])
+
+    try:
+        files.check_regular_file(base)
+    except MissingFile:
+        raise fail(f"there is no file {base}") from None
+    except FileError as error:
+        raise fail(str(error)) from None
+    if base.resolve() in parents:
+        names = " -> ".join(file.name for file in (*parents, base))
+        raise fail(f"the files form a cycle: {names}")
+    if len(parents) > MAX_NESTING:
+        raise fail(f"more than {MAX_NESTING} files build on one another")
+    return base
+
+
+def merge(base: Node, top: Node) -> Node:
+    """Merge mappings key by key. Anything else is replaced."""
+    if not isinstance(base.value, dict) or not isinstance(top.value, dict):
+        return top
+    merged = dict(base.value)
+    for name, node in top.value.items():
+        merged[name] = merge(base.value[name], node) if name in base.value else node
+    return Node(merged, top.location)
+
+
+# -- writing a configuration -----------------------------------------------------------------------
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as dicts, lists, strings and numbers, ready for JSON or YAML."""
+    return {name: _plain(value) for name, value in asdict(config).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved configuration as YAML. Reading it gives an equal configuration."""
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc, unused-ignore]
+        def represent_text(self, text: str) -> Any:
+            style = None
+            if not reads_as_text(text):
+                style = "'"  # otherwise it would be read as a number
+            if not text.isprintable():
+                style = '"'  # the only style that keeps every kind of line break
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, Dumper.represent_text)
+    return str(yaml.dump(to_dict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))

@@ -1,15 +1,13 @@
 """Capture once, replay safely, on CUDA and on a CPU.
 
-Reading order: `captured.py` is the path of every call. `function_recorder.py` and `function_variant.py` record and
-replay a whole function; `passes.py`, `segment_recorder.py` and `segment.py` a callable behind one autograd node.
-
-They rest on `surface.py` (does the call fit?), `binding.py` (does the program still mean the same memory?), `pool.py`
-(may that memory be overwritten?), `transaction.py` and `undo_log.py` (a capture leaves no trace), and on the backends,
-`cuda_backend.py` and `tape.py`.
+Reading order: `captured.py` is the path of every call. `function.py` records and replays a whole function; `passes.py`,
+`segment_recorder.py` and `segment.py` a callable behind one autograd node. They rest on `surface.py` (does the call
+fit?), `state/binding.py` (does the program still mean the same memory?), `pool.py` (may that memory be overwritten?),
+`state/transaction.py` (a capture leaves no trace), and on the backends, `cuda_backend.py` and `tape.py`.
 """
 
 from rollgraph.graph.callables import GraphedCallable, make_graphed_callables
-from rollgraph.graph.capture import GraphedFunction, capture
+from rollgraph.graph.capture import GraphedFunction, capture, capture_lazily
 from rollgraph.graph.errors import (
     CaptureError,
     GeneratorError,
@@ -22,9 +20,8 @@ from rollgraph.graph.errors import (
     StaleGraph,
 )
 from rollgraph.graph.hooks import GraphHooks
-from rollgraph.graph.pool import GraphPool
-from rollgraph.graph.report import Report
-from rollgraph.graph.sanitizer import Finding, Findings, sanitize, sanitize_process_if_asked
+from rollgraph.graph.pool import GraphPool, Report
+from rollgraph.graph.sanitizer import Finding, Findings, sanitize, sanitize_process_if_enabled
 
 __all__ = [
     "CaptureError",
@@ -44,8 +41,9 @@ __all__ = [
     "Report",
     "StaleGraph",
     "capture",
+    "capture_lazily",
     "make_graphed_callables",
     "sanitize",
 ]
 
-sanitize_process_if_asked()
+sanitize_process_if_enabled()

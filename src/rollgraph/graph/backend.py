@@ -1,28 +1,31 @@
-"""Backends: how a function becomes something that can be replayed.
+"""Backends, which record a function so that it can be replayed; and the observer that the sanitizer installs.
 
 The eager backend runs the Python function again; `cuda_backend.py` records a CUDA graph, and `tape.py` records
-operations. All three implement one protocol, so no code above asks which one it has. Host reads are
-refused here, because both recording backends need that.
+operations. All three implement one protocol, so no code above them asks which one it has. Both recording backends
+refuse host reads, so that code is here.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rollgraph.graph.errors import CaptureError, GraphError, HostReadError, here, raised_at
 from rollgraph.graph.pool import Arena
+from rollgraph.graph.state.undo_log import tensors_in
 from rollgraph.graph.surface import StaticTensors
-from rollgraph.graph.undo_log import tensors_in
 
-_STREAM_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the legacy stream would depend on the capture
-Thunk = Callable[[Sequence[Tensor]], list[Tensor | None]]  # a pass: from its inputs to its outputs
+# -- backends --------------------------------------------------------------------------------------
+
+_STREAM_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the legacy stream would wait for the capture
+PassFunction = Callable[[Sequence[Tensor]], list[Tensor | None]]  # a pass: inputs -> outputs
 
 
 class Recording(Protocol):
@@ -30,11 +33,11 @@ class Recording(Protocol):
 
     operations: int
     nbytes: int  # memory that stays allocated for the recording
-    external: Sequence[Tensor]  # tensors that it uses but neither made nor got as inputs
+    external: Sequence[Tensor]  # tensors it reads that are neither created in it nor inputs
     outputs: list[Tensor | None]
 
     def seal(self, versions: bool = True) -> None:
-        """Finish the recording: all passes of its callable are recorded, so none can refer to this one any more.
+        """Finish the recording. All passes of its callable are recorded, so none can refer to it any more.
 
         With `versions`, each replay increments the version counters of its outputs, so that autograd notices the write.
         """
@@ -44,44 +47,51 @@ class Recording(Protocol):
     def release(self) -> None: ...
 
 
+RecordCall = Callable[[PassFunction, StaticTensors], Recording]  # records a pass as it runs, and keeps its effects
+
+
 class Backend(Protocol):
     name: str
-    records: bool  # False if Python runs at each replay, so that there is nothing to warm up or to bind
+    records: bool  # False if each replay runs Python: nothing to warm up or to bind
     executes: bool  # whether recording runs the function for real
 
-    def stage(self, arena: Arena, in_pool: bool = False) -> AbstractContextManager[None]:
-        """The context that warm-up runs in. With `in_pool`, it allocates from the arena's memory on a GPU."""
+    @property
+    def record_call(self) -> RecordCall | None:
+        """Records a call as it runs; None if recording does not have all effects of the call."""
+
+    def stream_context(self, arena: Arena, in_pool: bool = False) -> AbstractContextManager[None]:
+        """The context of warm-up: the capture stream on a GPU. With `in_pool`, allocate from the arena's memory."""
 
     def record(
         self,
-        thunk: Thunk,
+        run_pass: PassFunction,
         inputs: StaticTensors,
         arena: Arena,
         generators: Sequence[torch.Generator],
-        marks: dict[Any, Any],
+        shared_state: dict[Any, Any],
     ) -> Recording:
-        """Run `thunk` on `inputs` and record it. The passes of one callable share `marks`."""
+        """Run `run_pass` on `inputs` and record it. The passes of one callable share `shared_state`."""
 
 
 # -- eager -----------------------------------------------------------------------------------------
 
 
 class EagerRecording:
-    """Runs the Python function itself, on the caller's own tensors."""
+    """Runs the Python function itself on the tensors of the caller."""
 
     operations = 0
     nbytes = 0
     external: Sequence[Tensor] = ()
 
-    def __init__(self, thunk: Thunk) -> None:
+    def __init__(self, run_pass: PassFunction) -> None:
         self.outputs: list[Tensor | None] = []
-        self._thunk = thunk
+        self._run_pass = run_pass
 
     def seal(self, versions: bool = True) -> None:
         pass
 
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        return self._thunk(inputs)
+        return self._run_pass(inputs)
 
     def release(self) -> None:
         pass
@@ -91,19 +101,20 @@ class EagerBackend:
     name = "eager"
     records = False
     executes = False
+    record_call = None
 
-    def stage(self, arena: Arena, in_pool: bool = False) -> AbstractContextManager[None]:
+    def stream_context(self, arena: Arena, in_pool: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
     def record(
         self,
-        thunk: Thunk,
+        run_pass: PassFunction,
         inputs: StaticTensors,
         arena: Arena,
         generators: Sequence[torch.Generator],
-        marks: dict[Any, Any],
+        shared_state: dict[Any, Any],
     ) -> Recording:
-        return EagerRecording(thunk)
+        return EagerRecording(run_pass)
 
 
 # -- host reads ------------------------------------------------------------------------------------
@@ -119,7 +130,7 @@ _CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor
 
 
 class HostReads(TorchFunctionMode):
-    """Refuses the host reads that bypass the dispatcher: `.tolist()`, `.numpy()`, `bool()`, printing, `apply_`."""
+    """Refuses host reads that bypass the dispatcher: `.tolist()`, `.numpy()`, `bool()`, printing, `apply_`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -148,7 +159,7 @@ def _lists_tensors(argument: Any) -> bool:
 
 @contextmanager
 def refusing_host_reads() -> Iterator[None]:
-    """HostReads in forward and backward. PyTorch switches the mode off around `backward`; this switches it on again."""
+    """Enter HostReads in forward and backward. PyTorch disables the mode around `backward`; we enable it again."""
     engine = torch.autograd._engine_run_backward
 
     def run_refusing(*args: Any, **kwargs: Any) -> Any:
@@ -186,8 +197,8 @@ def refuse_copy_to_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     source = next(iter(tensors_in(sources)), None)
     if source is None or not source.is_cuda:
         return
-    target = kwargs.get("device")
-    if name == "aten::_to_copy" and target is not None and target.type == "cpu" and not kwargs.get("pin_memory"):
+    device = kwargs.get("device")
+    if name == "aten::_to_copy" and device is not None and device.type == "cpu" and not kwargs.get("pin_memory"):
         _refuse(f"{func} to the CPU")
     if name == "aten::copy_" and args[0].device.type == "cpu" and not args[0].is_pinned():
         _refuse(f"{func} to the CPU")
@@ -212,7 +223,7 @@ def _refuse(operation: str) -> None:
 
 
 def optimizer_hint() -> str:
-    """What to add to a refusal if an optimizer is running."""
+    """A hint for the error message if an optimizer is running."""
     in_optimizer = any("/torch/optim/" in frame.filename for frame in traceback.extract_stack())
     if not in_optimizer:
         return ""
@@ -220,8 +231,8 @@ def optimizer_hint() -> str:
 
 
 @contextmanager
-def capture_errors(what: str, kind: type[CaptureError] = CaptureError) -> Iterator[None]:
-    """Turn an exception of the user's function into a CaptureError, of that `kind`, that names the line."""
+def capture_errors(label: str, kind: type[CaptureError] = CaptureError) -> Iterator[None]:
+    """Turn an exception of the user's function into a `kind` of CaptureError that names the line."""
     try:
         yield
     except GraphError:
@@ -230,4 +241,33 @@ def capture_errors(what: str, kind: type[CaptureError] = CaptureError) -> Iterat
         message = str(error).split("\n", 1)[0]
         if getattr(error, "error_code", None) == _STREAM_CAPTURE_IMPLICIT:
             message += " (is an output or a loss of an earlier run still alive? It ties the parameters to its stream)"
-        raise kind(f"{what} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error
+        raise kind(f"{label} failed at {raised_at(error)}: {type(error).__name__}: {message}") from error
+
+
+# -- the observer of captures ----------------------------------------------------------------------
+# The runtime calls the observer when it captures a function and when it refuses a call. A replay never does.
+
+
+class Observer(Protocol):
+    def wrap_backend(self, backend: Backend) -> Backend:
+        """Return the backend to capture with: `backend`, or a wrapper around it."""
+
+    def creating_optimizer_state(self) -> AbstractContextManager[None]:
+        """The context of a step on zero gradients, with which the runtime creates an optimizer's state."""
+
+    def on_capture(self, graph: Any, called_modules: Iterable[nn.Module], recordings: Sequence[Recording]) -> None:
+        """A graph was captured. It called these modules and has these new recordings."""
+
+    def on_error(self, graph: Any, error: GraphError) -> None:
+        """A call of a graph was refused."""
+
+
+current_observer: ContextVar[Observer | None] = ContextVar("current_observer", default=None)
+
+
+def creating_optimizer_state() -> AbstractContextManager[None]:
+    """Tell the observer, if there is one, that the runtime and not the program steps an optimizer."""
+    observer = current_observer.get()
+    if observer is None:
+        return nullcontext()
+    return observer.creating_optimizer_state()

@@ -1,7 +1,7 @@
 """The CUDA backend: a recording is a `torch.cuda.CUDAGraph`.
 
-Owns what a capture on a CUDA stream needs beyond the function itself, and how a broken capture is cleaned
-up. Knows nothing of functions, modules or autograd.
+Owns the capture on a CUDA stream (generators, cuBLAS workspaces, memory pool) and the cleanup of a broken capture.
+Knows nothing of functions, modules or autograd.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rollgraph.graph.backend import (
+    PassFunction,
     Recording,
-    Thunk,
     refuse_copy_to_host,
     refuse_host_read,
     refusing_host_reads,
 )
-from rollgraph.graph.operation_mode import OperationMode
-from rollgraph.graph.pool import Arena, pool_segments
-from rollgraph.graph.pool_memory import with_index
+from rollgraph.graph.pool import Arena, pool_segments, with_device_index
+from rollgraph.graph.state.transaction import no_gc
+from rollgraph.graph.state.undo_log import OperationMode, storage_of, tensors_in
 from rollgraph.graph.surface import StaticTensors
-from rollgraph.graph.transaction import no_gc
-from rollgraph.graph.undo_log import storage_of, tensors_in
 
 _increment_version = torch._C._increment_version
 
 
 class CaptureMonitor(OperationMode):
-    """Sees each operation of a CUDA capture: refuses host reads before they break it, and keeps what it reads alive."""
+    """Sees each operation of a CUDA capture. Refuses host reads before they break it; keeps tensors it reads alive."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -41,9 +39,9 @@ class CaptureMonitor(OperationMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
-        self.external: dict[int, Tensor] = {}  # tensors from outside that the operations used
-        self._kept: set[int] = set()  # the keys of their storages
-        self.made: dict[int, StorageWeakRef] = {}  # weak, but a key is not reused while its reference exists
+        self.external: dict[int, Tensor] = {}  # tensors from outside that operations read
+        self._kept_storages: set[int] = set()  # keys of their storages
+        self.created: dict[int, StorageWeakRef] = {}  # weak, but a key is not reused while its reference exists
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,27 +53,27 @@ class CaptureMonitor(OperationMode):
         inputs = set()
         for tensor in tensors_in((args, kwargs)):
             storage = storage_of(tensor)
-            if storage is None or storage._cdata in self.made:
+            if storage is None or storage._cdata in self.created:
                 continue
             inputs.add(storage._cdata)
-            # Keep a leaf itself, to notice `.data =`. Of other tensors keep the memory, but not the autograd graph.
+            # Keep a leaf itself, to notice `.data =`. For other tensors keep the memory but not the autograd graph.
             if tensor.is_leaf:
                 self.external[id(tensor)] = tensor
-                self._kept.add(storage._cdata)
-            elif storage._cdata not in self._kept:
+                self._kept_storages.add(storage._cdata)
+            elif storage._cdata not in self._kept_storages:
                 self.external[-storage._cdata] = tensor.detach()
-                self._kept.add(storage._cdata)
+                self._kept_storages.add(storage._cdata)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             storage = storage_of(tensor)
             if storage is not None and storage._cdata not in inputs:
-                self.made.setdefault(storage._cdata, StorageWeakRef(storage))
+                self.created.setdefault(storage._cdata, StorageWeakRef(storage))
         return result
 
     def forget(self) -> None:
-        """Drop every reference. Autograd's own thread may keep the monitor of a backward a little longer than we do."""
+        """Drop every reference. A thread of autograd may keep the monitor of a backward a little longer than we do."""
         self.external.clear()
-        self.made.clear()
+        self.created.clear()
 
 
 class CudaRecording:
@@ -107,7 +105,7 @@ class CudaRecording:
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         self._fill(inputs)
         self._launch()
-        if self._written:  # a backward that saved an output of the previous replay now gets autograd's error
+        if self._written:  # so that autograd refuses a backward that saved an old output
             _increment_version(self._written)
         return self.outputs
 
@@ -125,34 +123,35 @@ class CudaBackend:
     name = "cuda"
     records = True
     executes = False
+    record_call = None
 
     def __init__(self, device: torch.device) -> None:
-        self.device = with_index(device)
+        self.device = with_device_index(device)
 
     @contextmanager
-    def stage(self, arena: Arena, in_pool: bool = False) -> Iterator[None]:
+    def stream_context(self, arena: Arena, in_pool: bool = False) -> Iterator[None]:
         with arena.on_stream(self.device), arena.allocating(self.device) if in_pool else nullcontext():
             yield
 
     def record(
         self,
-        thunk: Thunk,
+        run_pass: PassFunction,
         inputs: StaticTensors,
         arena: Arena,
         generators: Sequence[torch.Generator],
-        marks: dict[Any, Any],
+        shared_state: dict[Any, Any],
     ) -> Recording:
         graph = torch.cuda.CUDAGraph()
         monitor = CaptureMonitor()
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
-        with self.stage(arena), no_gc():
+        with self.stream_context(arena), no_gc():
             torch.cuda.synchronize(self.device)
-            torch._C._cuda_clearCublasWorkspaces()  # so that the graph's own workspace is allocated in its pool
+            torch._C._cuda_clearCublasWorkspaces()  # so that the graph allocates its workspace in its pool
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated(self.device)
-            outputs = self._capture(graph, thunk, inputs, arena, monitor)
+            outputs = self._capture(graph, run_pass, inputs, arena, monitor)
             torch._C._cuda_clearCublasWorkspaces()
             recording = CudaRecording(graph, inputs, outputs, monitor, arena)
             recording.nbytes = torch.cuda.memory_allocated(self.device) - before
@@ -161,13 +160,18 @@ class CudaBackend:
         return recording
 
     def _capture(
-        self, graph: torch.cuda.CUDAGraph, thunk: Thunk, inputs: StaticTensors, arena: Arena, monitor: CaptureMonitor
+        self,
+        graph: torch.cuda.CUDAGraph,
+        run_pass: PassFunction,
+        inputs: StaticTensors,
+        arena: Arena,
+        monitor: CaptureMonitor,
     ) -> list[Tensor | None]:
         arena.retain()
         try:
             graph.capture_begin(pool=cast(Any, arena.cuda_handle()), capture_error_mode="thread_local")
             with refusing_host_reads(), monitor:
-                outputs = thunk(inputs.tensors)
+                outputs = run_pass(inputs.tensors)
             graph.capture_end()
         except BaseException:
             self._abandon(graph, arena)
@@ -175,7 +179,7 @@ class CudaBackend:
         return outputs
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, arena: Arena) -> None:
-        """End a broken capture and clear what PyTorch leaves behind when CUDA invalidated it."""
+        """End a broken capture, and clean up state that PyTorch leaves behind when CUDA invalidates a capture."""
         try:
             graph.capture_end()
         except RuntimeError:
@@ -189,11 +193,11 @@ class CudaBackend:
 
 
 def _outside_pool(tensors: Sequence[Tensor], arena: Arena) -> list[Tensor]:
-    """The tensors that do not lie in the arena's pool, which keeps its own memory alive."""
+    """The tensors outside the arena's pool. (The pool keeps its memory alive by itself.)"""
     segments = pool_segments(arena)
-    found = []
+    outside = []
     for tensor in tensors:
         address = tensor.data_ptr()
         if not any(start <= address < start + size for start, size in segments):
-            found.append(tensor)
-    return found
+            outside.append(tensor)
+    return outside

@@ -1,9 +1,9 @@
-"""Gradients that are added to their sum by what makes them.
+"""Direct sums: gradient accumulation fused into the kernel that computes the gradient (Megatron: `main_grad`).
 
-A weight's gradient is a matrix product, and a library can add a product to a matrix: rounded once, without writing the
-gradient and reading it again. Kernels can do the same with other gradients. So while a backward runs whose gradients
-are added up in buffers, each parameter knows its buffer, and the function that makes its gradient may add it there.
-Autograd gets a stand-in for such a gradient.
+The gradient of a weight is a GEMM, and a GEMM can accumulate into its output: rounded once, without writing the
+gradient and reading it again. Other kernels can do the same. So while a backward accumulates gradients in buffers, each
+parameter has its buffer as an attribute, and the function that computes its gradient may add to that buffer. Autograd
+gets a placeholder in place of the gradient.
 """
 
 from __future__ import annotations
@@ -14,85 +14,88 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_NAME = "direct_sum"  # of the attribute of a parameter
+_NAME = "direct_sum"  # the attribute of a parameter
 _HALF = (torch.bfloat16, torch.float16)
 
 
 class DirectSum:
-    """The buffer of one parameter, in one backward."""
+    """The gradient buffer of one parameter during one backward."""
 
-    def __init__(self, buffer: Tensor, stand_in: Tensor) -> None:
+    def __init__(self, buffer: Tensor, placeholder: Tensor) -> None:
         self._buffer = buffer
-        self._stand_in = stand_in
-        self._has_stood_in = False
+        self._placeholder = placeholder
+        self._gave_placeholder = False
 
-    def takes(self, gradient: torch.dtype) -> bool:
+    def supports_dtype(self, grad_dtype: torch.dtype) -> bool:
         """Whether a gradient of this dtype can be added directly: on CUDA, from half precision to fp32."""
         buffer = self._buffer
-        return buffer.is_cuda and buffer.dtype == torch.float32 and buffer.is_contiguous() and gradient in _HALF
+        return buffer.is_cuda and buffer.dtype == torch.float32 and buffer.is_contiguous() and grad_dtype in _HALF
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add `left @ right`."""
-        torch.addmm(self._buffer, left, right, out_dtype=torch.float32, out=self._buffer)
+    def add_matmul(self, lhs: Tensor, rhs: Tensor) -> None:
+        """Add `lhs @ rhs`."""
+        torch.addmm(self._buffer, lhs, rhs, out_dtype=torch.float32, out=self._buffer)
 
     def buffer(self) -> Tensor:
-        """For a kernel that adds to it by itself. PyTorch's dispatcher has to see that: see `undo_log.py`."""
+        """The buffer, for a kernel that adds to it.
+
+        PyTorch's dispatcher must see that write: see `graph/state/undo_log.py`.
+        """
         return self._buffer
 
     def placeholder(self) -> Tensor | None:
-        """What autograd is given in the place of a gradient that was added: a stand-in, and nothing after the first.
+        """The value to return to autograd for a gradient that was added: a placeholder the first time, then None.
 
-        A parameter that is used in several places has several gradients, and autograd would add up their stand-ins.
+        A parameter with several uses has several gradients, and autograd would add up their placeholders.
         """
-        if self._has_stood_in:
+        if self._gave_placeholder:
             return None
-        self._has_stood_in = True
-        return self._stand_in.expand(self._buffer.shape)
+        self._gave_placeholder = True
+        return self._placeholder.expand(self._buffer.shape)
 
     def add(self, gradient: Tensor) -> Tensor:
-        """Add what autograd has found, unless it is a stand-in; returns what autograd may keep in its place."""
-        if gradient.data_ptr() != self._stand_in.data_ptr():
+        """Add a gradient from autograd unless it is the placeholder. Return the value that autograd may keep."""
+        if gradient.data_ptr() != self._placeholder.data_ptr():
             self._buffer.add_(gradient)
-        return self._stand_in.expand(self._buffer.shape)
+        return self._placeholder.expand(self._buffer.shape)
 
 
 @contextmanager
 def direct_sums(buffers: Mapping[Tensor, Tensor]) -> Iterator[Mapping[Tensor, DirectSum]]:
-    """Let each of these parameters know its buffer, and give the sums of all of them.
+    """Set the direct sum of each parameter inside, and yield them all.
 
-    A parameter with a tensor hook does not learn of it: the hook has to see the gradient, and may change it.
+    A parameter with a tensor hook gets none: the hook must see the gradient, and may change it.
     """
-    stand_ins: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    placeholders: dict[tuple[torch.dtype, torch.device], Tensor] = {}
     sums: dict[Tensor, DirectSum] = {}
     for parameter, buffer in buffers.items():
         kind = (parameter.dtype, parameter.device)
-        if kind not in stand_ins:
-            stand_ins[kind] = parameter.new_zeros(())
-        sums[parameter] = DirectSum(buffer, stand_ins[kind])
-    before = {parameter: direct_sum_of(parameter) for parameter in sums}
+        if kind not in placeholders:
+            placeholders[kind] = parameter.new_zeros(())
+        sums[parameter] = DirectSum(buffer, placeholders[kind])
+    previous_sums = {parameter: direct_sum_of(parameter) for parameter in sums}
     try:
-        for parameter, own in sums.items():
-            set_direct_sum(parameter, None if parameter._backward_hooks else own)
+        for parameter, direct_sum in sums.items():
+            set_direct_sum(parameter, None if parameter._backward_hooks else direct_sum)
         yield sums
     finally:
-        for parameter, earlier in before.items():
-            set_direct_sum(parameter, earlier)
+        for parameter, previous_sum in previous_sums.items():
+            set_direct_sum(parameter, previous_sum)
 
 
 def direct_sum_of(parameter: Tensor) -> DirectSum | None:
-    """Where the gradient of a parameter is added up in the backward that runs now, if it is."""
-    found: DirectSum | None = getattr(parameter, _NAME, None)
-    return found
+    """The direct sum of a parameter in the backward that is running, if it has one."""
+    direct_sum: DirectSum | None = getattr(parameter, _NAME, None)
+    return direct_sum
 
 
-def direct_sum_for(parameter: Tensor, gradient: torch.dtype) -> DirectSum | None:
-    """The same, if a gradient of this dtype can be added there directly."""
-    found = direct_sum_of(parameter)
-    return found if found is not None and found.takes(gradient) else None
+def direct_sum_for(parameter: Tensor, grad_dtype: torch.dtype) -> DirectSum | None:
+    """The direct sum of a parameter if a gradient of this dtype can be added directly."""
+    direct_sum = direct_sum_of(parameter)
+    return direct_sum if direct_sum is not None and direct_sum.supports_dtype(grad_dtype) else None
 
 
-def set_direct_sum(parameter: Tensor, own: DirectSum | None) -> None:
-    if own is not None:
-        setattr(parameter, _NAME, own)
+def set_direct_sum(parameter: Tensor, direct_sum: DirectSum | None) -> None:
+    if direct_sum is not None:
+        setattr(parameter, _NAME, direct_sum)
     elif hasattr(parameter, _NAME):
         delattr(parameter, _NAME)

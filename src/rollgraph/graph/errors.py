@@ -1,7 +1,7 @@
-"""The exceptions of graphs, and where in the user's program they come from.
+"""The exceptions of graphs, and the lines of the user's program that cause them.
 
-Owns the exception hierarchy and the search for the user's line. Whatever raises leaves parameters,
-gradients and RNG as they were before the call.
+Owns the exception hierarchy and the search for the user's line. After any of these errors, parameters, gradients and
+RNG are as they were before the call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODULE_CALLS = ("_call_impl", "_wrapped_call_impl", "forward")
 
 @dataclass(frozen=True)
 class Location:
-    """A place in the user's program, e.g. `layers.0.mlp (model.py:31)`."""
+    """A line of the user's program, e.g. `module layers.0.mlp, model.py:31`."""
 
     module: str  # path in the module tree, "" outside any module
     file: str
@@ -43,7 +43,7 @@ class GraphError(RuntimeError):
     def __init__(self, message: str = "", where: Location | None = None, *, frozen_value: bool = False) -> None:
         super().__init__(message)
         self.where = where  # the user's line, if it is not the one that was running
-        self.frozen_value = frozen_value  # a Python value that the graph froze at capture has changed since
+        self.frozen_value = frozen_value  # a Python value that was frozen at capture has changed
 
 
 class CaptureError(GraphError):
@@ -51,11 +51,11 @@ class CaptureError(GraphError):
 
 
 class WarmupError(CaptureError):
-    """The function raised in a warm-up run, before anything was recorded: it fails without any graph."""
+    """The function raised in a warm-up run, before the recording: it fails without a graph, too."""
 
 
 class HostReadError(CaptureError):
-    """The function reads a tensor value on the host, which a replay would not do again."""
+    """The function reads a tensor value on the host, which a replay would not repeat."""
 
     def __init__(self, message: str = "", where: Location | None = None, *, operation: str = "") -> None:
         super().__init__(message, where)
@@ -67,7 +67,11 @@ class GeneratorError(CaptureError):
 
 
 class StateError(CaptureError):
-    """The function replaces state instead of writing it in place, which a replay would not do again."""
+    """The function replaces state instead of writing it in place, which a replay would not repeat."""
+
+
+class NeedsWarmup(CaptureError):
+    """The first call of a function cannot be its recording: only a later call shows what a replay has to do."""
 
 
 class HookError(CaptureError):
@@ -79,7 +83,7 @@ class ReplayMismatch(GraphError):
 
 
 class StaleGraph(GraphError):
-    """The graph is no longer valid: what it is bound to (parameters, weights, an open interval) has changed."""
+    """The graph is no longer valid: something it is bound to (a parameter, a weight, an open interval) changed."""
 
 
 class MemoryInUse(StaleGraph):
@@ -127,7 +131,7 @@ def is_library(filename: str) -> bool:
 
 
 def _module_path(frames: list[FrameType]) -> str:
-    """The chain of modules that are running, found in the frames, so that no module needs a hook."""
+    """The chain of running modules, read from the stack frames, so that no module needs a hook."""
     path: list[str] = []
     current: torch.nn.Module | None = None
     for frame in frames:

@@ -1,8 +1,8 @@
 """Hooks and guards: user code that runs around a graph and is never part of it.
 
-Hooks get the same arguments in warm-up, capture and replay, and can be paused. Guards are checks before
-every replay, and cannot be paused. Guards of one callable come after its hooks, which may be what makes a replay right,
-and are asked again before its backward.
+Hooks get the same arguments in warm-up, capture and replay, and can be paused. Guards are checks before every replay,
+and cannot be paused. The guards of one callable run after its hooks, because a hook may make the replay valid, and run
+again before its backward.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ class GraphHooks:
         finally:
             self._pauses -= 1
 
-    def wanted(self, kind: str, moment: Moment) -> bool:
-        """Whether hooks of that kind run at that moment."""
+    def runs_at(self, kind: str, moment: Moment) -> bool:
+        """Whether hooks of this kind run at this moment."""
         if isinstance(self.when, Mapping):
             return moment in self.when.get(kind, ())
         return moment in self.when
 
     @property
-    def at_replay(self) -> bool:
+    def runs_at_replay(self) -> bool:
         """Whether hooks of any kind run at replay."""
-        return any(self.wanted(kind, "replay") for kind in _KINDS)
+        return any(self.runs_at(kind, "replay") for kind in _KINDS)
 
     def run(self, kind: str, moment: Moment, *arguments: Any) -> None:
         """Run the hooks of one kind, if they run at this moment and are not paused."""
-        if self._pauses or not self.wanted(kind, moment):
+        if self._pauses or not self.runs_at(kind, moment):
             return
         for hook in getattr(self, kind):
             _run(hook, kind, moment, arguments)
@@ -84,7 +84,7 @@ NO_HOOKS = GraphHooks()
 
 
 def hooks_per_callable(hooks: GraphHooks | Sequence[GraphHooks | None] | None, callables: int) -> list[GraphHooks]:
-    """A GraphHooks for each callable. Raises CaptureError if the numbers differ."""
+    """Return one GraphHooks per callable. Raise CaptureError if the numbers differ."""
     if hooks is None:
         return [NO_HOOKS] * callables
     if isinstance(hooks, GraphHooks):
@@ -99,25 +99,25 @@ def hooks_per_callable(hooks: GraphHooks | Sequence[GraphHooks | None] | None, c
 def guards_per_callable(
     guards: Sequence[Guard] | Sequence[Sequence[Guard]], callables: int
 ) -> tuple[list[Guard], list[list[Guard]]]:
-    """The guards of all callables, and those of each. Raises CaptureError if there are lists for other numbers."""
-    common: list[Guard] = []
-    own: list[list[Guard]] = []
+    """Return the guards that all callables share, and a list per callable. Raise CaptureError if numbers differ."""
+    shared: list[Guard] = []
+    per_callable: list[list[Guard]] = []
     for entry in guards:
         if callable(entry):
-            common.append(entry)
+            shared.append(entry)
         else:
-            own.append(list(entry))
-    if not own:
-        return common, [[] for _ in range(callables)]
-    if common:
+            per_callable.append(list(entry))
+    if not per_callable:
+        return shared, [[] for _ in range(callables)]
+    if shared:
         raise CaptureError("guards are either functions, for all callables, or lists of them, one for each callable")
-    if len(own) != callables:
-        raise CaptureError(f"{len(own)} lists of guards for {callables} callables")
-    return [], own
+    if len(per_callable) != callables:
+        raise CaptureError(f"{len(per_callable)} lists of guards for {callables} callables")
+    return [], per_callable
 
 
 def run_warmup_hook(hook: Callable[[Any], None] | None, kind: str, target: Any) -> None:
-    """Run a `pre_warmup_hook` or `post_warmup_hook`, which surround the whole warm-up of a callable."""
+    """Run a `pre_warmup_hook` or `post_warmup_hook`, before or after the whole warm-up of a callable."""
     if hook is not None:
         _run(hook, kind, "warmup", (target,))
 

@@ -1,11 +1,11 @@
-"""Schedules: the order in which a pipeline runs its forwards and backwards, and which buffers can be shared.
+"""Schedules: the order of forwards and backwards in a pipeline, and the buffers that they can share.
 
-Owns the meaning of an order and the live-range planner. It only decides: it touches no tensor and knows
-nothing of capture, pools or modules, so every small order can be tested exhaustively.
+Owns the meaning of an order and the live-range planner. It only decides: it touches no tensor and knows nothing of
+capture, pools or modules, so all small orders can be tested exhaustively.
 
-An order lists `+c` (the forward of the next microbatch of chunk c, counted from 1) and `-c` (the backward
-of the oldest pending microbatch of chunk c). A chunk has one or more layers: its forward runs them in
-order, its backward in reverse.
+An order lists `+c` (the forward of the next microbatch of chunk c, counted from 1) and `-c` (the backward of the
+oldest pending microbatch of chunk c). A chunk has one or more layers: its forward runs them in order, its backward in
+reverse.
 
     >>> schedule = parse_order([1, 1, -1, 1, -1, -1], callables=2)  # 1F1B: one chunk of 2 layers
     >>> schedule.microbatches, schedule.entries  # 3 microbatches of 2 layers
@@ -17,8 +17,8 @@ order, its backward in reverse.
     >>> slots  # the third microbatch moves into the buffers of the first
     [0, 1, 2, 3, 0, 1]
 
-Each chunk is checked by itself, because a rank does not see the others. That chunk 2 needs the results of
-chunk 1, from this rank or from others, is up to the pipeline.
+Each chunk is checked by itself, because a rank sees only its part of the pipeline. The pipeline must make sure that
+chunk 2 gets the results of chunk 1, from this rank or from another.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SchedulePass:
 class Schedule:
     """A legal order, expanded layer by layer. Made by `parse_order` or `sequential`.
 
-    An *entry* is one (chunk, microbatch, layer), captured as one graph. A *callable* is one (chunk, layer): what the
-    user wrote, shared by all of its microbatches.
+    An *entry* is one (chunk, microbatch, layer), captured as one graph. A *callable* is one (chunk, layer): the user's
+    module or function, shared by all of its microbatches.
     """
 
     steps: tuple[SchedulePass, ...]  # in execution order
@@ -87,9 +87,9 @@ class Schedule:
         return sum(self.layers_per_chunk[:chunk]) + layer
 
     def live_ranges(self) -> list[tuple[int, int]]:
-        """For each entry, the first and the last step that need its buffers: its forward and its backward.
+        """For each entry, the first and last step that need its buffers: its forward and its backward.
 
-        An entry without a backward is live until the last step, since no step says when its output has been read.
+        An entry without a backward is live until the last step, because no step says when its output was read.
         """
         starts = [0] * self.entries
         ends = [len(self.steps) - 1] * self.entries
@@ -107,14 +107,14 @@ def parse_order(
 ) -> Schedule:
     """Check `order` and expand it for `callables` layers, which `layers_per_chunk` assigns to chunks.
 
-    A single number means that every chunk has as many layers, and None that the layers are divided evenly. An illegal
-    order raises `OrderError`, which names the position.
+    A single number gives every chunk that many layers; None divides the layers evenly. An illegal order raises
+    `OrderError`, which names the position.
     """
     order = tuple(order)
     _check_elements(order)
     _check_pairing(order, forward_only)
     _check_chunks(order)
-    layers = _deal_layers(max(order), callables, layers_per_chunk)
+    layers = _layers_of_chunks(max(order), callables, layers_per_chunk)
     return Schedule(tuple(_expand(order, layers)), layers, order.count(1))
 
 
@@ -175,18 +175,18 @@ def _check_chunks(order: Sequence[int]) -> None:
     if missing is not None:
         raise OrderError(f"order[{order.index(last)}] = {last}: but chunk {missing} never runs")
     fewest = min(counts, key=lambda chunk: counts[chunk])
-    seen: Counter[int] = Counter()
+    runs: Counter[int] = Counter()
     for position, chunk in enumerate(order):
-        seen[chunk] += 1
-        if chunk > 0 and seen[chunk] > counts[fewest]:
+        runs[chunk] += 1
+        if chunk > 0 and runs[chunk] > counts[fewest]:
             raise OrderError(
                 f"order[{position}] = {chunk}: chunk {chunk} runs {counts[chunk]} microbatches, "
                 f"but chunk {fewest} only {counts[fewest]}"
             )
 
 
-def _deal_layers(chunks: int, callables: int, layers_per_chunk: int | Sequence[int] | None) -> tuple[int, ...]:
-    """How many layers each chunk has. Together they must be all callables."""
+def _layers_of_chunks(chunks: int, callables: int, layers_per_chunk: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The number of layers per chunk. They must add up to the number of callables."""
     if callables < 1:
         raise OrderError(f"callables = {callables}: there must be at least one")
     if layers_per_chunk is None:
@@ -222,29 +222,29 @@ def _expand(order: Sequence[int], layers: Sequence[int]) -> Iterator[SchedulePas
 def assign_slots(ranges: Sequence[tuple[int, int]], keys: Sequence[Hashable]) -> list[int]:
     """A slot for each range. Ranges share a slot only if their keys are equal and they never overlap.
 
-    Both ends belong to a range: a range that ends at step t overlaps one that starts at t. In the order of their
-    starts, each range takes the slot of its key that has been free longest, or a new one if all are in use. So a new
-    slot means that every slot of the key is in use at that step, and no plan has fewer.
+    Both ends belong to a range: a range that ends at step t overlaps one that starts at t. We go through the ranges by
+    start. Each takes the slot of its key that has been free longest, or a new slot if all are in use. So a new slot
+    means that every slot of the key is in use at that step, and no plan needs fewer.
     """
     _check_ranges(ranges, keys)
     slots = [0] * len(ranges)
-    opened = 0
-    held: defaultdict[Hashable, list[tuple[int, int]]] = defaultdict(list)  # key -> heap of (end, slot)
+    slot_count = 0
+    busy: defaultdict[Hashable, list[tuple[int, int]]] = defaultdict(list)  # key -> heap of (end, slot)
     for index in sorted(range(len(ranges)), key=lambda i: (ranges[i], i)):
         start, end = ranges[index]
-        heap = held[keys[index]]
+        heap = busy[keys[index]]
         if heap and heap[0][0] < start:
             slot = heapq.heappop(heap)[1]
         else:
-            slot = opened
-            opened += 1
+            slot = slot_count
+            slot_count += 1
         heapq.heappush(heap, (end, slot))
         slots[index] = slot
     return slots
 
 
 def check_slots(ranges: Sequence[tuple[int, int]], keys: Sequence[Hashable], slots: Sequence[int]) -> None:
-    """Raise `OrderError` unless the plan is sound. It shares no code with the planner, so that it can check it."""
+    """Raise `OrderError` unless the plan is sound. Shares no code with the planner, so that it is a real check."""
     _check_ranges(ranges, keys)
     if len(slots) != len(ranges):
         raise OrderError(f"{len(ranges)} ranges, but {len(slots)} slots")

@@ -1,7 +1,7 @@
-"""The surface of a graph: what a call must look like for a replay to compute the same.
+"""The surface of a graph: the properties of a call that must match the capture for a replay to be right.
 
-Owns the comparison of a call with the captured one, the value-exact copy of arguments into static
-tensors, and which arguments such a copy cannot stand for. Arguments are never broadcast, cast or ignored.
+Owns the comparison of a call with the captured one, the exact copy of arguments into static tensors, and the detection
+of arguments that such a copy cannot replace. Arguments are never broadcast, cast or ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STRIDED = torch.strided
 _grad_enabled = torch.is_grad_enabled
 _inference = torch.is_inference_mode_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
-_transform = torch._C._functorch.peek_interpreter_stack
+_active_transform = torch._C._functorch.peek_interpreter_stack
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, range, slice, torch.dtype, torch.device,
     torch.Size, torch.layout, torch.memory_format, torch.Generator, torch.nn.Module, type,
@@ -34,7 +34,7 @@ _CONSTANTS = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a surface fixes about a tensor: shape, dtype and device, but not values, strides or requires_grad."""
+    """Shape, dtype and device of a tensor argument. Values, strides and requires_grad may vary."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -71,21 +71,21 @@ class Surface:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._tree = pytree.tree_flatten((args, _sorted(kwargs)))
-        reason = transformed(leaves)
+        reason = transform_problem(leaves)
         if reason is not None:
             raise CaptureError(reason)
         paths, _ = pytree.tree_flatten_with_path((args, _sorted(kwargs)))
         self._names = [_argument_name(path) for path, _ in paths]
         self._expected = [self._expectation(leaf, name) for leaf, name in zip(leaves, self._names, strict=True)]
-        self._checks: list[Any] = []  # the same, in the form that `bind` compares fastest
+        self._checks: list[Any] = []  # the same values, in the form that `bind` compares fastest
         for expected in self._expected:
             if isinstance(expected, TensorSpec):
                 self._checks.append((expected.shape, expected.dtype, expected.device))
             else:
                 self._checks.append(_Constant(expected))
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        # Without containers and keywords, a call needs no flattening.
-        self._plain = not kwargs and len(args) == len(leaves) and all(map(is_, args, leaves))
+        # If all arguments are positional and none is a container, a call needs no flattening.
+        self._is_flat = not kwargs and len(args) == len(leaves) and all(map(is_, args, leaves))
         self._all_tensors = all(self._is_tensor)
         self.tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.names = [n for n, is_tensor in zip(self._names, self._is_tensor, strict=True) if is_tensor]
@@ -106,10 +106,10 @@ class Surface:
         )
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the captured call, with `tensors` in place of its own."""
-        supply = iter(tensors)
+        """The arguments of the captured call, with `tensors` in place of its tensors."""
+        remaining = iter(tensors)
         leaves = [
-            next(supply) if is_tensor else constant
+            next(remaining) if is_tensor else constant
             for is_tensor, constant in zip(self._is_tensor, self._expected, strict=True)
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
@@ -117,24 +117,24 @@ class Surface:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
         """The tensors of a call, in order. Raises ReplayMismatch with the difference if the call does not fit."""
-        grad, inference, cuda, cpu = self.modes
+        grad, inference, cuda_autocast, cpu_autocast = self.modes
         if (
             _grad_enabled() is not grad
             or _inference() is not inference
-            or ((cuda or cpu or _any_autocast()) and current_modes() != self.modes)
+            or ((cuda_autocast or cpu_autocast or _any_autocast()) and current_modes() != self.modes)
         ):
             modes = _describe_modes(current_modes())
             raise ReplayMismatch(f"captured with {_describe_modes(self.modes)}, called with {modes}")
         leaves: Sequence[Any] = args
-        if kwargs or not self._plain or len(args) != len(self._expected):
+        if kwargs or not self._is_flat or len(args) != len(self._expected):
             leaves, tree = pytree.tree_flatten((args, _sorted(kwargs)))
             if tree != self._tree:
                 raise ReplayMismatch(self._structure_difference(args, kwargs))
-        if forward_ad._current_level >= 0 or _transform() is not None:
-            reason = transformed(leaves)
+        if forward_ad._current_level >= 0 or _active_transform() is not None:
+            reason = transform_problem(leaves)
             if reason is not None:
                 raise ReplayMismatch(reason)
-        for leaf, expected in zip(leaves, self._checks):  # noqa: B905 the same tree has as many leaves
+        for leaf, expected in zip(leaves, self._checks):  # noqa: B905 equal trees have equally many leaves
             if expected.__class__ is tuple:
                 shape, dtype, device = expected
                 if (
@@ -151,15 +151,15 @@ class Surface:
             return leaves
         return [leaf for leaf, is_tensor in zip(leaves, self._is_tensor, strict=True) if is_tensor]
 
-    def quick_bind(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Tensor]]:
-        """`bind`, with a fast path for the usual call of one tensor, which compares with local variables."""
+    def fast_bind(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Tensor]]:
+        """`bind`, or a faster function if the captured call had one tensor: it compares with values in its closure."""
         bind = self.bind
-        grad, inference, cuda, cpu = self.modes
-        if not (self._plain and self._all_tensors and len(self._checks) == 1) or cuda or cpu:
+        grad, inference, cuda_autocast, cpu_autocast = self.modes
+        if not (self._is_flat and self._all_tensors and len(self._checks) == 1) or cuda_autocast or cpu_autocast:
             return bind
         ((shape, dtype, device),) = self._checks
 
-        def quick(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+        def bind_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
             if len(args) == 1 and not kwargs:
                 tensor = args[0]
                 if (
@@ -172,12 +172,12 @@ class Surface:
                     and _inference() is inference
                     and not _any_autocast()
                     and forward_ad._current_level < 0
-                    and _transform() is None
+                    and _active_transform() is None
                 ):
                     return args
             return bind(args, kwargs)
 
-        return quick
+        return bind_one_tensor
 
     def _difference(self, leaves: Sequence[Any]) -> str:
         for leaf, expected, name in zip(leaves, self._expected, self._names, strict=True):
@@ -218,7 +218,7 @@ class Surface:
 
 
 class StaticTensors:
-    """The tensors that a graph reads its inputs from: its own, at addresses that never change."""
+    """The tensors from which a graph reads its inputs, at addresses that never change."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
@@ -228,7 +228,7 @@ class StaticTensors:
         self._high = max((end for _, end in self._ranges), default=0)
 
     def fill(self, sources: Sequence[Tensor]) -> None:
-        """Copy the values exactly; skip only a source that is its static tensor, by address and strides."""
+        """Copy the values exactly. Skip a source only if it already is the static tensor (same address and strides)."""
         low, high = self._low, self._high
         for source in sources:
             if low <= source.data_ptr() < high:
@@ -238,15 +238,15 @@ class StaticTensors:
             static.copy_(source)
 
     def _fill_with_aliases(self, sources: Sequence[Tensor]) -> None:
-        """Fill when a source may lie in a static tensor, its own or another one."""
+        """Fill when a source may lie in the memory of any static tensor."""
         pending = []
         for static, source in zip(self._memory, sources, strict=True):
             address = source.data_ptr()
-            viewed = any(start <= address < end for start, end in self._ranges)
-            same = viewed and address == static.data_ptr() and source.stride() == static.stride()
-            if same and not source.is_conj() and not source.is_neg():
+            lies_in_static = any(start <= address < end for start, end in self._ranges)
+            is_own_static = lies_in_static and address == static.data_ptr() and source.stride() == static.stride()
+            if is_own_static and not source.is_conj() and not source.is_neg():
                 continue
-            pending.append((static, source.clone() if viewed else source))
+            pending.append((static, source.clone() if lies_in_static else source))
         for static, source in pending:
             static.copy_(source)
 
@@ -260,7 +260,7 @@ Span = tuple[int, int]  # the first address, and the one after the last
 class InputHazards:
     """For each input, the memory that the function writes before it last reads that input.
 
-    If an argument lay there, eager would read the new value, but a graph its static copy of the old one.
+    If an argument lies there, eager reads the new value, but a graph reads a static copy of the old value.
     """
 
     def __init__(self, names: Sequence[str] = (), spans: Sequence[Iterable[Span]] = ()) -> None:
@@ -274,10 +274,11 @@ class InputHazards:
         return bool(self._inputs)
 
     def check(self, inputs: Sequence[Tensor]) -> None:
-        for place, name, starts, ends in self._inputs:
-            low, high = spanned(inputs[place])
-            before = bisect_left(starts, high) - 1  # the last span that starts before the end of the input
-            if before >= 0 and ends[before] > low:
+        """Raise ReplayMismatch if an input lies in memory that the function writes before it reads that input."""
+        for index, name, starts, ends in self._inputs:
+            low, high = memory_span(inputs[index])
+            span = bisect_left(starts, high) - 1  # the last span that starts before the end of the input
+            if span >= 0 and ends[span] > low:
                 raise ReplayMismatch(
                     f"argument {name} lies in memory that the function writes before it reads the argument, but a "
                     "graph reads a copy from before that write. Pass a clone, or let the function reach the tensor "
@@ -286,7 +287,7 @@ class InputHazards:
 
 
 def _merged(spans: Iterable[Span]) -> tuple[list[int], list[int]]:
-    """Sorted starts and ends of the same memory, as spans that do not touch."""
+    """Merge spans that touch; return sorted starts and ends."""
     starts: list[int] = []
     ends: list[int] = []
     for start, end in sorted(spans):
@@ -298,7 +299,7 @@ def _merged(spans: Iterable[Span]) -> tuple[list[int], list[int]]:
     return starts, ends
 
 
-def spanned(tensor: Tensor) -> Span:
+def memory_span(tensor: Tensor) -> Span:
     """The memory from a tensor's first element to its last."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
@@ -309,9 +310,9 @@ def spanned(tensor: Tensor) -> Span:
     return start, start + (int(last) + 1) * tensor.element_size()
 
 
-def transformed(leaves: Iterable[Any]) -> str | None:
-    """Why a graph cannot take these arguments: a transform differentiates or batches through the call."""
-    if _transform() is not None:
+def transform_problem(leaves: Iterable[Any]) -> str | None:
+    """Return why a graph cannot take these arguments if a transform differentiates or batches through the call."""
+    if _active_transform() is not None:
         return (
             "called inside a torch.func transform (vmap, grad, jvp, ...), which a graph cannot follow: transform the "
             "original function, or switch the graph off around it"
@@ -326,8 +327,8 @@ def transformed(leaves: Iterable[Any]) -> str | None:
     return None
 
 
-def own_copy(sample: Tensor) -> Tensor:
-    """A static tensor for a sample: a copy, so that replays never write the user's own tensor."""
+def static_copy(sample: Tensor) -> Tensor:
+    """A static tensor for a sample: a copy, so that replays never write the user's tensor."""
     return sample.detach().clone().requires_grad_(sample.requires_grad)
 
 
@@ -337,33 +338,33 @@ def _sorted(kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(sorted(kwargs.items()))
 
 
-def same_constant(found: Any, expected: Any) -> bool:
-    """Whether a graph captured with one constant is right for the other."""
-    if type(found) is not type(expected):
+def same_constant(constant: Any, expected: Any) -> bool:
+    """Whether a graph captured with the `expected` constant is right for this one."""
+    if type(constant) is not type(expected):
         return False
     if isinstance(expected, (torch.nn.Module, torch.Generator, type)) or inspect.isfunction(expected):
-        return False  # compared by identity, and they were not identical
+        return False  # these compare by identity, and `is` already said no
     if isinstance(expected, (float, complex)):
-        return repr(found) == repr(expected)  # NaN equals NaN here, and 0.0 is not -0.0
-    return bool(found == expected)
+        return repr(constant) == repr(expected)  # NaN equals NaN here, and 0.0 is not -0.0
+    return bool(constant == expected)
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:
     """`0`, `0['mask']` or `scale`: the position or keyword, then the path inside it."""
     top = path[1]
-    rest = pytree.keystr(path[2:])
+    path_inside = pytree.keystr(path[2:])
     if isinstance(top, pytree.SequenceKey):
-        return f"{top.idx}{rest}"
-    return f"{top.key}{rest}"
+        return f"{top.idx}{path_inside}"
+    return f"{top.key}{path_inside}"
 
 
 def _describe_modes(modes: Modes) -> str:
-    grad, inference, cuda, cpu = modes
+    grad, inference, cuda_autocast, cpu_autocast = modes
     if inference:
         parts = ["inference mode"]
     else:
         parts = ["grad on" if grad else "grad off"]
-    for device, dtype in (("cuda", cuda), ("cpu", cpu)):
+    for device, dtype in (("cuda", cuda_autocast), ("cpu", cpu_autocast)):
         if dtype:
             parts.append(f"autocast({device}, {dtype})")
     return ", ".join(parts)

@@ -29,15 +29,15 @@ from rollgraph.graph import GraphPool
 from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
 from rollgraph.inference import decode_graphs as columns
-from rollgraph.inference import defaults, scheduler
+from rollgraph.inference import scheduler
+from rollgraph.inference import sizes as defaults
 from rollgraph.inference.decode_graphs import DecodeGraphs, OnCapture
 from rollgraph.inference.kv_cache import CachePlan, plan_cache
-from rollgraph.inference.requests import Completion, OnToken, Output, Progress, RequestError, SamplingParams
+from rollgraph.inference.requests import Completion, OnToken, Output, Progress, RequestError, SamplingParams, TextStream
 from rollgraph.inference.sampler import sample_seed
 from rollgraph.inference.scheduler import EngineStep, RequestState, Scheduler, SequenceError
-from rollgraph.inference.text_stream import TextStream
 from rollgraph.model.decoder import Decoder
-from rollgraph.model.product_probe import set_routes
+from rollgraph.model.gemm.autotune import autotune_gemms
 from rollgraph.tokenizer import Detokenizer, Tokenizer
 
 
@@ -69,13 +69,14 @@ class _RunningSample:
 class Engine:
     """Generates with `model`, whose parameters may change between calls but never move.
 
-    The constructor allocates and captures everything, before the first request. `rows` is how many sequences decode at
-    the same time, `max_length` limits a prompt with its completion, and `cache_bytes` limits the key/value cache;
-    `defaults.py` has the values used if they are not given. `cache` names the memory itself: a plan, and the pages of
-    each layer, which others may use while nothing is generated (see `forget_cache`). `filters=False` leaves out the
-    graphs for top-k, top-p, min-p and the repetition penalty; requests that need them are then refused. With `exact`,
-    the matrix products of the model get routes (see `model/products.py`), so that the tokens of a request do not depend
-    on what else is in the batch; a caller that has set routes itself says False.
+    The constructor allocates everything. A step is captured when it is first needed, or by `capture`.
+
+    `rows` is how many sequences decode at the same time, `max_length` limits a prompt with its completion, and
+    `cache_bytes` limits the KV cache; defaults are in `sizes.py`. `cache` supplies the memory instead: a plan, and the
+    pages of each layer, which others may use while nothing is generated (see `forget_cache`). `filters=False` leaves
+    out the graphs for top-k, top-p, min-p and the repetition penalty; requests that need them are then refused. With
+    `exact`, GEMM algorithms are chosen for the model (see `model/gemm/matmul.py`), so that the tokens of a request do
+    not depend on what else is in the batch; pass False if they are chosen already.
     """
 
     def __init__(
@@ -94,11 +95,10 @@ class Engine:
         pool: GraphPool | None = None,
         backend: BackendName = "auto",
         guards: Sequence[Guard] = (),
-        on_capture: OnCapture | None = None,
     ) -> None:
         architecture = model.architecture
-        weight = model.embed.weight
-        sizes = defaults.sizes_on(weight.device.type)
+        weight = model.embed_tokens.weight
+        sizes = defaults.default_sizes(weight.device.type)
         rows = sizes.rows if rows is None else rows
         if rows < 1 or block_size < 1:
             raise ValueError(f"rows={rows}, block_size={block_size}: both must be at least 1")
@@ -113,9 +113,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.pool = pool or GraphPool()
         if exact:
-            # All engines have at least one number of rows with logits in common, so that theirs are the same.
-            logits = (*buckets, defaults.REFERENCE_ROWS)
-            self.pool.notes += set_routes(model, defaults.product_rows(rows, prefill_tokens), logits).lines()
+            # All engines share at least one number of rows for logits, so that their logits are the same.
+            logit_row_counts = (*buckets, defaults.REFERENCE_ROWS)
+            self.pool.notes += autotune_gemms(model, defaults.gemm_rows(rows, prefill_tokens), logit_row_counts).lines()
         self.max_length = max_length
         if cache is None:
             plan = plan_cache(model, rows=rows, max_length=max_length, block_size=block_size, nbytes=cache_bytes)
@@ -123,8 +123,8 @@ class Engine:
         self.plan, pages = cache
         self._filters = filters
         self._vocabulary = architecture.vocabulary
-        # A model may have more ids than its tokenizer. Those have no text.
-        self._known = frozenset(tokenizer.vocab.values()) if tokenizer is not None else frozenset()
+        # A model may have more ids than its tokenizer. The extra ones have no text.
+        self._ids_with_text = frozenset(tokenizer.vocab.values()) if tokenizer is not None else frozenset()
         self._scheduler = Scheduler(
             blocks=self.plan.blocks,
             block_size=self.plan.block_size,
@@ -146,17 +146,20 @@ class Engine:
             pool=self.pool,
             backend=backend,
             guards=guards,
-            on_capture=on_capture,
         )
         self._samples: dict[scheduler.Sequence, _RunningSample] = {}
         self._in_flight: _InFlight | None = None
         self._stepping = False
-        # Two areas for results: one is written by the step in flight while the other is read.
+        # Two areas for results: the step in flight writes one while the host reads the other.
         self._host_results = [torch.empty((rows, 3), dtype=torch.int32, pin_memory=weight.is_cuda) for _ in range(2)]
         self._result_area = 0
         self._submitted = 0
         self._tokens = 0
         self._finished = 0
+
+    def capture(self, on_capture: OnCapture) -> None:
+        """Capture every step now, so that no request waits for it."""
+        self._graphs.capture(on_capture)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -168,26 +171,26 @@ class Engine:
         on_token: OnToken | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[Output]:
-        """Continue each prompt, given as text or token ids. A prompt that is refused gives an output with `error`."""
+        """Continue each prompt, text or token ids. A refused prompt gets an output with `error` set."""
         if isinstance(prompts, str):
             raise TypeError("prompts must be a list of prompts, not a single string")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts")
+        params_list = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(params_list) != len(prompts):
+            raise ValueError(f"{len(params_list)} sampling parameters for {len(prompts)} prompts")
         if not self._samples:  # count from zero, unless requests were submitted outside of this call
             self._tokens = 0
             self._finished = 0
         outputs = []
         try:
-            for prompt, own in zip(prompts, each, strict=True):
+            for prompt, prompt_params in zip(prompts, params_list, strict=True):
                 try:
-                    outputs.append(self.submit(prompt, own, on_token=on_token))
+                    outputs.append(self.submit(prompt, prompt_params, on_token=on_token))
                 except RequestError as error:
                     text = prompt if isinstance(prompt, str) else None
                     outputs.append(Output(text, [], error=str(error)))
-            more = True
-            while more:
-                more = self.step()
+            unfinished = True
+            while unfinished:
+                unfinished = self.step()
                 if on_progress is not None:
                     on_progress(self.progress())
         except BaseException:
@@ -235,14 +238,14 @@ class Engine:
                 self._finish(sequence, sample, "abort")
 
     def reset(self) -> None:
-        """Abort all requests. Afterwards the engine is as new."""
+        """Abort all requests. Afterwards the engine is like new."""
         for sequence, sample in list(self._samples.items()):
             self._finish(sequence, sample, "abort")
         in_flight, self._in_flight = self._in_flight, None
         self._postprocess(in_flight)
 
     def forget_cache(self) -> None:
-        """The memory of the cache was used for something else: running requests keep their tokens and wait again."""
+        """Tell the engine that its cache was overwritten: running requests keep their tokens and wait again."""
         in_flight, self._in_flight = self._in_flight, None
         self._postprocess(in_flight)
         self._scheduler.preempt_all()
@@ -251,7 +254,7 @@ class Engine:
         return Progress(self._tokens, self._scheduler.running, self._scheduler.waiting, self._finished)
 
     def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
-        """The text of a prompt, if it is one, and its token ids."""
+        """The text of a prompt, None for token ids, and its token ids."""
         text: str | None = None
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -276,7 +279,7 @@ class Engine:
     # -- one step --------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Launch the next step and read the results of the one before. Returns False when nothing is left to do.
+        """Launch the next step and read the results of the previous one. Returns False when all work is done.
 
         If a callback or a guard raises, all requests are aborted before the exception is passed on.
         """
@@ -298,7 +301,7 @@ class Engine:
     def _run(self, step: EngineStep) -> _InFlight:
         """Launch a step on the device, without waiting for it."""
         graphs = self._graphs
-        graphs.upload.begin()
+        graphs.upload.switch_area()
         if step.chunks:
             graphs.prefill([(chunk.start, chunk.tokens, chunk.sequence.blocks) for chunk in step.chunks])
         if step.copies:
@@ -320,7 +323,7 @@ class Engine:
         return _InFlight(step, results, done)
 
     def _start_rows(self, starts: Sequence[scheduler.Sequence]) -> None:
-        """Upload the state with which each sequence begins to decode."""
+        """Upload the state with which each sequence starts to decode."""
         states = np.zeros((len(starts), self._graphs.state.shape[1]), dtype=np.int32)
         floats = states.view(np.float32)
         histories = []
@@ -341,7 +344,7 @@ class Engine:
         self._graphs.start([sequence.row for sequence in starts], states, histories)
 
     def _postprocess(self, in_flight: _InFlight | None) -> None:
-        """Wait for a step and take in its results."""
+        """Wait for a step and process its results."""
         if in_flight is None:
             return
         step, results, done = in_flight
@@ -374,7 +377,7 @@ class Engine:
         stopped = token in sample.stop_ids
         full = sequence.state is RequestState.FINISHED
         if sample.stream is not None:
-            new = sample.stream.push(token if token in self._known else None, last=stopped or full)
+            new = sample.stream.push(token if token in self._ids_with_text else None, last=stopped or full)
             completion.text = sample.stream.text
             if sample.on_token is not None:
                 sample.on_token(sample.output, sample.index, token, new)
@@ -395,5 +398,7 @@ class Engine:
                 sample.stream.finish()
                 completion.text = sample.stream.text
         elif self.tokenizer is not None:
-            completion.text = self.tokenizer.decode([token for token in completion.tokens if token in self._known])
+            completion.text = self.tokenizer.decode(
+                [token for token in completion.tokens if token in self._ids_with_text]
+            )
         self._finished += 1

@@ -1,7 +1,4 @@
-"""The memory of the paged key/value cache: how large it is, and copying blocks within it.
-
-`blocks.py` decides which sequence owns which block.
-"""
+"""The paged KV cache: how many blocks fit into memory, and their pages. `blocks.py` decides who owns a block."""
 
 from __future__ import annotations
 
@@ -11,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollgraph.inference.defaults import CPU_CACHE_BYTES
+from rollgraph.inference.sizes import CPU_CACHE_BYTES
 from rollgraph.model.architecture import Architecture
 from rollgraph.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """The size of a cache, known before any of it is allocated."""
+    """The size of a KV cache, before it is allocated."""
 
     architecture: Architecture
     dtype: torch.dtype
@@ -33,7 +30,7 @@ class CachePlan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the pages of one layer: keys first, then values."""
+        """The shape of one layer's pages: [blocks, tokens of a block, keys and values, heads, head_dim]."""
         a = self.architecture
         return (self.blocks, self.block_size, 2, a.kv_heads, a.head_dim)
 
@@ -47,7 +44,7 @@ class CachePlan:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the cache holds. Block 0 is not counted: idle rows write there."""
+        """How many tokens the cache holds, without block 0, to which idle rows write."""
         return (self.blocks - 1) * self.block_size
 
     def allocate(self, device: torch.device) -> list[Tensor]:
@@ -56,25 +53,32 @@ class CachePlan:
             raise ValueError(f"a cache needs at least 2 blocks, not {self.blocks}")
         return [torch.zeros(self.shape, dtype=self.dtype, device=device) for _ in range(self.architecture.layers)]
 
-    def layers_within(self, nbytes: int) -> int:
-        """For how many layers so much memory is enough."""
+    def layers_that_fit(self, nbytes: int) -> int:
+        """How many layers have pages that fit into `nbytes`."""
         return min(self.architecture.layers, nbytes // self.layer_nbytes)
 
-    def lay_over(self, memory: Tensor) -> list[Tensor]:
-        """The pages of as many layers, from the first one on, as fit into the memory of another tensor, [elements]."""
+    def pages_over(self, memory: Tensor) -> list[Tensor]:
+        """The pages of the first layers, as views into `memory`, [elements]: as many layers as fit."""
         flat = memory.view(self.dtype)
         size = torch.Size(self.shape).numel()
         return [
-            flat.narrow(0, layer * size, size).view(self.shape) for layer in range(self.layers_within(memory.nbytes))
+            flat.narrow(0, layer * size, size).view(self.shape) for layer in range(self.layers_that_fit(memory.nbytes))
         ]
 
 
-def plan_cache(model: Decoder, *, rows: int, max_length: int, block_size: int, nbytes: int | None) -> CachePlan:
-    """Plan as many blocks as `rows` sequences of `max_length` could ever use, but no more than fit into `nbytes`.
+def usable_blocks(rows: int, max_length: int, block_size: int, longest: int = 0) -> int:
+    """The most blocks that can be in use: by all rows, or by one longer sequence; plus block 0 for idle rows."""
+    return max(rows * -(-max_length // block_size), -(-longest // block_size)) + 1
 
-    Without `nbytes`, the limit is most of the free memory of a GPU, or a fixed size on a CPU.
+
+def plan_cache(
+    model: Decoder, *, rows: int, max_length: int, block_size: int, nbytes: int | None, longest: int = 0
+) -> CachePlan:
+    """Plan as many blocks as `rows` sequences of `max_length` can use, but no more than fit into `nbytes`.
+
+    Without `nbytes`, the limit is 80% of the free memory of a GPU, or a fixed size on a CPU.
     """
-    architecture, dtype, device = model.architecture, model.embed.weight.dtype, model.embed.weight.device
+    architecture, dtype, device = model.architecture, model.embed_tokens.weight.dtype, model.embed_tokens.weight.device
     if nbytes is None:
         nbytes = CPU_CACHE_BYTES
         if device.type == "cuda":
@@ -86,7 +90,7 @@ def plan_cache(model: Decoder, *, rows: int, max_length: int, block_size: int, n
         raise ValueError(
             f"cache_bytes={nbytes}: one block takes {one_block} bytes, and a cache needs at least 2 blocks"
         )
-    usable = rows * -(-max_length // block_size) + 1
+    usable = usable_blocks(rows, max_length, block_size, longest)
     return CachePlan(architecture, dtype, block_size, min(plan.blocks, usable))
 
 

@@ -63,7 +63,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     row: int = NO_ROW
     computed: int = 0  # positions whose keys and values are in the cache once all launched steps have run
-    end: int = 0  # the most that `computed` can reach: the last token is sampled but never fed
+    max_computed: int = 0  # limit of `computed`, set by `add`; 0 before
     finish_reason: str | None = None
 
     @property
@@ -135,6 +135,7 @@ class Scheduler:
         self._prefill_sequences = prefill_sequences
         self._waiting: deque[Sequence] = deque()
         self._admitted: dict[Sequence, None] = {}  # sequences that have a row, the latest last
+        self._growing: set[Sequence] = set()  # sequences that have a row and will need more blocks before they end
         self._free_rows = list(range(max_rows))  # a heap: the lowest row comes out first
         self._retained: list[list[int]] = []  # tables of finished sequences, kept while others that wait may share them
         self._next = EngineStep()  # filled by `schedule`; if there is nothing to launch, it keeps the preempted
@@ -155,7 +156,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises SequenceError, and changes nothing, if it could never run."""
-        if sequence.end:
+        if sequence.max_computed:
             raise ValueError(f"sequence {sequence.id} has been added before")
         length = len(sequence.prompt)
         if not length:
@@ -166,19 +167,20 @@ class Scheduler:
             raise SequenceError(
                 sequence.id, f"a prompt of {length} tokens leaves no room in max_length = {self._max_length}"
             )
-        end = min(length + sequence.max_tokens, self._max_length) - 1
-        needed = self.blocks.needed(end)
+        max_total = min(length + sequence.max_tokens, self._max_length)
+        max_computed = max_total - 1  # the last token is sampled but never fed to the model
+        needed = self.blocks.needed(max_computed)
         if needed > self.blocks.capacity:
             raise SequenceError(
                 sequence.id,
-                f"a prompt of {length} tokens with {end + 1 - length} to generate needs {needed} blocks; "
+                f"a prompt of {length} tokens with {max_total - length} to generate needs {needed} blocks; "
                 f"the cache has {self.blocks.capacity}",
             )
-        sequence.end = end
+        sequence.max_computed = max_computed
         self._waiting.append(sequence)
 
     def schedule(self) -> EngineStep | None:
-        """Give the next step and count it as launched.
+        """Return the next step and count it as launched.
 
         None means that there is nothing to launch before another `add`, or before the `update` of a step in flight.
         """
@@ -196,8 +198,8 @@ class Scheduler:
         return step
 
     def update(self, step: EngineStep, tokens: list[int]) -> list[tuple[Sequence, int]]:
-        """Take in the tokens of a step, one for each row; steps come in launch order. Gives the (sequence, token)
-        pairs that were appended."""
+        """Process the tokens of a step, one for each row, in launch order. Returns the (sequence, token) pairs that
+        were appended."""
         if len(tokens) != step.bucket:
             raise ValueError(f"{len(tokens)} tokens for a step of {step.bucket} rows")
         appended: list[tuple[Sequence, int]] = []
@@ -210,12 +212,12 @@ class Scheduler:
                 continue  # it ended while this token was computed
             sequence.generated.append(token)
             appended.append((sequence, token))
-            if sequence.length > sequence.end:
+            if sequence.length > sequence.max_computed:
                 self.finish(sequence, "length")
         return appended
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence in whatever state it is. If it has already ended, its first reason stays."""
+        """End a sequence, whatever its state. If it has already ended, its first reason stays."""
         if sequence.state is RequestState.FINISHED:
             return
         if sequence.state is RequestState.WAITING:
@@ -228,7 +230,7 @@ class Scheduler:
         sequence.finish_reason = reason
 
     def preempt_all(self) -> None:
-        """Forget what is in the cache: every sequence that has a row returns to the queue, in its place."""
+        """Discard the cache: every sequence with a row goes back to its place in the queue."""
         while self._admitted:
             self._preempt(next(reversed(self._admitted)))
         self._release_retained()
@@ -242,8 +244,8 @@ class Scheduler:
         appends: list[Sequence] = []
         running = RequestState.RUNNING
         size = self.blocks.block_size
-        for sequence in list(self._admitted):  # oldest first: a sequence that is preempted has not had its turn yet
-            if sequence.state is not running or sequence.computed == sequence.end:
+        for sequence in list(self._admitted):  # oldest first: preempted ones are not yet visited
+            if sequence.state is not running or sequence.computed == sequence.max_computed:
                 continue
             if sequence.computed == len(sequence.blocks) * size:
                 if not self.blocks.free:
@@ -251,9 +253,11 @@ class Scheduler:
                 while not self.blocks.free:
                     self._preempt(next(reversed(self._admitted)))
                 if sequence.row == NO_ROW:
-                    break  # it was the latest itself
+                    break  # this sequence was the latest, and was preempted
                 sequence.blocks += self.blocks.allocate(1)
                 appends.append(sequence)
+                if len(sequence.blocks) == self.blocks.needed(sequence.max_computed):
+                    self._growing.remove(sequence)
             decoding.append(sequence)
         return decoding, appends
 
@@ -282,8 +286,8 @@ class Scheduler:
     def _admit(self, budget: int, copies: list[tuple[int, int]]) -> Sequence | None:
         """Give the first sequence in the queue a row, and blocks for its tokens; None if it has to wait.
 
-        One free block remains for each running sequence, or the newcomer would soon be preempted again. A preempted
-        sequence waits for its tokens in flight, and none overtakes it.
+        One free block remains for each sequence that will need another, or the newcomer would soon be preempted again.
+        A preempted sequence waits for its tokens in flight, and none overtakes it.
         """
         if not self._waiting or not self._free_rows or self._waiting[0].in_flight:
             return None
@@ -292,7 +296,7 @@ class Scheduler:
         shared, tail = self.blocks.match(prefix)
         fresh = self.blocks.needed(sequence.length) - len(shared)
         computed = len(shared) * self.blocks.block_size
-        if max(fresh, 1) > self.blocks.free - len(self._admitted):
+        if max(fresh, 1) > self.blocks.free - len(self._growing):
             if not self._retained or copies:  # this step must not overwrite a block that it copies from
                 return None
             self._release_retained()
@@ -304,6 +308,8 @@ class Scheduler:
         sequence.row = heapq.heappop(self._free_rows)
         self.blocks.share(shared)
         sequence.blocks = shared + self.blocks.allocate(fresh)
+        if len(sequence.blocks) < self.blocks.needed(sequence.max_computed):
+            self._growing.add(sequence)
         sequence.computed = computed
         if tail:
             copies.append((tail, sequence.blocks[len(shared)]))
@@ -312,7 +318,7 @@ class Scheduler:
         return sequence
 
     def _fill_rows(self, step: EngineStep, decoding: list[Sequence], appends: list[Sequence]) -> None:
-        """Write down what each row of the decode does, and count its token as in flight."""
+        """Fill in what each row of the decode does, and count its token as in flight."""
         bucket = self._bucket_for(1 + max(sequence.row for sequence in decoding))
         rows = step.rows
         orders = step.orders
@@ -350,8 +356,9 @@ class Scheduler:
         self._next.preempted.append(sequence)
 
     def _leave_row(self, sequence: Sequence) -> list[int]:
-        """Free the row of a sequence. Gives its blocks, which the caller has to release."""
+        """Free the row of a sequence. Returns its blocks, which the caller has to release."""
         del self._admitted[sequence]
+        self._growing.discard(sequence)
         heapq.heappush(self._free_rows, sequence.row)
         blocks = sequence.blocks
         sequence.row = NO_ROW

@@ -1,7 +1,7 @@
-"""The architecture record: everything that distinguishes one model of the Llama and Qwen family from another.
+"""The architecture record: the sizes and options of one model of the family, and Hugging Face's names of its tensors.
 
-Owns how a Hugging Face `config.json` is read and written. A setting that would change what the model computes, and that
-the decoder does not support, is an error; it is never ignored.
+Owns how a Hugging Face `config.json` is read and written. A setting that changes what the model computes, and that the
+decoder does not support, is an error; it is never ignored.
 """
 
 from __future__ import annotations
@@ -12,8 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
-from rollgraph.model.config_fields import FLAG, NATURAL, NOT_NEGATIVE, TEXT, TEXTS, ArchitectureError, count, take
+from rollgraph.model.field_kinds import (
+    FLAG,
+    NATURAL,
+    NOT_NEGATIVE,
+    TEXT,
+    TEXTS,
+    ArchitectureError,
+    positive_int,
+    take_field,
+)
 from rollgraph.model.rope import Rope, read_rope
+
+# -- the record ------------------------------------------------------------------------------------
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -28,7 +39,7 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {  # what transformers assumes if config.json does not say
+_DEFAULTS: dict[str, dict[str, Any]] = {  # what transformers assumes for absent fields
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen2": _QWEN,
@@ -40,7 +51,7 @@ _SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a decoder is made of.
+    """The sizes and options of a decoder.
 
     >>> Architecture("qwen2", vocabulary=512, hidden=64, mlp=128, layers=2, heads=4, kv_heads=2, head_dim=16)
     """
@@ -56,11 +67,11 @@ class Architecture:
     norm_eps: float = 1e-6
     rope: Rope = field(default_factory=Rope)
     max_length: int = 4096
-    tied: bool = False  # whether the embedding is also the output head
+    tied: bool = False  # the embedding is also the output head
     attention_bias: bool = False  # for queries, keys and values (Qwen2 always has it) and, in Llama, the output
     mlp_bias: bool = False
-    windows: tuple[int | None, ...] = ()  # how far back each layer attends; None, or an empty tuple: all the way
-    extras: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the rest of config.json, kept for saving
+    windows: tuple[int | None, ...] = ()  # sliding window of each layer; None, or an empty tuple: full attention
+    extras: Mapping[str, Any] = field(default_factory=dict, compare=False)  # other fields of config.json, for saving
 
     def __post_init__(self) -> None:
         if self.family not in _CLASSES:
@@ -88,17 +99,17 @@ class Architecture:
         return self.windows[layer] if self.windows else None
 
     def why_indivisible(self, ranks: int) -> str | None:
-        """Why so many ranks cannot divide each layer among themselves; None if they can."""
+        """Why the layers cannot be sharded over this many tensor parallel ranks; None if they can."""
         if self.heads % ranks or self.mlp % ranks:
             return f"{ranks} must divide the {self.heads} heads and the MLP's width of {self.mlp}"
         if self.kv_heads % ranks and ranks % self.kv_heads:
             return f"{ranks} must divide the {self.kv_heads} key/value heads, or be a multiple of them"
         return None
 
-    def divided(self, ranks: int) -> Architecture:
-        """What each of so many ranks computes of every layer. Where they outnumber key/value heads, these repeat."""
+    def sharded(self, ranks: int) -> Architecture:
+        """The sizes of one tensor parallel rank. With more ranks than key/value heads, some have the same ones."""
         if problem := self.why_indivisible(ranks):
-            raise ArchitectureError(f"the layers cannot be divided: {problem}")
+            raise ArchitectureError(f"the layers cannot be sharded: {problem}")
         kv_heads = max(1, self.kv_heads // ranks)
         return replace(self, heads=self.heads // ranks, kv_heads=kv_heads, mlp=self.mlp // ranks)
 
@@ -110,40 +121,40 @@ class Architecture:
         """Read a Hugging Face `config.json`."""
         if not isinstance(config, Mapping):
             raise ArchitectureError("config.json does not hold a JSON object")
-        rest = dict(config)
-        family = take(rest, "model_type", TEXT, None)
-        classes = take(rest, "architectures", TEXTS, None)
+        unread = dict(config)
+        family = take_field(unread, "model_type", TEXT, None)
+        classes = take_field(unread, "architectures", TEXTS, None)
         if family not in _CLASSES:
             name = classes[0] if classes else family
             raise ArchitectureError(f"unknown architecture {name!r:.80}; supported: {', '.join(_CLASSES.values())}")
-        rest = {**_DEFAULTS[family], **rest}
-        _refuse_unsupported(rest)
-        heads = take(rest, "num_attention_heads", count("heads"))
-        layers = take(rest, "num_hidden_layers", count("layers"))
-        hidden = take(rest, "hidden_size", count("hidden"))
-        attention_bias = family in ("llama", "qwen3") and take(rest, "attention_bias", FLAG, False)
-        mlp_bias = family == "llama" and take(rest, "mlp_bias", FLAG, False)
+        unread = {**_DEFAULTS[family], **unread}
+        _refuse_unsupported(unread)
+        heads = take_field(unread, "num_attention_heads", positive_int("heads"))
+        layers = take_field(unread, "num_hidden_layers", positive_int("layers"))
+        hidden = take_field(unread, "hidden_size", positive_int("hidden"))
+        attention_bias = family in ("llama", "qwen3") and take_field(unread, "attention_bias", FLAG, False)
+        mlp_bias = family == "llama" and take_field(unread, "mlp_bias", FLAG, False)
         return cls(
             family=family,
-            vocabulary=take(rest, "vocab_size", count("vocabulary")),
+            vocabulary=take_field(unread, "vocab_size", positive_int("vocabulary")),
             hidden=hidden,
-            mlp=take(rest, "intermediate_size", count("mlp")),
+            mlp=take_field(unread, "intermediate_size", positive_int("mlp")),
             layers=layers,
             heads=heads,
-            kv_heads=take(rest, "num_key_value_heads", count("heads"), None) or heads,
-            head_dim=take(rest, "head_dim", count("head_dim"), None) or hidden // heads,
-            norm_eps=take(rest, "rms_norm_eps", NOT_NEGATIVE, 1e-6),
-            rope=read_rope(rest),
-            max_length=take(rest, "max_position_embeddings", count("length")),
-            tied=take(rest, "tie_word_embeddings", FLAG, False),
+            kv_heads=take_field(unread, "num_key_value_heads", positive_int("heads"), None) or heads,
+            head_dim=take_field(unread, "head_dim", positive_int("head_dim"), None) or hidden // heads,
+            norm_eps=take_field(unread, "rms_norm_eps", NOT_NEGATIVE, 1e-6),
+            rope=read_rope(unread),
+            max_length=take_field(unread, "max_position_embeddings", positive_int("length")),
+            tied=take_field(unread, "tie_word_embeddings", FLAG, False),
             attention_bias=attention_bias,
             mlp_bias=mlp_bias,
-            windows=_read_windows(family, layers, rest),
-            extras=rest,
+            windows=_read_windows(family, layers, unread),
+            extras=unread,
         )
 
     def to_config(self) -> dict[str, Any]:
-        """A Hugging Face `config.json`, including the fields of the original that the decoder does not use."""
+        """A Hugging Face `config.json`, with the fields of the original that the decoder does not use."""
         rope = {"rope_type": self.rope.kind, **self.rope.options}
         config: dict[str, Any] = {
             **self.extras,
@@ -190,7 +201,7 @@ class Architecture:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Refuse settings with which the decoder would compute something else than the model."""
+    """Refuse settings that the decoder does not support and that change the result."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ArchitectureError(f"hidden_act={config['hidden_act']!r:.80} is not supported; only silu is")
     if config.get("quantization_config"):
@@ -205,17 +216,17 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ArchitectureError(f"attention_dropout={dropout!r:.80} is not supported: the decoder has no dropout")
 
 
-def _read_windows(family: str, layers: int, rest: dict[str, Any]) -> tuple[int | None, ...]:
-    """Take the fields about sliding windows out of a config.json; gives the window of each layer, or ()."""
+def _read_windows(family: str, layers: int, unread: dict[str, Any]) -> tuple[int | None, ...]:
+    """Remove the fields about sliding windows from a config.json; return the window of each layer, or ()."""
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-    fields = {name: rest.pop(name) for name in names if name in rest}
+    fields = {name: unread.pop(name) for name in names if name in unread}
     if family not in _WINDOWED:
         return ()
-    if family != "mistral" and not take(fields, "use_sliding_window", FLAG, False):
+    if family != "mistral" and not take_field(fields, "use_sliding_window", FLAG, False):
         return ()
-    size = take(fields, "sliding_window", count("length"), None)
-    first = take(fields, "max_window_layers", NATURAL, 0)
-    kinds = take(fields, "layer_types", TEXTS, None)
+    size = take_field(fields, "sliding_window", positive_int("length"), None)
+    first = take_field(fields, "max_window_layers", NATURAL, 0)
+    kinds = take_field(fields, "layer_types", TEXTS, None)
     if size is None:
         return ()
     if kinds is None:
@@ -227,3 +238,41 @@ def _read_windows(family: str, layers: int, rest: dict[str, Any]) -> tuple[int |
     if _SLIDING not in kinds:
         return ()
     return tuple(size if kind == _SLIDING else None for kind in kinds)
+
+
+# -- Hugging Face's names of tensors ---------------------------------------------------------------
+
+
+def hf_tensor_map(architecture: Architecture) -> dict[str, tuple[str, slice]]:
+    """Hugging Face's tensors by name: the decoder's parameter that holds each, and its rows there.
+
+    For example, "model.layers.0.mlp.up_proj.weight" maps to ("layers.0.mlp.gate_up_proj.weight", slice(mlp, 2 * mlp)).
+    """
+    a = architecture
+    q = a.heads * a.head_dim
+    kv = a.kv_heads * a.head_dim
+    all_rows = slice(None)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if a.qk_norm:
+        norms += ["self_attn.q_norm", "self_attn.k_norm"]
+    projections = (
+        ("self_attn.q_proj", "self_attn.qkv_proj", slice(q), a.qkv_bias),
+        ("self_attn.k_proj", "self_attn.qkv_proj", slice(q, q + kv), a.qkv_bias),
+        ("self_attn.v_proj", "self_attn.qkv_proj", slice(q + kv, q + 2 * kv), a.qkv_bias),
+        ("self_attn.o_proj", "self_attn.o_proj", all_rows, a.output_bias),
+        ("mlp.gate_proj", "mlp.gate_up_proj", slice(a.mlp), a.mlp_bias),
+        ("mlp.up_proj", "mlp.gate_up_proj", slice(a.mlp, 2 * a.mlp), a.mlp_bias),
+        ("mlp.down_proj", "mlp.down_proj", all_rows, a.mlp_bias),
+    )
+    tensor_map = {"model.embed_tokens.weight": ("embed_tokens.weight", all_rows)}
+    for i in range(a.layers):
+        for norm in norms:
+            tensor_map[f"model.layers.{i}.{norm}.weight"] = (f"layers.{i}.{norm}", all_rows)
+        for theirs, ours, rows, has_bias in projections:
+            tensor_map[f"model.layers.{i}.{theirs}.weight"] = (f"layers.{i}.{ours}.weight", rows)
+            if has_bias:
+                tensor_map[f"model.layers.{i}.{theirs}.bias"] = (f"layers.{i}.{ours}.bias", rows)
+    tensor_map["model.norm.weight"] = ("norm", all_rows)
+    if not a.tied:
+        tensor_map["lm_head.weight"] = ("lm_head.weight", all_rows)
+    return tensor_map

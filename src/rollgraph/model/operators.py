@@ -1,29 +1,32 @@
-"""Makes operations of PyTorch of functions, so that a tape records them, and a capture sees what they write.
+"""Registers functions as PyTorch operators, so that a tape records them, and a capture sees what they write.
 
-`torch.library.custom_op` would do the same, but it imports PyTorch's compiler when it is first called, which takes
-seconds.
+`torch.library.custom_op` would do the same, but its first call imports PyTorch's compiler, which takes seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("rollgraph", "FRAGMENT")  # operations exist as long as it does
+P = ParamSpec("P")
+Result = TypeVar("Result")  # one tensor, or a tuple of them
+
+_library = torch.library.Library("rollgraph", "FRAGMENT")  # the operators exist as long as it does
 
 
-def operator(shaped: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """An operation of the function's name, which returns a new tensor without a gradient.
+def operator(shaped: Callable[..., Any]) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """An operator of the function's name, which returns a new tensor, or several, without a gradient.
 
-    `shaped` takes the same arguments and gives a tensor of the same shape: it is called for tensors without memory.
+    `shaped` takes the same arguments and returns tensors of the same shapes. It is the kernel for meta tensors.
     """
 
-    def define(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        operation: Callable[..., Tensor] = _define(function, function, ())
+    def define(function: Callable[P, Result]) -> Callable[P, Result]:
+        operation: Callable[P, Result] = _define(function, function, ())
         _library.impl(function.__name__, shaped, "Meta")
         return operation
 
@@ -31,9 +34,9 @@ def operator(shaped: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]],
 
 
 def sum_operator(function: Callable[..., None]) -> Callable[..., None]:
-    """An operation of the function's name, which writes to its argument `total` and returns nothing.
+    """An operator of the function's name, which adds to its argument `total` and returns nothing.
 
-    A capture takes back what a warm-up adds.
+    A capture rolls back what a warm-up adds.
     """
 
     @wraps(function)
@@ -43,6 +46,12 @@ def sum_operator(function: Callable[..., None]) -> Callable[..., None]:
 
     operation: Callable[..., None] = _define(function, run, ("total",))
     return operation
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The memory of a tensor, or of a contiguous copy, as an array for the function of an operator."""
+    with torch._C.DisableTorchFunction():  # a recording refuses host reads of tensors outside of operators
+        return tensor.detach().contiguous().numpy()
 
 
 def _define(function: Callable[..., Any], run: Callable[..., Any], writes: tuple[str, ...]) -> Any:

@@ -1,7 +1,4 @@
-"""Rotary position embeddings: their frequencies, and how a `config.json` describes them.
-
-`pointwise.py` applies them.
-"""
+"""Rotary position embeddings (RoPE): frequencies, and how a `config.json` describes them. `layers.py` applies them."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgraph.model.config_fields import (
+from rollgraph.model.field_kinds import (
     ABOVE_ONE,
     FLAG,
     NOT_NEGATIVE,
@@ -23,12 +20,12 @@ from rollgraph.model.config_fields import (
     REQUIRED,
     ArchitectureError,
     FieldKind,
-    take,
+    take_field,
 )
 
 _DEFAULT_THETA = 10_000.0
 
-# The options of each kind of scaling: what each may hold, and its default.
+# The options of each kind of scaling: allowed values and default.
 _OPTIONS_OF: dict[str, dict[str, tuple[FieldKind, Any]]] = {
     "default": {},
     "linear": {"factor": (POSITIVE, REQUIRED)},
@@ -53,14 +50,14 @@ _OPTIONS_OF: dict[str, dict[str, tuple[FieldKind, Any]]] = {
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: the base, and how frequencies are scaled for longer contexts."""
+    """The base of the frequencies, and how they are scaled for longer contexts."""
 
     theta: float = _DEFAULT_THETA
     kind: str = "default"  # default, linear, llama3 or yarn
     options: Mapping[str, Any] = field(default_factory=dict)  # by their Hugging Face names
 
     def frequencies(self, head_dim: int, max_length: int) -> tuple[Tensor, float]:
-        """The frequency of each pair of dimensions, [head_dim / 2] on the CPU, and a factor for cosine and sine."""
+        """The frequency of each pair of dimensions, [head_dim / 2] on the CPU, and a factor of cosine and sine."""
         plain = 1.0 / self._periods(head_dim)
         if self.kind == "default":
             return plain, 1.0
@@ -80,16 +77,16 @@ class Rope:
         low = float(self.options["low_freq_factor"])
         high = float(self.options["high_freq_factor"])
         wavelength = 2 * pi / plain
-        kept = ((original / wavelength - low) / (high - low)).clamp(0, 1)
-        return (1 - kept) * plain / factor + kept * plain
+        unscaled_fraction = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+        return (1 - unscaled_fraction) * plain / factor + unscaled_fraction * plain
 
     def _yarn(self, factor: float, original: float, head_dim: int) -> tuple[Tensor, float]:
-        """Operations are in the order of transformers, so that frequencies are equal bit for bit."""
+        """The order of operations is that of transformers, so that frequencies are equal bit for bit."""
         low, high = self._yarn_range(original, head_dim)
         ramp = ((torch.arange(head_dim // 2, device="cpu").float() - low) / (high - low)).clamp(0, 1)
-        kept = 1 - ramp
+        unscaled_fraction = 1 - ramp
         periods = self._periods(head_dim)
-        frequencies = 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept
+        frequencies = 1.0 / (factor * periods) * (1 - unscaled_fraction) + 1.0 / periods * unscaled_fraction
         scale = self.options.get("attention_factor")
         if scale is None:
             scale = _yarn_scale(factor, self.options.get("mscale"), self.options.get("mscale_all_dim"))
@@ -99,7 +96,7 @@ class Rope:
         """The dimensions at which blending begins and ends.
 
         The end can be smaller than the beginning, if the original length is short or `beta_slow` is the larger beta.
-        Then the low frequencies are kept and the high ones are slowed down, as in transformers.
+        Then low frequencies stay and high ones slow down, as in transformers.
         """
 
         def dimension(rotations: float) -> float:
@@ -126,16 +123,16 @@ def _yarn_scale(factor: float, mscale: float | None, mscale_all_dim: float | Non
     return scale(1.0)
 
 
-def read_rope(rest: dict[str, Any]) -> Rope:
-    """Take `rope_parameters` (newer files), or `rope_theta` and `rope_scaling` (older ones), out of a config.json.
+def read_rope(unread: dict[str, Any]) -> Rope:
+    """Remove `rope_parameters` (newer files), or `rope_theta` and `rope_scaling` (older ones), from a config.json.
 
     As in transformers, `rope_scaling` replaces `rope_parameters` entirely if a file has both.
     """
-    newer = take(rest, "rope_parameters", OPTIONS, None)
-    older = take(rest, "rope_scaling", OPTIONS, None)
-    outer_theta = take(rest, "rope_theta", ABOVE_ONE, None)
+    newer = take_field(unread, "rope_parameters", OPTIONS, None)
+    older = take_field(unread, "rope_scaling", OPTIONS, None)
+    outer_theta = take_field(unread, "rope_theta", ABOVE_ONE, None)
     options = dict(older or newer or {})
-    theta = float(take(options, "rope_theta", ABOVE_ONE, None) or outer_theta or _DEFAULT_THETA)
+    theta = float(take_field(options, "rope_theta", ABOVE_ONE, None) or outer_theta or _DEFAULT_THETA)
     old_name = options.pop("type", None)
     kind = options.pop("rope_type", None) or old_name or "default"
     if kind not in list(_OPTIONS_OF):  # a list, because the value may not be hashable
@@ -143,11 +140,11 @@ def read_rope(rest: dict[str, Any]) -> Rope:
     if options.pop("partial_rotary_factor", None) not in (None, 1.0):
         raise ArchitectureError("partial_rotary_factor is not supported: the decoder rotates all dimensions")
     if kind in ("llama3", "yarn"):
-        length = take(rest, "original_max_position_embeddings", POSITIVE, None)
+        length = take_field(unread, "original_max_position_embeddings", POSITIVE, None)
         if length:
             options["original_max_position_embeddings"] = length
     for name, (expected, default) in _OPTIONS_OF[kind].items():
-        take(dict(options), name, expected, default)  # a copy: this only checks
+        take_field(dict(options), name, expected, default)  # a copy: this only checks
     if kind == "default":
         return Rope(theta)
     return Rope(theta, kind, options)

@@ -1,8 +1,7 @@
-"""The policy: weight slots, phases, and the worker that generates, scores and trains. Start with `worker.py`."""
+"""The policy: weight slots, phases, and the worker that generates, scores and trains. Read `worker.py` first."""
 
-from rollgraph.policy.limits import Limits
-from rollgraph.policy.phase_memory import GradientsInUse
-from rollgraph.policy.phases import PhaseError, Phases
+from rollgraph.policy.microbatch import Limits
+from rollgraph.policy.phases import GradientsInUse, PhaseError, Phases
 from rollgraph.policy.weights import SlotError, WeightSlots
 from rollgraph.policy.worker import PolicyWorker
 

@@ -1,13 +1,6 @@
-"""The phase machine: what a worker is doing, and what each transition requires.
+"""The phase machine: what a worker is doing, what each transition requires, and which phase owns the shared memory.
 
-Touches no tensor: it decides which work a transition takes and has `PhaseActions` do it. A phase is a context; leaving
-it restores what was there on entry, exception or not. No transition captures a graph. `phase_memory.py` decides which
-memory a phase takes from another.
-
-| phase | before it | while it lasts | after it failed |
-|---|---|---|---|
-| generate, score, save | gather the full parameters | hooks are paused | |
-| train | | hooks are on | gradients are dropped |
+Touches no tensor.
 """
 
 from __future__ import annotations
@@ -17,9 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
+# -- phases ----------------------------------------------------------------------------------------
+# The machine decides which work a transition needs, and `PhaseActions` does it. A phase is a context manager: leaving
+# it restores the state on entry, exception or not. No transition captures a graph.
+#
+# | phase                 | before it                  | while it lasts   | after it failed       |
+# |-----------------------|----------------------------|------------------|-----------------------|
+# | generate, score, save | gather the full parameters | hooks are paused |                       |
+# | train                 |                            | hooks are on     | gradients are dropped |
+
 IDLE = "idle"
-READING = ("generate", "score", "save")  # phases that read the full parameters and compute no gradients
-PHASES = (*READING, "train")
+READ_PHASES = ("generate", "score", "save")  # phases that read the full parameters and compute no gradients
+PHASES = (*READ_PHASES, "train")
 
 
 class PhaseError(RuntimeError):
@@ -27,16 +29,16 @@ class PhaseError(RuntimeError):
 
 
 class PhaseActions(Protocol):
-    """What the machine has done for it. `ShardedModel` implements it."""
+    """The work of a transition. `ShardedModel` implements it, and `AdaptedWeights` around that."""
 
     def paused(self, gather: bool) -> AbstractContextManager[None]: ...
     def drop_gradients(self) -> None: ...
 
 
 class Phases:
-    """One phase at a time. Entering the current phase again costs nothing.
+    """Allows one phase at a time. Entering the current phase again costs nothing.
 
-    `take_memory` is called with the name of a phase that is being entered; what it raises refuses the phase.
+    `take_memory` is called with the name of the phase being entered; if it raises, the phase is refused.
     """
 
     def __init__(self, actions: PhaseActions, take_memory: Callable[[str], None] = lambda phase: None) -> None:
@@ -63,9 +65,9 @@ class Phases:
 
     @contextmanager
     def _transition(self, phase: str) -> Iterator[None]:
-        """From idle to a phase, and back."""
+        """Go from idle to a phase, and back."""
         with ExitStack() as stack:
-            if phase in READING:
+            if phase in READ_PHASES:
                 stack.enter_context(self._actions.paused(gather=True))
             self._take_memory(phase)  # after the gathers: ranks have ended an aborted step by then
             try:
@@ -74,3 +76,108 @@ class Phases:
                 yield
             finally:
                 self.current = IDLE
+
+
+# -- memory that phases share ----------------------------------------------------------------------
+# `PhaseMemory` decides when memory changes hands, `SharedGradients` and the engine do the work, and `worker.py` chooses
+# the layout. The KV cache reuses memory of training:
+#
+# | memory                                      | generate              | score               | train              |
+# |---------------------------------------------|-----------------------|---------------------|--------------------|
+# | gradients: `flat.gradient_memory`, fp32     | pages of the first    |                     | gradients          |
+# |   (one allocation)                          | layers, as fit        |                     |                    |
+# | pool of graphs, on a GPU                    | pages of the other    | activations         | activations,       |
+# |                                             | layers, temporaries   |                     | logits             |
+# | pool, if parameters are sharded             | full parameters       | full parameters     | activations        |
+#
+# So on a GPU the pool is as large as the largest phase needs: training, scoring, or generation with its pages. Warm-up
+# allocates from the pool, too. On a CPU there is no pool: the other pages are ordinary memory, and activations are
+# freed after use. A standalone engine (`rollgraph generate`) shares nothing. Allocated all the time: parameters,
+# optimizer, reference, inputs of graphs, state of decoding. No capture copies the cache or the gradients.
+#
+# Nothing in the cache outlives a phase, and neither do gradients that no optimizer has used:
+#
+# | entering | does                                                                                          |
+# |----------|-----------------------------------------------------------------------------------------------|
+# | generate | is refused if there are such gradients; if another phase used the cache's memory, the engine  |
+# |          | forgets its cache                                                                             |
+# | score    | ends the use of the cache, because its graphs overwrite a part of it                          |
+# | train    | ends the use of the cache and of full parameters; zeroes the gradients if they held the cache |
+# | save     |                                                                                               |
+#
+# Guards of the graphs catch misuse outside of the phases: a decode after training, a training step on a cache.
+
+
+class GradientsInUse(PhaseError):
+    """The cache would overwrite gradients that the optimizer has not used."""
+
+
+class SharedGradients(Protocol):
+    """Gradients whose memory can be lent. `ShardedModel` implements it."""
+
+    @property
+    def has_gradients(self) -> bool: ...
+    def lend_gradients(self) -> None: ...
+    def take_back_gradients(self) -> None: ...
+    def invalidate_full_parameters(self) -> None: ...
+
+
+class PhaseMemory:
+    """Tracks which phase uses the shared memory. Without a cache there, every phase may be entered at any time."""
+
+    def __init__(self, gradients: SharedGradients) -> None:
+        self._gradients = gradients
+        self._over_gradients = False
+        self._forget_cache: Callable[[], None] | None = None  # None: no cache shares memory
+        self._cache_is_valid = False
+        self._gradients_are_lent = False
+
+    def share(self, forget_cache: Callable[[], None], *, over_gradients: bool) -> None:
+        """From now on a cache lies in shared memory. `over_gradients`: some of it in the memory of the gradients."""
+        self._forget_cache = forget_cache
+        self._over_gradients = over_gradients
+
+    def enter(self, phase: str) -> None:
+        """Give a phase its memory. Raises GradientsInUse, and changes nothing, if unused gradients are in it."""
+        if phase == "generate":
+            self._give_to_cache()
+        elif phase in ("score", "train"):
+            self._cache_is_valid = False
+        if phase == "train":
+            self._gradients.invalidate_full_parameters()
+            if self._gradients_are_lent:
+                self._gradients.take_back_gradients()
+                self._gradients_are_lent = False
+
+    def _give_to_cache(self) -> None:
+        if self._forget_cache is None:
+            return
+        if self._over_gradients and not self._gradients_are_lent:
+            if self._gradients.has_gradients:
+                raise GradientsInUse(
+                    "cannot generate now: there are gradients that the optimizer has not used, and the key/value cache "
+                    "lies in their memory. Take the optimizer's step or call drop_gradients() first"
+                )
+            self._gradients.lend_gradients()
+            self._gradients_are_lent = True
+        if not self._cache_is_valid:
+            self._forget_cache()
+            self._cache_is_valid = True
+
+    def invalidate_cache(self) -> None:
+        """Mark the cache as computed with other weights: the next phase generate starts with an empty one."""
+        self._cache_is_valid = False
+
+    # -- guards ------------------------------------------------------------------------------------
+
+    def cache_is_gone(self) -> str | None:
+        """A guard of generation: another phase used the memory of the cache."""
+        if self._cache_is_valid or self._forget_cache is None:
+            return None
+        return "another phase used the memory of the key/value cache: enter the phase generate first"
+
+    def gradients_are_lent(self) -> str | None:
+        """A guard of training: the memory of the gradients holds the cache."""
+        if not self._gradients_are_lent:
+            return None
+        return "the memory of the gradients holds the key/value cache: enter the phase train first"

@@ -1,36 +1,66 @@
-"""The graphs that score packed tokens: the log-probability of each of them, in a few static sizes.
+"""Captured scoring: the log-probability of every token of a packed microbatch, with one graph per token bucket.
 
-Owns these graphs, the division of samples into microbatches, and the arithmetic of log-probabilities. `StepGraphs` adds
-training to it; a model that is never trained needs no more than this.
+Owns these graphs, the packing of samples into their buckets, and the log-probabilities that they compute. A model that
+is never trained needs only this file; `TrainGraphs` adds training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollgraph.distributed.world import World
-from rollgraph.graph import GraphPool, capture
+from rollgraph.graph import GraphPool, capture_lazily
 from rollgraph.graph.capture import BackendName
 from rollgraph.graph.hooks import Guard
 from rollgraph.inference.decode_graphs import OnCapture
-from rollgraph.model import Decoder, Keys, token_logprobs
-from rollgraph.model.kernel_compilation import compiling_together
-from rollgraph.policy.asked_rows import put_rows, take_rows
-from rollgraph.policy.limits import Limits, TokenBucket
-from rollgraph.policy.packed_arrays import PackedArrays, fill
-from rollgraph.policy.packing import measure, pack
-from rollgraph.sharding.tensor_peers import TensorPeers
+from rollgraph.model import Decoder, PackedKeys, token_logprobs
+from rollgraph.model.kernels.launch import compiling_together
+from rollgraph.parallel.ranks.world import World
+from rollgraph.parallel.tensor.peers import TensorPeers
+from rollgraph.policy.microbatch import Limits, PackedArrays, TokenBucket, collate, pack_samples, packed_size
 from rollgraph.types import Sample
+
+# -- rows that need logits -------------------------------------------------------------------------
+# No row index repeats, so forward and backward only copy rows. Nothing is summed, so no order of summation matters.
+
+
+def gather_rows(values: Tensor, rows: Tensor) -> Tensor:
+    """The rows `values[rows]`. All other rows get a gradient of 0."""
+    selected: Tensor = _GatherRows.apply(values, rows)  # type: ignore[no-untyped-call]
+    return selected
+
+
+def scatter_rows(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """The inverse of `gather_rows`: a tensor of `count` rows with `values` at `rows`, and 0 elsewhere."""
+    return values.new_zeros(count, *values.shape[1:]).index_copy(0, rows, values)
+
+
+class _GatherRows(torch.autograd.Function):
+    """index_select, but with a backward that does not add up rows with atomics on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(values)
+        return values.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_selected: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return scatter_rows(grad_selected, rows, ctx.count), None
+
+
+# -- the graphs ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class GraphSettings:
-    """How to capture."""
+class CaptureSettings:
+    """How a worker captures its graphs."""
 
     pool: GraphPool
     backend: BackendName
@@ -38,39 +68,47 @@ class GraphSettings:
     on_mismatch: Any = "raise"
     warmup: int = 2
 
+    @property
+    def captures_ahead(self) -> bool:
+        """Whether graphs are captured before they are needed. On a CPU, the first call of a graph records it."""
+        return self.backend == "cuda"
 
-def choose_backend(name: BackendName, world: World, tensor: TensorPeers | None) -> BackendName:
-    """What captures the graphs of a worker. `tensor` are the ranks with which these exchange tensors, if any do."""
+
+def resolve_backend(name: BackendName, world: World, tensor: TensorPeers | None) -> BackendName:
+    """The capture backend of a worker: "auto" becomes CUDA graphs on a GPU and the tape on a CPU.
+
+    `tensor` is the tensor parallel group, if there is one. Its collectives must run inside the graphs.
+    """
     if name == "auto":
         name = "cuda" if world.device.startswith("cuda") else "tape"
     if name == "cuda" and tensor is not None and tensor.collectives.staged:
         raise ValueError(
-            "ranks that divide layers exchange tensors through host memory here, which no CUDA graph can contain: "
+            "tensor parallel ranks exchange tensors through host memory here, which no CUDA graph can contain: "
             "use backend='eager'"
         )
     return name
 
 
 class ScoreGraphs:
-    """The captured scoring of a model. `label` names the graphs; `guards` are checked before every replay."""
+    """The scoring graphs of a model. `label` is part of their names; `guards` are checked before every replay."""
 
     def __init__(
         self,
         model: Decoder,
         limits: Limits,
-        settings: GraphSettings,
+        settings: CaptureSettings,
         temperature: float,
         *,
         label: str = "score",
         guards: Sequence[Guard] = (),
     ) -> None:
-        self.reader = model  # what scores
+        self.full_model = model  # with full (unsharded) parameters: scoring runs this one
         self._limits = limits
         self._settings = settings
         self._temperature = temperature
         self._label = label
         self._guards = list(guards)
-        self._device = model.embed.weight.device
+        self._device = model.embed_tokens.weight.device
         self._whole_step = "step" in settings.scopes
         self.buckets = limits.buckets
         if not self._whole_step:
@@ -83,57 +121,66 @@ class ScoreGraphs:
     def plan(
         self, samples: Sequence[Sample], buckets: Sequence[TokenBucket] = ()
     ) -> list[tuple[list[int], TokenBucket]]:
-        """Divide samples into microbatches: the indices of the samples, and the smallest bucket they fit."""
+        """Pack samples into microbatches. Returns the indices of samples in each, and the smallest bucket that fits."""
         largest = self.buckets[-1].tokens
         planned = []
-        for indices in pack(samples, largest, self._limits.sequences(largest)):
-            size = measure(samples[index] for index in indices)
-            asked = sum(len(samples[index].tokens) for index in indices)
+        for indices in pack_samples(samples, self._limits.capacity(largest)):
+            size = packed_size(samples[index] for index in indices)
+            predicted = sum(len(samples[index].tokens) for index in indices)
             fitting = [
                 bucket
                 for bucket in buckets or self.buckets
-                if asked <= bucket.logits and size.fits(bucket.tokens, self._limits.sequences(bucket.tokens))
+                if predicted <= bucket.logits and size.fits(self._limits.capacity(bucket.tokens))
             ]
             planned.append((indices, fitting[0]))
         return planned
 
-    def fill(self, samples: Sequence[Sample], bucket: TokenBucket) -> PackedArrays:
+    def collate(self, samples: Sequence[Sample], bucket: TokenBucket) -> PackedArrays:
         tokens, logits = bucket
-        return fill(samples, tokens, self._limits.sequences(tokens), self._limits.longest(tokens), logits)
+        return collate(samples, self._limits.capacity(tokens), self._limits.longest(tokens), logits)
 
     def _upload(self, arrays: PackedArrays) -> tuple[Tensor, ...]:
-        """The arrays on the device. From pinned memory, the host does not wait for a replay that still runs."""
-        on_host = [torch.from_numpy(array) for array in arrays.tensors]
+        """Copy the arrays to the device, from pinned memory, so that the host does not wait for a running replay."""
+        host_tensors = [torch.from_numpy(array) for array in arrays.tensors]
         if self._device.type == "cuda":
-            on_host = [tensor.pin_memory() for tensor in on_host]
-        return tuple(tensor.to(self._device, non_blocking=True) for tensor in on_host)
+            host_tensors = [tensor.pin_memory() for tensor in host_tensors]
+        return tuple(tensor.to(self._device, non_blocking=True) for tensor in host_tensors)
 
     # -- capture and replay ------------------------------------------------------------------------
 
     def capture_score(self, progress: OnCapture) -> None:
+        """Create the scoring graphs, and capture them now if graphs are captured ahead."""
         for done, bucket in enumerate(reversed(self.buckets)):  # the largest first: the others reuse its memory
             name = f"{self._label} {bucket}"
-            progress(name, done, len(self.buckets))
+            report = partial(progress, name, done, len(self.buckets))
             with torch.no_grad():
-                self._score[bucket] = self._capture(self._score_step, bucket, name, [])
+                self._score[bucket] = self._make_graph(self._score_step, bucket, name, [], report)
 
     def capture_entropy(self, progress: OnCapture) -> None:
-        """Capture scoring with the entropy, in the largest bucket alone: few samples are scored in this way."""
+        """The same for scoring with entropies, in the largest bucket only: few samples are scored this way."""
         bucket = self.buckets[-1]
         name = f"{self._label} {bucket}, entropy"
-        progress(name, 0, 1)
         with torch.no_grad():
-            self._with_entropy = self._capture(self._entropy_step, bucket, name, [])
+            self._with_entropy = self._make_graph(self._entropy_step, bucket, name, [], partial(progress, name, 0, 1))
 
-    def _capture(
-        self, step: Callable[..., Any], bucket: TokenBucket, name: str, guards: Sequence[Guard]
+    def _make_graph(
+        self,
+        step: Callable[..., Any],
+        bucket: TokenBucket,
+        name: str,
+        guards: Sequence[Guard],
+        report: Callable[[], None],
     ) -> Callable[..., Any]:
         settings = self._settings
-        return capture(
-            step, self._upload(self.fill([], bucket)), pool=settings.pool, backend=settings.backend, name=name,
-            guards=[*self._guards, *guards], on_mismatch=settings.on_mismatch, warmup=max(1, settings.warmup),
-            warmup_in_pool=True, first_run=compiling_together,
+        graph = capture_lazily(
+            step, pool=settings.pool, backend=settings.backend, name=name, guards=[*self._guards, *guards],
+            on_mismatch=settings.on_mismatch, warmup=max(1, settings.warmup), warmup_in_pool=True,
+            first_run=compiling_together,
         )  # fmt: skip
+        if settings.captures_ahead:
+            report()
+            graph.capture(*self._upload(self.collate([], bucket)))
+        return graph
 
     def score(self, arrays: PackedArrays) -> Tensor:
         """The log-probability of each token, [tokens]. The result is valid until the next call."""
@@ -146,63 +193,65 @@ class ScoreGraphs:
         return self._score_samples(samples, self.score, self.buckets)
 
     def logprobs_and_entropies(self, samples: Sequence[Sample]) -> list[tuple[list[float], list[float]]]:
-        both = self._score_samples(samples, self._score_with_entropy, self.buckets[-1:])
-        return [(logprobs, entropies) for logprobs, entropies in both]
+        scored = self._score_samples(samples, self._score_with_entropy, self.buckets[-1:])
+        return [(logprobs, entropies) for logprobs, entropies in scored]
 
     def _score_with_entropy(self, arrays: PackedArrays) -> Tensor:
-        """The log-probability of each token, and the entropy, [2, tokens]."""
+        """Log-probabilities and entropies, [2, tokens]."""
         assert self._with_entropy is not None, "call capture_entropy() first"
         with torch.no_grad():
-            both: Tensor = self._with_entropy(*self._upload(arrays))
-        return both
+            logprobs_and_entropies: Tensor = self._with_entropy(*self._upload(arrays))
+        return logprobs_and_entropies
 
     def _score_samples(
         self, samples: Sequence[Sample], score: Callable[[PackedArrays], Tensor], buckets: Sequence[TokenBucket]
     ) -> list[Any]:
-        """What `score` gives for the tokens of each sample, in its last dimension."""
+        """The values that `score` returns, cut along its last dimension into the tokens of each sample."""
         scored = []
-        for indices, bucket in self.plan(samples, buckets):  # packed while the device works on the one before
-            arrays = self.fill([samples[index] for index in indices], bucket)
+        for indices, bucket in self.plan(samples, buckets):  # while the device runs the previous one
+            arrays = self.collate([samples[index] for index in indices], bucket)
             scored.append((indices, arrays.starts, score(arrays).clone()))
         results: list[Any] = [None] * len(samples)
         for indices, starts, values in scored:
-            on_host = values.cpu()
+            host_values = values.cpu()
             for index, start in zip(indices, starts, strict=True):
-                results[index] = on_host[..., start : start + len(samples[index].tokens)].tolist()
+                results[index] = host_values[..., start : start + len(samples[index].tokens)].tolist()
         return results
 
     # -- what runs inside the graphs ---------------------------------------------------------------
 
     @torch.no_grad()
     def _entropy_step(self, *inputs: Tensor) -> Tensor:
-        logprobs, entropy = self._logprobs(self.reader, inputs, entropy=True, whole=False)
+        logprobs, entropy = self._logprobs(self.full_model, inputs, needs_entropy=True, whole_logits=False)
         assert entropy is not None
         return torch.stack((logprobs, entropy))
 
     @torch.no_grad()
     def _score_step(self, *inputs: Tensor) -> Tensor:
-        logprobs, _ = self._logprobs(self.reader, inputs, entropy=False, whole=False)
+        logprobs, _ = self._logprobs(self.full_model, inputs, needs_entropy=False, whole_logits=False)
         return logprobs
 
     def _logprobs(
-        self, model: Decoder, inputs: Sequence[Tensor], entropy: bool, whole: bool
+        self, model: Decoder, inputs: Sequence[Tensor], needs_entropy: bool, whole_logits: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The log-probability of each token and, if wanted, its entropy. Both are 0 where there are no logits."""
-        ids, positions, targets, _, cu_seqlens, keys, cu_keys, _, *asked = inputs
-        hidden = model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), Keys(keys, cu_keys))
-        if asked:  # otherwise all tokens have logits
-            hidden = take_rows(hidden, asked[0])
-            targets = targets.index_select(0, asked[0])
+        """The log-probability of each token and, if `needs_entropy`, its entropy; 0 for tokens without logits."""
+        ids, positions, targets, _, cu_seqlens, keys, cu_keys, _, *optional_rows = inputs
+        hidden = model(ids, positions, cu_seqlens, self._limits.longest(len(ids)), PackedKeys(keys, cu_keys))
+        if optional_rows:  # otherwise all tokens have logits
+            hidden = gather_rows(hidden, optional_rows[0])
+            targets = targets.index_select(0, optional_rows[0])
         head = model.head_weight
-        self._gather(head)
-        chunk = len(hidden) if whole else None
-        routes = model.head_routes
-        result = token_logprobs(hidden, head, targets, self._temperature, entropy=entropy, chunk=chunk, routes=routes)
+        self._gather_head(head)
+        chunk = len(hidden) if whole_logits else None
+        algos = model.head_algos
+        result = token_logprobs(
+            hidden, head, targets, self._temperature, entropy=needs_entropy, chunk=chunk, algos=algos
+        )
         logprobs, entropies = result if isinstance(result, tuple) else (result, None)
-        if asked:
-            logprobs = put_rows(logprobs, asked[0], len(ids))
-            entropies = None if entropies is None else put_rows(entropies, asked[0], len(ids))
+        if optional_rows:
+            logprobs = scatter_rows(logprobs, optional_rows[0], len(ids))
+            entropies = None if entropies is None else scatter_rows(entropies, optional_rows[0], len(ids))
         return logprobs, entropies
 
-    def _gather(self, head: Tensor) -> None:
-        """Make sure that the head is whole, for a model whose parameters are sharded."""
+    def _gather_head(self, head: Tensor) -> None:
+        """Gather the head's weight if it is sharded. Here it is not; `TrainGraphs` overrides this."""

@@ -1,1 +1,1 @@
-"""What is learned from: prompts, rewards, environments, and the algorithms that turn rollouts into a loss."""
+"""Reinforcement learning: prompts, environments, rewards, and the algorithms that turn rollouts into a loss."""

@@ -1,9 +1,9 @@
-"""A calculator, as an environment of text and as a tool for environments of messages.
+"""A calculator, as a text environment (`calculator`) and as a tool for environments of messages (`calculate`).
 
-In the first, `<calc>12*(3+4)</calc>` is followed by `<result>84</result>`; the second is `calculate`.
+In the text environment, `<calc>12*(3+4)</calc>` is followed by `<result>84</result>`.
 
-Owns the arithmetic, which runs on whatever a policy writes: it walks a syntax tree in which only numbers and operators
-are allowed, with limits on all sizes. Python itself evaluates nothing.
+The input is untrusted, because a policy writes it. We walk a syntax tree in which only numbers and operators are
+allowed, with limits on all sizes, and never call `eval`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from rollgraph.types import Prompt
 
 Number = int | float
 
-_MOST_CHARACTERS = 200  # also bounds the depth of the tree
-_MOST_BITS = 256
+_MAX_CHARACTERS = 200  # also bounds the depth of the tree
+_MAX_BITS = 256
 _CHARACTERS = re.compile(r"[0-9eE.+\-*/%() ]*")
 _CALL = re.compile(r"<calc>((?:(?!<calc>).)*?)</calc>", re.DOTALL)
 
 
 class CalculatorError(ValueError):
-    """An expression that has no value; the policy is told the message."""
+    """An expression without a value; the policy is told the message."""
 
 
 def calculator(
     tokenizer: Tokenizer, *, samples_per_prompt: int, max_turns: int = 8, max_tokens: int = 1024
 ) -> MultiTurn:
-    """The environment; a turn ends where a call does."""
+    """The text environment; a turn ends at the end of a call."""
     return MultiTurn(
         tokenizer,
         reply,
@@ -45,8 +45,8 @@ def calculator(
 
 
 def reply(text: str, prompt: Prompt) -> str | None:
-    """The result of the last call, unless the text has it already."""
-    # The call need not end the text: the token that completes `</calc>` may contain more characters.
+    """The result of the last call, unless the text already has it."""
+    # The call may not be the end of the text: the token that completes `</calc>` can contain more characters.
     calls = _CALL.findall(text.rpartition("</result>")[2])
     if not calls:
         return None
@@ -63,19 +63,19 @@ def calculate(expression: str) -> str:
         The value, or an error.
     """
     try:
-        return _write(evaluate(expression))
+        return _format_number(evaluate_expression(expression))
     except CalculatorError as error:
         return f"error: {error}"
 
 
-def evaluate(expression: str) -> Number:
+def evaluate_expression(expression: str) -> Number:
     """The value of an expression of numbers, + - * / // % ** and parentheses, as Python would compute it."""
-    if len(expression) > _MOST_CHARACTERS:
+    if len(expression) > _MAX_CHARACTERS:
         raise CalculatorError("expression too long")
     if not _CHARACTERS.fullmatch(expression):
         raise CalculatorError("only numbers, + - * / // % ** and ( )")
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
+        return _evaluate_node(ast.parse(expression.strip(), mode="eval").body)
     except ZeroDivisionError:
         raise CalculatorError("division by zero") from None
     except OverflowError:
@@ -84,28 +84,28 @@ def evaluate(expression: str) -> Number:
         raise CalculatorError("invalid syntax") from None
 
 
-def _value(node: ast.expr) -> Number:
+def _evaluate_node(node: ast.expr) -> Number:
     match node:
         case ast.Constant(value=int() | float() as value):
-            return _check(value)
+            return _check_value(value)
         case ast.UnaryOp(op, operand) if type(op) in _UNARY:
-            return _check(_UNARY[type(op)](_value(operand)))
+            return _check_value(_UNARY[type(op)](_evaluate_node(operand)))
         case ast.BinOp(left, op, right) if type(op) in _BINARY:
-            return _check(_BINARY[type(op)](_value(left), _value(right)))
+            return _check_value(_BINARY[type(op)](_evaluate_node(left), _evaluate_node(right)))
     raise CalculatorError("only numbers, + - * / // % ** and ( )")
 
 
-def _check(value: Number) -> Number:
+def _check_value(value: Number) -> Number:
     if isinstance(value, complex):
         raise CalculatorError("not a real number")
-    if not math.isfinite(value) or (isinstance(value, int) and value.bit_length() > _MOST_BITS):
+    if not math.isfinite(value) or (isinstance(value, int) and value.bit_length() > _MAX_BITS):
         raise CalculatorError("number too large")
     return value
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    # Checked before it is computed: 9**9**9 has 370 million digits.
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > 2 * _MOST_BITS:
+    # Checked before computing it: 9**9**9 has 370 million digits.
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > 2 * _MAX_BITS:
         raise CalculatorError("number too large")
     result: Number = base**exponent
     return result
@@ -123,5 +123,5 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
 }
 
 
-def _write(value: Number) -> str:
+def _format_number(value: Number) -> str:
     return str(value) if isinstance(value, int) else f"{value:.12g}"

@@ -1,7 +1,7 @@
-"""What happens between a prompt and a rollout: one completion, or several turns with replies of text in between.
+"""Environments turn prompts into rollouts: with one completion, or with several turns and text replies in between.
 
-Owns what an environment is, and how one is loaded. An environment continues lists of tokens by calling `generate`, a
-function it is given; it does not know the engine. `chat.py` has the environment of messages and tools.
+Owns the interface of an environment and its loading. An environment gets a function `generate`, which continues lists
+of tokens; it does not know the engine. The environment of messages and tools is in `chat.py`.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollgraph.rl.conversations import Answer, Conversations, check_positive
+from rollgraph.rl.conversations import Conversations, EnvResponse, check_positive
 from rollgraph.rl.paths import LoadError, load_object
 from rollgraph.rl.turns import Episode, Generate, append_turn, generate_all, make_episodes
 from rollgraph.tokenizer import Tokenizer
 from rollgraph.types import Prompt, Rollout
 
-# From the text so far to what follows it; None: the rollout is finished.
+# (text so far, prompt) -> the text that follows; None: the rollout is finished.
 TextReply = Callable[[str, Prompt], str | Awaitable[str | None] | None]
 
 
 class Environment(Protocol):
-    """Anything with these two members can be trained in.
+    """The interface of an environment: `stop` and `run`.
 
-    What else it may have:
+    It may also have:
     - `gives_rewards = True`: it fills in `reward` of its rollouts itself;
-    - `stop_ids`: tokens that end a turn, beside the tokenizer's own;
-    - `tools`: JSON schemas that the chat template shows the policy. If it has this attribute, even without any tool,
+    - `stop_ids`: tokens that end a turn, in addition to the tokenizer's;
+    - `tools`: JSON schemas that the chat template shows the policy. If the attribute exists, even as an empty list,
       every prompt is rendered as a chat;
-    - `failures`: a Counter by kind, with `messages`, the first of each kind, `hear(messages)` for those of other ranks,
-      and `unread()`, those that have not been shown.
+    - `failures`: a Counter of failures by kind; with it, `messages` (the first message of each kind), `hear(messages)`
+      (adds those of other ranks) and `unread()` (returns each message once).
 
-    One that limits what follows a prompt takes the limit as an option `max_tokens`, so that a run can check before it
-    begins whether it fits.
+    An environment that limits the tokens after a prompt takes this limit as an option `max_tokens`, so that a run can
+    check before it begins whether they fit.
     """
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings that end a turn; for the provider of `generate`."""
+        """Strings that end a turn; `generate` stops at them."""
 
     def run(self, generate: Generate, prompts: Sequence[Prompt]) -> list[Rollout]:
         """Several rollouts of each prompt, with `group` set to the index of the prompt."""
@@ -62,10 +62,10 @@ class SingleTurn:
 
 
 class MultiTurn(Conversations):
-    """Turns of the policy with replies of text in between, from a tool or a simulated user.
+    """Turns of the policy with text replies in between, from a tool or a simulated user.
 
-    After each turn that ended by itself, `reply` (a function, async or not, or its import path) gets the text so far,
-    including replies and stop strings, and returns more text, or None if the rollout is finished.
+    After each turn that the policy ended itself, `reply` (a function, plain or async, or its import path) gets the text
+    so far, including replies and stop strings. It returns more text, or None if the rollout is finished.
     """
 
     def __init__(
@@ -91,66 +91,69 @@ class MultiTurn(Conversations):
         )
         self._reply = load_function(reply, ("text", "prompt"), argument="reply")
 
-    def describe(self, rollout: Rollout, tokens: Sequence[int]) -> str:
+    def record_turn(self, rollout: Rollout, tokens: Sequence[int]) -> str:
         rollout.text = self._decode(rollout.tokens)
         return self._decode(tokens)
 
-    async def answer(self, episode: Episode, *, ended: bool) -> Answer:
+    async def env_response(self, episode: Episode, *, policy_ended: bool) -> EnvResponse:
         rollout = episode.rollout
-        reply = await self._replies.call(self._reply, rollout.text, rollout.prompt)
+        reply = await self._reply_loop.call(self._reply, rollout.text, rollout.prompt)
         if reply is None:
-            return Answer()
-        return Answer(self._tokenizer.encode(reply, special=False), reply)
+            return EnvResponse()
+        return EnvResponse(self._tokenizer.encode(reply, special=False), reply)
 
 
-def find_budget(path: str, options: Mapping[str, Any]) -> int | None:
-    """The `max_tokens` that an environment would have with these options: the limit on what follows a prompt."""
+def find_max_tokens(path: str, options: Mapping[str, Any]) -> int | None:
+    """The `max_tokens` of an environment with these options: the limit on the tokens after a prompt."""
     factory = load_object(path)
     default = None
     try:
         parameter = inspect.signature(factory).parameters.get("max_tokens")
     except (TypeError, ValueError):
-        parameter = None  # load_environment says what is wrong with it
+        parameter = None  # load_environment raises the error
     if parameter is not None:
         default = parameter.default
-    budget = options.get("max_tokens", default)
-    return budget if isinstance(budget, int) else None
+    max_tokens = options.get("max_tokens", default)
+    return max_tokens if isinstance(max_tokens, int) else None
 
 
 def load_environment(path: str, *, tokenizer: Tokenizer | None = None, **options: Any) -> Environment:
-    """Call the object at "package.module:Name" or "file.py:Name" with these options.
+    """Make an environment by calling the object at "package.module:Name" or "file.py:Name" with these options.
 
-    It also gets the tokenizer if it has a parameter of that name.
+    The tokenizer is passed if the object has a parameter `tokenizer`.
     """
     factory = load_object(path)
     if not callable(factory):
-        raise LoadError(f"expected a class or a function, got {factory!r:.80}", place=repr(path))
+        raise LoadError(f"expected a class or a function, got {factory!r:.80}", location=repr(path))
     signature = inspect.signature(factory)
     if tokenizer is not None and "tokenizer" in signature.parameters:
         options["tokenizer"] = tokenizer
     try:
         signature.bind(**options)
     except TypeError as error:
-        raise LoadError(f"{error}; its signature is {signature}", place=repr(path)) from None
+        detail = f"{error}; its signature is {signature}"
+        if "prompt" in signature.parameters:
+            detail += "; a class with a state for each rollout is the option `episode` of rollgraph.rl.chat:Chat"
+        raise LoadError(detail, location=repr(path)) from None
     environment: Environment = factory(**options)
     if not isinstance(getattr(environment, "stop", None), tuple):
-        raise LoadError("an environment must have `stop`, a tuple of strings that end a turn", place=repr(path))
-    _check_call(getattr(environment, "run", None), ("generate", "prompts"), place=f"{path!r}: run")
+        raise LoadError("an environment must have `stop`, a tuple of strings that end a turn", location=repr(path))
+    _check_call(getattr(environment, "run", None), ("generate", "prompts"), location=f"{path!r}: run")
     return environment
 
 
 def load_function(function: Any, arguments: tuple[str, ...], *, argument: str) -> Callable[..., Any]:
-    """A function, given itself or as an import path, that can be called with these arguments."""
-    found: Callable[..., Any] = load_object(function) if isinstance(function, str) else function
-    _check_call(found, arguments, argument=argument)
-    return found
+    """Load a function from its import path, or take the function itself; check that it accepts these arguments."""
+    target: Callable[..., Any] = load_object(function) if isinstance(function, str) else function
+    _check_call(target, arguments, argument=argument)
+    return target
 
 
 def _check_call(
-    function: Any, arguments: tuple[str, ...], *, argument: str | None = None, place: str | None = None
+    function: Any, arguments: tuple[str, ...], *, argument: str | None = None, location: str | None = None
 ) -> None:
     try:
         inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError) as error:
         detail = f"is called as ({', '.join(arguments)}), which {function!r:.80} does not accept ({error})"
-        raise LoadError(detail, argument=argument, place=place) from None
+        raise LoadError(detail, argument=argument, location=location) from None

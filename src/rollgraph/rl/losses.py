@@ -1,8 +1,8 @@
-"""Loss terms: pure functions over packed tokens. `algorithms/policy_gradient.py` puts them together, KL included.
+"""Loss terms: pure functions of packed tokens. `algorithms/base.py` combines them.
 
-Everything here runs inside a captured graph: no value is read on the host, and no shape depends on data. Terms are per
-token. Only `weighted_sums` adds them up, so the tokens of a minibatch may fall into any microbatches on any ranks.
-Streams first pass through `without_weightless`, because padding may hold anything, including -inf and NaN.
+All of this runs inside a captured graph: no value is read on the host, and no shape depends on data. Terms are per
+token, and only `weighted_sums` adds them up, so the tokens of a minibatch may be in any microbatch on any rank. Streams
+first pass through `zero_unweighted`, because padding may hold anything, including -inf and NaN.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0  # e^20 is far beyond any clip; without a limit, exp overflows and 0 x inf is NaN in backward
+LOG_RATIO_LIMIT = 20.0  # e^20 is far beyond any clip; without a limit, exp overflows and 0 x inf gives NaN in backward
 
-Term = tuple[Tensor, dict[str, Tensor]]  # the loss of each token, and metrics of each token
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]  # per token, shape [T]; or from `weighted_sums`, 0-d sums
 
 
 @dataclass
@@ -26,48 +26,48 @@ class TokenStreams:
     old_logprobs: Tensor  # of the policy before this batch of updates
     rollout_logprobs: Tensor  # as sampled
     advantages: Tensor
-    weights: Tensor  # how much each token counts; 0: it is not trained on
-    sequence: Tensor  # int64: which sequence of the microbatch a token belongs to; padding has one of its own
-    sequences: int  # all values of `sequence` are below it
+    weights: Tensor  # 0: the token is not trained on
+    sequence: Tensor  # int64: index of the token's sequence in the microbatch; padding has an index of its own
+    sequences: int  # number of sequences: all values of `sequence` are below it
     entropy: Tensor | None = None
     reference_logprobs: Tensor | None = None
 
 
-def without_weightless(streams: TokenStreams) -> TokenStreams:
-    """The streams with 0 wherever the weight is 0, because inf x 0 would be NaN in forward and backward."""
-    live = streams.weights != 0
+def zero_unweighted(streams: TokenStreams) -> TokenStreams:
+    """The streams with 0 where the weight is 0, because inf x 0 would be NaN in forward and backward."""
+    is_trained = streams.weights != 0
 
-    def keep(stream: Tensor) -> Tensor:
-        return torch.where(live, stream, 0.0)
+    def mask(stream: Tensor) -> Tensor:
+        return torch.where(is_trained, stream, 0.0)
 
-    def keep_if_given(stream: Tensor | None) -> Tensor | None:
-        return None if stream is None else keep(stream)
+    def mask_optional(stream: Tensor | None) -> Tensor | None:
+        return None if stream is None else mask(stream)
 
     return replace(
         streams,
-        logprobs=keep(streams.logprobs),
-        old_logprobs=keep(streams.old_logprobs),
-        rollout_logprobs=keep(streams.rollout_logprobs),
-        advantages=keep(streams.advantages),
-        entropy=keep_if_given(streams.entropy),
-        reference_logprobs=keep_if_given(streams.reference_logprobs),
+        logprobs=mask(streams.logprobs),
+        old_logprobs=mask(streams.old_logprobs),
+        rollout_logprobs=mask(streams.rollout_logprobs),
+        advantages=mask(streams.advantages),
+        entropy=mask_optional(streams.entropy),
+        reference_logprobs=mask_optional(streams.reference_logprobs),
     )
 
 
-def weighted_sums(per_token: Tensor, weights: Tensor, seen: Mapping[str, Tensor]) -> Term:
-    """The loss, and metrics that can be added up over microbatches and ranks.
+def weighted_sums(per_token: Tensor, weights: Tensor, per_token_metrics: Mapping[str, Tensor]) -> LossAndMetrics:
+    """The loss, and metrics that can be added up over microbatches and ranks; all are 0-d.
 
-    `loss` is the sum over tokens of weight x loss, and `weight` the sum of weights. Every other metric is the sum of
-    weight x value, so its mean is that sum divided by `weight`; see `means`.
+    `loss` is the sum over tokens of weight x loss, `weight` the sum of weights, and every other metric the sum of
+    weight x value. `means` divides the latter by `weight`.
     """
     loss = (weights * per_token).sum()
     with torch.no_grad():
-        metrics = {name: (weights * value).sum() for name, value in seen.items()}
+        metrics = {name: (weights * value).sum() for name, value in per_token_metrics.items()}
         return loss, {"loss": loss.detach().clone(), "weight": weights.sum(), **metrics}
 
 
 def means(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The metrics to show, from those that were added up: the loss as it is, and the weighted mean of all others."""
+    """The metrics to show, from sums: `loss` and `weight` unchanged, and the weighted mean of all others."""
     weight = metrics["weight"]
     divisor = torch.where(weight == 0, 1.0, weight)  # if nothing was trained on, all sums are 0
     return {name: value if name in ("loss", "weight") else value / divisor for name, value in metrics.items()}
@@ -79,41 +79,41 @@ def token_ratio(streams: TokenStreams) -> Tensor:
 
 
 def sequence_ratio(streams: TokenStreams) -> Tensor:
-    """(policy / old policy)^(1/length) of a token's whole sequence, for each token.
+    """For each token, (policy / old policy)^(1/length) of its whole sequence.
 
-    Each token's gradient flows to all tokens of its sequence. If the weights within a sequence are equal, the sum is
-    the same as that of one loss for the sequence, counting as much as all its tokens together.
+    The gradient of each token's loss flows to all tokens of its sequence. If the weights within a sequence are equal,
+    their sum is the weight of the sequence's loss.
     """
     difference = streams.logprobs - streams.old_logprobs
-    live = (streams.weights != 0).to(difference.dtype)
-    # index_put sorts before it adds, so its order of summation is fixed; that of index_add on a GPU is not.
+    is_trained = (streams.weights != 0).to(difference.dtype)
+    # index_put sorts before it adds, so its order of summation is fixed; index_add on a GPU has no fixed order.
     empty = difference.new_zeros(streams.sequences)
     total = empty.index_put((streams.sequence,), difference, accumulate=True)
-    length = empty.index_put((streams.sequence,), live, accumulate=True)
+    length = empty.index_put((streams.sequence,), is_trained, accumulate=True)
     return _exp((total / length.clamp(min=1))[streams.sequence])
 
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None = None
-) -> Term:
+) -> LossAndMetrics:
     """-min(ratio A, clip(ratio, 1 - low, 1 + high) A); for A < 0, at most -dual_clip A."""
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    seen = {
+    objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    metrics = {
         "ratio": ratio,
         "clipped_low": (ratio < 1 - low) & (advantages < 0),
         "clipped_high": (ratio > 1 + high) & (advantages > 0),
     }
     if dual_clip is not None:
-        gain = torch.where(advantages < 0, torch.maximum(gain, dual_clip * advantages), gain)
-        seen["clipped_dual"] = (ratio > dual_clip) & (advantages < 0)
-    return -gain, seen
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+        metrics["clipped_dual"] = (ratio > dual_clip) & (advantages < 0)
+    return -objective, metrics
 
 
-def clipped_importance(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> Term:
+def clipped_importance(logprobs: Tensor, ratio: Tensor, advantages: Tensor, low: float, high: float) -> LossAndMetrics:
     """-stop_gradient(clip(ratio, 1 - low, 1 + high)) A logprob: a clipped token keeps its gradient (CISPO)."""
-    factor = ratio.detach().clamp(1 - low, 1 + high)
-    seen = {"ratio": ratio, "clipped_low": ratio < 1 - low, "clipped_high": ratio > 1 + high}
-    return -factor * advantages * logprobs, seen
+    clipped_ratio = ratio.detach().clamp(1 - low, 1 + high)
+    metrics = {"ratio": ratio, "clipped_low": ratio < 1 - low, "clipped_high": ratio > 1 + high}
+    return -clipped_ratio * advantages * logprobs, metrics
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Tool calls in what a policy writes.
+"""Parses the tool calls in a turn.
 
-Two spellings are read: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes and Qwen, any number of
-times in a turn; and Llama 3's, where a whole turn is `{"name": ..., "parameters": {...}}`, perhaps after
-`<|python_tag|>`. A call that cannot be read becomes an error that the policy is told; nothing here raises.
+Two formats: that of Hermes and Qwen, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times in
+a turn; and that of Llama 3, where the whole turn is `{"name": ..., "parameters": {...}}`, perhaps after
+`<|python_tag|>`. A malformed call becomes an error message for the policy; nothing here raises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollgraph.files import FileError, parse_json
-from rollgraph.rl.rows import is_text
+from rollgraph.rl.data.rows import is_text
 
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
@@ -21,26 +21,31 @@ _PYTHON_TAG = "<|python_tag|>"
 
 @dataclass(frozen=True)
 class ToolCall:
+    """A parsed call.
+
+    >>> ToolCall("move", {"direction": "north"})
+    """
+
     name: str
     arguments: dict[str, Any]
-    error: str = ""  # why it cannot be run; the policy is told
+    error: str = ""  # why the call cannot be run, for the policy
 
     def to_message(self) -> dict[str, Any]:
-        """The call as messages have it."""
+        """The call as an entry of a message's `tool_calls`."""
         return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-def parse_turn(text: str) -> tuple[str, list[ToolCall]]:
-    """What a turn says beside its tool calls, and these calls."""
-    found = list(_HERMES.finditer(text))
-    if found:
-        return _HERMES.sub("", text).strip(), [_read_hermes(match) for match in found]
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """A turn's text without its tool calls, and the calls."""
+    matches = list(_HERMES.finditer(text))
+    if matches:
+        return _HERMES.sub("", text).strip(), [_read_hermes(match) for match in matches]
     stripped = text.strip()
-    tagged = stripped.startswith(_PYTHON_TAG)
+    has_tag = stripped.startswith(_PYTHON_TAG)
     body = stripped.removeprefix(_PYTHON_TAG).strip()
-    if tagged or (body.startswith("{") and body.endswith("}")):
+    if has_tag or (body.startswith("{") and body.endswith("}")):
         call = _read_call(body)
-        if tagged or not call.error:
+        if has_tag or not call.error:
             return "", [call]
     return stripped, []
 
@@ -53,7 +58,7 @@ def _read_hermes(match: re.Match[str]) -> ToolCall:
 
 def _read_call(text: str) -> ToolCall:
     try:
-        entry = parse_json(text, place="")
+        entry = parse_json(text, location="")
     except FileError as error:
         return ToolCall("", {}, f"the call {error.detail}")
     if not is_text(json.dumps(entry, ensure_ascii=False)):

@@ -1,7 +1,7 @@
-"""Turns of the policy: how an environment asks for them, and how they become part of a rollout.
+"""Turns of the policy: the interface through which environments sample them, and appending them to rollouts.
 
-Owns the keys that choose the noise of a sample. Knows neither the engine nor what happens between turns. What was
-sampled is never tokenized again: tokens are only ever appended.
+Owns the keys from which the random numbers of a sample are derived. Knows neither the engine nor what happens between
+turns. Sampled tokens are never tokenized again: tokens are only ever appended.
 """
 
 from __future__ import annotations
@@ -17,39 +17,42 @@ from rollgraph.types import Prompt, Rollout, Span
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy wrote in one go; `finish_reason` is as in Rollout."""
+    """One turn of the policy.
 
-    tokens: Sequence[int]
-    logprobs: Sequence[float]  # one for each token
+    >>> Turn(tokens=[48, 55, 2], logprobs=[-0.1, -1.2, -0.3], text="42", finish_reason="stop")
+    """
+
+    tokens: Sequence[int]  # [T]
+    logprobs: Sequence[float]  # [T]
     text: str
-    finish_reason: str
+    finish_reason: str  # as in Rollout
 
 
-# The tokens to continue, and a key that chooses the noise: a sample has the same key in all of its turns, and different
-# samples of a step have different keys. Noise also depends on the position, so turns of a sample differ.
+# (tokens to continue, key of the random numbers). A sample has the same key in all of its turns, and different samples
+# of a step have different keys. The random numbers also depend on the position, so turns of a sample differ.
 Request = tuple[list[int], int]
 
-# One turn for each request. A function that also has a method `session()` serves requests as they come; see
+# Returns one turn for each request. A function that also has a method `session()` serves requests as they arrive; see
 # `open_session`.
 Generate = Callable[[list[Request]], list[Turn]]
 
 
 class GenerateSession(Protocol):
-    """Turns that are asked for one by one, while others are being sampled."""
+    """Samples turns that are requested one by one, while others are being sampled."""
 
     @property
     def busy(self) -> bool:
-        """Whether a turn that was asked for is not finished."""
+        """Whether any requested turn is unfinished."""
 
     def submit(self, tokens: list[int], key: int) -> None:
-        """Ask for the turn that continues these tokens."""
+        """Request the turn that continues these tokens."""
 
     def step(self) -> list[tuple[int, Turn]]:
-        """Sample some more tokens. Gives the turns that this finished, by the keys of their requests."""
+        """Sample some more tokens; returns (key, turn) for each turn that this finished."""
 
 
 def open_session(generate: Generate) -> AbstractContextManager[GenerateSession]:
-    """The session of `generate`, or one that calls it for all requests that have come since the last call."""
+    """The session of `generate`; without one, a session whose step calls it with all requests since the last step."""
     session: Callable[[], AbstractContextManager[GenerateSession]] | None = getattr(generate, "session", None)
     if session is not None:
         return session()
@@ -57,7 +60,7 @@ def open_session(generate: Generate) -> AbstractContextManager[GenerateSession]:
 
 
 class _BatchSession:
-    """Serves a function that has no session of its own: turns are sampled in lockstep."""
+    """A session for a function without its own: turns are sampled in lockstep."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
@@ -88,8 +91,8 @@ class Episode:
 
     rollout: Rollout
     key: int
-    turns: int = 0  # that have ended
-    state: Any = None  # what the environment keeps for it
+    turns: int = 0  # number of finished turns
+    state: Any = None  # the environment's, for this rollout
 
     @property
     def request(self) -> Request:
@@ -97,15 +100,16 @@ class Episode:
 
 
 def make_episodes(prompts: Sequence[Prompt], samples: int) -> list[Episode]:
-    """So many empty rollouts for each prompt, with `group` set to the index of the prompt."""
-    seen: Counter[tuple[int, int]] = Counter()
+    """Make `samples` empty rollouts for each prompt, with `group` set to the index of the prompt."""
+    occurrences: Counter[tuple[int, int]] = Counter()
     episodes = []
     for group, prompt in enumerate(prompts):
-        # Keys come from the prompt rather than from its place, so that noise does not depend on the number of ranks. A
-        # prompt can be in a step twice, where an epoch ends or when there are few prompts, and on different ranks.
-        twin = (prompt.id, prompt.repeat)
-        first_key = (seen[twin] << 80) + (prompt.repeat << 48) + prompt.id * samples
-        seen[twin] += 1
+        # Keys depend on the prompt and not on its index in `prompts`, so that random numbers do not depend on the
+        # number of ranks. A prompt can be in a step twice, even on different ranks: where an epoch ends, or if there
+        # are few prompts.
+        prompt_key = (prompt.id, prompt.repeat)
+        first_key = (occurrences[prompt_key] << 80) + (prompt.repeat << 48) + prompt.id * samples
+        occurrences[prompt_key] += 1
         for i in range(samples):
             rollout = Rollout(prompt, tokens=[], sampled=[], logprobs=[], group=group)
             episodes.append(Episode(rollout, first_key + i))
@@ -121,7 +125,7 @@ def append_turn(rollout: Rollout, tokens: Sequence[int], logprobs: Sequence[floa
 
 
 def append_reply(rollout: Rollout, tokens: Sequence[int], text: str) -> None:
-    """Append tokens that are not the policy's."""
+    """Append tokens that the policy did not sample."""
     start = len(rollout.tokens)
     rollout.tokens += tokens
     rollout.sampled += [False] * len(tokens)

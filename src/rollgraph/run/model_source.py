@@ -1,7 +1,7 @@
-"""The models that people look at after a run or before it: of a model or adapter folder, of a checkpoint, or of a run.
+"""Opens the model behind a folder that a person names: a model, an adapter, a checkpoint or a run.
 
-Owns how a folder is told from the others, and what a checkpoint needs besides its weights: the tokenizer and the
-architecture are those of the run that saved it, whose configuration is in the checkpoint. Only reads.
+Owns how these folders are told apart, and what a checkpoint needs besides its weights: the tokenizer and architecture
+of the run that saved it, from the configuration inside the checkpoint. Only reads.
 """
 
 from __future__ import annotations
@@ -14,22 +14,20 @@ from typing import Any, Literal
 
 import torch
 
-from rollgraph.config import AdapterConfig, Config, ConfigError, parse_config
+from rollgraph.checkpoint.format import MANIFEST, CheckpointError, read_manifest, read_states, verify
+from rollgraph.checkpoint.keep import SavedCheckpoint, by_score, find_checkpoints
+from rollgraph.checkpoint.load import load_parameters
+from rollgraph.config import AdapterConfig, Config, ConfigError, parse_config, with_new_names
 from rollgraph.files import check_path
+from rollgraph.inputs.base_model import adapter_spec, find_base
+from rollgraph.inputs.inputs import make_tokenizer, resolve_architecture
 from rollgraph.model import Decoder, load_model
-from rollgraph.model.adapter_files import load_adapter, read_adapter, read_base
-from rollgraph.model.adapters import attach
-from rollgraph.model.division import empty_decoder
-from rollgraph.model.hf_weights import CONFIG, has_weights
-from rollgraph.model.peft_config import ADAPTER_CONFIG
-from rollgraph.run.base_model import adapter_spec, find_base
-from rollgraph.run.checkpoints import Saved, by_score, find_complete
-from rollgraph.run.hub_cache import model_folder
-from rollgraph.run.hub_ids import SCHEME, find_id
-from rollgraph.run.inputs import make_tokenizer, read_architecture
-from rollgraph.sharding import CheckpointError
-from rollgraph.sharding.checkpoint_loader import load_parameters
-from rollgraph.sharding.manifest import MANIFEST, read_manifest, read_states, verify
+from rollgraph.model.lora import attach
+from rollgraph.model.meta import empty_decoder
+from rollgraph.model.weights.adapter_files import load_adapter, read_adapter, read_base
+from rollgraph.model.weights.hf import CONFIG, has_weights
+from rollgraph.model.weights.peft_config import ADAPTER_CONFIG
+from rollgraph.rl.data.hub import SCHEME, find_hub_id, model_folder
 from rollgraph.tokenizer import Tokenizer, load_tokenizer
 
 CHECKPOINTS = "checkpoints"
@@ -42,24 +40,24 @@ Which = Literal["latest", "best"]
 
 
 class SourceError(ValueError):
-    """A folder that holds no model which could be used, or a checkpoint that lacks something."""
+    """A folder without a usable model, or an incomplete checkpoint."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A folder that a person named, and what it is."""
+    """A folder that a person named, and what kind it is."""
 
     kind: Kind
     path: Path
 
 
-def recognize(folder: str | Path, which: Which | None = None) -> ModelSource:
-    """Tell what a folder is by the names in it. `which` is only checked: it makes sense for a run alone."""
+def identify_source(folder: str | Path, which: Which | None = None) -> ModelSource:
+    """Tell the kind of a folder by the names in it. `which` is only checked: it makes sense only for a run."""
     path = Path(check_path(folder))
     if not path.is_dir():
         raise SourceError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}; {EXPECTED}")
     kind: Kind
-    if (path / ADAPTER_CONFIG).exists() and not has_weights(path):  # an adapter may have the config.json of its base
+    if (path / ADAPTER_CONFIG).exists() and not has_weights(path):  # it may hold the config.json of its base
         kind = "adapter"
     elif (path / CONFIG).exists():
         kind = "model"
@@ -80,51 +78,51 @@ def recognize(folder: str | Path, which: Which | None = None) -> ModelSource:
 # -- a checkpoint of a run -------------------------------------------------------------------------
 
 
-def choose_checkpoint(run: Path, which: Which, problems: list[str]) -> Saved:
-    """The latest or best checkpoint of which every byte is as it was written; those passed over go to `problems`."""
+def choose_checkpoint(run: Path, which: Which, problems: list[str]) -> SavedCheckpoint:
+    """The latest or best checkpoint that is intact. Notes about damaged ones that were skipped go to `problems`."""
 
     def note(path: Path, error: CheckpointError) -> None:
         problems.append(f"{path} is skipped: {error}")
 
-    found = find_complete(run / CHECKPOINTS, on_broken=note)
-    for saved in by_score(found) if which == "best" else reversed(found):
+    checkpoints = find_checkpoints(run / CHECKPOINTS, on_broken=note)
+    for saved in by_score(checkpoints) if which == "best" else reversed(checkpoints):
         try:
             verify(saved.path)
         except CheckpointError as error:
             note(saved.path, error)
         else:
             return saved
-    raise none_found(run, unscored=which == "best" and bool(found), broken=bool(problems))
+    raise no_checkpoint_error(run, unscored=which == "best" and bool(checkpoints), broken=bool(problems))
 
 
-def none_found(run: str | Path, *, unscored: bool, broken: bool) -> SourceError:
-    """What to say about a run without a checkpoint that could be used."""
+def no_checkpoint_error(run: str | Path, *, unscored: bool, broken: bool) -> SourceError:
+    """The error for a run without a usable checkpoint."""
     scored = " with a score: use --which latest" if unscored else ""
     return SourceError(f"{run} has no {'whole ' if broken else ''}checkpoint{scored}")
 
 
-def check_checkpoint(path: Path) -> Saved:
-    """A checkpoint that a person named, wherever it is now; raises unless it is whole."""
+def verify_checkpoint(path: Path) -> SavedCheckpoint:
+    """A checkpoint that a person named, wherever it is now; raises unless it is intact."""
     verify(path)
     manifest = read_manifest(path)
-    return Saved(manifest.get("step", 0), path, manifest.get("score"))
+    return SavedCheckpoint(manifest.get("step", 0), path, manifest.get("score"))
 
 
-def read_config(checkpoint: Path) -> Config:
-    """The configuration of the run that saved a checkpoint; raises if the folder of the model it began with is gone.
+def read_checkpoint_config(checkpoint: Path) -> Config:
+    """The configuration of the run that saved a checkpoint; raises if the folder of its initial model is gone.
 
-    A model of the hub is named with its commit, so it is found from anywhere.
+    A hub model is pinned to a commit, so it can be found from anywhere.
     """
     states = read_states(checkpoint)
     saved: Any = states[0] if states else None
     if not isinstance(saved, dict) or "config" not in saved:
         raise SourceError(f"{checkpoint} has no configuration: it was not saved by `rollgraph train`")
     try:
-        config = parse_config(json.dumps(saved["config"]), name=f"{checkpoint}: configuration")
+        config = parse_config(json.dumps(with_new_names(saved["config"])), name=f"{checkpoint}: configuration")
     except ConfigError as error:
         raise SourceError(f"{checkpoint} was saved by another version of rollgraph:\n{error}") from None
-    named = {"model.path": config.model.path, "tokenizer.path": config.tokenizer.path}
-    for key, folder in named.items():
+    configured_paths = {"model.path": config.model.path, "tokenizer.path": config.tokenizer.path}
+    for key, folder in configured_paths.items():
         if folder is None or folder == "bytes" or folder.startswith(SCHEME):
             continue
         if not Path(folder).is_dir():
@@ -140,26 +138,26 @@ def read_config(checkpoint: Path) -> Config:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A tokenizer, and weights that have not been read yet."""
+    """A tokenizer, and weights that are still on disk."""
 
     path: Path  # a model folder, an adapter or a checkpoint
     tokenizer: Tokenizer
     config: Config | None = None  # of the run that saved the checkpoint; None: a model folder or an adapter
     step: int | None = None  # of the checkpoint
-    base: Path | None = None  # of an adapter, or of a checkpoint of adapters: the folder of the model it belongs to
+    base: Path | None = None  # of an adapter or a LoRA checkpoint: the folder of its base model
 
     def load(
         self, dtype: torch.dtype | None, device: str, on_bytes: Callable[[int, int], None] | None = None
     ) -> Decoder:
-        """Load the weights, in the dtype they are stored in or in another one.
+        """Load the weights, in the stored dtype or in `dtype`.
 
-        `on_bytes` is told how many bytes of a model folder are loaded, and of how many.
+        `on_bytes` gets (loaded, total) bytes while a model folder is loaded.
         """
         if self.base is not None:
             return self._load_with_adapter(self.base, dtype, device, on_bytes)
         if self.config is None:
             return load_model(self.path, dtype=dtype, device=device, on_bytes=on_bytes)
-        architecture, _ = read_architecture(self.config, self.tokenizer)
+        architecture, _ = resolve_architecture(self.config, self.tokenizer)
         model = empty_decoder(architecture, _stored_dtype(self.path), device)
         load_parameters(self.path, model)
         return model if dtype is None else model.to(dtype)
@@ -167,7 +165,7 @@ class StoredModel:
     def _load_with_adapter(
         self, base: Path, dtype: torch.dtype | None, device: str, on_bytes: Callable[[int, int], None] | None
     ) -> Decoder:
-        """Adapters have the dtype of their base: it is chosen before they are attached."""
+        """Load the base in its final dtype, then attach the adapters: they get the dtype of their base."""
         if self.config is None:
             model = load_model(base, dtype=dtype, device=device, on_bytes=on_bytes)
             attach(model, read_adapter(self.path, model.architecture).spec, seed=0)
@@ -183,26 +181,26 @@ class StoredModel:
 
 
 def open_model(folder: str, which: Which | None, problems: list[str]) -> StoredModel:
-    """Find the model of a folder and load its tokenizer. Checkpoints that were passed over go to `problems`."""
-    source = recognize(folder, which)
+    """Find the model of a folder and load its tokenizer. Notes about skipped checkpoints go to `problems`."""
+    source = identify_source(folder, which)
     if source.kind == "model":
         return StoredModel(source.path, load_tokenizer(folder))
     if source.kind == "adapter":
-        base = model_folder(named_base(source.path), weights=True)
+        base = model_folder(find_adapter_base(source.path), weights=True)
         return StoredModel(source.path, load_tokenizer(base), base=base)
     if source.kind == "run":
         saved = choose_checkpoint(source.path, which or "latest", problems)
     else:
-        saved = check_checkpoint(source.path)
-    config = read_config(saved.path)
-    found = None if config.adapter is None else find_base(config, saved.path, read_states(saved.path)[0])
-    return StoredModel(saved.path, make_tokenizer(config), config, saved.step, found)
+        saved = verify_checkpoint(source.path)
+    config = read_checkpoint_config(saved.path)
+    base_folder = None if config.adapter is None else find_base(config, saved.path, read_states(saved.path)[0])
+    return StoredModel(saved.path, make_tokenizer(config), config, saved.step, base_folder)
 
 
-def named_base(adapter: Path) -> str:
-    """The model that an adapter folder names: a path, or an id on the hub with its revision."""
+def find_adapter_base(adapter: Path) -> str:
+    """The base model that an adapter folder names: a path, or a hub id with its revision."""
     base, revision = read_base(adapter)
-    if find_id(base, "model") is None:
+    if find_hub_id(base, "model") is None:
         if not Path(base).is_dir():
             where = f"there is no such folder (in {Path.cwd()})"
             raise SourceError(f"{adapter} is an adapter of {base}, and {where}; see base_model_name_or_path")
@@ -211,37 +209,37 @@ def named_base(adapter: Path) -> str:
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:
-    """The dtype of the model that was trained; its master weights have another one."""
-    described: Iterable[str] = read_manifest(checkpoint)["parameters"].values()
-    dtype: torch.dtype = getattr(torch, next(iter(described)).split()[0])
+    """The dtype of the trained model, not of its master weights."""
+    parameters: Iterable[str] = read_manifest(checkpoint)["parameters"].values()
+    dtype: torch.dtype = getattr(torch, next(iter(parameters)).split()[0])
     return dtype
 
 
 # -- for evaluation --------------------------------------------------------------------------------
 
 
-def with_model(config: Config, source: ModelSource) -> Config:
-    """The same configuration for the model of a source: its weights, its tokenizer, and where its checkpoints are."""
+def configure_model(config: Config, source: ModelSource) -> Config:
+    """The same configuration with the model of a source: its weights, its tokenizer and its checkpoint folder."""
     if source.kind == "model":
         return replace(config, model=replace(config.model, path=str(source.path), tiny=None), adapter=None)
     if source.kind == "adapter":
-        model = replace(config.model, path=named_base(source.path), tiny=None)
+        model = replace(config.model, path=find_adapter_base(source.path), tiny=None)
         return replace(config, model=model, adapter=AdapterConfig(path=str(source.path)))
     if source.kind == "checkpoint":
-        saved = read_config(source.path)
+        saved = read_checkpoint_config(source.path)
     else:
-        saved = _config_of_run(source.path)
+        saved = _read_run_config(source.path)
         config = replace(config, output=str(source.path))
-    adapter = saved.adapter and replace(saved.adapter, path=None)  # the checkpoint has what became of that one
+    adapter = saved.adapter and replace(saved.adapter, path=None)  # the checkpoint holds the trained adapter
     return replace(config, model=saved.model, adapter=adapter, tokenizer=saved.tokenizer)
 
 
-def _config_of_run(run: Path) -> Config:
-    """The configuration in the newest checkpoint that can be read; which one will be loaded is decided later."""
+def _read_run_config(run: Path) -> Config:
+    """The configuration of the newest readable checkpoint. Which checkpoint is loaded is decided later."""
     broken = []
-    for saved in reversed(find_complete(run / CHECKPOINTS, on_broken=lambda path, _: broken.append(path))):
+    for saved in reversed(find_checkpoints(run / CHECKPOINTS, on_broken=lambda path, _: broken.append(path))):
         try:
-            return read_config(saved.path)
+            return read_checkpoint_config(saved.path)
         except CheckpointError:
             broken.append(saved.path)
-    raise none_found(run, unscored=False, broken=bool(broken))
+    raise no_checkpoint_error(run, unscored=False, broken=bool(broken))

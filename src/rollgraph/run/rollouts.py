@@ -1,134 +1,268 @@
-"""The rollouts of a step and of a validation: sampled, rewarded, kept or dropped, and scored; or written and scored."""
+"""Collects the rollouts of a step: sample, reward, filter, score; or read offline data and score it. Also validates."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
 
 from rollgraph.inference import Progress
-from rollgraph.policy.group_turns import run_in_group
+from rollgraph.inputs.inputs import Inputs
+from rollgraph.log.samples import SampleDetails, choose_groups
+from rollgraph.policy.generate import run_on_tensor_group
 from rollgraph.policy.weights import POLICY
 from rollgraph.rl.algorithms import UnrewardedAlgorithm
-from rollgraph.rl.algorithms.batches import describe, is_constant
-from rollgraph.rl.demonstrations import WrittenData
-from rollgraph.run.demonstrations import share_of
-from rollgraph.run.failures import count_failures, share_failures, show_reward_failures
+from rollgraph.rl.algorithms.batch import has_equal_rewards, rollout_failed, rollout_metrics
+from rollgraph.rl.data.demonstrations import OfflineData, rollouts_of_rank
+from rollgraph.rl.rewards.loading import TrainerState
 from rollgraph.run.progress import Group
-from rollgraph.run.rank_times import share_rank_times
-from rollgraph.run.reward_state import share_logged, trainer_state
-from rollgraph.run.setup import Run
+from rollgraph.run.setup import Run, logs_token_values
 from rollgraph.run.step_log import OnProgress
-from rollgraph.types import Prompt, Rollout
+from rollgraph.types import Batch, Prompt, Rollout, Sample
 
-MAX_ROUNDS = 8  # of sampling for one step, if the algorithm drops groups
+# -- failures that do not end a run ----------------------------------------------------------------
+# Counted by kind, summed over ranks, and logged as metrics of the step.
+
+REWARD_FAILURES = "failures/reward/"  # metric: count by kind
+ENVIRONMENT_FAILURES = "failures/environment/"
+UNREWARDED = "failures/unrewarded"  # metric: the fraction of rollouts without a valid reward
 
 
-def collect(run: Run, step: int) -> list[Rollout]:
-    """The rollouts of a step, from where the algorithm takes them; every rank has all of them."""
-    if run.inputs.written is not None:
-        return take_written(run, run.inputs.written)
+def count_failures(inputs: Inputs) -> Counter[str]:
+    """Failures since this process began, by the name of their metric."""
+    counts = Counter({REWARD_FAILURES + kind: count for kind, count in inputs.rewards.failures.items()})
+    in_environment = getattr(inputs.environment, "failures", {})
+    counts.update({ENVIRONMENT_FAILURES + kind: count for kind, count in in_environment.items()})
+    counts[UNREWARDED] = inputs.rewards.unrewarded
+    return counts
+
+
+def gather_failures(run: Run, before: Counter[str], sampled: int) -> dict[str, float]:
+    """Metrics of the failures on all ranks since `before`; `sampled` is the number of rollouts of all ranks.
+
+    Each rank also receives the failure messages of the others.
+    """
+    rewards = run.inputs.rewards
+    environment = run.inputs.environment
+    local = [count_failures(run.inputs) - before, rewards.messages, getattr(environment, "messages", {})]
+    total: Counter[str] = Counter()
+    for rank, text in enumerate(run.policy.sharded.exchange_text(json.dumps(local))):
+        counts, messages, of_environment = json.loads(text)
+        total.update(counts)
+        if rank != run.world.rank:
+            of_rewards = {
+                name.removeprefix(REWARD_FAILURES): count
+                for name, count in counts.items()
+                if name.startswith(REWARD_FAILURES)
+            }
+            rewards.add_failures(of_rewards, messages)
+            if of_environment:
+                getattr(environment, "hear", lambda messages: None)(of_environment)
+    return {**total, UNREWARDED: total[UNREWARDED] / max(1, sampled)}
+
+
+def show_reward_failures(run: Run) -> None:
+    """Show failures as soon as they are known: the first few distinct reward failures, and each kind of reply."""
+    for message in run.inputs.rewards.unread():
+        run.log.note(f"a reward failed and counts as {run.config.reward.on_failure:g}: {message}")
+    for environment in (run.inputs.environment, run.inputs.validation_environment):
+        for message in getattr(environment, "unread", list)():
+            run.log.note(f"the environment failed: {message}")
+
+
+def summarize_reward_failures(inputs: Inputs) -> str:
+    """A line for the end of the run; empty if no reward failed."""
+    failures = inputs.rewards.failures
+    if not failures:
+        return ""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in failures.items())
+    return f"rewards failed for {failures.total()} rollouts: {kinds}"
+
+
+# -- notes on a run that learns nothing ------------------------------------------------------------
+
+EQUAL_REWARDS = (
+    "the rewards within each group are all equal. If no answer is right, use easier prompts, a warm_start, or a reward "
+    "with partial credit; if all are right, use harder prompts. More rollout.samples_per_prompt or a higher "
+    "rollout.temperature make groups differ. samples.jsonl in the output folder shows the completions and their rewards"
+)
+ALL_MASKED = (
+    "mask_truncated masks every sample that has an advantage. Raise rollout.max_tokens, or set "
+    "algorithm.options: {mask_truncated: false}"
+)
+FAILED_REWARDS = (
+    "rewards have failed, and those that have not are equal. Repair the functions first: metrics.jsonl counts their "
+    "failures, and samples.jsonl has their messages"
+)
+
+
+def warn_if_nothing_to_learn(run: Run, step: int, batch: Batch) -> None:
+    """Show a note when all advantages of a step are 0, and not again until some are not."""
+    if not run.inputs.algorithm.needs_rewards:
+        return
+    learns_nothing = not any(any(sample.advantages) for sample in batch.samples)
+    reason = EQUAL_REWARDS
+    if batch.metrics.get("advantage/abs_max"):  # computed before samples are masked
+        reason = ALL_MASKED
+    elif any(name.startswith(REWARD_FAILURES) for name in run.log.step_metrics):
+        reason = FAILED_REWARDS
+    reward = batch.metrics.get("reward", 0.0)
+    text = f"step {step}, mean reward {reward:.3g}: nothing can be learned from the rewards, because {reason}"
+    run.log.note_once_while(learns_nothing, "nothing to learn", text)
+
+
+# -- times of ranks --------------------------------------------------------------------------------
+
+RANKS = "speed/ranks/"  # followed by the rank and the name of its metric
+
+
+def gather_rank_times(run: Run) -> dict[str, float]:
+    """With several ranks, metrics of each: the seconds of its phases so far, and its peak memory."""
+    if run.world.size == 1:
+        return {}
+    local: dict[str, float] = {f"seconds/{phase}": seconds for phase, seconds in run.log.seconds.items()}
+    local["memory_gib"] = run.log.memory.peak / 2**30
+    metrics: dict[str, float] = {}
+    for rank, text in enumerate(run.policy.sharded.exchange_text(json.dumps(local))):
+        metrics |= {f"{RANKS}{rank}/{name}": value for name, value in json.loads(text).items()}
+    return metrics
+
+
+# -- state of the run for reward functions ---------------------------------------------------------
+
+LOGGED = "logged/"  # metric: the mean of the values that reward functions passed to `log_metric`, by name
+
+
+def trainer_state(run: Run) -> TrainerState:
+    return TrainerState(
+        global_step=run.progress.finished_steps,
+        max_steps=run.config.steps,
+        epoch=run.inputs.data.epoch,
+    )
+
+
+def gather_logged(run: Run) -> dict[str, float]:
+    """The mean of all values that reward functions logged on any rank since the last call."""
+    logged = run.inputs.rewards.logged
+    values: dict[str, list[float]] = {}
+    for text in run.policy.sharded.exchange_text(json.dumps(logged)):
+        for name, logged_values in json.loads(text).items():
+            values.setdefault(name, []).extend(logged_values)
+    logged.clear()
+    return {LOGGED + name: math.fsum(means) / len(means) for name, means in values.items()}
+
+
+# -- rollouts --------------------------------------------------------------------------------------
+
+MAX_ROUNDS = 8  # of sampling per step, if the algorithm drops groups (dynamic sampling)
+
+
+def collect_rollouts(run: Run, step: int) -> list[Rollout]:
+    """The rollouts of a step: sampled, or read from offline data. Every rank gets all of them."""
+    if run.inputs.offline_data is not None:
+        return next_offline_rollouts(run, run.inputs.offline_data)
     return sample_groups(run, step)
 
 
-def take_written(run: Run, data: WrittenData) -> list[Rollout]:
-    """The next rows of the data. Pairs are scored, because their loss compares policy and reference."""
+def next_offline_rollouts(run: Run, data: OfflineData) -> list[Rollout]:
+    """The next offline rows. Pairs are also scored, because their loss compares policy and reference."""
     rollouts = data.next_rollouts()
-    run.log.pending["data/epoch"] = data.prompts.epoch
+    run.log.step_metrics["data/epoch"] = data.prompts.epoch
     if run.inputs.algorithm.source == "pairs":
         with run.log.timed("score"):
-            score_written(run, rollouts)
+            score_offline(run, rollouts)
     return run.policy.gather_rollouts(rollouts)
 
 
-def score_written(run: Run, rollouts: Sequence[Rollout]) -> None:
+def score_offline(run: Run, rollouts: Sequence[Rollout]) -> None:
     run.policy.score(rollouts, POLICY)
     if run.inputs.algorithm.needs_reference:
         run.policy.score(rollouts, "reference")
 
 
 def sample_groups(run: Run, step: int) -> list[Rollout]:
-    """Sample until the algorithm has kept a group for each prompt of the step; groups beyond that wait for the next."""
-    wanted = run.config.data.prompts_per_step
-    groups = run.progress.surplus
+    """Sample until the algorithm has kept one group per prompt of the step. Surplus groups go to the next step."""
+    needed = run.config.data.prompts_per_step
+    groups = run.progress.surplus_groups
     failures_before = count_failures(run.inputs)
     sampled: list[Rollout] = []
     rounds = 0
     dropped: list[Group] = []
-    constant: list[bool] = []  # for each group that was sampled
-    while len(groups) < wanted and rounds < MAX_ROUNDS:
+    equal_rewards: list[bool] = []  # for each sampled group
+    while len(groups) < needed and rounds < MAX_ROUNDS:
         prompts = run.inputs.data.next_prompts()
-        rollouts = sample(run, prompts, seed=f"{run.config.seed}/{step}/{rounds}")
-        kept, others = keep(run, rollouts)
+        rollouts = sample_rollouts(run, prompts, seed=f"{run.config.seed}/{step}/{rounds}")
+        kept, unused = filter_groups(run, rollouts)
         groups = groups + kept
-        dropped += others
-        constant += [is_constant(group) for group in group_by_prompt(rollouts)]
+        dropped += unused
+        equal_rewards += [has_equal_rewards(group) for group in group_rollouts(rollouts)]
         sampled += rollouts
         rounds += 1
-    run.log.pending |= {"groups/rounds": float(rounds), "groups/dropped": float(len(dropped))}
-    if constant and run.inputs.rewarded:
-        run.log.pending["groups/frac_reward_zero_std"] = sum(constant) / len(constant)
-    run.log.pending |= _describe(run, sampled)
-    run.log.pending |= share_failures(run, failures_before, len(sampled))
-    run.log.pending |= share_logged(run)
-    run.log.pending |= share_rank_times(run)
+    run.log.step_metrics |= {"groups/rounds": float(rounds), "groups/dropped": float(len(dropped))}
+    if equal_rewards and run.inputs.has_rewards:
+        run.log.step_metrics["groups/frac_reward_zero_std"] = sum(equal_rewards) / len(equal_rewards)
+    run.log.step_metrics |= _sampling_metrics(run, sampled)
+    run.log.step_metrics |= gather_failures(run, failures_before, len(sampled))
+    run.log.step_metrics |= gather_logged(run)
+    run.log.step_metrics |= gather_rank_times(run)
     show_reward_failures(run)
     if not groups:
         why = "; ".join(run.inputs.rewards.messages.values()) or "the rewards within each group are all equal"
         raise RuntimeError(f"the algorithm kept no group of {MAX_ROUNDS} rounds of sampling: {why}")
-    run.progress.surplus = groups[wanted:]
-    trained = groups[:wanted]
-    run.log.dropped = number_groups(dropped, first=len(trained))
-    return number_groups(trained)
+    run.progress.surplus_groups = groups[needed:]
+    training_groups = groups[:needed]
+    run.log.dropped_rollouts = number_groups(dropped, first=len(training_groups))
+    return number_groups(training_groups)
 
 
 def number_groups(groups: Sequence[Group], first: int = 0) -> list[Rollout]:
-    """The rollouts of these groups, with the groups numbered in their order."""
+    """The rollouts of these groups, numbering the groups consecutively."""
     return [replace(rollout, group=number) for number, group in enumerate(groups, first) for rollout in group]
 
 
-def sample(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
-    """Rollouts of these prompts with rewards, and those of the other ranks.
+def sample_rollouts(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Rollout]:
+    """Sample and reward completions of these prompts; returns the rollouts of all ranks.
 
-    Where KL needs it, those that the algorithm keeps also have the reference's log-probabilities.
+    If the algorithm needs a reference (KL), rollouts in groups that it keeps also get reference log-probabilities.
     """
-    on_progress = _counting_requests(partial(run.log.view.phase, "generate"))
+    on_progress = _count_requests(partial(run.log.display.phase, "generate"))
     with run.log.timed("generate"):
         generate = run.policy.generator(seed=seed, on_progress=on_progress)
-        rollouts = run_in_group(run.inputs.environment, generate, prompts, run.policy.sharded.tensor)
-    if run.inputs.rewarded:
+        rollouts = run_on_tensor_group(run.inputs.environment, generate, prompts, run.policy.sharded.tensor)
+    if run.inputs.has_rewards:
         with run.log.timed("reward"):
-            reward(run, rollouts)
-    rollouts = share_in_group(run, rollouts)
+            assign_rewards(run, rollouts)
+    rollouts = broadcast_in_tensor_group(run, rollouts)
     show_reward_failures(run)
     if run.inputs.algorithm.needs_reference:
-        kept, _ = keep(run, rollouts)
+        kept, _ = filter_groups(run, rollouts)
         with run.log.timed("score"):
             run.policy.score([rollout for group in kept for rollout in group], "reference")
     return run.policy.gather_rollouts(rollouts)
 
 
-def reward(run: Run, rollouts: list[Rollout]) -> None:
-    """Fill in the rewards. Of the ranks that divide layers, the one that has the rollouts asks for them."""
+def assign_rewards(run: Run, rollouts: list[Rollout]) -> None:
+    """Fill in the rewards. In a tensor parallel group, only rank 0 calls the reward functions."""
     tensor = run.policy.sharded.tensor
     if tensor is None or tensor.rank == 0:
         run.inputs.rewards.score(rollouts, trainer_state(run))
 
 
-def share_in_group(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
-    """The rollouts of the first of the ranks that divide layers, on all of them: these ranks must not differ."""
+def broadcast_in_tensor_group(run: Run, rollouts: list[Rollout]) -> list[Rollout]:
+    """Broadcast the rollouts of tensor parallel rank 0: all ranks of the group must train on the same ones."""
     tensor = run.policy.sharded.tensor
     if tensor is None:
         return rollouts
-    mine = json.dumps([rollout.to_dict() for rollout in rollouts]) if tensor.rank == 0 else ""
-    return [Rollout.from_dict(entry) for entry in json.loads(tensor.collectives.all_gather_text(mine)[0])]
+    payload = json.dumps([rollout.to_dict() for rollout in rollouts]) if tensor.rank == 0 else ""
+    return [Rollout.from_dict(entry) for entry in json.loads(tensor.collectives.all_gather_text(payload)[0])]
 
 
-def _counting_requests(show: OnProgress) -> Callable[[Progress], None]:
-    """Show how many of the engine's requests are finished."""
+def _count_requests(show: OnProgress) -> Callable[[Progress], None]:
+    """A callback that shows how many of the engine's requests have finished."""
 
     def count(progress: Progress) -> None:
         show(progress.finished, progress.finished + progress.running + progress.waiting)
@@ -136,91 +270,147 @@ def _counting_requests(show: OnProgress) -> Callable[[Progress], None]:
     return count
 
 
-def keep(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Group], list[Group]]:
-    """The groups that are worth training on, and the others."""
+def filter_groups(run: Run, rollouts: Sequence[Rollout]) -> tuple[list[Group], list[Group]]:
+    """The groups that the algorithm keeps for training, and those it drops."""
     kept: list[Group] = []
-    others: list[Group] = []
-    for group in group_by_prompt(rollouts):
-        (kept if run.inputs.algorithm.keeps(group) else others).append(group)
-    return kept, others
+    dropped: list[Group] = []
+    for group in group_rollouts(rollouts):
+        (kept if run.inputs.algorithm.keeps(group) else dropped).append(group)
+    return kept, dropped
 
 
-def group_by_prompt(rollouts: Sequence[Rollout]) -> list[Group]:
+def group_rollouts(rollouts: Sequence[Rollout]) -> list[Group]:
     groups: dict[int, Group] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group, []).append(rollout)
     return list(groups.values())
 
 
-def _describe(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of everything that all ranks sampled in a step, whether it is trained on or not."""
-    found = {"tokens/generate": float(sum(sum(rollout.sampled) for rollout in sampled))}
+def _sampling_metrics(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of all rollouts that all ranks sampled in a step, including dropped ones."""
+    metrics = {"tokens/generate": float(sum(sum(rollout.sampled) for rollout in sampled))}
     if run.inputs.algorithm.needs_reference:
         scored = [rollout for rollout in sampled if rollout.reference_logprobs is not None]
-        found["tokens/score"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
-    if sampled and run.inputs.rewarded:
-        found["reward/sampled"] = describe(sampled)["reward"]
-    return found
+        metrics["tokens/score"] = float(sum(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in scored))
+    if sampled and run.inputs.has_rewards:
+        metrics["reward/sampled"] = rollout_metrics(sampled)["reward"]
+    return metrics
 
 
-def evaluate(run: Run, seed: str) -> dict[str, float]:
-    """Metrics of the validation data, which ranks divide among themselves."""
-    found: dict[str, float] = {}
-    if run.inputs.left_out:
-        found["validation/dropped_prompts"] = float(run.inputs.left_out)
-    if run.inputs.rewarded:
-        return found | _evaluate_samples(run, seed)
-    return found | _evaluate_unrewarded(run, seed)
+def evaluate_policy(run: Run, seed: str) -> dict[str, float]:
+    """Metrics of the validation data. Each data parallel rank evaluates its share."""
+    metrics: dict[str, float] = {}
+    if run.inputs.dropped_validation_prompts:
+        metrics["validation/dropped_prompts"] = float(run.inputs.dropped_validation_prompts)
+    if run.inputs.has_rewards:
+        return metrics | _evaluate_rewards(run, seed)
+    return metrics | _evaluate_losses(run, seed)
 
 
-def _evaluate_unrewarded(run: Run, seed: str) -> dict[str, float]:
-    """What the algorithm says about completions of the data, or about samples as in a step."""
+def _evaluate_losses(run: Run, seed: str) -> dict[str, float]:
+    """The algorithm's own validation metrics, on offline completions or on samples drawn as in training."""
     algorithm = cast(UnrewardedAlgorithm, run.inputs.algorithm)
     with run.log.timed("validate"), run.log.phase("validate") as show:
-        if run.inputs.written is not None:
-            rollouts = share_of(run.inputs.examples, run.policy.world)
-            score_written(run, rollouts)
+        if run.inputs.offline_data is not None:
+            rollouts = rollouts_of_rank(run.inputs.offline_validation, run.policy.world)
+            score_offline(run, rollouts)
         else:
-            mine = run.inputs.validation[run.policy.world.rank :: run.policy.world.size]
-            generate = run.policy.generator(seed=seed, on_progress=_counting_requests(show))
-            rollouts = run_in_group(run.inputs.examiner, generate, mine, run.policy.sharded.tensor)
-            rollouts = share_in_group(run, rollouts)
+            prompts = run.inputs.validation[run.policy.world.rank :: run.policy.world.size]
+            generate = run.policy.generator(seed=seed, on_progress=_count_requests(show), validates=True)
+            rollouts = run_on_tensor_group(
+                run.inputs.validation_environment, generate, prompts, run.policy.sharded.tensor
+            )
+            rollouts = broadcast_in_tensor_group(run, rollouts)
             run.policy.score(rollouts, "reference")
         rollouts = run.policy.gather_rollouts(rollouts)
-    run.log.examined = rollouts
+    run.log.validation_rollouts = rollouts
     return {f"validation/{name}": value for name, value in algorithm.examine(rollouts).items()}
 
 
-def _evaluate_samples(run: Run, seed: str) -> dict[str, float]:
-    """Metrics of completions of prompts.
+def _evaluate_rewards(run: Run, seed: str) -> dict[str, float]:
+    """Mean reward, accuracy and pass@k of sampled completions.
 
-    `RewardFunctions.is_right` says which samples are right; pass@k is the share of prompts with at least one of them.
+    `RewardFunctions.is_correct` decides which samples are right. pass@k is the fraction of prompts with a right sample.
     """
-    inputs, world = run.inputs, run.policy.world  # those that divide layers have the same share
+    inputs, world = run.inputs, run.policy.world  # tensor parallel ranks evaluate the same share
     settings = run.config.validation
     params = replace(run.policy.sampling, temperature=settings.temperature)
     with run.log.timed("validate"), run.log.phase("validate") as show:
-        mine = inputs.validation[world.rank :: world.size]
-        generate = run.policy.generator(seed=seed, params=params, on_progress=_counting_requests(show))
-        rollouts = run_in_group(inputs.examiner, generate, mine, run.policy.sharded.tensor)
-        reward(run, rollouts)
-        rollouts = run.policy.gather_rollouts(share_in_group(run, rollouts))
-    run.log.examined = rollouts
-    right = [[inputs.rewards.is_right(rollout) for rollout in group] for group in group_by_prompt(rollouts)]
-    found = {"validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)}
-    found |= _rewards_by_function(rollouts)
-    found["validation/accuracy"] = sum(map(sum, right)) / len(rollouts)
-    found[f"validation/pass@{settings.samples}"] = sum(map(any, right)) / len(right)
-    found |= {f"validation/{name}": value for name, value in share_logged(run).items()}
-    return found
+        prompts = inputs.validation[world.rank :: world.size]
+        on_progress = _count_requests(show)
+        generate = run.policy.generator(seed=seed, params=params, on_progress=on_progress, validates=True)
+        rollouts = run_on_tensor_group(inputs.validation_environment, generate, prompts, run.policy.sharded.tensor)
+        assign_rewards(run, rollouts)
+        rollouts = run.policy.gather_rollouts(broadcast_in_tensor_group(run, rollouts))
+    run.log.validation_rollouts = rollouts
+    is_right = [[inputs.rewards.is_correct(rollout) for rollout in group] for group in group_rollouts(rollouts)]
+    metrics = {"validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)}
+    metrics |= _rewards_by_function(rollouts)
+    metrics["validation/accuracy"] = sum(map(sum, is_right)) / len(rollouts)
+    metrics[f"validation/pass@{settings.samples}"] = sum(map(any, is_right)) / len(is_right)
+    metrics |= {f"validation/{name}": value for name, value in gather_logged(run).items()}
+    return metrics
 
 
 def _rewards_by_function(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """The mean reward of each function, if there are several; not every rollout has one of each."""
-    given: dict[str, list[float]] = {}
+    """The mean reward by function, if there are several. A rollout may lack some of them."""
+    by_function: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, reward in rollout.rewards.items():
-            given.setdefault(name, []).append(reward)
-    if len(given) < 2:
+            by_function.setdefault(name, []).append(reward)
+    if len(by_function) < 2:
         return {}
-    return {f"validation/rewards/{name}": math.fsum(rewards) / len(rewards) for name, rewards in given.items()}
+    return {f"validation/rewards/{name}": math.fsum(rewards) / len(rewards) for name, rewards in by_function.items()}
+
+
+# -- details of written samples --------------------------------------------------------------------
+
+CUT_OFF = "it was cut off at the limit of tokens, and mask_truncated is set"
+FAILED = "it failed"
+NOT_KEPT = "the algorithm did not keep its group"
+EQUAL = "the rewards of its group are all equal"
+
+
+def sample_details(run: Run, step: int, rollouts: Sequence[Rollout], batch: Batch) -> dict[int, SampleDetails]:
+    """Details of the few samples that are written to samples.jsonl, by index into `rollouts` and then dropped rollouts.
+
+    Samples that were trained on are scored again with the new weights. All ranks take part in scoring.
+    """
+    dropped = run.log.dropped_rollouts
+    log = run.config.log
+    all_rollouts = [*rollouts, *dropped]
+    written_groups = choose_groups(
+        all_rollouts, log.sample_groups, every=log.samples_every, seed=run.config.seed, step=step
+    )
+    if not written_groups or run.inputs.offline_data is not None:
+        return {}
+    samples = {}
+    for sample in batch.samples:
+        if sample.rollout is not None and rollouts[sample.rollout].group in written_groups:
+            samples[sample.rollout] = sample
+    new_logprobs = _score_with_new_weights(run, samples) if logs_token_values(run.config, run.inputs) else {}
+    details = {}
+    for index, sample in samples.items():
+        left_out = "" if any(sample.weights) else _exclusion_reason(rollouts[index])
+        logprobs, entropies = new_logprobs.get(index, (None, None))
+        details[index] = SampleDetails(sample.advantages, logprobs, entropies, left_out)
+    for index, rollout in enumerate(dropped, len(rollouts)):
+        if rollout.group in written_groups:
+            group = [sibling for sibling in dropped if sibling.group == rollout.group]
+            details[index] = SampleDetails(left_out=EQUAL if has_equal_rewards(group) else NOT_KEPT)
+    return details
+
+
+def _score_with_new_weights(run: Run, samples: dict[int, Sample]) -> dict[int, tuple[list[float], list[float]]]:
+    """Log-probabilities and entropies of samples that are short enough to log, by index."""
+    short = {index: sample for index, sample in samples.items() if len(sample.tokens) <= run.config.log.token_values}
+    if not short:
+        return {}
+    with run.log.timed("log"):
+        return dict(zip(short, run.policy.logprobs_and_entropies(list(short.values())), strict=True))
+
+
+def _exclusion_reason(rollout: Rollout) -> str:
+    if rollout_failed(rollout):
+        return FAILED
+    return CUT_OFF if rollout.finish_reason == "length" else NOT_KEPT

@@ -1,4 +1,4 @@
-"""Chat templates. They are programs that come with downloaded weights, so they run in a sandbox."""
+"""Chat templates: compiled in a sandbox, because they are programs that come with downloaded weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rollgraph.tokenizer.files import TokenizerError
 
-_SAFE = (3, 1, 6)  # the first version of jinja2 without a known way out of the sandbox
-
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote, for training masks. Here its body is simply rendered."""
+    """`{% generation %}` marks the model's output, for training masks. We only render its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -42,26 +40,26 @@ def compile_template(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's filter escapes HTML
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # Not the type itself: it would offer `dict.update`, with which a template could change the caller's messages.
+    # Not the type itself: with `dict.update`, a template could change the caller's messages.
     environment.globals["dict"] = lambda *args, **values: dict(*args, **values)
     return environment.from_string(source)
 
 
 def _check_sandbox(installed: str) -> None:
     numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:3])
-    if numbers < _SAFE:
-        wanted = ".".join(map(str, _SAFE))
+    if numbers < _SAFE_JINJA2:
+        minimum = ".".join(map(str, _SAFE_JINJA2))
         raise TokenizerError(
             f"chat templates are not run with jinja2 {installed}, because they can leave its sandbox; "
-            f"pip install 'jinja2>={wanted}'"
+            f"pip install 'jinja2>={minimum}'"
         )
 
 
-def describe_failure(error: Exception) -> TokenizerError:
-    """What a template raised, with the line in which it did."""
+def template_error(error: Exception) -> TokenizerError:
+    """An error that a template raised, with its line."""
     if isinstance(error, TokenizerError):
         return error
     message = error.message if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
@@ -69,7 +67,7 @@ def describe_failure(error: Exception) -> TokenizerError:
 
 
 def _failing_line(error: Exception) -> int | str:
-    """The line of the template in which an error was raised, the innermost if there are several."""
+    """The template's line that raised an error, the innermost if there are several."""
     if isinstance(error, TemplateSyntaxError):
         return error.lineno
     line: int | str = "unknown"
@@ -77,3 +75,6 @@ def _failing_line(error: Exception) -> int | str:
         if frame.f_code.co_filename == "<template>":
             line = number
     return line
+
+
+_SAFE_JINJA2 = (3, 1, 6)  # the first version of jinja2 without a known sandbox escape

@@ -1,4 +1,4 @@
-"""The files of a tokenizer: reading, checking and writing them. Owns which setting is in which file."""
+"""Reads, checks and writes the files of a tokenizer. Knows which setting is in which file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FETCH_AGAIN = "download the file again: it may be cut off, or a Git LFS pointer"
 
 
 class TokenizerError(ValueError):
-    """Files that do not hold a tokenizer, ids outside the vocabulary, or a chat template that fails."""
+    """The files do not hold a tokenizer, an id is outside the vocabulary, or a chat template fails."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class TokenizerFiles:
             raise TokenizerError(f"{folder}: no such folder; expected the one that holds tokenizer.json")
         path = folder / "tokenizer.json"
         if not path.exists():
-            others = [name for name in _OTHER_FORMATS if (folder / name).is_file()]
-            besides = f", and {others[0]} alone is not supported" if others else ""
+            other_formats = [name for name in _OTHER_FORMATS if (folder / name).is_file()]
+            unsupported = f", and {other_formats[0]} alone is not supported" if other_formats else ""
             convert = "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-            raise TokenizerError(f"{path}: no such file{besides}; create it once with transformers: {convert}")
+            raise TokenizerError(f"{path}: no such file{unsupported}; create it once with transformers: {convert}")
         config = _read_config(folder / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # newer files have it, and then the map is a leftover
+        if "added_tokens_decoder" not in config:  # newer files have it and do not need the map
             config |= _read_config(folder / "special_tokens_map.json")
         templates = {name: _read_text(file) for name, file in _template_files(folder).items()}
         if templates:
             config["chat_template"] = templates
         ids = _read_ids(folder / "config.json") | _read_ids(folder / "generation_config.json")
-        return cls(_read_text(path), config, _without_nulls(ids), str(folder))
+        return cls(_read_text(path), config, _drop_nulls(ids), str(folder))
 
     def write(self, folder: Path) -> None:
-        """Write the files that `read` and transformers read, replacing those of another tokenizer.
+        """Write the files that `read` and transformers expect, replacing the files of another tokenizer.
 
-        Each file appears whole or not at all. A file that was a link is replaced by a file.
+        Each file is written atomically. A link is replaced by a file.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in _template_files(folder).values():  # these would take precedence over what is written here
+        for stale in _template_files(folder).values():  # they would take precedence over the files we write
             stale.unlink()
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config, **self.special_tokens}
         templates = self.chat_templates
@@ -69,18 +69,18 @@ class TokenizerFiles:
         path = folder / "generation_config.json"
         settings = _read_json(path)
         if settings or self.model_ids:
-            for key in _MODEL_IDS:  # the other settings belong to the model, and stay
+            for key in _MODEL_IDS:  # the other settings belong to the model, so we keep them
                 settings.pop(key, None)
             _write_json(path, settings | dict(self.model_ids))
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The text of each special token by name: "bos_token" and so on, or the model's own, such as "image_token"."""
+        """Texts of special tokens by name: "bos_token" and so on, or the model's own, such as "image_token"."""
         named = {key: value for key, value in self.config.items() if key.endswith("_token")}
         extra = self.config.get("extra_special_tokens")
         if isinstance(extra, dict):
             named |= extra
-        return {key: text_of(value) for key, value in named.items() if isinstance(value, str | dict)}
+        return {key: token_text(value) for key, value in named.items() if isinstance(value, str | dict)}
 
     @property
     def chat_templates(self) -> dict[str, str]:
@@ -95,14 +95,14 @@ class TokenizerFiles:
 
 def _template_files(folder: Path) -> dict[str, Path]:
     """The files of chat templates by the name of the template."""
-    found = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     default = folder / "chat_template.jinja"
     if default.exists():
-        found["default"] = default
-    return found
+        paths["default"] = default
+    return paths
 
 
-def _without_nulls(ids: dict[str, Any]) -> dict[str, Any]:
+def _drop_nulls(ids: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in ids.items() if value is not None}
 
 
@@ -114,7 +114,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one if there is no file."""
+    """The JSON object in a file, or an empty one if there is no file."""
     try:
         value = files.read_json(path)
     except MissingFile:
@@ -127,12 +127,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _cannot_read(error: FileError) -> TokenizerError:
-    why = f" ({error.why})" if error.why else ""
-    return TokenizerError(f"{error.place}: {error.what}{why}; {FETCH_AGAIN}")
+    why = f" ({error.reason})" if error.reason else ""
+    return TokenizerError(f"{error.location}: {error.problem}{why}; {FETCH_AGAIN}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """A file of tokens and templates, after checking each entry."""
+    """Read a file of tokens and templates, and check each entry."""
     config = _read_json(path)
     for key, value in config.items():
         problem = _find_problem(key, value) if value else None
@@ -142,19 +142,19 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _find_problem(key: str, value: Any) -> str | None:
-    """What is wrong with an entry; None if nothing is, or if nothing here reads it."""
+    """What is wrong with an entry. None if it is fine, or if we do not use it."""
     if key == "added_tokens_decoder":
-        return _find_problem_of_ids(value)
+        return _find_id_problem(value)
     if key in ("extra_special_tokens", "additional_special_tokens"):
-        return _find_problem_of_tokens(value)
+        return _find_token_problem(value)
     if key == "chat_template":
-        return _find_problem_of_templates(value)
+        return _find_template_problem(value)
     if key.endswith("_token") and isinstance(value, dict) and not _is_token_object(value):
         return f"is {value!r:.80}; expected {_TOKEN}"
     return None
 
 
-def _find_problem_of_ids(value: Any) -> str | None:
+def _find_id_problem(value: Any) -> str | None:
     if not isinstance(value, dict):
         return f"is {value!r:.80}; expected an object from ids to tokens"
     for i, token in value.items():
@@ -163,7 +163,7 @@ def _find_problem_of_ids(value: Any) -> str | None:
     return None
 
 
-def _find_problem_of_tokens(value: Any) -> str | None:
+def _find_token_problem(value: Any) -> str | None:
     if isinstance(value, dict):
         return None
     if not isinstance(value, list):
@@ -174,14 +174,14 @@ def _find_problem_of_tokens(value: Any) -> str | None:
     return None
 
 
-def _find_problem_of_templates(value: Any) -> str | None:
+def _find_template_problem(value: Any) -> str | None:
     if isinstance(value, list):
-        right = all(_is_named_template(entry) for entry in value)
+        is_valid = all(_is_named_template(entry) for entry in value)
     elif isinstance(value, dict):
-        right = all(isinstance(text, str) for text in value.values())
+        is_valid = all(isinstance(text, str) for text in value.values())
     else:
-        right = isinstance(value, str)
-    return None if right else f"is {value!r:.80}; expected a string, or named strings"
+        is_valid = isinstance(value, str)
+    return None if is_valid else f"is {value!r:.80}; expected a string, or named strings"
 
 
 def _is_named_template(entry: Any) -> bool:
@@ -193,12 +193,12 @@ def _is_token_object(token: Any) -> bool:
 
 
 def _read_ids(path: Path) -> dict[str, Any]:
-    """The ids of special tokens in a config of the model: each a number, a list of numbers, or null."""
-    found = _read_json(path)
-    ids = {key: found[key] for key in _MODEL_IDS if key in found}
+    """The ids of special tokens in a model config. Each is a number, a list of numbers, or null."""
+    config = _read_json(path)
+    ids = {key: config[key] for key in _MODEL_IDS if key in config}
     for key, value in ids.items():
-        several = value if isinstance(value, list) else [value]
-        if value is not None and not all(type(i) is int and abs(i) < 2**32 for i in several):
+        listed_ids = value if isinstance(value, list) else [value]
+        if value is not None and not all(type(i) is int and abs(i) < 2**32 for i in listed_ids):
             raise TokenizerError(f"{path}: {key} is {value!r:.80}; expected an id or a list of ids")
     return ids
 
@@ -207,8 +207,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def text_of(token: str | dict[str, Any]) -> str:
-    """The text of a token, which may be written as an object with flags."""
+def token_text(token: str | dict[str, Any]) -> str:
+    """The text of a token, which may be an object with flags."""
     if isinstance(token, dict):
         return str(token["content"])
     return token

@@ -1,13 +1,11 @@
-"""The run page: looks at the folders of runs and shows them in a browser.
+"""The dashboard: shows the folders of runs in a browser.
 
-It reads what runs write and changes nothing. No other part of the package knows it: only commands start it.
+It reads the files that runs write, and changes none of them. A leaf: only `commands/view.py` imports it.
 
-growing_lines, index_store, indexed_file      files that grow: each line is read once
-metrics_index, samples_index                  what is kept of them: columns of numbers, and where each group is
-run_files, run_data, catalog                  one run, and all runs in the folders that were named
-series, sample_records, sample_search         charts and samples
-metric_names, machine, comparison             what else there is to say
-findings/, diagnosis                          what a good engineer would notice
-answers                                       all of this as JSON
-safety, events, routes, server, export        the page itself, served or in one file
+index, indexes                 incremental indexes of metrics.jsonl and samples.jsonl; each line is read once
+run_files, runs                one run's other files, and all runs below the folders on the command line
+charts, samples, machine       the data behind each page
+findings                       the diagnosis: common problems of RL runs, with thresholds and advice
+answers                        all of this as JSON
+server, export                 the page, served over HTTP or exported as one HTML file
 """

@@ -1,51 +1,117 @@
-"""The answers of the API, as JSON can hold them. Each has `notes`: what people should know about what they see.
+"""The responses of the dashboard's API, as JSON-serializable dictionaries.
 
-The server gives one at a time, and an exported file holds all that its page can ask for.
+Each has `notes`: sentences about missing or damaged data, which the page shows above its content. The server sends one
+response per request; an exported file holds every response that its page can ask for.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from rollgraph.view.catalog import Catalog
-from rollgraph.view.comparison import compare
-from rollgraph.view.diagnosis import diagnose
-from rollgraph.view.machine import describe_machine
-from rollgraph.view.metric_names import describe_metrics
-from rollgraph.view.run_data import RunData
-from rollgraph.view.sample_search import (
-    LIMIT,
-    MOST,
-    Wanted,
+import numpy as np
+
+from rollgraph.view.charts import (
+    DEFAULT_POINTS,
+    MAX_POINTS,
+    STEP_SECONDS,
+    AxisRange,
+    describe_metrics,
+    find_phases,
+    find_series,
+)
+from rollgraph.view.findings import diagnose
+from rollgraph.view.indexes import FINISHES, KINDS
+from rollgraph.view.machine import build_machine_report
+from rollgraph.view.runs import Catalog, RunData
+from rollgraph.view.samples import (
+    MAX_PAGE_SIZE,
+    PAGE_SIZE,
+    SampleQuery,
     find_groups,
     find_prompts,
     find_sample,
     follow_prompt,
-    parse_key,
+    parse_prompt_key,
+    prompt_key,
 )
-from rollgraph.view.samples_index import FINISHES, KINDS
-from rollgraph.view.series import MOST_POINTS, POINTS, SECONDS, Range, find_phases, find_series
+
+# -- comparing runs --------------------------------------------------------------------------------
+
+MAX_PROMPTS = 100
+
+
+def compare(runs: Sequence[RunData]) -> dict[str, Any]:
+    """The config keys whose values differ between runs (null where a run lacks the key), and what runs share."""
+    flat_configs = [flatten(run.files.config.value) for run in runs]
+    keys = sorted(set().union(*flat_configs)) if flat_configs else []
+    differing = []
+    for key in keys:
+        values = [config.get(key) for config in flat_configs]
+        if any(value != values[0] for value in values):
+            differing.append({"key": key, "values": {run.id: value for run, value in zip(runs, values, strict=True)}})
+    names = [set(run.metrics.names) for run in runs]
+    return {
+        "runs": [run.summary() for run in runs],
+        "config": differing,
+        "equal_keys": len(keys) - len(differing),
+        "names": sorted(set.intersection(*names)) if names else [],
+        "prompts": shared_prompts(runs),
+    }
+
+
+def shared_prompts(runs: Sequence[RunData]) -> list[dict[str, str]]:
+    """Prompts with samples in every run, the newest of the first run first."""
+    shared: set[int] | None = None
+    for run in runs:
+        keys = {int(key) for key in np.unique(run.samples.groups["prompt"])}
+        shared = keys if shared is None else shared & keys
+    if not shared:
+        return []
+    first = runs[0].samples
+    prompts: dict[int, str] = {}
+    for row in first.groups[::-1]:
+        key = int(row["prompt"])
+        if key in shared and key not in prompts:
+            records = first.read_group(row)
+            prompts[key] = str(records[0].get("prompt", "")) if records else ""
+            if len(prompts) == min(len(shared), MAX_PROMPTS):
+                break
+    return [{"key": prompt_key(key), "prompt": prompt} for key, prompt in prompts.items()]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of a config by dotted key, in the spelling of `rollgraph train`'s overrides."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# -- answers ---------------------------------------------------------------------------------------
 
 Answer = dict[str, Any]
-Parameters = Mapping[str, str]
-BETWEEN_NAMES = "\n"  # of metrics: a reward function may log under a name with a comma or a space
+QueryParams = Mapping[str, str]
+BETWEEN_NAMES = "\n"  # separates names of metrics, which may contain commas and spaces
 
 
-class WrongRequest(ValueError):
-    """A parameter has a value that it cannot have."""
+class BadRequest(ValueError):
+    """A query parameter has an invalid value (HTTP 400)."""
 
     def __init__(self, parameter: str, expected: str) -> None:
         self.parameter = parameter
         super().__init__(f"{parameter}: expected {expected}")
 
 
-class NotThere(LookupError):
-    """What is asked for does not exist, or no longer."""
+class NotFound(LookupError):
+    """There is no such sample, prompt or answer, or no longer (HTTP 404)."""
 
 
 def list_runs(catalog: Catalog) -> Answer:
@@ -59,78 +125,78 @@ def list_runs(catalog: Catalog) -> Answer:
     return {"runs": runs, "notes": notes}
 
 
-def answer_names(run: RunData, given: Parameters) -> Answer:
+def answer_names(run: RunData, params: QueryParams) -> Answer:
     return {"names": describe_metrics(run.metrics.names), "notes": run.notes()}
 
 
-def answer_series(run: RunData, given: Parameters) -> Answer:
-    names = [name for name in given.get("names", "").split(BETWEEN_NAMES) if name]
+def answer_series(run: RunData, params: QueryParams) -> Answer:
+    names = [name for name in params.get("names", "").split(BETWEEN_NAMES) if name]
     known = set(run.metrics.names)
     unknown = [name for name in names if name not in known]
     notes = run.notes()
     if unknown:
         notes.append(f"This run has no {', '.join(unknown)}.")
-    shown = read_range_of(given)
-    if shown.axis == "time" and SECONDS not in known:
+    axis_range = parse_axis_range(params)
+    if axis_range.axis == "time" and STEP_SECONDS not in known:
         notes.append("This run did not write how long its steps took, so there is no axis of time.")
-    found = find_series(run.metrics, [name for name in names if name in known], shown)
-    return {"series": found, "notes": notes}
+    series = find_series(run.metrics, [name for name in names if name in known], axis_range)
+    return {"series": series, "notes": notes}
 
 
-def answer_phases(run: RunData, given: Parameters) -> Answer:
-    return {**find_phases(run.metrics, read_range_of(given)), "notes": run.notes()}
+def answer_phases(run: RunData, params: QueryParams) -> Answer:
+    return {**find_phases(run.metrics, parse_axis_range(params)), "notes": run.notes()}
 
 
-def answer_samples(run: RunData, given: Parameters) -> Answer:
-    return {**find_groups(run.samples, read_wanted(given)), "notes": run.notes()}
+def answer_samples(run: RunData, params: QueryParams) -> Answer:
+    return {**find_groups(run.samples, read_sample_query(params)), "notes": run.notes()}
 
 
 def answer_sample(run: RunData, id: str) -> Answer:
-    found = find_sample(run.samples, id)
-    if found is None:
-        raise NotThere(f"there is no sample {id!r} in {run.name}")
-    sample, notes = found
+    sample_and_notes = find_sample(run.samples, id)
+    if sample_and_notes is None:
+        raise NotFound(f"there is no sample {id!r} in {run.name}")
+    sample, notes = sample_and_notes
     return {**sample, "notes": notes}
 
 
-def answer_prompts(run: RunData, given: Parameters) -> Answer:
-    page = read_wanted(given)
-    return {**find_prompts(run.samples, page.text, page.offset, page.limit), "notes": run.notes()}
+def answer_prompts(run: RunData, params: QueryParams) -> Answer:
+    query = read_sample_query(params)
+    return {**find_prompts(run.samples, query.text, query.offset, query.limit), "notes": run.notes()}
 
 
-def answer_prompt(run: RunData, key: str, given: Parameters) -> Answer:
-    number = parse_key(key)
-    page = read_wanted({"limit": str(MOST), **given})
-    if number is None:
-        raise NotThere(f"there is no prompt {key!r} in {run.name}")
-    found = follow_prompt(run.samples, number, page.offset, page.limit)
-    if not found["total"]:
-        raise NotThere(f"there is no prompt {key!r} in {run.name}")
-    return {**found, "notes": run.notes()}
+def answer_prompt(run: RunData, key: str, params: QueryParams) -> Answer:
+    prompt_hash = parse_prompt_key(key)
+    query = read_sample_query({"limit": str(MAX_PAGE_SIZE), **params})
+    if prompt_hash is None:
+        raise NotFound(f"there is no prompt {key!r} in {run.name}")
+    history = follow_prompt(run.samples, prompt_hash, query.offset, query.limit)
+    if not history["total"]:
+        raise NotFound(f"there is no prompt {key!r} in {run.name}")
+    return {**history, "notes": run.notes()}
 
 
-def answer_diagnosis(run: RunData, given: Parameters) -> Answer:
+def answer_diagnosis(run: RunData, params: QueryParams) -> Answer:
     return {"findings": diagnose(run), "notes": run.notes()}
 
 
-def answer_machine(run: RunData, given: Parameters) -> Answer:
-    found, notes = describe_machine(run)
-    return {**found, "notes": run.notes() + notes}
+def answer_machine(run: RunData, params: QueryParams) -> Answer:
+    machine, notes = build_machine_report(run)
+    return {**machine, "notes": run.notes() + notes}
 
 
-def answer_compare(catalog: Catalog, given: Parameters) -> Answer:
-    ids = [id for id in given.get("ids", "").split(",") if id]
+def answer_compare(catalog: Catalog, params: QueryParams) -> Answer:
+    ids = [id for id in params.get("ids", "").split(",") if id]
     runs = [catalog.get(id) for id in dict.fromkeys(ids)]
     notes = []
-    with ExitStack() as opened:
-        for run in sorted(runs, key=lambda run: run.id):  # in one order, so that no two requests wait for each other
-            opened.enter_context(run.opened())
+    with ExitStack() as stack:
+        for run in sorted(runs, key=lambda run: run.id):  # one lock order for all requests, so that none deadlock
+            stack.enter_context(run.opened())
             notes += [f"{run.name}: {note}" for note in run.notes()]
         return {**compare(runs), "notes": notes}
 
 
-def to_json(answer: Answer) -> str:
-    """As text. What a completion or a reward function wrote need not be a number that JSON can hold."""
+def dump_json(answer: Answer) -> str:
+    """The answer as JSON text. NaN and infinities, for example from a reward function's extra values, become null."""
     try:
         return json.dumps(answer, ensure_ascii=False, allow_nan=False, default=str, separators=(",", ":"))
     except ValueError:
@@ -151,62 +217,62 @@ def _without_infinities(value: Any) -> Any:
 # -- parameters ------------------------------------------------------------------------------------
 
 
-def read_range_of(given: Parameters) -> Range:
-    axis = given.get("x", "step") or "step"
+def parse_axis_range(params: QueryParams) -> AxisRange:
+    axis = params.get("x", "step") or "step"
     if axis not in ("step", "time"):
-        raise WrongRequest("x", "step or time")
-    points = _whole(given, "points", POINTS)
-    return Range(
+        raise BadRequest("x", "step or time")
+    points = _read_int(params, "points", DEFAULT_POINTS)
+    return AxisRange(
         axis=axis,
-        start=_number(given, "from", -math.inf),
-        end=_number(given, "to", math.inf),
-        points=max(1, min(points or POINTS, MOST_POINTS)),
+        start=_read_float(params, "from", -math.inf),
+        end=_read_float(params, "to", math.inf),
+        points=max(1, min(points or DEFAULT_POINTS, MAX_POINTS)),
     )
 
 
-def read_wanted(given: Parameters) -> Wanted:
-    kind = given.get("kind", "")
+def read_sample_query(params: QueryParams) -> SampleQuery:
+    kind = params.get("kind", "")
     if kind and kind not in KINDS:
-        raise WrongRequest("kind", " or ".join(KINDS))
-    finish = given.get("finish", "")
+        raise BadRequest("kind", " or ".join(KINDS))
+    finish = params.get("finish", "")
     if finish not in FINISHES:
-        raise WrongRequest("finish", ", ".join(FINISHES[:-1]))
-    wanted = Wanted(
-        step=_whole(given, "step", None),
-        group=_whole(given, "group", None),
+        raise BadRequest("finish", ", ".join(FINISHES[:-1]))
+    query = SampleQuery(
+        step=_read_int(params, "step", None),
+        group=_read_int(params, "group", None),
         kind=kind,
         finish=finish,
-        reward_min=_number(given, "reward_min", -math.inf),
-        reward_max=_number(given, "reward_max", math.inf),
-        text=given.get("q", ""),
-        oldest_first=given.get("order") == "oldest",
+        reward_min=_read_float(params, "reward_min", -math.inf),
+        reward_max=_read_float(params, "reward_max", math.inf),
+        text=params.get("q", ""),
+        oldest_first=params.get("order") == "oldest",
     )
-    offset = max(0, _whole(given, "offset", 0) or 0)
-    limit = max(1, min(_whole(given, "limit", LIMIT) or LIMIT, MOST))
-    return replace(wanted, offset=offset, limit=limit)
+    offset = max(0, _read_int(params, "offset", 0) or 0)
+    limit = max(1, min(_read_int(params, "limit", PAGE_SIZE) or PAGE_SIZE, MAX_PAGE_SIZE))
+    return replace(query, offset=offset, limit=limit)
 
 
-def _whole(given: Parameters, name: str, otherwise: int | None) -> int | None:
-    text = given.get(name, "")
+def _read_int(params: QueryParams, name: str, default: int | None) -> int | None:
+    text = params.get(name, "")
     if not text:
-        return otherwise
+        return default
     try:
         number = int(text)
     except ValueError:
-        raise WrongRequest(name, "a whole number") from None
+        raise BadRequest(name, "a whole number") from None
     if abs(number) >= 2**62:
-        raise WrongRequest(name, "a smaller number")
+        raise BadRequest(name, "a smaller number")
     return number
 
 
-def _number(given: Parameters, name: str, otherwise: float) -> float:
-    text = given.get(name, "")
+def _read_float(params: QueryParams, name: str, default: float) -> float:
+    text = params.get(name, "")
     if not text:
-        return otherwise
+        return default
     try:
         number = float(text)
     except ValueError:
-        raise WrongRequest(name, "a number") from None
+        raise BadRequest(name, "a number") from None
     if math.isnan(number):
-        raise WrongRequest(name, "a number")
+        raise BadRequest(name, "a number")
     return number

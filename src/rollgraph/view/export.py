@@ -1,7 +1,7 @@
-"""One file that shows runs without a server: the page with its scripts, styles and data inside.
+"""Exports runs as one HTML file that needs no server: the page with its scripts, styles and data inlined.
 
-Scripts become entries of an import map, as addresses that hold their text. Data is JSON in which `<` is escaped, so
-that nothing in a completion can end the element it stands in. The page may load nothing from anywhere.
+Scripts become `data:` URLs in an import map. Data is embedded as JSON with `<` escaped, so that no completion can close
+its script element. A content security policy forbids the page to load anything else.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from pathlib import Path
 from typing import Any
 
 from rollgraph.view import answers
-from rollgraph.view.catalog import Catalog
-from rollgraph.view.run_data import RunData
-from rollgraph.view.sample_search import MOST
+from rollgraph.view.runs import Catalog, RunData
+from rollgraph.view.samples import MAX_PAGE_SIZE
 
 STATIC = Path(__file__).parent / "static"
-POINTS = 600  # of a curve
-NEWEST_GROUPS = 200  # of samples
-WITH_TOKENS = 400  # samples that are there as a whole; of others, what a list shows
-PROMPTS = 50  # that can be followed from their first group on
-SHARED_PROMPTS = 20  # that can be compared
+# Limits on what the file holds.
+POINTS = 600  # per curve
+NEWEST_GROUPS = 200  # groups of samples
+FULL_SAMPLES = 400  # samples with all their texts and token values; the others only have the fields that a list shows
+PROMPTS = 50  # prompts with all of their groups
+SHARED_PROMPTS = 20  # prompts that can be compared between runs
 _IMPORT = re.compile(r"""(\bfrom\s*|\bimport\s*)(["'])\./([\w.-]+\.js)\2""")
 _SCRIPT = re.compile(r'<script type="module" src="static/([\w.-]+)"></script>')
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/([\w.-]+)">')
 
 
 def write_export(catalog: Catalog, target: Path, static: Path = STATIC) -> None:
-    """Write the page of all runs in the catalog."""
-    page = build_page(static, collect(catalog))
+    """Write the page with all runs of the catalog."""
+    page = build_page(static, collect_answers(catalog))
     target.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def collect(catalog: Catalog) -> dict[str, Any]:
-    """All answers that the page can ask for, as far as they go into a file."""
+def collect_answers(catalog: Catalog) -> dict[str, Any]:
+    """Every answer that the exported page can ask for, within the limits above."""
     runs = catalog.find()
     for run in runs:
         while run.update() or not run.is_indexed:
@@ -50,13 +50,13 @@ def collect(catalog: Catalog) -> dict[str, Any]:
     return {
         "exported": int(time.time()),
         "runs": answers.list_runs(catalog),
-        "data": {run.id: collect_run(run, shared) for run in runs},
+        "data": {run.id: collect_run_answers(run, shared) for run in runs},
         "compare": compared,
     }
 
 
-def collect_run(run: RunData, shared: Sequence[str]) -> dict[str, Any]:
-    """With the prompts that are compared with those of other runs."""
+def collect_run_answers(run: RunData, shared: Sequence[str]) -> dict[str, Any]:
+    """The answers about one run. `shared` are the keys of prompts that the page compares with other runs."""
     names = answers.answer_names(run, {})
     all_names = answers.BETWEEN_NAMES.join(entry["name"] for entry in names["names"])
     ranges = {axis: {"x": axis, "points": str(POINTS)} for axis in ("step", "time")}
@@ -64,14 +64,14 @@ def collect_run(run: RunData, shared: Sequence[str]) -> dict[str, Any]:
     prompts = answers.answer_prompts(run, {"limit": str(PROMPTS)})
     followed = dict.fromkeys([*(entry["key"] for entry in prompts["prompts"]), *shared])
     ids = [sample["id"] for group in samples["groups"] for sample in group["samples"]]
-    if len(ids) > WITH_TOKENS:
-        samples["notes"].append(f"This file holds {WITH_TOKENS} samples as a whole; of others, only their beginning.")
+    if len(ids) > FULL_SAMPLES:
+        samples["notes"].append(f"This file holds {FULL_SAMPLES} samples in full; of others, only their beginning.")
     return {
         "names": names,
-        "series": {axis: answers.answer_series(run, {"names": all_names, **given}) for axis, given in ranges.items()},
-        "phases": {axis: answers.answer_phases(run, given) for axis, given in ranges.items()},
+        "series": {axis: answers.answer_series(run, {"names": all_names, **params}) for axis, params in ranges.items()},
+        "phases": {axis: answers.answer_phases(run, params) for axis, params in ranges.items()},
         "samples": samples,
-        "sample": {id: answers.answer_sample(run, id) for id in ids[:WITH_TOKENS]},
+        "sample": {id: answers.answer_sample(run, id) for id in ids[:FULL_SAMPLES]},
         "prompts": prompts,
         "prompt": {key: answers.answer_prompt(run, key, {}) for key in followed},
         "diagnosis": answers.answer_diagnosis(run, {}),
@@ -80,12 +80,12 @@ def collect_run(run: RunData, shared: Sequence[str]) -> dict[str, Any]:
 
 
 def newest_groups(run: RunData) -> dict[str, Any]:
-    found = answers.answer_samples(run, {"limit": str(min(NEWEST_GROUPS, MOST))})
-    left_out = found["total"] - len(found["groups"])
+    page = answers.answer_samples(run, {"limit": str(min(NEWEST_GROUPS, MAX_PAGE_SIZE))})
+    left_out = page["total"] - len(page["groups"])
     if left_out:
-        found["notes"].append(f"This file holds the newest {len(found['groups'])} groups; {left_out:,} are left out.")
-        found["steps"] = sorted({group["step"] for group in found["groups"]})
-    return found
+        page["notes"].append(f"This file holds the newest {len(page['groups'])} groups; {left_out:,} are left out.")
+        page["steps"] = sorted({group["step"] for group in page["groups"]})
+    return page
 
 
 # -- the file ----------------------------------------------------------------------------------------
@@ -94,24 +94,24 @@ def newest_groups(run: RunData) -> dict[str, Any]:
 def build_page(static: Path, data: dict[str, Any]) -> str:
     page = (static / "index.html").read_text(encoding="utf-8")
     modules = {path.name: path.read_text(encoding="utf-8") for path in sorted(static.glob("*.js"))}
-    imports = {f"view/{name}": _address("text/javascript", _bare_imports(text)) for name, text in modules.items()}
+    imports = {f"view/{name}": _data_url("text/javascript", _bare_imports(text)) for name, text in modules.items()}
     import_map = _escape(json.dumps({"imports": imports}))
     entries = [f'import "view/{name}";' for name in _SCRIPT.findall(page)]
-    start = "\n".join(entries)
-    page = _STYLE.sub(lambda found: f"<style>{(static / found[1]).read_text(encoding='utf-8')}</style>", page)
+    bootstrap = "\n".join(entries)
+    page = _STYLE.sub(lambda match: f"<style>{(static / match[1]).read_text(encoding='utf-8')}</style>", page)
     scripts = (
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy([import_map, start])}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_content_security_policy([import_map, bootstrap])}">'
         f'<script type="importmap">{import_map}</script>'
-        f'<script type="application/json" id="rollgraph-export">{_escape(answers.to_json(data))}</script>'
-        f'<script type="module">{start}</script>'
+        f'<script type="application/json" id="rollgraph-export">{_escape(answers.dump_json(data))}</script>'
+        f'<script type="module">{bootstrap}</script>'
     )
     return _replace_once(_SCRIPT.sub("", page), "</head>", f"{scripts}</head>")
 
 
-def _policy(inline: Sequence[str]) -> str:
-    """Only these scripts, and the modules that the import map holds."""
+def _content_security_policy(inline: Sequence[str]) -> str:
+    """Allows these inline scripts and the modules of the import map, and nothing else."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline]
-    allowed = " ".join(f"'sha256-{found}'" for found in hashes)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return (
         f"default-src 'none'; script-src data: {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
         "form-action 'none'"
@@ -119,20 +119,20 @@ def _policy(inline: Sequence[str]) -> str:
 
 
 def _bare_imports(text: str) -> str:
-    """A module without an address of its own cannot name others relative to it, so it names entries of the map."""
+    """Replace relative imports by names in the import map: a module in a `data:` URL has no path to be relative to."""
     return _IMPORT.sub(r"\1\2view/\3\2", text)
 
 
-def _address(kind: str, text: str) -> str:
+def _data_url(kind: str, text: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def _escape(text: str) -> str:
-    """JSON that cannot end the element it stands in."""
+    """Escape JSON text so that it cannot close the script element around it."""
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _replace_once(text: str, old: str, new: str) -> str:
-    before, found, after = text.partition(old)
-    assert found, f"the page has no {old}"
+    before, separator, after = text.partition(old)
+    assert separator, f"the page has no {old}"
     return before + new + after

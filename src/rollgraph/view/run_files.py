@@ -1,4 +1,4 @@
-"""The small files of a run's folder: its configuration, its starts, its graphs, its plan, and whether it is alive."""
+"""Reads the small files of a run's folder: configuration, starts and lock. Also decides whether the run is alive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from rollgraph.files import FileError, MissingFile, open_regular, read_object
+from rollgraph.files import FileError, MissingFile, open_regular, read_json_object
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -22,103 +22,103 @@ STARTS = "starts.jsonl"
 CONFIG = "config.yaml"
 GRAPHS = "graphs.json"
 LOCK = "run.lock"
-LARGEST = 64 << 20  # bytes of a small file; what is larger is not read
-MOST_VALUES = 50_000  # of a configuration
+MAX_FILE_BYTES = 64 << 20  # most bytes read of a small file
+MAX_CONFIG_VALUES = 50_000
 
 Status = Literal["running", "finished", "stopped", "unknown"]
-_OWNER = re.compile(r"process (\d+) on (.*)")
-ALIVE_SECONDS = 600  # a run on another machine that has written since then counts as running
+_LOCK_OWNER = re.compile(r"process (\d+) on (.*)")
+ALIVE_SECONDS = 600  # a run on another machine counts as running if it wrote within this time
 
 
 @dataclass
-class Noted:
-    """Something that was read, and what people should know about it."""
+class NotedValue:
+    """The value read from a file, and a sentence for the user if it is missing or damaged."""
 
     value: Any
     note: str = ""
 
 
 class SmallFiles:
-    """What the small files of a folder hold, read again only when they have changed."""
+    """The contents of a run's small files, read again only after they have changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[str, tuple[object, Noted]] = {}
+        self._cache: dict[str, tuple[object, NotedValue]] = {}
 
     @property
-    def config(self) -> Noted:
-        return self._read(CONFIG, read_config)
+    def config(self) -> NotedValue:
+        return self._read(CONFIG, read_run_config)
 
     @property
-    def starts(self) -> Noted:
+    def starts(self) -> NotedValue:
         return self._read(STARTS, read_starts)
 
-    def _read(self, name: str, read: Callable[[Path], Noted]) -> Noted:
+    def _read(self, name: str, read: Callable[[Path], NotedValue]) -> NotedValue:
         try:
             status = (self.folder / name).stat()
             version: object = (status.st_mtime_ns, status.st_size, status.st_ino)
         except OSError:
             version = None
-        known = self._known.get(name)
-        if known is None or known[0] != version:
-            self._known[name] = (version, read(self.folder))
-        return self._known[name][1]
+        cached = self._cache.get(name)
+        if cached is None or cached[0] != version:
+            self._cache[name] = (version, read(self.folder))
+        return self._cache[name][1]
 
 
-def is_run(folder: Path) -> bool:
-    """False also for a folder that may not be read."""
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder is that of a run; False if it cannot be read."""
     return any(os.path.isfile(folder / name) for name in (METRICS, SAMPLES, STARTS))
 
 
 def path_in(folder: Path, name: str) -> Path:
-    """A file of the folder, which is given without links. What a link leads to elsewhere is not shown."""
+    """The path of a file in `folder`, which must be resolved. Refuses a link that leads out of the folder."""
     path = folder / name
     if not Path(os.path.realpath(path)).is_relative_to(folder):
         raise FileError(path, "is a link to somewhere else, and is not shown")
     return path
 
 
-def read_config(folder: Path) -> Noted:
-    """The configuration as of the last start, as a tree."""
+def read_run_config(folder: Path) -> NotedValue:
+    """The configuration of the last start, as nested dictionaries."""
     try:
         with open_regular(path_in(folder, CONFIG)) as file:
-            tree = yaml.safe_load(file.read(LARGEST))
+            tree = yaml.safe_load(file.read(MAX_FILE_BYTES))
     except MissingFile:
-        return Noted({}, f"{CONFIG} is missing, so the configuration is not known.")
-    except Exception:  # PyYAML lets through whatever its conversions of dates and numbers raise
-        return Noted({}, f"{CONFIG} cannot be read, so the configuration is not known.")
+        return NotedValue({}, f"{CONFIG} is missing, so the configuration is not known.")
+    except Exception:  # PyYAML does not wrap what its conversions of dates and numbers raise
+        return NotedValue({}, f"{CONFIG} cannot be read, so the configuration is not known.")
     if not _is_small(tree):
-        return Noted({}, f"{CONFIG} is too large to be shown, so the configuration is not known.")
+        return NotedValue({}, f"{CONFIG} is too large to be shown, so the configuration is not known.")
     if not isinstance(tree, dict):
-        return Noted({}, f"{CONFIG} does not hold a configuration.")
-    return Noted(tree)
+        return NotedValue({}, f"{CONFIG} does not hold a configuration.")
+    return NotedValue(tree)
 
 
 def _is_small(tree: Any) -> bool:
-    """Whether a tree can be walked. A few lines of YAML can name each other until there is no end to them."""
-    waiting = [tree]
-    for _ in range(MOST_VALUES):
-        if not waiting:
+    """Whether a tree has few enough values to walk. A few lines of YAML aliases can expand to billions."""
+    pending = [tree]
+    for _ in range(MAX_CONFIG_VALUES):
+        if not pending:
             return True
-        value = waiting.pop()
+        value = pending.pop()
         if isinstance(value, dict):
-            waiting += value.values()
+            pending += value.values()
         elif isinstance(value, list):
-            waiting += value
+            pending += value
     return False
 
 
-def read_starts(folder: Path) -> Noted:
-    """All starts; lines that hold none are left out."""
+def read_starts(folder: Path) -> NotedValue:
+    """All starts of the run; damaged lines are left out."""
     starts: list[dict[str, Any]] = []
     damaged = 0
     try:
         with open_regular(path_in(folder, STARTS)) as file:
-            lines = file.read(LARGEST).splitlines()
+            lines = file.read(MAX_FILE_BYTES).splitlines()
     except MissingFile:
-        return Noted([], f"{STARTS} is missing, so it is not known when and how the run was started.")
+        return NotedValue([], f"{STARTS} is missing, so it is not known when and how the run was started.")
     except FileError as error:
-        return Noted([], f"{error}.")
+        return NotedValue([], f"{error}.")
     for line in lines:
         try:
             start = json.loads(line)
@@ -127,38 +127,38 @@ def read_starts(folder: Path) -> Noted:
             continue
         if isinstance(start, dict):
             starts.append(start)
-    return Noted(starts, f"{STARTS} has {damaged} damaged lines, which are left out." if damaged else "")
+    return NotedValue(starts, f"{STARTS} has {damaged} damaged lines, which are left out." if damaged else "")
 
 
-def read_small_object(folder: Path, name: str, absent: str) -> Noted:
-    """A JSON object, or None and what `absent` says."""
+def read_small_object(folder: Path, name: str, missing_note: str) -> NotedValue:
+    """A JSON object; None with `missing_note` if there is no such file."""
     try:
-        return Noted(read_object(path_in(folder, name)))
+        return NotedValue(read_json_object(path_in(folder, name)))
     except MissingFile:
-        return Noted(None, absent)
+        return NotedValue(None, missing_note)
     except FileError as error:
-        return Noted(None, f"{error}.")
+        return NotedValue(None, f"{error}.")
 
 
-def modified(folder: Path, *names: str) -> float | None:
-    """When the newest of these files was written, in seconds since 1970."""
-    found = []
+def last_modified(folder: Path, *names: str) -> float | None:
+    """The modification time of the newest of these files, in seconds since 1970; None if none exists."""
+    times = []
     for name in names:
         try:
-            found.append((folder / name).stat().st_mtime)
+            times.append((folder / name).stat().st_mtime)
         except OSError:
             continue
-    return max(found, default=None)
+    return max(times, default=None)
 
 
 def find_status(folder: Path, step: int | None, steps: int | None) -> Status:
-    """Whether the run goes on, from its lock and its last file."""
+    """Whether the run is running, from its lock, its steps and the file that it writes last."""
     owner = _read_owner(folder)
     if owner is not None:
         process, host = owner
         if host == socket.gethostname():
             return "running" if _is_alive(process) else "stopped"
-        updated = modified(folder, METRICS, SAMPLES, LOCK)
+        updated = last_modified(folder, METRICS, SAMPLES, LOCK)
         recent = updated is not None and time.time() - updated < ALIVE_SECONDS
         return "running" if recent else "unknown"
     if step is None:
@@ -170,10 +170,10 @@ def find_status(folder: Path, step: int | None, steps: int | None) -> Status:
 def _read_owner(folder: Path) -> tuple[int, str] | None:
     try:
         with open_regular(path_in(folder, LOCK)) as file:
-            found = _OWNER.match(file.read(1000).decode("utf-8", "replace"))
+            match = _LOCK_OWNER.match(file.read(1000).decode("utf-8", "replace"))
     except FileError:
         return None
-    return (int(found[1]), found[2].strip()) if found else None
+    return (int(match[1]), match[2].strip()) if match else None
 
 
 def _is_alive(process: int) -> bool:
@@ -182,5 +182,5 @@ def _is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        pass  # it belongs to somebody else
+        pass  # the process belongs to another user
     return True

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.graph import ReplayMismatch, capture, make_graphed_callables, sanitize
-from rollgraph.graph.observer import current_observer
+from rollgraph.graph.backend import current_observer
+from rollgraph.graph.sanitizer.snapshot import ProgramSnapshot
 from rollgraph.graph.tape import TapeRecording
 
 # -- the block -------------------------------------------------------------------------------------
@@ -199,6 +200,22 @@ def test_an_argument_that_the_program_keeps_is_an_escape() -> None:
     with sanitize() as findings:
         capture(f, (torch.ones(2),))
     assert [(found.kind, found.where.line) for found in findings] == [("escape", f.__code__.co_firstlineno)]
+
+
+def test_a_tensor_back_at_its_address_at_capture_has_not_moved() -> None:
+    model = nn.Linear(4, 2)
+    captured, other, third = model.weight.data, torch.zeros(2, 4), torch.zeros(2, 4)
+    snapshot = ProgramSnapshot(model, [model], [])
+    for data, moved in (
+        (captured, []),
+        (other, ["Linear.weight"]),
+        (other, []),  # each move is reported once
+        (captured, []),
+        (third, ["Linear.weight"]),
+        (other, ["Linear.weight"]),
+    ):
+        model.weight.data = data
+        assert list(snapshot.moved_tensors()) == moved
 
 
 def test_a_tensor_in_a_local_variable_is_not_an_orphan() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollgraph.graph import Findings
-from rollgraph.graph.sanitizer.kinds import KINDS
+from rollgraph.graph.sanitizer.findings import KINDS
 
 ROOT = Path(__file__).parents[3]
 

@@ -1,6 +1,6 @@
-"""Python runs this file at the start of every process that has its folder on PYTHONPATH.
+"""Installs `../import_hook.py`, then runs the `sitecustomize` that this one shadows.
 
-It installs `../import_hook.py`, then runs the `sitecustomize` that it shadows.
+Python runs this file at the start of every process that has its folder on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def install_hook() -> None:
 
 def run_shadowed() -> None:
     """Run the next `sitecustomize` on the path, which Python would have run without this one."""
-    others = [entry for entry in sys.path if path.abspath(entry) != HERE]
-    spec = PathFinder.find_spec("sitecustomize", others)
+    other_entries = [entry for entry in sys.path if path.abspath(entry) != HERE]
+    spec = PathFinder.find_spec("sitecustomize", other_entries)
     if spec is not None and spec.loader is not None:
         from importlib.util import module_from_spec
 

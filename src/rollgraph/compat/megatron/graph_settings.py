@@ -1,7 +1,8 @@
-"""Derives the graph and RNG settings that an RL worker should pass to Megatron from its config.
+"""Derives the CUDA graph and RNG settings that an RL worker should pass to Megatron from its config.
 
-Workers copy single keys from their YAML into a TransformerConfig; what they forget runs eagerly without an error, or
-raises "RNG tracker does not support cudagraphs!". This derives all settings together and refuses contradictions.
+Workers copy single keys from their YAML into a TransformerConfig. If they forget one, training runs eagerly without an
+error, or raises "RNG tracker does not support cudagraphs!". This module derives all settings together and refuses
+contradictions.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from rollgraph.compat.graph_keys import (
     SCOPE_KEYS,
     SCOPES,
     TRACKERS,
-    contradictions,
-    implementation,
-    scopes,
+    find_contradictions,
+    read_impl,
+    read_scopes,
     split_scopes,
 )
-from rollgraph.compat.megatron.probe_objects import quietly
+from rollgraph.compat.megatron.repair import silence_megatron
 
-SURROUNDINGS = ("cpu_offloading", "recompute_granularity")  # keys that can conflict with graphs
+CONFLICTING_KEYS = ("cpu_offloading", "recompute_granularity")  # keys that can conflict with graphs
 
 
 class GraphSettingsError(ValueError):
@@ -34,7 +35,7 @@ class GraphSettingsError(ValueError):
 
 @dataclass(frozen=True)
 class GraphOverrides:
-    """All settings, including those that are off, so that nothing is left over from a checkpoint or a recipe.
+    """All graph and RNG settings, also those that are off, so that they override those of a checkpoint or a recipe.
 
     For `{"enable_cuda_graph": True, "cuda_graph_scope": "attn"}`:
 
@@ -50,45 +51,45 @@ class GraphOverrides:
     def seed_arguments(self) -> dict[str, bool]:
         """For `model_parallel_cuda_manual_seed(seed, **overrides.seed_arguments)`.
 
-        That call, not the TransformerConfig, decides which tracker is used. Without Transformer Engine it falls back,
-        without a word, to Megatron's own tracker, which a graph can use only with `use_cudagraphable_rng`.
+        That call, not the TransformerConfig, decides which tracker is used. Without Transformer Engine it silently
+        falls back to Megatron's own tracker, which a graph can use only with `use_cudagraphable_rng`.
         """
         return {**self.rng, "use_cudagraphable_rng": self.transformer["cuda_graph_impl"] != "none"}
 
     def apply(self, config: Any, rng: Any = None) -> None:
-        """Set them on a TransformerConfig (or a provider derived from it) and, if given, on an RNGConfig.
+        """Set them on a TransformerConfig (or a provider derived from it) and, if there is one, on an RNGConfig.
 
-        Megatron does not check a finished config again, and compares scopes as enum members, so that a text would
-        match nothing. So this converts scopes, runs Megatron's own construction on a copy, and sets the result. If the
-        config has `cuda_graph_modules`, that is set instead of `cuda_graph_scope`. Nothing is changed if a setting
-        does not fit. A provider that is finished later (Megatron-Bridge's `finalize`) is checked then.
+        Megatron does not check a constructed config again, and compares scopes as enum members, so a string would match
+        nothing. So this converts scopes, runs Megatron's `__post_init__` on a copy, and sets the result. If the config
+        has `cuda_graph_modules`, that is set instead of `cuda_graph_scope`. If a setting does not fit, nothing is
+        changed. A provider that is finalized later (Megatron-Bridge's `finalize`) is checked then.
         """
-        values = self._spell_for(config)
+        values = self._settings_for(config)
         key = _scope_key(config)
-        targets: list[tuple[Any, dict[str, Any]]] = [(config, values)]
+        assignments: list[tuple[Any, dict[str, Any]]] = [(config, values)]
         if rng is not None:
-            targets.append((rng, dict(self.rng)))
-        for target, wanted in targets:
-            missing = [name for name in wanted if not hasattr(target, name)]
+            assignments.append((rng, dict(self.rng)))
+        for target, settings in assignments:
+            missing = [name for name in settings if not hasattr(target, name)]
             if missing:
                 raise GraphSettingsError(f"{type(target).__name__} has no {', '.join(missing)}")
         for flag in FLAGS:
             if hasattr(config, flag):
                 values[flag] = False  # Megatron refuses it beside cuda_graph_impl
-        values.update(_settle(config, values, without_graphs={**values, "cuda_graph_impl": "none", key: []}))
-        for target, wanted in targets:
-            for name, value in wanted.items():
+        values.update(_resolve(config, values, without_graphs={**values, "cuda_graph_impl": "none", key: []}))
+        for target, settings in assignments:
+            for name, value in settings.items():
                 setattr(target, name, value)
 
-    def _spell_for(self, config: Any) -> dict[str, Any]:
-        """The settings in the spelling of the config's version of megatron-core."""
+    def _settings_for(self, config: Any) -> dict[str, Any]:
+        """The settings under the names of the config's version of megatron-core."""
         values = dict(self.transformer)
         names = values.pop("cuda_graph_scope")
         key = _scope_key(config)
         if key == "cuda_graph_modules" and "full_iteration" in names:
             values["cuda_graph_impl"] = "full_iteration"
             names = []
-        values[key] = _members(names)
+        values[key] = _enum_members(names)
         return values
 
 
@@ -105,12 +106,12 @@ def graph_overrides(cfg: Any) -> GraphOverrides:
     >>> overrides = graph_overrides(cfg["policy"])
     >>> overrides.apply(model_config, rng_config)
     """
-    model, rng = _read(cfg)
-    wrong = contradictions(model, rng)
-    if wrong:
-        raise GraphSettingsError("; ".join(f"{key}: {text}" for key, text in wrong))
-    impl = implementation(model)
-    names = scopes(model)
+    model, rng = _read_settings(cfg)
+    conflicts = find_contradictions(model, rng)
+    if conflicts:
+        raise GraphSettingsError("; ".join(f"{key}: {text}" for key, text in conflicts))
+    impl = read_impl(model)
+    names = read_scopes(model)
     if impl == "full_iteration":
         impl = "local"
         names = ["full_iteration"]
@@ -120,19 +121,19 @@ def graph_overrides(cfg: Any) -> GraphOverrides:
     for_transformer: dict[str, bool] = {}
     for_rng: dict[str, bool] = {}
     for model_key, rng_key in TRACKERS.items():
-        on = model.get(model_key)
-        if on is None:
-            on = rng.get(rng_key)
-        if on is None and model_key == "use_te_rng_tracker":
-            on = impl != "none"
-        for_transformer[model_key] = for_rng[rng_key] = bool(on)
+        enabled = model.get(model_key)
+        if enabled is None:
+            enabled = rng.get(rng_key)
+        if enabled is None and model_key == "use_te_rng_tracker":
+            enabled = impl != "none"
+        for_transformer[model_key] = for_rng[rng_key] = bool(enabled)
     return GraphOverrides(
         transformer={"cuda_graph_impl": impl, "cuda_graph_scope": names, **for_transformer}, rng=for_rng
     )
 
 
-def _read(cfg: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keys of the model and of the RNG settings, wherever the config has them."""
+def _read_settings(cfg: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The graph keys of the model and of the RNG settings, from wherever the config has them."""
     policy = _get(cfg, "policy")
     if policy is not None:
         cfg = policy
@@ -140,12 +141,12 @@ def _read(cfg: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in ("model", "megatron_cfg"):  # the latter wins
         if _get(cfg, name) is not None:
             model = _get(cfg, name)
-    found = _values(model, (*GRAPH_KEYS, *TRACKERS, *SURROUNDINGS))
+    model_settings = _values(model, (*GRAPH_KEYS, *TRACKERS, *CONFLICTING_KEYS))
     rng = _get(cfg, "rng")
-    random = {} if rng is None else _values(rng, tuple(TRACKERS.values()))
+    rng_settings = {} if rng is None else _values(rng, tuple(TRACKERS.values()))
     if _get(model, "te_rng_tracker") is not None:  # a flat config, like Megatron-LM's arguments
-        random.setdefault("te_rng_tracker", _get(model, "te_rng_tracker"))
-    return found, random
+        rng_settings.setdefault("te_rng_tracker", _get(model, "te_rng_tracker"))
+    return model_settings, rng_settings
 
 
 def _values(part: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -153,11 +154,11 @@ def _values(part: Any, names: tuple[str, ...]) -> dict[str, Any]:
     values = {name: value for name, value in values.items() if value is not None}
     if isinstance(part, Mapping):
         return values
-    # An object has all its defaults, so False, "none" and "full" mean nothing. And a finished TransformerConfig has
-    # both a deprecated flag and the implementation that it stands for.
+    # An object has all defaults, so False, "none" and "full" say nothing. And a constructed TransformerConfig has both
+    # a deprecated flag and the implementation that the flag means.
     values = {name: value for name, value in values.items() if value not in (False, "none", "full", [])}
-    for flag, means in FLAGS.items():
-        if values.get("cuda_graph_impl") == means:
+    for flag, flag_impl in FLAGS.items():
+        if values.get("cuda_graph_impl") == flag_impl:
             values.pop(flag, None)
     return values
 
@@ -167,13 +168,13 @@ def _get(part: Any, name: str) -> Any:
 
 
 def _scope_key(config: Any) -> str:
-    """How the config's version of megatron-core calls the scope."""
+    """The name of the scope key in the config's version of megatron-core."""
     old, new = SCOPE_KEYS
     return new if hasattr(config, new) else old
 
 
-def _settle(config: Any, values: dict[str, Any], without_graphs: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron makes of the values. Accepts a config that it refuses for another reason than its graphs."""
+def _resolve(config: Any, values: dict[str, Any], without_graphs: dict[str, Any]) -> dict[str, Any]:
+    """The values after Megatron's construction. Returns them unchanged if the config fails even without graphs."""
     try:
         return _construct(config, values)
     except Exception as error:
@@ -181,33 +182,35 @@ def _settle(config: Any, values: dict[str, Any], without_graphs: dict[str, Any])
             _construct(config, without_graphs)
         except Exception:
             return values
-        wanted = []
+        requested = []
         for name in GRAPH_KEYS:
             value = values.get(name)
             if name in SCOPE_KEYS and value:
                 value = split_scopes(value)
             if value:
-                wanted.append(f"{name}: {value}")
-        raise GraphSettingsError(f"{type(config).__name__} refuses {', '.join(wanted)}: {error}") from error
+                requested.append(f"{name}: {value}")
+        raise GraphSettingsError(f"{type(config).__name__} refuses {', '.join(requested)}: {error}") from error
 
 
 def _construct(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Run Megatron's construction on a copy with its own lists, because construction appends to some of them."""
+    """Run Megatron's `__post_init__` on a copy. Lists are copied too, because it appends to some of them."""
     trial = copy.copy(config)
     for name, value in {**vars(config), **values}.items():
         setattr(trial, name, copy.copy(value) if isinstance(value, list | dict) else value)
     if hasattr(trial, "__post_init__"):
-        with quietly():
+        with silence_megatron():
             trial.__post_init__()
     return {name: getattr(trial, name) for name in values}
 
 
-def _members(names: list[str]) -> list[Any]:
+def _enum_members(names: list[str]) -> list[Any]:
     from megatron.core.transformer import enums  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-    kind = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
-    unknown = [name for name in names if name not in kind.__members__]
+    scope_enum = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
+    unknown = [name for name in names if name not in scope_enum.__members__]
     if unknown:
-        known = ", ".join(kind.__members__)
-        raise GraphSettingsError(f"the megatron-core installed here has no scope {', '.join(unknown)}; it has {known}")
-    return [kind[name] for name in names]
+        valid_names = ", ".join(scope_enum.__members__)
+        raise GraphSettingsError(
+            f"the megatron-core installed here has no scope {', '.join(unknown)}; it has {valid_names}"
+        )
+    return [scope_enum[name] for name in names]

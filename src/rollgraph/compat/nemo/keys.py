@@ -1,7 +1,7 @@
-"""What becomes of each NeMo-RL key that can be translated by itself.
+"""NeMo-RL's keys, and the keys here that do the same.
 
-Owns the table and nothing else; keys that depend on one another are translated in `policy.py`, `learning.py`,
-`prompts.py` and `outputs.py`. Patterns are shell patterns, and the first match wins.
+Keys that depend on one another are translated in `sections.py` and `translation.py`. Patterns are shell patterns, and
+the first match wins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Ignored(NamedTuple):
 
 
 class Unless(NamedTuple):
-    """Unsupported, unless the value is one of these, with which NeMo-RL does what rollgraph does."""
+    """Unsupported, unless the value is one of these, with which NeMo-RL and rollgraph do the same."""
 
     values: tuple[Any, ...]
     reason: str
@@ -30,9 +30,8 @@ class Unless(NamedTuple):
 
 Rule = To | Ignored | Unless
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
-
 ONE_ENGINE = "rollgraph generates with the model that it trains; there is no second engine to set up"
-NO_PARALLEL = "rollgraph divides data (shard) and layers (tensor_parallel); it has no such parallelism"
+NO_PARALLEL = "rollgraph has data parallelism (shard) and tensor parallelism (tensor_parallel), but not this one"
 ADAPTER = "LoRA is the section `adapter`, which you have to write: see docs/lora.md"
 NO_EXPERTS = "rollgraph has no mixture-of-experts models"
 PACKED = "sequences are always packed, into microbatches of up to train.microbatch_tokens"
@@ -41,9 +40,8 @@ DECODING = "rollout.rows is how many sequences decode at a time"
 VALIDATES = "with data.validation, rollgraph always validates before the first step and after the last"
 BEST = "the best checkpoints are those with the highest validation reward"
 LOGITS = "memory.logits decides whether the logits of a microbatch exist as a whole or in chunks"
-PLANNED = "the memory of all phases is planned at the start: rollgraph plan"
+PLANNED = "the memory of all phases is planned at the start; `rollgraph plan` shows it"
 CONFIG_JSON = "the model's config.json decides"
-
 TABLE: tuple[tuple[str, Rule], ...] = (
     # grpo
     ("grpo.num_prompts_per_step", To("data.prompts_per_step")),
@@ -62,7 +60,7 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("grpo.batch_multiplier", Unless((None, 1), "a round of dynamic sampling has data.prompts_per_step prompts")),
     ("grpo.async_grpo.enabled", Unless(OFF, "generation and training take turns with one set of weights")),
     ("grpo.async_grpo.*", Ignored("belongs to asynchronous training")),
-    ("grpo.reward_scaling.enabled", Unless(OFF, "scale rewards in a reward function of your own")),
+    ("grpo.reward_scaling.enabled", Unless(OFF, "scale rewards in your own reward function")),
     ("grpo.reward_scaling.*", Ignored("belongs to reward scaling")),
     # loss_fn
     ("loss_fn.reference_policy_kl_penalty", To("algorithm.kl_coef", lambda weight: float(weight or 0))),
@@ -88,10 +86,10 @@ TABLE: tuple[tuple[str, Rule], ...] = (
     ("policy.logprob_batch_size", Ignored(PACKED)),
     ("policy.logprob_chunk_size", Ignored(LOGITS)),
     ("policy.offload_optimizer_for_logprob", Ignored(PLANNED)),
-    ("policy.make_sequence_length_divisible_by", Ignored("no sequence is divided among ranks")),
+    ("policy.make_sequence_length_divisible_by", Ignored("sequences are never split among ranks")),
     ("policy.dynamic_batching.*", Ignored(PACKED)),
     ("policy.sequence_packing.*", Ignored(PACKED)),
-    ("policy.reward_model_cfg.enabled", Unless(OFF, "call a reward model in a reward function of your own")),
+    ("policy.reward_model_cfg.enabled", Unless(OFF, "call the reward model in your own reward function")),
     ("policy.draft.enabled", Unless(OFF, "rollgraph has no speculative decoding")),
     # generation
     ("policy.generation.backend", Ignored(ONE_ENGINE)),

@@ -1,10 +1,10 @@
-"""The sanitizer: finds what a graph would get wrong, by checking captures and comparing replays with eager.
+"""The sanitizer: finds mistakes that a graph would hide, by checking captures and comparing replays with eager runs.
 
-Reading order: `sanitizer.py` (the observer), `instrumented_recording.py` (what happens at a replay), then the checks:
-`snapshot.py`, `output_poisoning.py`, `unrecorded_hooks.py`, `eager_reference.py` and `divergence.py`.
+Reading order: `sanitizer.py` (the observer), `recording.py` (checks at a replay), then `session.py`, `snapshot.py` and
+`trace.py`. Nothing else in `graph` knows the sanitizer.
 """
 
 from rollgraph.graph.sanitizer.findings import Finding, Findings
-from rollgraph.graph.sanitizer.sanitizer import sanitize, sanitize_process_if_asked
+from rollgraph.graph.sanitizer.sanitizer import sanitize, sanitize_process_if_enabled
 
-__all__ = ["Finding", "Findings", "sanitize", "sanitize_process_if_asked"]
+__all__ = ["Finding", "Findings", "sanitize", "sanitize_process_if_enabled"]

@@ -1,34 +1,135 @@
-"""The state of one `sanitize()` block, shared by the instrumented recordings and the interceptors."""
+"""The state of one `sanitize()` block, and the interceptors that watch the program during it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, TextIO
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TextIO
 
-from rollgraph.graph.backend import optimizer_hint
-from rollgraph.graph.errors import Location, here
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from rollgraph.graph.backend import optimizer_hint, reads_on_host, refuse_copy_to_host, refuse_host_read
+from rollgraph.graph.errors import GraphError, HostReadError, Location, here
+from rollgraph.graph.passes import saved_tensors
+from rollgraph.graph.pool import Arena
 from rollgraph.graph.sanitizer.findings import Finding, Findings
-from rollgraph.graph.sanitizer.output_poisoning import OutputPoisoner
-from rollgraph.graph.sanitizer.snapshot import ProgramSnapshot, spell_value
+from rollgraph.graph.sanitizer.snapshot import ProgramSnapshot, describe_value
+from rollgraph.graph.state.undo_log import OperationMode, bytes_of, storage_of, tensors_in
+
+# -- use after overwrite ---------------------------------------------------------------------------
+# A replay may overwrite the last output of its graph and of any graph captured later in the same arena: while its graph
+# was captured, that memory was free or held temporaries.
+
+_POISON = 0xFF  # in every byte: NaN as a float, -1 as an index
+
+
+@dataclass(eq=False)
+class OutputCopy:
+    """The copy of an output that the program got."""
+
+    arena: Arena
+    capture: int  # index of its graph in the arena's order of captures
+    graph: str
+    storage: StorageWeakRef
+    alias: Tensor | None  # None once poisoned
+    overwritten_by: str = ""  # the event that poisoned it
+
+
+class OutputPoisoner:
+    """Returns copies of outputs to the program, and knows which of them are poisoned."""
+
+    def __init__(self) -> None:
+        self._handed_out: dict[int, OutputCopy] = {}  # by storage
+
+    def hand_out(
+        self, arena: Arena, capture: int, graph: str, outputs: Sequence[Tensor | None], borrowed: set[int]
+    ) -> list[Tensor | None]:
+        """Copy the outputs. An output in a `borrowed` storage belongs to the program and is returned as it is."""
+        copies: list[Tensor | None] = []
+        with torch.no_grad():
+            for output in outputs:
+                if output is None or output.untyped_storage()._cdata in borrowed:
+                    copies.append(output)
+                    continue
+                copy = output.clone()
+                copies.append(copy)
+                if copy.numel():
+                    storage = copy.untyped_storage()
+                    entry = OutputCopy(arena, capture, graph, StorageWeakRef(storage), copy.detach())
+                    self._handed_out[storage._cdata] = entry
+        return copies
+
+    def poison_from(self, arena: Arena, capture: int, event: str) -> None:
+        """A graph was replayed: poison its outputs, and those of the graphs captured after it."""
+        self._poison([entry for entry in self._valid(arena) if entry.capture >= capture], event)
+
+    def poison_only(self, arena: Arena, capture: int, event: str) -> None:
+        """A graph was reset: poison its outputs."""
+        self._poison([entry for entry in self._valid(arena) if entry.capture == capture], event)
+
+    def find_poisoned(self, tensor: Tensor) -> OutputCopy | None:
+        """Return the poisoned output to which a tensor belongs, if any."""
+        if not self._handed_out:
+            return None
+        storage = storage_of(tensor)
+        if storage is None:
+            return None
+        entry = self._handed_out.get(storage._cdata)
+        if entry is None or not entry.overwritten_by or entry.storage.expired():
+            return None
+        return entry
+
+    def has_poisoned(self) -> bool:
+        return any(entry.overwritten_by and not entry.storage.expired() for entry in self._handed_out.values())
+
+    def forget_if_rewritten(self, tensor: Tensor) -> None:
+        """Forget a poisoned output that the program has overwritten completely: it is valid again."""
+        if self.find_poisoned(tensor) is None:
+            return
+        storage = tensor.untyped_storage()
+        if tensor.nbytes == storage.nbytes():
+            del self._handed_out[storage._cdata]
+
+    def _valid(self, arena: Arena) -> list[OutputCopy]:
+        for key in [key for key, entry in self._handed_out.items() if entry.storage.expired()]:
+            del self._handed_out[key]
+        return [entry for entry in self._handed_out.values() if entry.arena is arena and not entry.overwritten_by]
+
+    def _poison(self, entries: list[OutputCopy], event: str) -> None:
+        for entry in entries:
+            assert entry.alias is not None
+            if not entry.alias.is_inference():
+                torch._C._increment_version([entry.alias])  # so that autograd refuses a backward that saved it
+            bytes_of(entry.alias.untyped_storage()).fill_(_POISON)
+            entry.overwritten_by = event
+            entry.alias = None
+
+
+# -- the session -----------------------------------------------------------------------------------
 
 
 class ChangedValue(NamedTuple):
-    """A Python value that changed since capture. Only a comparison with eager tells whether it matters."""
+    """A Python value that changed since capture. Only a comparison with eager shows whether that matters."""
 
     what: str
     where: Location
 
 
 class Session:
+    """The settings, findings and current state of one `sanitize()` block."""
+
     def __init__(self, compares: bool, stream: TextIO | None) -> None:
         self.findings = Findings()
-        self.compares = compares  # whether the function runs eagerly beside each replay
+        self.compares = compares  # the function also runs eagerly at each replay
         self.active = False
         self.outputs = OutputPoisoner()
         self.host_reads: dict[Location, str] = {}  # of the capture in progress
         self._stream = stream
-        self._capture_depth = 0  # of warm-ups and recordings inside one another
+        self._capture_depth = 0  # number of nested warm-ups and recordings
         self._creating_optimizer_state = False
 
     def report(self, kind: str, graph: str, what: str, where: Location) -> None:
@@ -50,7 +151,7 @@ class Session:
 
     @contextmanager
     def creating_optimizer_state(self) -> Iterator[None]:
-        """The runtime steps an optimizer on zero gradients; what that reads, the function does not read."""
+        """The runtime steps an optimizer on zero gradients. Host reads in that step are not the function's."""
         self._creating_optimizer_state = True
         try:
             yield
@@ -58,26 +159,143 @@ class Session:
             self._creating_optimizer_state = False
 
     def note_host_read(self, operation: str) -> None:
-        """Remember a host read until the capture fails. If it succeeds, only its first run read, and no graph does."""
+        """Remember a host read in case the capture fails. If it succeeds, only the first run read on the host."""
         if self.is_capturing and not self._creating_optimizer_state:
-            self.host_reads.setdefault(here(), spell_host_read(operation) + optimizer_hint())
+            self.host_reads.setdefault(here(), describe_host_read(operation) + optimizer_hint())
 
     def report_program_changes(self, graph: str, snapshot: ProgramSnapshot) -> list[ChangedValue]:
-        """Report what is certainly wrong, and return the Python values that changed."""
-        place = here()
+        """Report changes that are certainly wrong, and return the Python values that changed."""
+        line = here()
         for change in snapshot.tree_changes():
-            self.report("tree", graph, change, place)
+            self.report("tree", graph, change, line)
         for name in snapshot.moved_tensors():
-            self.report("moved", graph, f"{name} is at another address than at capture", place)
+            self.report("moved", graph, f"{name} is at another address than at capture", line)
         for tensor in snapshot.orphans():
-            what = f"the graph reads a tensor of shape {tuple(tensor.shape)} that nothing else holds any more"
-            self.report("orphan", graph, what, place)
+            what = f"the graph reads a tensor of shape {tuple(tensor.shape)} that nothing else refers to any more"
+            self.report("orphan", graph, what, line)
         changed: list[ChangedValue] = []
         for read, value in snapshot.names.changed():
-            what = f"{read.name} was {spell_value(read.value)} at capture and is {spell_value(value)} now"
+            what = f"{read.name} was {describe_value(read.value)} at capture and is {describe_value(value)} now"
             changed.append(ChangedValue(what, read.where))
         return changed
 
 
-def spell_host_read(operation: str) -> str:
+def describe_host_read(operation: str) -> str:
     return f"{operation} reads tensor values on the host"
+
+
+# -- interceptors ----------------------------------------------------------------------------------
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+_OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")  # they do not read their first argument
+
+
+class OperationInterceptor(OperationMode):
+    """Sees operations in the dispatcher: reads of poisoned outputs; in a capture, host reads and collectives."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._session = session
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors_read(func, args, kwargs):
+            _check_read(self._session, tensor, str(func))
+        if self._session.is_capturing:
+            self._check_capture(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func._schema.name in _OVERWRITES:
+            self._session.outputs.forget_if_rewritten(args[0])
+        return result
+
+    def _check_capture(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func.namespace in _COLLECTIVES:
+            self._session.report("collective", "", f"{func} is part of the graph", here())
+        try:
+            refuse_host_read(func, args, kwargs)
+            refuse_copy_to_host(func, args, kwargs)
+        except HostReadError as error:
+            self._session.note_host_read(error.operation)
+
+
+class MethodInterceptor(TorchFunctionMode):
+    """Sees host reads that never reach the dispatcher: `.tolist()`, `.numpy()`, `bool()`, printing."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation = reads_on_host(func, args)
+        if operation is not None:
+            for tensor in tensors_in(args):
+                _check_read(self._session, tensor, operation)
+            self._session.note_host_read(operation)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def intercepting_backward(session: Session) -> Iterator[None]:
+    """Report a backward that autograd refuses because it saved an output that was poisoned since."""
+    engine = torch.autograd._engine_run_backward
+
+    def run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        saved = _poisoned_outputs_behind(t_outputs, session)
+        try:
+            return engine(t_outputs, *args, **kwargs)
+        except GraphError:
+            raise
+        except RuntimeError:
+            for output in saved:
+                what = f"autograd saved an output of graph {output.graph!r} for this backward, but "
+                session.report("stale-output", output.graph, what + output.overwritten_by, here())
+            raise
+
+    torch.autograd._engine_run_backward = run_backward
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = engine
+
+
+def _poisoned_outputs_behind(roots: Any, session: Session) -> list[OutputCopy]:
+    poisoned: list[OutputCopy] = []
+    if not session.outputs.has_poisoned():
+        return poisoned
+    with suppress(RuntimeError):  # a graph that a backward freed has no saved tensors
+        for tensor in saved_tensors(tensors_in(roots)):
+            output = session.outputs.find_poisoned(tensor)
+            if output is not None and output not in poisoned:
+                poisoned.append(output)
+    return poisoned
+
+
+def _tensors_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors whose values an operation reads."""
+    name = func._schema.name
+    if func.is_view or name.endswith("_like") or name.startswith("aten::new_"):
+        return
+    yield from tensors_in(args[1:] if name in _OVERWRITES else args)
+    for key, value in kwargs.items():
+        if key != "out":
+            yield from tensors_in(value)
+
+
+def _check_read(session: Session, tensor: Tensor, operation: str) -> None:
+    output = session.outputs.find_poisoned(tensor)
+    if output is None:
+        return
+    where = here()
+    for known in session.findings:
+        if (known.kind, known.where) == ("stale-output", where):
+            return
+    what = f"{operation} reads an output of graph {output.graph!r}, but {output.overwritten_by}"
+    session.report("stale-output", output.graph, what, where)

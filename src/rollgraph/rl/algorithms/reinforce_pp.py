@@ -1,8 +1,12 @@
 """REINFORCE++ (Hu et al., 2025, arXiv 2501.03262): advantages are normalized over the whole batch.
 
-A = (R - mean(batch)) / std(batch) over all sampled tokens, R = r - kl_coef x KL; loss = mean over tokens of the
-clipped surrogate. With `group_baseline`, R - mean(group) is normalized (the paper's "w/ baseline"). This is simplified:
-the paper subtracts from a token's R the KL of the tokens from there on, and this the KL of the whole sample.
+A = (R - mean(batch)) / std(batch) over all sampled tokens, R = r - kl_coef x KL; loss = mean over tokens of
+-min(ratio A, clip(ratio) A). With `group_baseline`, R - mean(group) is normalized (the paper's "w/ baseline").
+
+We differ from the paper in this:
+1. The paper subtracts from the reward of token t the KL of the tokens from t on. We subtract the KL of the whole sample
+   from each of its tokens, so all tokens of a sample have the same advantage.
+2. `kl_coef` is 0 by default, so there is no KL penalty and no reference policy.
 """
 
 from __future__ import annotations
@@ -10,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollgraph.rl.algorithms.advantages import centred, per_group, whitened
-from rollgraph.rl.algorithms.policy_gradient import PolicyGradient
-from rollgraph.rl.algorithms.weights import token_mean
+from rollgraph.rl.algorithms.advantages import centered, per_group, whitened
+from rollgraph.rl.algorithms.base import PolicyGradient
+from rollgraph.rl.algorithms.batch import token_mean
 from rollgraph.types import Rollout
 
 
@@ -25,7 +29,7 @@ class ReinforcePP(PolicyGradient):
     def advantages(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
         values = rewards
         if self.group_baseline:
-            values = per_group(rollouts, rewards, centred)
+            values = per_group(rollouts, rewards, centered)
         return whitened(values, [sum(rollout.sampled) for rollout in rollouts])
 
     def weights(self, lengths: Sequence[int]) -> list[float]:

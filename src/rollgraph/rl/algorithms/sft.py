@@ -1,4 +1,4 @@
-"""SFT: imitates demonstrations. loss = mean over the assistant's tokens of -log p(token)."""
+"""SFT: imitates demonstrations. loss = mean over the assistant's tokens of a minibatch of -log p(token)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollgraph.rl.algorithms.batches import build_batch, describe_written, trained_tokens
-from rollgraph.rl.algorithms.weights import token_mean
-from rollgraph.rl.losses import Term, TokenStreams, weighted_sums, without_weightless
+from rollgraph.rl.algorithms.batch import build_batch, loss_mask, offline_metrics, token_mean
+from rollgraph.rl.losses import LossAndMetrics, TokenStreams, weighted_sums, zero_unweighted
 from rollgraph.types import Batch, Rollout
 
 
@@ -24,19 +23,26 @@ class SFT:
         return True
 
     def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1, seed: int = 0) -> Batch:
-        trained = [trained_tokens(rollout) for rollout in rollouts]
+        loss_masks = [loss_mask(rollout) for rollout in rollouts]
         advantages = [1.0] * len(rollouts)
-        metrics = describe_written(rollouts)
+        metrics = offline_metrics(rollouts)
         return build_batch(
-            rollouts, trained, advantages, token_mean, minibatches=minibatches, seed=seed, metrics=metrics, drawn=False
+            rollouts,
+            loss_masks,
+            advantages,
+            token_mean,
+            minibatches=minibatches,
+            seed=seed,
+            metrics=metrics,
+            has_logprobs=False,
         )
 
-    def loss(self, streams: TokenStreams) -> Term:
-        s = without_weightless(streams)
+    def loss(self, streams: TokenStreams) -> LossAndMetrics:
+        s = zero_unweighted(streams)
         return weighted_sums(-s.logprobs, s.weights, {})
 
     def examine(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """The loss of rollouts that the policy has scored, and exp(loss)."""
+        """The loss of rollouts that the policy has scored, and its perplexity exp(loss)."""
         count = sum(sum(rollout.sampled) for rollout in rollouts)
         total = math.fsum(logprob for rollout in rollouts for logprob in rollout.logprobs)  # 0 where not sampled
         loss = -total / count

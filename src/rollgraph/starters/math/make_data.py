@@ -1,9 +1,9 @@
-"""Make the data: GSM8K, or word problems of its kind that need no download. Writes to the folder `data`.
+"""Make the data: GSM8K, or similar word problems that need no download. Writes to the folder `data`.
 
-python make_data.py                 GSM8K from the Hugging Face Hub; if that fails, word problems made here
+python make_data.py                 GSM8K from the Hugging Face Hub; if that fails, generated word problems
 python make_data.py openai/gsm8k    GSM8K from the Hub, or an error
 python make_data.py FOLDER          GSM8K from files in a folder: train*.jsonl or .parquet, and test*
-python make_data.py made            word problems made here; the same for the same --seed
+python make_data.py made            generated word problems; the same for the same --seed
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 GSM8K = "openai/gsm8k"
 INSTRUCTION = "Think step by step, and put the final answer in \\boxed{}."
-TRAINED = 1_000  # problems made here; GSM8K has 7,473
+TRAINED = 1_000  # generated problems; GSM8K has 7,473
 HELD_OUT = 200
 NAMES = ("Ada", "Ben", "Chen", "Dana", "Emeka", "Fatima", "Goran", "Hana")
 Row = dict[str, str]
@@ -53,7 +53,7 @@ def download(name: str) -> Path:
 
 
 def read_gsm8k(folder: Path, part: str) -> list[Row]:
-    """The rows of all files of a part. A solution ends with its answer: `... #### 72`."""
+    """The rows of all files of a split. A solution ends with its answer: `... #### 72`."""
     files = [file for file in sorted(folder.rglob(f"{part}*")) if file.suffix in (".jsonl", ".parquet")]
     if not files:
         raise SystemExit(f"{folder} has no file {part}*.jsonl or {part}*.parquet")
@@ -74,18 +74,18 @@ def read_entries(file: Path) -> Iterator[Row]:
         yield from map(json.loads, file.read_text(encoding="utf-8").splitlines())
 
 
-# -- word problems made here -----------------------------------------------------------------------
+# -- generated word problems -----------------------------------------------------------------------
 
 
 def make_problems(seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and held-out rows; no problem is among both."""
+    """Training rows and held-out rows, without overlap."""
     generator = random.Random(seed)
     rows: dict[str, Row] = {}
     while len(rows) < TRAINED + HELD_OUT:
         question, answer = make_problem(generator)
         rows[question] = make_row(question, str(answer))
-    made = list(rows.values())
-    return made[:TRAINED], made[TRAINED:]
+    problems = list(rows.values())
+    return problems[:TRAINED], problems[TRAINED:]
 
 
 def make_problem(generator: random.Random) -> tuple[str, int]:
@@ -128,13 +128,13 @@ def make_problem(generator: random.Random) -> tuple[str, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", nargs="?", help="a dataset on the Hub, a folder, or `made`")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems made here (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="for generated problems (default: 0)")
     options = parser.parse_args()
     if options.source is not None:
         main(Path("data"), options.source, options.seed)
     else:
         try:
             main(Path("data"), GSM8K)
-        except (Exception, SystemExit) as error:  # no package, no network, a proxy: whatever it is
-            print(f"{GSM8K} cannot be had here ({error}): writing word problems made here instead")
+        except (Exception, SystemExit) as error:  # no package, no network, a proxy, ...
+            print(f"cannot get {GSM8K} ({error}): writing generated word problems instead")
             main(Path("data"), "made", options.seed)

@@ -1,7 +1,7 @@
 """Make the data, two-digit additions: `python make_data.py [SEED]` writes it to the folder `data`.
 
-There are 8,000 problems to train on, 2,000 held-out problems, and demonstrations for the warm start. Many digits of the
-demonstrations are wrong: they teach the form of an answer and some arithmetic, and leave the rest to be learned from
+There are 8,000 training problems, 2,000 held-out problems, and demonstrations for the warm start. Some digits of the
+demonstrations are wrong: they teach the format of an answer and some arithmetic, and leave the rest to be learned from
 rewards.
 """
 
@@ -12,7 +12,7 @@ import random
 import sys
 from pathlib import Path
 
-NOISE = 0.4  # probability that a digit of a demonstration is replaced by a random one
+NOISE = 0.15  # probability that a digit of a demonstration is replaced by a random one
 TRAINED = 8_000
 DEMONSTRATIONS = 100_000
 

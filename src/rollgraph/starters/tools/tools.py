@@ -1,7 +1,7 @@
 """The tool, a calculator: after `<calc>12*(3+4)</calc>`, the model reads `<result>84</result>` and goes on.
 
-A turn ends where a call does (`stop` in config.yaml). Treat what a model writes as untrusted input: `calculate` knows
-numbers and operators and nothing else.
+A turn ends where a call ends (`stop` in config.yaml). Treat the model's text as untrusted input: `calculate` accepts
+only numbers and operators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CALL = re.compile(r"<calc>((?:(?!<calc>).)*)</calc>", re.DOTALL)
 
 
 def reply(text: str, prompt: Prompt) -> str | None:
-    """What the model reads next, after all of the text so far; None if it has called nothing and is finished."""
+    """The text that the model reads next, given all text so far; None if it made no call, which ends the rollout."""
     calls = CALL.findall(text.rpartition("</result>")[2])
     if not calls:
         return None

@@ -16,7 +16,7 @@ import { startTheme } from "./theme.js";
 // of the address changes, `grown(runs)` when its run has grown, `close()`.
 const VIEWS = { overview: Overview, samples: Samples, diagnosis: Diagnosis, compare: Compare, machine: Machine };
 
-const GONE = "The folder of this run is gone. What you see is what was read last.";
+const GONE = "The folder of this run is gone. The page shows the data that was read last.";
 
 class App {
   constructor() {

@@ -8,7 +8,7 @@ import { groupKey } from "./group_view.js";
 import { linkTo } from "./route.js";
 import { renderText } from "./tokens.js";
 
-const NONE = "No prompt was written by all of these runs. Those of a validation are, with equal data, seed and ranks.";
+const NONE = "These runs share no prompt. With equal data, seed and ranks, validation prompts are shared.";
 
 /** Elements for the section. `shared` are the prompts of all runs, `chosen` the key of one; without it, the first. */
 export async function promptColumns(runs, shared, chosen, choose, colorOf) {

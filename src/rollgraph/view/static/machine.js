@@ -131,7 +131,7 @@ function rankSection(ranks) {
     );
   });
   const several = ranks.length > 1;
-  const what = several ? "what each does before it waits for the others, " : "";
+  const what = several ? "without waiting for the other ranks, " : "";
   const note = h("span", { class: "quiet" }, `${what}mean of the last steps, by phase`);
   const head = ["Rank", "", several ? "Own time" : "Step time", "Peak memory"];
   return h("section", {}, h("h2", {}, "Ranks", note), phaseLegend(ranks), table(head, rows));

@@ -40,7 +40,7 @@ export function memorySection({ planned: plan, measured }) {
     {},
     heading,
     table(["Phase", "", "Planned", "Measured"], rows),
-    onCpu && h("p", { class: "quiet below" }, "Measured is the whole process, with Python and its libraries."),
+    onCpu && h("p", { class: "quiet below" }, "Measured memory includes Python and its libraries."),
     plan?.reasons.length > 0 && choices(plan.reasons),
     plan && planLines(plan.lines),
   );

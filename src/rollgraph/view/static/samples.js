@@ -12,7 +12,7 @@ import { VirtualList } from "./virtual_list.js";
 
 const MODES = Object.entries({ "": "By step", prompts: "By prompt" });
 const KEY = /^(-?\d+)\.(train|validation|dropped)\.(-?\d+)$/; // what groupKey writes, in links from anywhere
-const GONE = ["This group is not here", "It may be of another run, or the run was resumed before it."];
+const GONE = ["This group is not here", "It may belong to another run, or the run was resumed from an earlier step."];
 const NO_MATCH = ["No sample matches", "Change the search or the filters above."];
 const NONE_YET = ["No samples yet", "A run writes some groups of every log.samples_every-th step."];
 

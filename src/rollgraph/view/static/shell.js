@@ -25,7 +25,7 @@ export class Shell {
     this.offline = h(
       "p",
       { class: "banner", hidden: true },
-      "The server does not answer: `rollgraph view` starts it again. What you see is what it said last.",
+      "The server does not answer: `rollgraph view` starts it again. The page shows its last answer.",
     );
     this.main = h("main", { id: "main", tabindex: "-1" });
     const snapshot = exported && h("span", { class: "tag" }, `exported ${new Date(exported * 1000).toLocaleString()}`);

@@ -1,0 +1,1 @@
+"""FSDP: ranks keep shards of the parameters, and layers are gathered into a ring of slots."""

@@ -1,0 +1,1 @@
+"""AdamW on shards, and the formats and memory of its state."""

@@ -1,0 +1,1 @@
+"""Which process this is, which ranks are alive, and how they join, stop and fail."""

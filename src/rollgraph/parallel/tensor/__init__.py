@@ -1,0 +1,1 @@
+"""Tensor parallelism, as data parallel sharding and checkpoints see it."""

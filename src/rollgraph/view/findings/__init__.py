@@ -1,1 +1,0 @@
-"""What can be noticed about a run, a small file for each part of it. Thresholds stand at the head of each file."""

@@ -1,0 +1,118 @@
+"""Automatic token buckets are as large as a minibatch can fill, and no larger."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollgraph.config import Config, parse_config
+from rollgraph.inputs.shapes import ROUNDING, make_limits
+from rollgraph.model import Architecture
+from rollgraph.policy import Limits
+from rollgraph.policy.microbatch import pack_samples, packed_size
+from rollgraph.rl.algorithms.batch import split_minibatches
+from rollgraph.types import Sample
+
+ARCHITECTURE = Architecture("llama", vocabulary=64, hidden=32, mlp=64, layers=1, heads=2, kv_heads=1, head_dim=16)
+SMALL = """
+model: {tiny: {max_length: 512}}
+data: {train: t.jsonl, prompts_per_step: 8, max_prompt_tokens: 16}
+rollout: {samples_per_prompt: 4, max_tokens: 48}
+reward: {functions: [{name: exact_match}]}
+"""
+
+
+def limits_of(*overrides: str, ranks: int = 1) -> Limits:
+    return make_limits(parse_config(SMALL, overrides), ARCHITECTURE, "cpu", ranks)
+
+
+def largest(*overrides: str, ranks: int = 1) -> int:
+    return limits_of(*overrides, ranks=ranks).token_buckets[-1]
+
+
+def test_the_largest_bucket_is_what_a_minibatch_can_fill() -> None:
+    shared = 8 * (16 + 48) + 24 * (1 + 48)  # 8 prompts, each with a sample, and 24 more samples
+    assert shared <= largest() < shared + ROUNDING
+    assert largest() <= 8 * 4 * (16 + 48)
+
+
+def test_buckets_are_a_half_and_a_quarter_of_the_largest() -> None:
+    whole = largest()
+    assert limits_of().token_buckets == (whole // 4, whole // 2, whole)
+
+
+@pytest.mark.parametrize("overrides", [("algorithm.minibatches=4",), ("data.prompts_per_step=2",)])
+def test_smaller_minibatches_have_smaller_buckets(overrides: tuple[str, ...]) -> None:
+    assert largest(*overrides) < largest() / 2
+
+
+def test_ranks_divide_a_minibatch() -> None:
+    assert largest(ranks=4) < largest() / 2
+
+
+def test_no_bucket_is_too_small_for_the_longest_sequence() -> None:
+    tiny = ("data.prompts_per_step=1", "rollout.samples_per_prompt=2", "rollout.max_tokens=400")
+    assert limits_of(*tiny, "algorithm.minibatches=2").token_buckets == (416, 448)
+    assert min(limits_of("data.max_prompt_tokens=null").token_buckets) >= 512
+
+
+def test_microbatch_tokens_is_still_a_limit() -> None:
+    assert largest("train.microbatch_tokens=512") == 512
+    assert largest("data.prompts_per_step=4096") == 16384
+
+
+def test_given_buckets_are_left_alone() -> None:
+    assert limits_of("train.token_buckets=[4096, 8192]").token_buckets == (4096, 8192)
+
+
+def test_a_minibatch_of_the_warm_start_fits_too(tmp_path: Path) -> None:
+    warm = f"warm_start={{data: {tmp_path / 'd.jsonl'}, batch_size: 100}}"
+    assert largest(warm) == 100 * (16 + 48)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("minibatches", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("prompt", "completion"), [(16, 48), (60, 4), (1, 20)])
+def test_every_share_of_a_minibatch_is_one_microbatch(
+    device: str, minibatches: int, ranks: int, prompt: int, completion: int
+) -> None:
+    lengths = (f"data.max_prompt_tokens={prompt}", f"rollout.max_tokens={completion}")
+    config = parse_config(SMALL, (*lengths, f"algorithm.minibatches={minibatches}"))
+    limits = make_limits(config, ARCHITECTURE, device, ranks)
+    room = limits.capacity(limits.token_buckets[-1])._replace(sequences=10_000)
+    for seed in range(5):
+        for share in shares(config, prompt, completion, ranks, seed):
+            assert packed_size(share).fits(room)
+            assert len(pack_samples(share, room)) == 1
+
+
+def shares(config: Config, prompt: int, completion: int, ranks: int, seed: int) -> list[Sequence[Sample]]:
+    """What each rank trains on in each minibatch, all sequences being as long as allowed."""
+    chosen = random.Random(seed)
+    samples = []
+    for _ in range(config.data.prompts_per_step):
+        tokens = [chosen.randrange(1000) for _ in range(prompt)]
+        ones = [1.0] * completion
+        samples += [Sample(tokens, [1] * completion, ones, ones, ones)] * config.rollout.samples_per_prompt
+    found: list[Sequence[Sample]] = []
+    for part in split_minibatches(len(samples), config.algorithm.minibatches, seed):
+        ordered = sorted((samples[index] for index in part), key=lambda sample: tuple(sample.prompt))
+        bounds = [len(ordered) * rank // ranks for rank in range(ranks + 1)]
+        found += [ordered[bounds[rank] : bounds[rank + 1]] for rank in range(ranks)]
+    return found
+
+
+def test_prompts_are_long_if_at_most_half_of_the_tokens_follow_them() -> None:
+    """Four samples of 48 tokens, and 4 + P - 1 tokens before them."""
+    assert limits_of("data.max_prompt_tokens=189").half_logits  # 192 of 384
+    assert not limits_of("data.max_prompt_tokens=188").half_logits
+    assert limits_of(
+        "rollout.samples_per_prompt=1", "data.max_prompt_tokens=48", "algorithm.name=reinforce_pp"
+    ).half_logits
+    assert not limits_of("data.max_prompt_tokens=null").half_logits
+    assert limits_of("data.max_prompt_tokens=null", "train.half_logits=true").half_logits
+    assert not limits_of("data.max_prompt_tokens=189", "train.half_logits=false").half_logits

@@ -1,0 +1,36 @@
+"""A program for `test_peak_memory.py`: two steps of a run, in a process of its own.
+
+Prints, as JSON, the bytes that the process had before the run, the most that it had, and what was planned.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+from rollgraph.config import load_config
+from rollgraph.parallel.ranks.world import World
+from rollgraph.plan.report import make_plan
+from rollgraph.train import train
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def main() -> None:
+    config = load_config(sys.argv[1])
+    planned = make_plan(config, device="cpu").peak
+    tiny = "model.tiny={layers: 1, width: 32, heads: 2, kv_heads: 1, mlp: 64, max_length: 128}"
+    train(load_config(sys.argv[1], [tiny, f"output={config.output}/tiny"]), World(0, 1, "cpu"))
+    before = resident_bytes()  # with the libraries and their compiled kernels
+    train(config, World(0, 1, "cpu"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"before": before, "peak": peak, "planned": planned}))
+
+
+if __name__ == "__main__":
+    main()
