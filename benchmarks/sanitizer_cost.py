@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from rollgraph.graph import capture, sanitize
+from rollgraph.run.step_log import peak_resident_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from examples.captured_training import Reverser, Trainer, make_batch
@@ -56,7 +56,7 @@ def measure(mode: str, steps: int, batch: int) -> dict[str, float]:
 def peak_bytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_reserved()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes()
 
 
 def main() -> None:

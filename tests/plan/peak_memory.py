@@ -6,19 +6,13 @@ Prints, as JSON, the bytes that the process had before the run, the most that it
 from __future__ import annotations
 
 import json
-import resource
 import sys
-from pathlib import Path
 
 from rollgraph.config import load_config
 from rollgraph.parallel.ranks.world import World
 from rollgraph.plan.report import make_plan
+from rollgraph.run.step_log import peak_resident_bytes, resident_bytes
 from rollgraph.train import train
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def main() -> None:
@@ -28,7 +22,7 @@ def main() -> None:
     train(load_config(sys.argv[1], [tiny, f"output={config.output}/tiny"]), World(0, 1, "cpu"))
     before = resident_bytes()  # with the libraries and their compiled kernels
     train(config, World(0, 1, "cpu"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_resident_bytes()
     print(json.dumps({"before": before, "peak": peak, "planned": planned}))
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import mmap
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,11 +50,20 @@ def test_a_phase_on_a_cpu_has_what_was_resident_at_its_end() -> None:
     assert resident_bytes() is not None
 
 
+def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
+    held = bytearray(1024 * MIB)
+    held[:: mmap.PAGESIZE] = bytes(len(range(0, len(held), mmap.PAGESIZE)))  # resident, every page
+    program = "from rollgraph.run.step_log import peak_resident_bytes; print(peak_resident_bytes())"
+    peak = int(subprocess.check_output([sys.executable, "-c", program]))
+    assert 0 < peak < len(held)
+
+
 def test_where_the_system_does_not_tell_only_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path) -> str:
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "read_text", refuse)
     memory = MemoryMeter("cpu")
     memory.start_phase()
     memory.end_phase("generate")

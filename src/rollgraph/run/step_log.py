@@ -47,8 +47,7 @@ class MemoryMeter:
         """Peak bytes of this process, on its GPU or, without one, on the host."""
         if self._on_gpu:
             return max(self._peak, torch.cuda.max_memory_allocated())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        return peak_resident_bytes()
 
     def start_phase(self) -> None:
         if self._on_gpu:
@@ -71,6 +70,20 @@ class MemoryMeter:
         if self._capturing is not None:
             self._captured[self._capturing] = torch.cuda.max_memory_allocated()
             self._capturing = None
+
+
+def peak_resident_bytes() -> int:
+    """The most resident bytes that this process has had.
+
+    Linux counts `ru_maxrss` from before exec on, where a new process still has its parent's memory: started from a
+    large notebook, a small run would report the notebook's peak. So we read the peak of this program's own memory.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):  # not Linux
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def resident_bytes() -> int | None:
