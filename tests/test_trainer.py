@@ -433,7 +433,7 @@ def test_arguments_are_keys() -> None:
         ({"rewards": []}, "reward.functions: give a reward function or an environment"),
         ({"rewards": ["length", "length"]}, "two rewards are called 'length'; give one of them another label"),
         ({"algorithm": "grop"}, "there is no algorithm 'grop'; did you mean 'grpo'"),
-        ({"algorithm": "ppo"}, "there is no algorithm 'ppo'; it is not there: it needs a critic"),
+        ({"algorithm": "ppo"}, "there is no algorithm 'ppo'; it is not supported: it needs a critic"),
         ({"train": None}, "data.train: required, but missing"),
     ],
     ids=str,

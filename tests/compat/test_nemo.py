@@ -270,6 +270,7 @@ def test_an_unknown_key(tmp_path: Path) -> None:
         (f"{SMALL}  a: ${{policy.b}}\n  b: ${{policy.a}}\n", "refers to itself: policy.a -> policy.b -> policy.a"),
         (f"{SMALL}  a: ${{policy\n", "an interpolation is not closed"),
         (f"{SMALL}  model_name: n\n", "their.yaml:5: model_name: given twice"),
+        (f"{SMALL}x: &x {{a: 1}}\ny: {{<<: *x, a: 2,\n  a: 3}}\n", "their.yaml:7: a: given twice"),
         (f"{SMALL}  a: [\n", "not YAML"),
         ("defaults: nowhere.yaml\n", "their.yaml:1: defaults: there is no file"),
         ("defaults: their.yaml\n", "their.yaml:1: defaults: the files form a cycle: their.yaml -> their.yaml"),
@@ -424,7 +425,10 @@ whole: ${a}
 through: ${whole.x}
 inside: {here: 5, near: "${.here}", far: "${..n}"}
 shared: &anchor {k: 1}
-merged: {<<: *anchor, l: 2}
+merged: &merged {<<: *anchor, l: 2}
+overridden: &overridden {<<: *merged, k: 3}
+again: {<<: [*overridden, *anchor], l: 4}
+same: *overridden
 """)
     assert strip_locations(load_composed(tmp_path / "top.yaml")) == {
         "a": {"x": 1, "y": [3]},
@@ -444,6 +448,9 @@ merged: {<<: *anchor, l: 2}
         "inside": {"here": 5, "near": 5, "far": 4},
         "shared": {"k": 1},
         "merged": {"k": 1, "l": 2},
+        "overridden": {"k": 3, "l": 2},
+        "again": {"k": 3, "l": 4},
+        "same": {"k": 3, "l": 2},
     }
 
 

@@ -155,14 +155,14 @@ def test_every_argument_of_the_answers_is_one() -> None:
             "actor_rollout_ref.actor.fsdp_config.param_offload",
             "verl's actor_rollout_ref.actor.fsdp_config is automatic",
         ),
-        ("actor_rollout_ref.model.unheard_of", "verl's actor_rollout_ref is not there as a section"),
+        ("actor_rollout_ref.model.unheard_of", "verl's actor_rollout_ref is not a section here"),
         ("algorithm.kl_ctrl.kl_coef", "verl's algorithm.kl_ctrl.kl_coef is algorithm.kl_coef here"),
         ("algorithm.adv_estimator", "verl's algorithm.adv_estimator is algorithm.name here"),
         ("data.train_batch_size", "verl's data.train_batch_size is data.prompts_per_step here"),
         ("trainer.total_epochs", "verl's trainer.total_epochs is steps here"),
         ("grpo.num_prompts_per_step", "NeMo-RL's grpo.num_prompts_per_step is data.prompts_per_step here"),
-        ("policy.unheard_of", "NeMo-RL's policy is not there as a section: rollgraph config import translates"),
-        ("policy.generation_batch_size", "NeMo-RL's policy is not there as a section"),  # GRPOConfig's means another
+        ("policy.unheard_of", "NeMo-RL's policy is not a section here: rollgraph config import translates"),
+        ("policy.generation_batch_size", "NeMo-RL's policy is not a section here"),  # GRPOConfig's means another
         ("loss_fn.ratio_clip_max", "NeMo-RL's loss_fn.ratio_clip_max is algorithm.options.clip_high here"),
         ("adapter.r", "Hugging Face's r is adapter.rank here"),
         ("callbacks", "GRPOTrainer's callbacks is callbacks=[f] of rollgraph.Trainer"),
@@ -201,8 +201,8 @@ def test_a_script_of_trl_is_answered_argument_by_argument() -> None:
     beginnings = [str(problem).partition(" (")[0] for problem in caught.value.problems]
     assert beginnings == [
         "argument reward_funcs: there is no such key; GRPOTrainer's reward_funcs is rewards here",
-        "argument args: there is no such key; GRPOTrainer's args is not there as an object: each of its fields is an "
-        "argument of its own",
+        "argument args: there is no such key; GRPOTrainer's args is not an object here: each of its fields is an "
+        "argument",
         "argument train_dataset: there is no such key; GRPOTrainer's train_dataset is train here",
         "argument peft_config: there is no such key; GRPOTrainer's peft_config is adapter here",
     ]
@@ -212,7 +212,7 @@ def test_the_names_of_algorithms() -> None:
     rows = [(name, ours.split()) for framework, name, ours, _ in ROWS if framework == "algorithm"]
     assert {name for name, _ in rows} & ALGORITHMS.keys() == set()
     assert {ours for _, names in rows for ours in names} <= ALGORITHMS.keys()
-    assert str(counterpart_of_algorithm("PPO")).startswith("algorithm's ppo is not there: it needs a critic")
+    assert str(counterpart_of_algorithm("PPO")).startswith("algorithm's ppo is not supported: it needs a critic")
     assert counterpart_of_algorithm("grop") is None
 
 

@@ -28,6 +28,7 @@ from rollgraph.files import TOO_DEEP
 
 # -- values ----------------------------------------------------------------------------------------
 
+MERGE_TAG = "tag:yaml.org,2002:merge"
 NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -85,6 +86,18 @@ class _Parser:
                 for _ in node.value:
                     budget.spend(_location(path, node.start_mark))
 
+            def compose_mapping_node(self, anchor: Any) -> Any:
+                """Refuse a key that is written twice, as OmegaConf does. A key from `<<` may be overridden."""
+                node = super().compose_mapping_node(anchor)
+                names = set()
+                for key, _ in node.value:
+                    if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE_TAG:
+                        continue
+                    if key.value in names:
+                        raise ConfigError([f"{_location(path, key.start_mark)}: {key.value}: given twice"])
+                    names.add(key.value)
+                return node
+
         self.yaml = yaml
         self.path = path
         self.budget = budget
@@ -109,10 +122,7 @@ class _Parser:
             key_location = _location(self.path, key.start_mark)
             if not isinstance(key, self.yaml.ScalarNode):
                 raise ConfigError([f"{key_location}: a key must be text"])
-            name = str(key.value)
-            if name in children:
-                raise ConfigError([f"{key_location}: {name}: given twice"])
-            children[name] = self.convert(value, depth + 1)._replace(location=key_location)
+            children[str(key.value)] = self.convert(value, depth + 1)._replace(location=key_location)
         return Node(children, location)
 
     def convert_scalar(self, node: Any, location: str) -> Any:
