@@ -212,7 +212,7 @@ class SimulatedEngine:
         assert not any(s.blocks or s.computed for s in self.sequences if s not in holding)
         assert all((sequence.row == NO_ROW) == (sequence not in holding) for sequence in self.sequences)
         assert len({sequence.row for sequence in holding}) == len(holding) <= self.options["max_rows"]
-        # First come, first served. Only the latest sequence that has a row can be partly count_prefilled.
+        # First come, first served. Only the latest sequence that has a row can be partly prefilled.
         assert not waiting or not holding or max(s.id for s in holding) < min(s.id for s in waiting)
         assert all(s.state is RequestState.RUNNING or s is max(holding, key=lambda s: s.id) for s in holding)
         # Each block is free, or held by as many tables as its count says. The first block is never held.

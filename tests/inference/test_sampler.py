@@ -305,7 +305,7 @@ def compare_kernel(device: str) -> None:
         assert len((ours.token[4:] // PART).unique()) == part_count(vocabulary)
         torch.testing.assert_close(ours.logprob.cpu()[4:], plain.logprob[4:], rtol=0, atol=2e-5)
         torch.testing.assert_close(ours.policy_logprob.cpu()[4:], plain.policy_logprob[4:], rtol=0, atol=2e-5)
-        drawn = ours.token[8:].contiguous()  # without greedy rows, whose log-probability is 0
+        drawn = ours.token[8:].contiguous()  # without greedy rows, whose tokens are certain
         for logprobs, factor in ((ours.logprob, scale), (ours.policy_logprob, torch.ones(16))):
             trained, _, _ = fused_logprobs(logits[8:].to(device), factor[8:, None].to(device), drawn, False)
             assert torch.equal(logprobs[8:], trained)

@@ -1,4 +1,4 @@
-"""The phase machine: each transition does exactly the work it needs, and leaving restores what was there."""
+"""The phase machine: each transition does exactly the work it needs, and leaving restores the former state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CountedActions:
 
     def __init__(self) -> None:
         self.pauses = self.gathers = self.drops = 0
-        self.unreachable = False  # gathers fail
+        self.unreachable = False  # whether gathers fail
 
     @contextmanager
     def paused(self, gather: bool) -> Iterator[None]:
