@@ -42,7 +42,7 @@ class Row:
 
 
 class Device:
-    """Executes steps as the engine does. It knows only what is in a step."""
+    """Executes steps as the engine does. It knows only the contents of each step."""
 
     def __init__(self, blocks: int, block_size: int, rows: int) -> None:
         self.size = block_size

@@ -220,7 +220,7 @@ def test_the_end_token_stops_unless_it_is_ignored(engine: Engine, device: str) -
     assert {c.finish_reason for c in outputs[0].completions} == {"length"}
 
 
-def test_abort_keeps_what_was_generated_and_frees_the_rest(engine: Engine) -> None:
+def test_abort_keeps_generated_tokens_and_frees_everything_else(engine: Engine) -> None:
     params = SamplingParams(n=2, max_tokens=40, seed=5, ignore_eos=True)
     kept, dropped = engine.submit("keep", params), engine.submit("drop", params)
     waiting = engine.submit("never started", params)

@@ -367,7 +367,7 @@ def test_an_abort_during_prefill_keeps_blocks_that_others_can_share() -> None:
     engine.check_state()
     step = engine.turn()
     assert step is not None
-    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 12)]  # shares what is computed already
+    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 12)]  # shares the computed blocks
     assert younger.blocks[:3] == shareable
     finish_all(engine)
 

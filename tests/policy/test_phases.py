@@ -129,7 +129,7 @@ def test_a_refused_entry_does_not_change_the_current_phase() -> None:
     assert actions.drops == 0  # training itself did not fail
 
 
-def test_gradients_of_a_failed_train_are_dropped_even_inside_another_train_phase() -> None:
+def test_a_failed_train_phase_drops_gradients_inside_another_one() -> None:
     actions = CountedActions()
     phases = Phases(actions)
     with phases.enter("train"):

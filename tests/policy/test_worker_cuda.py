@@ -113,7 +113,7 @@ def test_alternating_phases_capture_nothing_and_need_no_new_memory(make: Callabl
     assert torch.cuda.memory_allocated() == memory
 
 
-def test_before_the_first_update_the_ratio_is_near_one_and_the_reference_equal(
+def test_before_updates_the_ratio_is_near_one_and_the_reference_equal(
     make: Callable[..., PolicyWorker],
 ) -> None:
     worker = make()
