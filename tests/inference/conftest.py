@@ -25,7 +25,7 @@ def engine(model: Decoder) -> Engine:
 
 
 @pytest.fixture(autouse=True)
-def _engine_is_whole(request: pytest.FixtureRequest) -> object:
+def _engine_ends_idle(request: pytest.FixtureRequest) -> object:
     """After every test, all blocks and rows are free again, and nothing was captured again or run eagerly."""
     yield
     if "engine" in request.fixturenames:

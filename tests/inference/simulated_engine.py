@@ -1,4 +1,4 @@
-"""A simulated device for the scheduler, where every token depends on all that is read through the block tables.
+"""A simulated device for the scheduler, where every token depends on everything read through the block tables.
 
 If a block is wrongly shared, freed too early, overwritten or not copied, the device samples a token other than the
 oracle, which sees only the prompt.
@@ -16,7 +16,7 @@ GARBAGE = -7
 
 
 def sample(seen: list[tuple[int, int]], seed: int) -> int:
-    """The 'model': the next token, given the cached pairs of a token and what it attended to; differs by request."""
+    """The 'model': the next token from the cached tokens and their 'keys and values'. It differs by request."""
     return hash((tuple(seen), seed)) % 1_000_003
 
 
@@ -26,7 +26,7 @@ def attended(tokens: list[int]) -> int:
 
 
 def oracle(prompt: tuple[int, ...], seed: int, count: int) -> list[int]:
-    """What a request generates, computed without a cache."""
+    """The tokens that a request generates, computed without a cache."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(sample([(token, attended(tokens[: i + 1])) for i, token in enumerate(tokens)], seed))
@@ -42,7 +42,7 @@ class Row:
 
 
 class Device:
-    """Executes steps as the engine does. It knows only what is in a step."""
+    """Executes steps as the engine does. It knows only the contents of each step."""
 
     def __init__(self, blocks: int, block_size: int, rows: int) -> None:
         self.size = block_size
@@ -71,13 +71,13 @@ class Device:
         written: Counter[tuple[int, int]] = Counter()
         for chunk in step.chunks:
             for position, token in enumerate(chunk.tokens, chunk.start):
-                block, place = self.place(chunk.sequence.blocks, position)
-                self.tokens[block][place] = token
-                written[block, place] += 1
+                block, slot = self.locate(chunk.sequence.blocks, position)
+                self.tokens[block][slot] = token
+                written[block, slot] += 1
         for chunk in step.chunks:
             for position in range(chunk.start, chunk.start + len(chunk.tokens)):
-                block, place = self.place(chunk.sequence.blocks, position)
-                self.deeper[block][place] = attended(self.read(self.tokens, chunk.sequence.blocks, position + 1))
+                block, slot = self.locate(chunk.sequence.blocks, position)
+                self.deeper[block][slot] = attended(self.read(self.tokens, chunk.sequence.blocks, position + 1))
         assert all(count == 1 and block > 0 for (block, _), count in written.items())
 
     def decode(self, step: EngineStep) -> list[int]:
@@ -88,23 +88,23 @@ class Device:
                 self.tokens[0][0] = self.deeper[0][0] = GARBAGE
                 sampled.append(GARBAGE)
                 continue
-            assert row is not None, "a row that never started is told to go"
+            assert row is not None, "an order for a row that never started"
             if order != GO:
                 row.table.append(order)
-            block, place = self.place(row.table, row.position)
-            self.tokens[block][place] = row.token
-            self.deeper[block][place] = attended(self.read(self.tokens, row.table, row.position + 1))
+            block, slot = self.locate(row.table, row.position)
+            self.tokens[block][slot] = row.token
+            self.deeper[block][slot] = attended(self.read(self.tokens, row.table, row.position + 1))
             row.position += 1
             tokens, deeper = (self.read(cache, row.table, row.position) for cache in (self.tokens, self.deeper))
             row.token = sample(list(zip(tokens, deeper, strict=True)), row.seed)
             sampled.append(row.token)
         return sampled
 
-    def place(self, table: list[int], position: int) -> tuple[int, int]:
+    def locate(self, table: list[int], position: int) -> tuple[int, int]:
         return table[position // self.size], position % self.size
 
     def read(self, cache: list[list[int]], table: list[int], count: int) -> list[int]:
-        return [cache[block][place] for block, place in (self.place(table, i) for i in range(count))]
+        return [cache[block][slot] for block, slot in (self.locate(table, i) for i in range(count))]
 
 
 class SimulatedEngine:
@@ -133,7 +133,7 @@ class SimulatedEngine:
         has_row = [sequence for sequence in self.sequences if sequence.row != NO_ROW]
         self.preempted |= {sequence for sequence in had_row if sequence not in has_row}
         newcomers = [sequence for sequence in has_row if sequence not in had_row]
-        if newcomers:  # the last of them leaves one block for each of the others that will need another
+        if newcomers:  # the last one leaves a free block for each other sequence that will need one more
             blocks = self.scheduler.blocks
             others = (sequence for sequence in has_row if sequence is not newcomers[-1])
             assert blocks.free >= sum(
@@ -158,7 +158,7 @@ class SimulatedEngine:
                 self.scheduler.finish(sequence, "stop")
 
     def turn(self) -> EngineStep | None:
-        """Like the real engine: launch a step, then read the one before. With nothing to launch, read what is left."""
+        """Like the real engine: launch a step, then read the one before. With nothing to launch, read the rest."""
         step = self.launch()
         while len(self.launched) > (step is not None):
             self.land()
@@ -175,7 +175,7 @@ class SimulatedEngine:
             self.land()
 
     def check(self, step: EngineStep) -> None:
-        """Check what holds for every step."""
+        """Check the invariants of a step."""
         options = self.options
         assert sum(len(chunk.tokens) for chunk in step.chunks) <= options["prefill_tokens"]
         assert len(step.chunks) <= options["prefill_sequences"]
@@ -202,7 +202,7 @@ class SimulatedEngine:
         assert all(self.scheduler.blocks.count(block) == 1 for block in written)
 
     def check_state(self) -> None:
-        """Check what holds between any two calls."""
+        """Check the invariants between any two calls."""
         blocks, size = self.scheduler.blocks, self.options["block_size"]
         alive = [sequence for sequence in self.sequences if sequence.state is not RequestState.FINISHED]
         waiting = [sequence for sequence in alive if sequence.state is RequestState.WAITING]
@@ -244,7 +244,7 @@ class SimulatedEngine:
                 assert sequence.computed == sequence.length - 1 + sequence.in_flight
 
     def check_end(self) -> None:
-        """Check what holds at the end."""
+        """Check that all blocks are free, and that every sequence finished as it should."""
         self.check_state()
         assert self.scheduler.blocks.free == self.options["blocks"] - 1
         for sequence in self.sequences:
@@ -278,7 +278,7 @@ def engine_with(**changes: Any) -> SimulatedEngine:
     return SimulatedEngine(**{**OPTIONS, **changes})
 
 
-def prefilled(engine: SimulatedEngine) -> int:
+def count_prefilled(engine: SimulatedEngine) -> int:
     return sum(len(chunk.tokens) for step in engine.steps for chunk in step.chunks)
 
 

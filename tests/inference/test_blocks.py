@@ -1,4 +1,4 @@
-"""BlockManager: reference counts, and content that is found for exactly as long as a table holds it."""
+"""BlockManager: reference counts, and content that matches for exactly as long as a table holds it."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_match_finds_the_longest_prefix_among_live_tables(size: int, calls: list
     for prefix, leaves in calls:
         shared, tail = manager.match(prefix)
         full = len(prefix) // size * size
-        found = [n for n in range(full // size, 0, -1) if any(p[: n * size] == prefix[: n * size] for p, _ in held)]
-        assert len(shared) == max(found, default=0)
+        lengths = [n for n in range(full // size, 0, -1) if any(p[: n * size] == prefix[: n * size] for p, _ in held)]
+        assert len(shared) == max(lengths, default=0)
         assert (tail is not None) == (full < len(prefix) and any(p == prefix for p, _ in held))
         for index, block in enumerate(shared):
             assert any(p[: (index + 1) * size] == prefix[: (index + 1) * size] and t[index] == block for p, t in held)

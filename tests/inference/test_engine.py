@@ -1,4 +1,4 @@
-"""The engine as its users see it: results, refusals, and independence of what else is in the batch."""
+"""The engine as its users see it: results, refusals, and requests that are independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_logprobs_equal_those_of_one_packed_forward(engine: Engine, model: Decod
             assert stopped or len(completion.tokens) == 30
 
 
-def test_sampled_logprobs_are_at_the_temperature(engine: Engine, model: Decoder) -> None:
+def test_logprobs_are_those_at_the_sampling_temperature(engine: Engine, model: Decoder) -> None:
     (output,) = engine.generate(["abc"], SamplingParams(max_tokens=20, temperature=0.5, seed=1))
     tokens = torch.tensor(output.prompt_tokens + output.completions[0].tokens, device=model.norm.device)
-    places = torch.arange(len(tokens), device=tokens.device)
+    positions = torch.arange(len(tokens), device=tokens.device)
     cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=tokens.device)
-    hidden = model(tokens, places, cu_seqlens, len(tokens))
-    wanted = token_logprobs(hidden[:-1], model.head_weight, tokens[1:], 0.5)[len(output.prompt_tokens) - 1 :]
-    torch.testing.assert_close(torch.tensor(output.completions[0].logprobs), wanted.detach().cpu(), rtol=0, atol=2e-5)
+    hidden = model(tokens, positions, cu_seqlens, len(tokens))
+    expected = token_logprobs(hidden[:-1], model.head_weight, tokens[1:], 0.5)[len(output.prompt_tokens) - 1 :]
+    torch.testing.assert_close(torch.tensor(output.completions[0].logprobs), expected.detach().cpu(), rtol=0, atol=2e-5)
 
 
 def test_a_seeded_request_draws_the_same_in_any_batch(engine: Engine) -> None:
@@ -72,36 +72,36 @@ def test_a_seeded_request_draws_the_same_in_any_batch(engine: Engine) -> None:
 
 def test_preemption_in_a_small_cache_does_not_change_results(model: Decoder, engine: Engine) -> None:
     params = SamplingParams(n=2, max_tokens=30, seed=3)
-    wanted = engine.generate(MIXED, params)
+    expected = engine.generate(MIXED, params)
     block = engine.plan.nbytes // engine.plan.blocks
     small = make_engine(model, cache_bytes=23 * block, filters=False)
     preempted = 0
     schedule = small._scheduler.schedule
 
-    def watched() -> object:
+    def count_preempted() -> object:
         nonlocal preempted
         step = schedule()
         preempted += len(step.preempted) if step is not None else 0
         return step
 
-    small._scheduler.schedule = watched  # type: ignore[method-assign,assignment]
-    found = small.generate(MIXED, params)
+    small._scheduler.schedule = count_preempted  # type: ignore[method-assign,assignment]
+    outputs = small.generate(MIXED, params)
     assert preempted > 0
-    assert tokens_of(found) == tokens_of(wanted)
-    for output in found:
+    assert tokens_of(outputs) == tokens_of(expected)
+    for output in outputs:
         for index, completion in enumerate(output.completions):
             torch.testing.assert_close(
                 torch.tensor(completion.policy_logprobs), packed_logprobs(model, output, index), rtol=0, atol=1e-5
             )
 
 
-def test_steps_captured_while_requests_run_change_no_sample(model: Decoder) -> None:
+def test_capturing_steps_on_demand_changes_no_sample(model: Decoder) -> None:
     params = [SamplingParams(n=2, max_tokens=9, seed=5), SamplingParams(max_tokens=30, seed=6, top_k=5)]
     engines = make_engine(model), make_engine(model)
     engines[1].capture(lambda *_: None)
-    as_needed, ahead = (engine.generate(["z" * 40, "hello"], params) for engine in engines)
-    assert tokens_of(as_needed) == tokens_of(ahead)
-    for one, other in zip(as_needed, ahead, strict=True):
+    on_demand, ahead = (engine.generate(["z" * 40, "hello"], params) for engine in engines)
+    assert tokens_of(on_demand) == tokens_of(ahead)
+    for one, other in zip(on_demand, ahead, strict=True):
         assert [c.policy_logprobs for c in one.completions] == [c.policy_logprobs for c in other.completions]
 
 
@@ -159,16 +159,16 @@ def test_a_guard_stops_generation_from_stale_weights(device: str) -> None:
 )
 def test_a_bad_prompt_is_refused_and_the_others_are_served(engine: Engine, prompt: object, message: str) -> None:
     params = SamplingParams(max_tokens=6, seed=2)
-    good, bad, also = engine.generate(["one", prompt, "two"], params)  # type: ignore[list-item]
+    first, bad, last = engine.generate(["one", prompt, "two"], params)  # type: ignore[list-item]
     assert bad.error is not None
     assert message in bad.error
     assert not bad.completions
-    assert tokens_of([good, also]) == tokens_of(engine.generate(["one", "two"], params))
+    assert tokens_of([first, last]) == tokens_of(engine.generate(["one", "two"], params))
     with pytest.raises(RequestError):
         engine.submit(prompt, params)  # type: ignore[arg-type]
 
 
-def test_a_prompt_that_nearly_fills_the_context_gets_what_is_left(engine: Engine) -> None:
+def test_a_prompt_may_leave_room_for_a_single_token(engine: Engine) -> None:
     (output,) = engine.generate(["y" * 95], SamplingParams(max_tokens=50, ignore_eos=True))
     assert len(output.completions[0].tokens) == 1
     assert output.completions[0].finish_reason == "length"
@@ -177,9 +177,9 @@ def test_a_prompt_that_nearly_fills_the_context_gets_what_is_left(engine: Engine
 def test_a_request_too_large_for_the_cache_is_refused(model: Decoder, engine: Engine) -> None:
     block = engine.plan.nbytes // engine.plan.blocks
     small = make_engine(model, cache_bytes=6 * block, filters=False, rows=1)
-    big, fits = small.generate(["0123456789", "ab"], SamplingParams(max_tokens=15, seed=1))
-    assert big.error == "a prompt of 10 tokens with 15 to generate needs 6 blocks; the cache has 5"
-    assert len(fits.completions[0].tokens) == 15
+    refused, served = small.generate(["0123456789", "ab"], SamplingParams(max_tokens=15, seed=1))
+    assert refused.error == "a prompt of 10 tokens with 15 to generate needs 6 blocks; the cache has 5"
+    assert len(served.completions[0].tokens) == 15
     with pytest.raises(ValueError, match="one block takes"):
         make_engine(model, cache_bytes=10)
 
@@ -190,20 +190,20 @@ def test_zero_max_tokens_finishes_at_once(engine: Engine) -> None:
 
 
 def test_non_finite_logits_end_only_their_own_request(device: str) -> None:
-    """Token 7 poisons every sequence that contains it, and its blocks are reused by others afterwards."""
+    """Token 7 poisons every sequence that contains it. Other sequences reuse its blocks afterwards."""
     model = make_model(device)
     engine = make_engine(model, filters=False, cache_bytes=make_engine(model, filters=False, rows=1).plan.nbytes)
     params = SamplingParams(max_tokens=8, seed=4)
-    wanted = tokens_of(engine.generate(["fine", "well"], params))
-    assert 7 not in [token for output in wanted for sample in output for token in sample]
+    expected = tokens_of(engine.generate(["fine", "well"], params))
+    assert 7 not in [token for output in expected for sample in output for token in sample]
     with torch.no_grad():
         model.embed_tokens.weight[7] = math.nan
     for _ in range(3):
-        good, poisoned, also = engine.generate(["fine", [1, 7, 2, 3], "well"], params)
+        first, poisoned, last = engine.generate(["fine", [1, 7, 2, 3], "well"], params)
         (completion,) = poisoned.completions
         assert (completion.finish_reason, completion.error) == ("error", "the model's logits are not finite")
         assert completion.tokens == []
-        assert tokens_of([good, also]) == wanted
+        assert tokens_of([first, last]) == expected
 
 
 def test_the_end_token_stops_unless_it_is_ignored(engine: Engine, device: str) -> None:
@@ -220,7 +220,7 @@ def test_the_end_token_stops_unless_it_is_ignored(engine: Engine, device: str) -
     assert {c.finish_reason for c in outputs[0].completions} == {"length"}
 
 
-def test_abort_keeps_what_was_generated_and_frees_the_rest(engine: Engine) -> None:
+def test_abort_keeps_generated_tokens_and_frees_everything_else(engine: Engine) -> None:
     params = SamplingParams(n=2, max_tokens=40, seed=5, ignore_eos=True)
     kept, dropped = engine.submit("keep", params), engine.submit("drop", params)
     waiting = engine.submit("never started", params)
@@ -257,14 +257,14 @@ def test_an_exception_from_a_callback_leaves_a_working_engine(engine: Engine) ->
         raise RuntimeError("the terminal is gone")
 
     params = SamplingParams(max_tokens=10, seed=6)
-    wanted = tokens_of(engine.generate(MIXED, params))
+    expected = tokens_of(engine.generate(MIXED, params))
     for options in ({"on_token": fail}, {"on_progress": fail}):
         with pytest.raises(RuntimeError, match="terminal"):
             engine.generate(MIXED, params, **options)  # type: ignore[arg-type]
-        assert tokens_of(engine.generate(MIXED, params)) == wanted
+        assert tokens_of(engine.generate(MIXED, params)) == expected
 
 
-def test_an_exception_in_a_step_first_aborts_everything(engine: Engine) -> None:
+def test_an_exception_in_a_step_aborts_all_requests(engine: Engine) -> None:
     """No completion is left unfinished, or with gaps in its tokens."""
     seen: list[int] = []
 
@@ -274,15 +274,15 @@ def test_an_exception_in_a_step_first_aborts_everything(engine: Engine) -> None:
             raise RuntimeError("the terminal is gone")
 
     params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
-    watched, other = engine.submit("hello", params, on_token=fail), engine.submit("world", params)
+    failing, bystander = engine.submit("hello", params, on_token=fail), engine.submit("world", params)
     engine.step()
     with pytest.raises(RuntimeError, match="terminal"):
         any(not engine.step() for _ in range(100))
     assert not engine.step()
-    assert [output.completions[0].finish_reason for output in (watched, other)] == ["abort"] * 2
-    assert watched.completions[0].tokens == seen
-    whole = tokens_of(engine.generate(["world"], params))[0][0]
-    assert other.completions[0].tokens == whole[: len(other.completions[0].tokens)]
+    assert [output.completions[0].finish_reason for output in (failing, bystander)] == ["abort"] * 2
+    assert failing.completions[0].tokens == seen
+    uninterrupted = tokens_of(engine.generate(["world"], params))[0][0]
+    assert bystander.completions[0].tokens == uninterrupted[: len(bystander.completions[0].tokens)]
 
 
 def test_a_callback_cannot_call_generate(engine: Engine) -> None:
@@ -292,9 +292,9 @@ def test_a_callback_cannot_call_generate(engine: Engine) -> None:
 
 
 def test_progress_ends_with_everything_finished(engine: Engine) -> None:
-    seen: list[Progress] = []
-    engine.generate(["a", "b", "c"], SamplingParams(max_tokens=5, ignore_eos=True), on_progress=seen.append)
-    assert seen[-1] == Progress(tokens=15, running=0, waiting=0, finished=3)
+    reports: list[Progress] = []
+    engine.generate(["a", "b", "c"], SamplingParams(max_tokens=5, ignore_eos=True), on_progress=reports.append)
+    assert reports[-1] == Progress(tokens=15, running=0, waiting=0, finished=3)
 
 
 def test_filtered_and_plain_requests_share_a_batch(engine: Engine) -> None:
@@ -342,7 +342,7 @@ def test_parameters_at_their_limits() -> None:
     SamplingParams(top_k=torch.tensor([3]).numpy()[0], top_p=torch.tensor([0.5]).numpy()[0])  # NumPy scalars
 
 
-def test_without_a_tokenizer_tokens_go_in_and_out(model: Decoder) -> None:
+def test_without_a_tokenizer_prompts_must_be_token_ids(model: Decoder) -> None:
     engine = Engine(model, rows=1, max_length=32, block_size=4, prefill_tokens=16, filters=False)
     tokens, text, stop = engine.generate(
         [[1, 2], "ab", [3]], [SamplingParams(max_tokens=3), SamplingParams(), SamplingParams(stop=("x",))]

@@ -1,4 +1,4 @@
-"""Each filter against an independent computation of its distribution; and noise that depends only on its key."""
+"""Filters, each compared with an independent computation of its distribution, and noise that only its key decides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAWS = 40_000
 LOGITS = torch.tensor([2.0, 1.5, 1.4, 0.3, 0.0, -0.5, -1.0, -2.0, -2.5, -6.0])
 
 
-def rows_for(
+def make_rows(
     count: int,
     device: str = "cpu",
     temperature: float = 1.0,
@@ -40,8 +40,10 @@ def rows_for(
     )
 
 
-def exact(temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, seen: list[int]) -> np.ndarray:
-    """The distribution according to the definitions, token by token, in float64."""
+def exact_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, seen: list[int]
+) -> np.ndarray:
+    """The distribution by definition, token by token, in float64."""
     logits = [float(x) for x in LOGITS]
     for token in set(seen):
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
@@ -66,8 +68,8 @@ def assert_fits(tokens: Tensor, expected: np.ndarray) -> None:
     counts = np.bincount(tokens.cpu().numpy(), minlength=len(expected))
     assert counts[expected == 0].sum() == 0
     likely = expected > 0
-    wanted = expected[likely] * len(tokens)
-    statistic = ((counts[likely] - wanted) ** 2 / wanted).sum()
+    expected_counts = expected[likely] * len(tokens)
+    statistic = ((counts[likely] - expected_counts) ** 2 / expected_counts).sum()
     freedom = likely.sum() - 1
     critical = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson and Hilferty
     assert statistic < critical
@@ -92,17 +94,17 @@ FILTERS = [
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_samples_follow_the_exact_distribution(filters: dict[str, float], device: str) -> None:
-    rows, seen = rows_for(DRAWS, device, **filters), [0, 3, 3]
+    rows, seen = make_rows(DRAWS, device, **filters), [0, 3, 3]
     logits = LOGITS.to(device).expand(DRAWS, -1).contiguous()
     history = torch.tensor([*seen, 9, 9], dtype=torch.int32, device=device).expand(DRAWS, -1)
     drawn = sample_filtered(logits, rows, history)
     settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0} | filters
-    expected = exact(**settings, seen=seen)
+    expected = exact_distribution(**settings, seen=seen)
     assert_fits(drawn.token, expected)
     with np.errstate(divide="ignore"):
         logs = torch.from_numpy(np.log(expected))
-    wanted = logs[drawn.token.cpu().long()].float()
-    torch.testing.assert_close(drawn.logprob.cpu(), wanted, rtol=0, atol=1e-5)
+    expected_logprobs = logs[drawn.token.cpu().long()].float()
+    torch.testing.assert_close(drawn.logprob.cpu(), expected_logprobs, rtol=0, atol=1e-5)
     torch.testing.assert_close(
         drawn.policy_logprob.cpu(), LOGITS.log_softmax(0)[drawn.token.cpu().long()], rtol=0, atol=1e-5
     )
@@ -120,18 +122,18 @@ def test_samples_from_several_parts_follow_the_exact_distribution(temperature: f
     logits = torch.full((2 * PART + 100,), -9.0)
     logits[PART : 2 * PART] = -7.5
     logits[likely] = torch.tensor([1.0, 0.2, -1.0, 0.7, -1.2, -3.0])
-    kinds = torch.arange(len(logits)) // PART  # each likely token is a kind, and the others of each part are one
-    kinds[likely] = torch.arange(3, 3 + len(likely))
+    classes = torch.arange(len(logits)) // PART  # each likely token is a class, and the rest of each part is another
+    classes[likely] = torch.arange(3, 3 + len(likely))
     weights = (logits.double() / temperature).softmax(0)
-    expected = torch.zeros(3 + len(likely), dtype=torch.float64).index_add(0, kinds, weights)
-    rows = rows_for(8000, device, temperature=temperature)
+    expected = torch.zeros(3 + len(likely), dtype=torch.float64).index_add(0, classes, weights)
+    rows = make_rows(8000, device, temperature=temperature)
     drawn = []
     for begin in range(0, 8000, 1000):
-        some = SamplingTensors(**{name: tensor[begin : begin + 1000] for name, tensor in vars(rows).items()})
-        drawn.append(sample(logits.to(device).expand(1000, -1).contiguous(), some))
+        chunk = SamplingTensors(**{name: tensor[begin : begin + 1000] for name, tensor in vars(rows).items()})
+        drawn.append(sample(logits.to(device).expand(1000, -1).contiguous(), chunk))
     tokens = torch.cat([part.token.cpu().long() for part in drawn])
-    assert_fits(kinds[tokens], expected.numpy())
-    others = tokens[kinds[tokens] == 1] - PART  # equally likely, except for the one that is a kind of its own
+    assert_fits(classes[tokens], expected.numpy())
+    others = tokens[classes[tokens] == 1] - PART  # equally likely, except for the one that is a class of its own
     assert_fits(others // 512, np.array([511, *[512] * 7]) / 4095)
     logprobs = torch.cat([part.logprob.cpu() for part in drawn])
     torch.testing.assert_close(logprobs, weights.log()[tokens].float(), rtol=0, atol=1e-5)
@@ -144,7 +146,7 @@ def test_parts_of_impossible_tokens_are_never_drawn(device: str) -> None:
         kept = logits[row::4, possible].clone()
         logits[row::4] = -math.inf
         logits[row::4, possible] = kept
-    rows = rows_for(400, device, temperature=1.5)
+    rows = make_rows(400, device, temperature=1.5)
     rows.temperature[200:] = 0
     for top_k in (0, 5):
         rows.top_k[:] = top_k
@@ -160,7 +162,7 @@ def test_the_first_of_equally_likely_tokens_is_taken_at_temperature_zero(device:
     logits = torch.zeros(3, 2 * PART + 10, device=device)
     logits[1, [PART + 5, PART + 9, 2 * PART + 1]] = 1.0
     logits[2, [PART - 1, PART]] = 1.0
-    rows = rows_for(3, device, temperature=0.0)
+    rows = make_rows(3, device, temperature=0.0)
     for top_k in (0, 4):
         rows.top_k[:] = top_k
         drawn = sample_filtered(logits, rows, torch.zeros((3, 4), dtype=torch.int32, device=device))
@@ -171,7 +173,7 @@ def test_the_first_of_equally_likely_tokens_is_taken_at_temperature_zero(device:
 @pytest.mark.parametrize("filters", [{"top_k": 9000}, {"min_p": 1e-30}], ids=str)
 def test_filters_that_keep_everything_draw_the_same_tokens(filters: dict[str, float], device: str) -> None:
     logits = 2 * torch.randn(40, 9000, generator=torch.Generator().manual_seed(2)).to(device)
-    rows = rows_for(40, device, temperature=1.4, **filters)
+    rows = make_rows(40, device, temperature=1.4, **filters)
     rows.temperature[::8] = 0
     plain = sample(logits, rows)
     filtered = sample_filtered(logits, rows, torch.zeros((40, 4), dtype=torch.int32, device=device))
@@ -182,32 +184,32 @@ def test_filters_that_keep_everything_draw_the_same_tokens(filters: dict[str, fl
 
 def test_a_tiny_top_p_keeps_one_token() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0], [50.0, 0.0, 0.0]])
-    drawn = sample_filtered(logits, rows_for(2, top_p=1e-6), torch.zeros(2, 4, dtype=torch.int32))
+    drawn = sample_filtered(logits, make_rows(2, top_p=1e-6), torch.zeros(2, 4, dtype=torch.int32))
     assert drawn.token.tolist() == [0, 0]
     assert drawn.logprob.tolist() == [0.0, 0.0]
 
 
 def test_a_top_p_of_one_keeps_the_tail() -> None:
     """A token so unlikely that the others add up to 1 after rounding can still be drawn, as without filters."""
-    many = rows_for(2411, min_p=1e-30)  # a filter that keeps everything
+    many = make_rows(2411, min_p=1e-30)  # a filter that keeps everything
     rows = SamplingTensors(
         **{name: tensor[2410:] for name, tensor in vars(many).items()}
     )  # unusually large and small noise
     noise = gumbel(rows.seed, rows.position, torch.arange(PART, dtype=torch.int32))[0]
-    luck = noise.max() - noise.min()
-    assert luck > 18
+    spread = noise.max() - noise.min()
+    assert spread > 18
     logits = torch.full((1, len(noise)), -50.0)
-    logits[0, noise.argmin()], logits[0, noise.argmax()] = 0.0, 0.1 - luck
+    logits[0, noise.argmin()], logits[0, noise.argmax()] = 0.0, 0.1 - spread
     for drawn in (sample(logits, rows), sample_filtered(logits, rows, torch.zeros(1, 4, dtype=torch.int32))):
         assert drawn.token == noise.argmax()
-        torch.testing.assert_close(drawn.logprob, (0.1 - luck)[None])
+        torch.testing.assert_close(drawn.logprob, (0.1 - spread)[None])
 
 
 def test_temperature_zero_takes_the_most_likely_token() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     for drawn in (
-        sample(logits, rows_for(50, temperature=0.0)),
-        sample_filtered(logits, rows_for(50, temperature=0.0, top_p=0.5), torch.zeros(50, 4, dtype=torch.int32)),
+        sample(logits, make_rows(50, temperature=0.0)),
+        sample_filtered(logits, make_rows(50, temperature=0.0, top_p=0.5), torch.zeros(50, 4, dtype=torch.int32)),
     ):
         assert torch.equal(drawn.token.long(), logits.argmax(-1))
         assert torch.all(drawn.logprob == 0)
@@ -219,7 +221,10 @@ def test_non_finite_logits_give_token_minus_one(vocabulary: int) -> None:
     logits = torch.zeros(5, vocabulary)
     logits[1, 7], logits[2, :], logits[3, 7] = math.nan, -math.inf, math.inf
     logits[4, :-1] = -math.inf  # one token is left
-    for drawn in (sample(logits, rows_for(5)), sample_filtered(logits, rows_for(5, top_k=9), torch.zeros(5, 4).int())):
+    for drawn in (
+        sample(logits, make_rows(5)),
+        sample_filtered(logits, make_rows(5, top_k=9), torch.zeros(5, 4).int()),
+    ):
         assert drawn.token.tolist()[1:] == [-1, -1, -1, vocabulary - 1]
         assert drawn.token[0] >= 0
 
@@ -227,19 +232,19 @@ def test_non_finite_logits_give_token_minus_one(vocabulary: int) -> None:
 @pytest.mark.parametrize("extreme", [{"temperature": 2e-38}, {"penalty": 1e-39}], ids=str)
 def test_logits_that_overflow_at_the_temperature_give_token_minus_one(extreme: dict[str, float]) -> None:
     logits = LOGITS.expand(2, -1) * 10
-    rows, mild = rows_for(2, **extreme), rows_for(2)
+    rows, mild = make_rows(2, **extreme), make_rows(2)
     for name in extreme:
         getattr(rows, name)[1:] = getattr(mild, name)[1:]
-    found = [sample_filtered(logits, rows, torch.zeros(2, 4).int())]
-    found += [sample(logits, rows)] if "temperature" in extreme else []
-    for drawn in found:
+    outputs = [sample_filtered(logits, rows, torch.zeros(2, 4).int())]
+    outputs += [sample(logits, rows)] if "temperature" in extreme else []
+    for drawn in outputs:
         assert drawn.token[0] == -1
         assert drawn.token[1] >= 0
 
 
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     """A row draws the same in any batch, and another position or seed gives other noise."""
-    rows = rows_for(6)
+    rows = make_rows(6)
     for vocabulary in (40, 9000):
         logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(1))
         alone = [
@@ -256,12 +261,12 @@ def test_noise_depends_on_seed_position_and_token_alone() -> None:
 
 
 @pytest.mark.parametrize("ids", [torch.arange(-300, 300).int(), torch.arange(1200).int().view(2, 600)])
-def test_places_on_a_cpu_are_those_of_the_largest_noisy_scores(ids: Tensor) -> None:
+def test_the_cpu_picks_the_largest_noisy_score(ids: Tensor) -> None:
     scores = torch.randn(2, 600)
     seed, position = torch.tensor([[1, -2], [3, 4]]).int(), torch.tensor([5, 70_000]).int()
     noisy = scores.double() + gumbel(seed, position, ids)
     picked = pick_on_cpu(scores, ids, seed, position, torch.ones(2))
-    assert ((noisy.amax(1) - noisy.gather(1, picked[:, None])[:, 0]) <= 1e-5).all()  # it may differ between equals
+    assert ((noisy.amax(1) - noisy.gather(1, picked[:, None])[:, 0]) <= 1e-5).all()  # a tie may go either way
     greedy = pick_on_cpu(scores, ids, seed, position, torch.zeros(2))
     assert torch.equal(greedy, scores.argmax(1))
 
@@ -288,7 +293,7 @@ def compare_kernel(device: str) -> None:
         logits[0, 9], logits[1, 7], logits[2, -1], logits[3] = 100.0, math.nan, math.inf, -math.inf
         logits[4, 100:], logits[5, :-100] = -math.inf, -math.inf
         logits[6] = logits[6].round()  # equal logits, in several parts, of a greedy row
-        rows = rows_for(16)
+        rows = make_rows(16)
         rows.temperature = torch.tensor([2e-38, 2, 1, 1, 1.3, 0.8, 0, 0, 1, 1, 0.5, 0.7, 1.2, 1.5, 2, 3])
         scale = torch.where(rows.temperature == 0, 1.0, rows.temperature.reciprocal())
         results = torch.empty((16, 3), dtype=torch.int32, device=device)
@@ -301,9 +306,9 @@ def compare_kernel(device: str) -> None:
         torch.testing.assert_close(ours.logprob.cpu()[4:], plain.logprob[4:], rtol=0, atol=2e-5)
         torch.testing.assert_close(ours.policy_logprob.cpu()[4:], plain.policy_logprob[4:], rtol=0, atol=2e-5)
         drawn = ours.token[8:].contiguous()  # without greedy rows, whose tokens are certain
-        for found, factor in ((ours.logprob, scale), (ours.policy_logprob, torch.ones(16))):
+        for logprobs, factor in ((ours.logprob, scale), (ours.policy_logprob, torch.ones(16))):
             trained, _, _ = fused_logprobs(logits[8:].to(device), factor[8:, None].to(device), drawn, False)
-            assert torch.equal(found[8:], trained)
+            assert torch.equal(logprobs[8:], trained)
 
 
 def test_the_kernel_draws_the_same_tokens_as_pytorch() -> None:
@@ -317,14 +322,14 @@ def test_the_kernel_draws_the_same_tokens_as_pytorch_on_cuda() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_row_without_filters_is_drawn_the_same_beside_rows_with_filters(device: str) -> None:
+def test_a_row_without_filters_ignores_the_filters_of_other_rows(device: str) -> None:
     logits = 3 * torch.randn(8, 5000, generator=torch.Generator().manual_seed(0)).to(device)
-    rows = rows_for(8, device, temperature=0.7)
+    rows = make_rows(8, device, temperature=0.7)
     rows.temperature[6] = 0
     expected = sample(logits, rows)
     for setting, value in ((rows.top_k, 3), (rows.top_p, 0.5), (rows.min_p, 0.1), (rows.penalty, 1.3)):
         setting[0] = value
-    found = sample_filtered(logits, rows, torch.zeros((8, 9), dtype=torch.int32, device=device))
-    assert torch.equal(found.token[1:], expected.token[1:])
-    assert torch.equal(found.logprob[1:], expected.logprob[1:])
-    assert torch.equal(found.policy_logprob[1:], expected.policy_logprob[1:])
+    drawn = sample_filtered(logits, rows, torch.zeros((8, 9), dtype=torch.int32, device=device))
+    assert torch.equal(drawn.token[1:], expected.token[1:])
+    assert torch.equal(drawn.logprob[1:], expected.logprob[1:])
+    assert torch.equal(drawn.policy_logprob[1:], expected.policy_logprob[1:])

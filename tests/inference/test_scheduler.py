@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollgraph.inference.scheduler import GO, IDLE, NO_ROW, RequestState, Scheduler, Sequence, SequenceError
-from tests.inference.simulated_engine import OPTIONS, engine_with, finish_all, prefilled
+from tests.inference.simulated_engine import OPTIONS, count_prefilled, engine_with, finish_all
 
 
 def test_a_prompt_sampled_16_times_is_prefilled_once() -> None:
@@ -22,7 +22,7 @@ def test_a_prompt_sampled_16_times_is_prefilled_once() -> None:
     assert step.copies == [(tail, sequence.blocks[2]) for sequence in group[1:]]
     assert all(sequence.blocks[:2] == group[0].blocks[:2] for sequence in group)
     finish_all(engine)
-    assert prefilled(engine) == len(prompt) - 1
+    assert count_prefilled(engine) == len(prompt) - 1
     assert len({tuple(sequence.generated) for sequence in group}) == 16
 
 
@@ -33,7 +33,7 @@ def test_a_group_larger_than_the_rows_is_prefilled_once_too() -> None:
     for i in range(16):
         engine.add(prompt, max_tokens=3 + 2 * i % 7)
     finish_all(engine)
-    assert prefilled(engine) == len(prompt) - 1
+    assert count_prefilled(engine) == len(prompt) - 1
     assert sum(len(step.copies) for step in engine.steps) == 15
 
 
@@ -43,7 +43,7 @@ def test_a_group_whose_members_end_together_is_prefilled_once() -> None:
     for _ in range(16):
         engine.add(prompt, max_tokens=5)
     finish_all(engine)
-    assert prefilled(engine) == len(prompt) - 1
+    assert count_prefilled(engine) == len(prompt) - 1
 
 
 def test_retained_blocks_are_released_when_a_waiting_sequence_needs_them() -> None:
@@ -55,7 +55,7 @@ def test_retained_blocks_are_released_when_a_waiting_sequence_needs_them() -> No
 
 
 def test_a_prompt_that_ends_with_a_block_is_shared_without_a_copy() -> None:
-    engine = engine_with(prefill_tokens=8)  # all of it goes to the first; the others need none
+    engine = engine_with(prefill_tokens=8)  # the first sequence takes all of it; the others need none
     group = [engine.add(tuple(range(9)), max_tokens=9) for _ in range(4)]
     step = engine.turn()
     assert step is not None
@@ -64,7 +64,7 @@ def test_a_prompt_that_ends_with_a_block_is_shared_without_a_copy() -> None:
     finish_all(engine)
 
 
-def test_prompts_of_one_step_share_what_that_step_computes() -> None:
+def test_prompts_of_one_step_share_the_blocks_that_it_computes() -> None:
     engine = engine_with()
     engine.add((1, 2, 3, 4, 5, 6, 7, 8, 9), max_tokens=3)
     engine.add((1, 2, 3, 4, 5, 6, 7, 8, 10, 11), max_tokens=3)
@@ -79,7 +79,7 @@ def test_a_prefix_that_is_no_longer_held_is_computed_again() -> None:
     for _ in range(2):
         engine.add(tuple(range(9)), max_tokens=2)
         finish_all(engine)
-    assert prefilled(engine) == 16
+    assert count_prefilled(engine) == 16
 
 
 def test_one_token_needs_no_prefill() -> None:
@@ -122,7 +122,7 @@ def test_chunks_of_a_step_are_limited_in_number() -> None:
     finish_all(engine)
 
 
-def test_a_full_cache_preempts_the_latest_which_resumes_with_its_tokens() -> None:
+def test_a_full_cache_preempts_the_latest_sequence_and_later_resumes_it() -> None:
     engine = engine_with(blocks=8, max_rows=3, buckets=(1, 2, 3), max_length=24)
     first, second, third = (engine.add((i, i, i), max_tokens=18) for i in range(3))
     while not (steps := [step for step in engine.steps if step.preempted]):
@@ -328,11 +328,11 @@ def test_no_token_is_sampled_beyond_the_limit(max_tokens: int, max_length: int, 
 def test_a_row_at_its_limit_is_idle_until_its_tokens_arrive() -> None:
     engine = engine_with(max_rows=2, buckets=(2,))
     engine.add((1, 2), max_tokens=1)
-    other = engine.add((3, 4), max_tokens=9)
+    running = engine.add((3, 4), max_tokens=9)
     engine.launch()
     step = engine.launch()
     assert step is not None
-    assert (step.rows, step.orders) == ([None, other], [IDLE, GO])
+    assert (step.rows, step.orders) == ([None, running], [IDLE, GO])
     finish_all(engine)
 
 
@@ -358,26 +358,26 @@ def test_an_abort_during_prefill_keeps_blocks_that_others_can_share() -> None:
     older = engine.add(prompt[:9], max_tokens=20)
     while older.state is not RequestState.RUNNING:
         engine.turn()
-    partly, younger = engine.add(prompt, max_tokens=5), engine.add(prompt, max_tokens=5)
+    aborted, younger = engine.add(prompt, max_tokens=5), engine.add(prompt, max_tokens=5)
     engine.turn()
-    assert (partly.state, partly.computed) == (RequestState.PREFILLING, 12)
-    assert partly.blocks[:2] == older.blocks[:2]
-    left = partly.blocks[:3]
-    engine.scheduler.finish(partly, "abort")
+    assert (aborted.state, aborted.computed) == (RequestState.PREFILLING, 12)
+    assert aborted.blocks[:2] == older.blocks[:2]
+    shareable = aborted.blocks[:3]
+    engine.scheduler.finish(aborted, "abort")
     engine.check_state()
     step = engine.turn()
     assert step is not None
-    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 12)]  # shares what is computed already
-    assert younger.blocks[:3] == left
+    assert [(c.sequence, c.start) for c in step.chunks] == [(younger, 12)]  # shares the computed blocks
+    assert younger.blocks[:3] == shareable
     finish_all(engine)
 
 
 def test_an_abort_during_prefill_frees_blocks_if_no_sequence_waits() -> None:
     engine = engine_with(prefill_tokens=4)
     prompt = tuple(range(50, 70))
-    partly = engine.add(prompt, max_tokens=5)
+    aborted = engine.add(prompt, max_tokens=5)
     engine.turn()
-    engine.scheduler.finish(partly, "abort")
+    engine.scheduler.finish(aborted, "abort")
     engine.check_end()
     younger = engine.add(prompt, max_tokens=5)
     step = engine.turn()

@@ -25,7 +25,7 @@ class Program(RuleBasedStateMachine):
     def configure(self, data: st.DataObject) -> None:
         size, rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
         max_length = data.draw(st.sampled_from([2, 5, 9, 14, 20]))
-        fewest = 1 + -(-(max_length - 1) // size)  # what the longest request needs
+        fewest = 1 + -(-(max_length - 1) // size)  # blocks that the longest request needs
         self.engine = SimulatedEngine(
             blocks=max(2, fewest + data.draw(st.integers(-1, 6))),
             block_size=size,
@@ -39,12 +39,12 @@ class Program(RuleBasedStateMachine):
     @rule(data=st.data(), max_tokens=st.integers(0, 12), copies=st.integers(1, 4), stops=st.booleans())
     def add(self, data: st.DataObject, max_tokens: int, copies: int, stops: bool) -> None:
         """Add a prompt that is new, or that continues the tokens of another request, one or several times."""
-        options, begun = self.engine.options, [s.tokens for s in self.engine.sequences]
-        beginning = data.draw(st.sampled_from([(), *begun]))
+        options, histories = self.engine.options, [s.tokens for s in self.engine.sequences]
+        beginning = data.draw(st.sampled_from([(), *histories]))
         cut = data.draw(st.integers(0, len(beginning)))
         prompt = beginning[: len(beginning) - cut] + tuple(data.draw(st.lists(st.integers(0, 1), max_size=7)))
-        written = len(prompt) + min(max_tokens, options["max_length"] - len(prompt)) - 1
-        fits = -(-written // options["block_size"]) < options["blocks"]
+        positions = len(prompt) + min(max_tokens, options["max_length"] - len(prompt)) - 1
+        fits = -(-positions // options["block_size"]) < options["blocks"]
         for _ in range(copies):
             if prompt and len(prompt) < options["max_length"] and max_tokens and fits:
                 sequence = self.engine.add(prompt, max_tokens)
@@ -87,6 +87,6 @@ class Program(RuleBasedStateMachine):
             self.engine.check_end()
 
 
-def test_any_program() -> None:
+def test_random_programs_keep_every_invariant() -> None:
     examples = max(200, 3 * settings().max_examples)  # programs are cheap: 600 in `make test-all`
     run_state_machine_as_test(Program, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))

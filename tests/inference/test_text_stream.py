@@ -1,4 +1,4 @@
-"""Stop strings and streamed text: nothing is given that a later token could change or that belongs to a stop string."""
+"""Stop strings and streamed text: no piece has text that a later token could change, or a part of a stop string."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def test_stop_strings_across_and_inside_tokens(scripted: Engine) -> None:
 @pytest.mark.parametrize(
     ("stops", "pieces"),
     [
-        (("bcd",), ["h", "e", " ", "a", "", "", ""]),  # a possible beginning of it is held back
+        (("bcd",), ["h", "e", " ", "a", "", "", ""]),  # a possible start of the stop string is held back
         (("bcx", "cdy"), ["h", "e", " ", "a", "", "", "b", "", "cdé", "", "", "€", "+", "-"]),
-        (("-?", "+-?"), ["h", "e", " ", "a", "b", "c", "d", "", "é", "", "", "€", "", "+-"]),  # and given at the end
+        (("-?", "+-?"), ["h", "e", " ", "a", "b", "c", "d", "", "é", "", "", "€", "", "+-"]),  # and comes at the end
     ],
     ids=str,
 )
 def test_no_part_of_a_stop_string_is_streamed(scripted: Engine, stops: tuple[str, ...], pieces: list[str]) -> None:
-    given: list[str] = []
+    streamed: list[str] = []
     params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1, stop=stops)
-    on_token: OnToken = lambda _output, _index, _token, text: given.append(text)  # noqa: E731
+    on_token: OnToken = lambda _output, _index, _token, text: streamed.append(text)  # noqa: E731
     (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=on_token)
-    assert given == pieces
+    assert streamed == pieces
     assert output.completions[0].text == "".join(pieces)
 
 
@@ -98,7 +98,7 @@ def test_an_aborted_stream_keeps_the_text_of_its_tokens(scripted: Engine) -> Non
     assert output.completions[0].text == "he abcd\ufffd"
 
 
-def test_streamed_pieces_are_whole_characters_and_add_up(scripted: Engine, engine: Engine) -> None:
+def test_streamed_pieces_are_whole_characters_and_join_to_the_text(scripted: Engine, engine: Engine) -> None:
     pieces: list[str] = []
     params = SamplingParams(temperature=0.0, max_tokens=len(TEXT) - 1)
     (output,) = scripted.generate([TEXT[:1].decode()], params, on_token=lambda _o, _i, _t, text: pieces.append(text))

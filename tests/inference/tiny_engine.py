@@ -1,4 +1,4 @@
-"""A tiny model and an engine for it."""
+"""A tiny model and its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a tensor group as threads of one process, which is quick to start."""
+"""Ranks of a tensor parallel group as threads of one process, which start quickly."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from rollgraph.model.tensor_parallel import TensorParallelGroup
 
 Result = TypeVar("Result")
-_PATIENCE = 60.0  # seconds until a rank that another one does not meet gives up
+_PATIENCE = 60.0  # seconds that a rank waits for the others
 
 
 class _Meeting:
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
-        self._given: list[Tensor] = [torch.empty(0)] * size
+        self._tensors: list[Tensor] = [torch.empty(0)] * size
 
-    def exchange(self, rank: int, mine: Tensor) -> Tensor:
-        self._given[rank] = mine
+    def exchange(self, rank: int, tensor: Tensor) -> Tensor:
+        self._tensors[rank] = tensor
         self._barrier.wait(_PATIENCE)
-        gathered = torch.stack(self._given)
+        gathered = torch.stack(self._tensors)
         self._barrier.wait(_PATIENCE)
         return gathered
 
@@ -33,12 +33,15 @@ class _Meeting:
 
 
 def run_group(size: int, function: Callable[[TensorParallelGroup], Result]) -> list[Result]:
-    """What `function(group)` returns on each rank."""
+    """The results of `function(group)`, one for each rank."""
     meeting = _Meeting(size)
 
     def run(rank: int) -> Result:
         group = TensorParallelGroup(
-            rank, size, lambda mine: meeting.exchange(rank, mine), lambda rows: meeting.exchange(rank, rows)[:, rank]
+            rank,
+            size,
+            lambda tensor: meeting.exchange(rank, tensor),
+            lambda rows: meeting.exchange(rank, rows)[:, rank],
         )
         try:
             return function(group)
@@ -51,5 +54,5 @@ def run_group(size: int, function: Callable[[TensorParallelGroup], Result]) -> l
 
 
 def mirrored_group() -> TensorParallelGroup:
-    """A group of two whose other rank is imagined: it has half of what this one has."""
-    return TensorParallelGroup(0, 2, lambda mine: torch.stack((mine, mine * 0.5)), lambda rows: rows)
+    """A group of two with an imaginary second rank, whose tensors are half of the first rank's."""
+    return TensorParallelGroup(0, 2, lambda tensor: torch.stack((tensor, tensor * 0.5)), lambda rows: rows)

@@ -1,4 +1,4 @@
-"""Adapter folders: those that fit are copied in place; those that do not are refused by name, and change nothing."""
+"""Adapter folders: those that fit the model are copied in place; others are refused by name, and change nothing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def state(model: Decoder) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def change(folder: Path, **fields: Any) -> None:
 
 
 def refused(folder: Path, *words: str) -> str:
-    """The message, the same from reading and from loading, which leaves the adapters as they were."""
+    """The error message, which is the same from reading and from loading. Loading leaves the adapters as they were."""
     model = build()
     before = state(model)
     with pytest.raises(AdapterFileError) as read:
@@ -97,7 +97,7 @@ def test_an_adapter_of_another_dtype_is_converted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("targets", "without", "expected"),
+    ("targets", "excluded", "expected"),
     [
         ("all-linear", None, TARGETS),
         ("all-linear", ["mlp.gate_proj"], tuple(name for name in TARGETS if name != "gate_proj")),
@@ -107,13 +107,13 @@ def test_an_adapter_of_another_dtype_is_converted(folder: Path) -> None:
         (r".*_proj", r".*mlp.*", TARGETS[:4]),
     ],
 )
-def test_targets_mean_what_they_mean_in_peft(targets: Any, without: Any, expected: Any, tmp_path: Path) -> None:
+def test_targets_mean_the_same_as_in_peft(targets: Any, excluded: Any, expected: Any, tmp_path: Path) -> None:
     save_adapter(build(AdapterSpec(rank=3, alpha=6.0, targets=expected)), tmp_path, base=None)
-    change(tmp_path, target_modules=targets, exclude_modules=without)
+    change(tmp_path, target_modules=targets, exclude_modules=excluded)
     assert read_adapter(tmp_path, ARCHITECTURE).spec.targets == expected
 
 
-# -- what is not supported -------------------------------------------------------------------------
+# -- unsupported fields ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,15 +220,15 @@ def test_an_adapter_of_another_base_is_refused(folder: Path, tmp_path: Path) -> 
     refused(tmp_path / "none", "none: there is no such folder")
 
 
-def test_an_adapter_must_be_that_of_the_model(folder: Path) -> None:
-    for spec, told in (
+def test_an_adapter_with_settings_other_than_the_models_is_refused(folder: Path) -> None:
+    for spec, message in (
         (AdapterSpec(rank=2, alpha=6.0, targets=SPEC.targets), "rank is 3 there and 2 in the model"),
         (AdapterSpec(rank=3, alpha=3.0, targets=SPEC.targets), "alpha is 6.0 there and 3.0 in the model"),
         (AdapterSpec(rank=3, alpha=6.0), "targets is"),
     ):
         model = build(spec)
         before = state(model)
-        with pytest.raises(AdapterFileError, match=told):
+        with pytest.raises(AdapterFileError, match=message):
             load_adapter(model, folder)
         assert same(state(model), before)
     with pytest.raises(AdapterFileError, match="the model has no adapters"):

@@ -1,4 +1,4 @@
-"""Adapters of the model: their arithmetic and gradients, against LoRA in plain PyTorch and merged weights."""
+"""Adapters of a model: values and gradients, compared with LoRA in plain PyTorch and with merged weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY = Architecture(
 )
 SPEC = AdapterSpec(rank=3, alpha=6.0)
 IDS = torch.tensor([1, 2, 3, 4, 5, 6, 7])
-CUTS = torch.tensor([0, 4, 7], dtype=torch.int32)
+CU_SEQLENS = torch.tensor([0, 4, 7], dtype=torch.int32)
 
 
 def make_model(spec: AdapterSpec | None, architecture: Architecture = TINY) -> Decoder:
@@ -35,7 +35,7 @@ def make_model(spec: AdapterSpec | None, architecture: Architecture = TINY) -> D
 
 def run(model: Decoder) -> Tensor:
     positions = torch.tensor([0, 1, 2, 3, 0, 1, 2])
-    return model(IDS, positions, CUTS, 4)
+    return model(IDS, positions, CU_SEQLENS, 4)
 
 
 class PlainLora(torch.nn.Module):
@@ -69,25 +69,25 @@ class PlainLora(torch.nn.Module):
     [SPEC, replace(SPEC, targets=("v_proj", "up_proj")), replace(SPEC, targets=("q_proj", "o_proj"), rslora=True)],
     ids=["all", "some parts", "rslora"],
 )
-def test_values_and_gradients_are_those_of_plain_lora(spec: AdapterSpec) -> None:
+def test_values_and_gradients_equal_plain_lora(spec: AdapterSpec) -> None:
     model = make_model(spec)
     names = [name for name, _ in model.named_parameters()]
     out = run(model)
-    found = dict(zip(names, torch.autograd.grad(out.square().sum(), list(model.parameters())), strict=True))
+    gradients = dict(zip(names, torch.autograd.grad(out.square().sum(), list(model.parameters())), strict=True))
     plain = make_model(spec)
     loras: dict[str, PlainLora] = {}
     for name, module in list(plain.named_modules()):
         if isinstance(module, Linear) and module.adapter is not None:
             loras[name] = PlainLora(module, spec.scale)
-            parent, _, own = name.rpartition(".")
-            setattr(plain.get_submodule(parent), own, loras[name])
+            parent, _, attribute = name.rpartition(".")
+            setattr(plain.get_submodule(parent), attribute, loras[name])
     expected = run(plain)
     torch.testing.assert_close(out, expected)
     expected.square().sum().backward()
     for name, lora in loras.items():
-        torch.testing.assert_close(found.pop(f"{name}.lora_a"), torch.cat([a.grad for a in lora.a]))
-        torch.testing.assert_close(found.pop(f"{name}.lora_b"), torch.cat([b.grad.t() for b in lora.b], 1))
-    assert not found
+        torch.testing.assert_close(gradients.pop(f"{name}.lora_a"), torch.cat([a.grad for a in lora.a]))
+        torch.testing.assert_close(gradients.pop(f"{name}.lora_b"), torch.cat([b.grad.t() for b in lora.b], 1))
+    assert not gradients
 
 
 def test_a_merged_model_computes_the_same() -> None:
@@ -100,7 +100,7 @@ def test_a_merged_model_computes_the_same() -> None:
     torch.testing.assert_close(run(model), run(merged))
 
 
-def test_switched_off_the_model_is_the_base_bit_for_bit() -> None:
+def test_with_adapters_off_the_model_is_the_base_bit_for_bit() -> None:
     model = make_model(SPEC)
     adapters = model.adapters
     before = run(model)
@@ -136,26 +136,26 @@ def test_the_base_of_a_layer_can_be_moved(targets: tuple[str, ...]) -> None:
     torch.testing.assert_close(run(model), expected)
 
 
-def test_a_can_be_copied_layer_by_layer() -> None:
-    """As `refresh` does for all of them, but a backward that follows does not take it for a change."""
-    model, other = make_model(SPEC), make_model(SPEC)
-    for each in (model, other):
+def test_lora_a_can_be_copied_layer_by_layer() -> None:
+    """As `refresh` does for all layers, but a backward after it does not take the copy for a change."""
+    model, refreshed = make_model(SPEC), make_model(SPEC)
+    for each in (model, refreshed):
         with torch.no_grad():
             for layer in each.layers:
                 layer.self_attn.qkv_proj.lora_a.mul_(3)
-    other.adapters.refresh()
-    expected = run(other)
+    refreshed.adapters.refresh()
+    expected = run(refreshed)
     model.adapters.leave_copies_to_gathers()
     model.adapters.refresh()
     assert model.adapters.stale() is None
     assert not torch.allclose(run(model), expected)
     for layer in model.layers:
         make_lora_a_copier(layer)()
-    found = run(model)
-    assert torch.equal(found, expected)
+    out = run(model)
+    assert torch.equal(out, expected)
     for layer in model.layers:
         make_lora_a_copier(layer)()
-    found.sum().backward()
+    out.sum().backward()
 
 
 def test_only_adapters_are_parameters_and_the_base_is_stored_once() -> None:
@@ -163,16 +163,16 @@ def test_only_adapters_are_parameters_and_the_base_is_stored_once() -> None:
     assert {name.rsplit(".", 1)[1] for name, _ in model.named_parameters()} == {"lora_a", "lora_b"}
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
     plain = Decoder(TINY).double()
-    held = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
+    storages = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in model.buffers()}
     extended = (
         2 * 16 * (16 + 1) * 8
-    )  # in each of two layers, 16 rows for A of two parts and for what the bias has there
+    )  # in each of two layers, 16 rows for A of two parts, each with an entry of the bias
     frequencies = 4 * 4
     scale = 8
-    assert sum(held.values()) == sum(p.nbytes for p in plain.parameters()) + extended + frequencies + scale
+    assert sum(storages.values()) == sum(p.nbytes for p in plain.parameters()) + extended + frequencies + scale
 
 
-def test_a_copy_that_is_stale_is_noticed() -> None:
+def test_a_stale_copy_is_noticed() -> None:
     model = make_model(SPEC)
     adapters = model.adapters
     assert adapters.stale() is None
@@ -185,7 +185,7 @@ def test_a_copy_that_is_stale_is_noticed() -> None:
     assert not torch.equal(run(model), before)
 
 
-def test_a_is_drawn_by_the_seed_and_b_is_zero() -> None:
+def test_lora_a_depends_on_the_seed_and_lora_b_is_zero() -> None:
     drawn = []
     for seed in (1, 1, 2):
         model = Decoder(TINY)
@@ -206,7 +206,7 @@ def test_unknown_targets_are_refused() -> None:
         AdapterSpec(targets=("qkv",))
 
 
-def test_a_model_with_adapters_is_not_moved() -> None:
+def test_a_model_with_adapters_cannot_be_converted() -> None:
     model = make_model(SPEC)
     with pytest.raises(RuntimeError, match="before you attach"):
         model.float()

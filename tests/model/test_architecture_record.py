@@ -42,7 +42,7 @@ def test_reads_every_field() -> None:
 
 
 def test_rope_scaling_replaces_rope_parameters() -> None:
-    """This includes their theta: then the one outside of both counts."""
+    """This includes their theta: the one at the top level counts then."""
     newer = {"rope_type": "default", "rope_theta": 5e5}
     older = {"type": "linear", "factor": 2.0}
     assert read(rope_parameters=newer, rope_scaling=older).rope == Rope(1e4, "linear", {"factor": 2.0})
@@ -55,7 +55,7 @@ def test_rope_scaling_replaces_rope_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "said", "biases"),
+    ("family", "settings", "biases"),
     [
         ("llama", {}, (False, False, False)),
         ("llama", {"attention_bias": True}, (True, True, False)),
@@ -67,18 +67,18 @@ def test_rope_scaling_replaces_rope_parameters() -> None:
         ("qwen3", {"attention_bias": True, "mlp_bias": True}, (True, True, False)),
     ],
 )
-def test_which_projections_have_biases(family: str, said: dict[str, Any], biases: tuple[bool, ...]) -> None:
+def test_which_projections_have_biases(family: str, settings: dict[str, Any], biases: tuple[bool, ...]) -> None:
     """Biases of queries, keys and values, of the attention output, and of the mlp differ between families."""
-    found = read(model_type=family, **said)
-    assert (found.qkv_bias, found.output_bias, found.mlp_bias) == biases
-    assert found.qk_norm == (family == "qwen3")
+    architecture = read(model_type=family, **settings)
+    assert (architecture.qkv_bias, architecture.output_bias, architecture.mlp_bias) == biases
+    assert architecture.qk_norm == (family == "qwen3")
 
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
 @pytest.mark.parametrize(
-    ("family", "said", "windows"),
+    ("family", "settings", "windows"),
     [
         ("llama", {}, ()),
         ("mistral", {}, (8, 8, 8)),
@@ -93,10 +93,10 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
         ("qwen3", {"use_sliding_window": False, "layer_types": MIXED}, ()),
     ],
 )
-def test_windows(family: str, said: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    found = read(**{"model_type": family, "sliding_window": 8, **said})
-    assert found.windows == windows
-    assert [found.window(layer) for layer in range(3)] == list(windows or (None, None, None))
+def test_windows_of_each_family(family: str, settings: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    architecture = read(**{"model_type": family, "sliding_window": 8, **settings})
+    assert architecture.windows == windows
+    assert [architecture.window(layer) for layer in range(3)] == list(windows or (None, None, None))
 
 
 EXAMPLES = {
@@ -114,9 +114,9 @@ EXAMPLES = {
 @pytest.mark.parametrize("architecture", EXAMPLES.values(), ids=EXAMPLES)
 def test_a_written_config_reads_back_unchanged(architecture: Architecture) -> None:
     config = architecture.to_config()
-    again = Architecture.from_config(config)
-    assert again == architecture
-    assert again.to_config() == config
+    reread = Architecture.from_config(config)
+    assert reread == architecture
+    assert reread.to_config() == config
 
 
 def test_unknown_fields_are_kept() -> None:
@@ -228,12 +228,12 @@ def test_fewer_dimensions_than_heads_are_refused() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in CONFIG if key not in ("model_type", "num_key_value_heads")])
-def test_required_fields(key: str) -> None:
+def test_a_missing_required_field_is_named(key: str) -> None:
     with pytest.raises(ArchitectureError, match=f"config.json has no '{key}'"):
         Architecture.from_config({k: v for k, v in CONFIG.items() if k != key})
 
 
-def test_windows_that_config_json_cannot_describe() -> None:
+def test_windows_that_config_json_cannot_describe_are_refused() -> None:
     with pytest.raises(ArchitectureError, match=r"only one window size, not \[4, 8\]"):
         replace(LLAMA, family="qwen2", windows=(4, 8, None)).to_config()
     with pytest.raises(ArchitectureError, match=r"config\.json of a llama model cannot describe windows"):
@@ -242,7 +242,7 @@ def test_windows_that_config_json_cannot_describe() -> None:
         replace(LLAMA, family="gpt2")
 
 
-def test_frequencies() -> None:
+def test_rope_scaling_slows_frequencies() -> None:
     """The first pair turns once in 2π positions, whatever the base. Scaling slows pairs down, slow ones more."""
     plain, factor = LLAMA.frequencies()
     assert plain.dtype == torch.float32

@@ -1,6 +1,6 @@
-"""Attention on a CPU: right, and the same bits in every layout, beside any neighbours, on any number of threads.
+"""Attention on a CPU: correct, with the same bits in every layout, beside any neighbours, on any number of threads.
 
-The bits do not depend on the processor either: they are compared with those of code compiled for the plainest one.
+The bits do not depend on the processor either: they are compared with those of code compiled for a generic one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def make_packed(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[list[T
 @every_window
 @every_shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_results_and_gradients(dtype: torch.dtype, shape: tuple[int, int, int], window: int | None) -> None:
-    """They are those of a masked attention in float64, within a rounding of the numbers that are returned."""
+def test_results_and_gradients_equal_float64(
+    dtype: torch.dtype, shape: tuple[int, int, int], window: int | None
+) -> None:
+    """They equal those of a masked attention in float64, up to the rounding of the returned numbers."""
     inputs, cu_seqlens, keys = make_packed(shape, dtype)
     leaves = [x.requires_grad_() for x in inputs]
     wide = [x.detach().double().requires_grad_() for x in inputs]
@@ -53,11 +55,11 @@ def test_results_and_gradients(dtype: torch.dtype, shape: tuple[int, int, int], 
     expected = masked_attention(*wide, cu_seqlens, *keys, window)
     upstream = torch.randn(out.shape).to(dtype)
     results = [out, *torch.autograd.grad(out, leaves, upstream)]
-    wanted = [expected, *torch.autograd.grad(expected, wide, upstream.double())]
+    expected_results = [expected, *torch.autograd.grad(expected, wide, upstream.double())]
     tolerance = 4 * max(torch.finfo(dtype).eps, 1e-12)
-    for result, right in zip(results, wanted, strict=True):
+    for result, exact in zip(results, expected_results, strict=True):
         assert result.dtype == dtype
-        assert (result.double() - right).norm() <= tolerance * max(right.norm(), upstream.double().norm() / 8)
+        assert (result.double() - exact).norm() <= tolerance * max(exact.norm(), upstream.double().norm() / 8)
 
 
 @every_window
@@ -73,31 +75,33 @@ def test_layouts_have_the_same_bits(dtype: torch.dtype, shape: tuple[int, int, i
     q = torch.randn(int(bounds[-1]), heads, dim).to(dtype)
     k, v = (
         torch.cat(
-            [pages[cache.table[i, torch.arange(n) // 16], torch.arange(n) % 16, which] for i, n in enumerate(lengths)]
+            [pages[cache.table[i, torch.arange(n) // 16], torch.arange(n) % 16, index] for i, n in enumerate(lengths)]
         )
-        for which in (0, 1)
+        for index in (0, 1)
     )
-    whole = packed_attention(q, k, v, bounds, max(lengths), window)
+    packed = packed_attention(q, k, v, bounds, max(lengths), window)
 
     decoded = paged_decode(q[bounds[1:].long() - 1], pages, cache.table, cache.lengths, window)
-    assert torch.equal(decoded, whole[bounds[1:].long() - 1])
+    assert torch.equal(decoded, packed[bounds[1:].long() - 1])
     late = [torch.arange(n // 3, n) + int(start) for n, start in zip(lengths, bounds, strict=False)]
     chunks = torch.tensor([0, *map(len, late)]).cumsum(0).int()
     padded = torch.cat((q[torch.cat(late)], torch.full((3, heads, dim), torch.nan).to(dtype)))
     prefilled = paged_prefill(padded, pages, cache.table, chunks, cache.lengths, window)
-    assert torch.equal(prefilled[:-3], whole[torch.cat(late)])
+    assert torch.equal(prefilled[:-3], packed[torch.cat(late)])
     assert not prefilled[-3:].any()
 
-    here = slice(int(bounds[3]), int(bounds[4]))
+    span = slice(int(bounds[3]), int(bounds[4]))
     shared, tokens = 50, torch.arange(150)
     keys = PackedKeys(torch.cat((tokens[:shared], tokens)), torch.tensor([0, shared, shared + 150]).int())
-    own = packed_attention(q[here], k[here], v[here], torch.tensor([0, shared, 150]).int(), 150, window, keys)
-    assert torch.equal(own, whole[here])
+    shared_prompt_out = packed_attention(
+        q[span], k[span], v[span], torch.tensor([0, shared, 150]).int(), 150, window, keys
+    )
+    assert torch.equal(shared_prompt_out, packed[span])
 
 
 @pytest.mark.usefixtures("threads")
 def test_later_tokens_do_not_matter() -> None:
-    """Nor do those before the window, whatever they hold. What is not a number is seen by those who attend to it."""
+    """Nor do tokens before the window, whatever they hold. Only queries that attend to a NaN see it."""
     q, k, v = (torch.randn(100, 2, 8) for _ in range(3))
     bounds = torch.tensor([0, 100]).int()
     before = packed_attention(q, k, v, bounds, 100, 7)
@@ -111,18 +115,18 @@ def test_later_tokens_do_not_matter() -> None:
         before = packed_attention(q, k, v, bounds, 100, 7)
 
 
-def test_threads_have_the_same_gradients() -> None:
-    gradients = []
+def test_any_number_of_threads_has_the_same_bits() -> None:
+    digests = []
     before = torch.get_num_threads()
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        gradients.append(digest())
+        digests.append(digest())
     torch.set_num_threads(before)
-    assert gradients[1:] == gradients[:-1]
+    assert digests[1:] == digests[:-1]
 
 
 def digest() -> str:
-    """Of results and gradients, from numbers that are the same on every machine."""
+    """A digest of results and gradients, from inputs that are the same on every machine."""
     inputs, cu_seqlens, keys = make_packed((6, 2, 16), torch.float32)
     count = [torch.arange(x.numel()).view(x.shape) for x in inputs]
     q, k, v = ((n * 7919 % 1013 / 256 - 2).requires_grad_() for n in count)
@@ -138,9 +142,9 @@ def digest() -> str:
 
 @pytest.mark.slow
 def test_processors_have_the_same_bits() -> None:
-    """Compile for the plainest processor of this kind, in a process of its own."""
-    plainest = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    """Compile for a generic processor of this kind, in a separate process."""
+    generic = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
     program = f"from {__name__} import digest; print(digest())"
-    environment = {**os.environ, **plainest, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **generic, "PYTHONPATH": os.pathsep.join(sys.path)}
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
     assert printed.split() == [digest()]

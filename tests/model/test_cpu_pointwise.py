@@ -1,4 +1,4 @@
-"""Norms, rotations and SwiGLU on a CPU: values, gradients, and that a row does not depend on its neighbours."""
+"""Norms, rotations and SwiGLU on a CPU: values, gradients, and rows that do not depend on their neighbours."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def exact_swiglu(x: Tensor) -> Tensor:
 
 
 FUNCTIONS = [(normed, exact_norm), (rotated, exact_rotation), (swiglu, exact_swiglu)]
-BITS = [torch.float32, torch.bfloat16, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def values_and_gradients(function: Function, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,9 +56,9 @@ def values_and_gradients(function: Function, x: Tensor) -> tuple[Tensor, Tensor]
     return out, gradient
 
 
-@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("function", "exact"), FUNCTIONS)
-def test_values_and_gradients_are_those_of_float64(function: Function, exact: Function, dtype: torch.dtype) -> None:
+def test_values_and_gradients_equal_float64(function: Function, exact: Function, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = (torch.randn(20, HEADS * DIM) * 3).to(dtype)
     error = 8 * torch.finfo(dtype if dtype != torch.float64 else torch.float32).eps  # angles are in fp32
@@ -84,26 +84,26 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(function: Function, _: 
         assert rows[7].isnan().all()
 
 
-def test_angles_of_other_rows_are_refused() -> None:
+def test_angles_for_another_number_of_rows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(4, 3, 10\) with angles of \(3, 5\)"):
         rotate(torch.randn(4, HEADS, DIM), *angles(3))
 
 
 @pytest.mark.parametrize("x", [-1e30, -88.0, -0.0, 0.0, 1e-30, 88.0, 1e30])
-def test_silu_has_no_holes(x: float) -> None:
+def test_silu_is_right_at_extreme_inputs(x: float) -> None:
     gate_up = torch.tensor([[x, 1.0]])
     assert swiglu(gate_up).item() == pytest.approx(exact_swiglu(gate_up.double()).item(), rel=1e-5, abs=1e-30)
 
 
-def test_the_stream_of_an_added_norm_is_the_sum() -> None:
+def test_add_norm_returns_the_sum_as_its_stream() -> None:
     x, update = torch.randn(2, 4, 30)
     out, stream = add_norm(x, update, torch.ones(30), 1e-5)
     assert torch.equal(stream, x + update)
     assert torch.equal(out, norm(stream, torch.ones(30), 1e-5))
 
 
-def test_loops_are_compiled_where_nothing_can_be_kept() -> None:
-    """Numba has no folder for a function without a file, as for one in a folder that nobody may write."""
+def test_loops_are_compiled_without_a_cache_folder() -> None:
+    """Numba has no cache folder for a function without a file, as for one in a folder that is not writable."""
     namespace: dict[str, Any] = {}
     exec("def double(x):\n    return 2 * x", namespace)
     assert compiled(namespace["double"])(21) == 42

@@ -1,4 +1,4 @@
-"""The embedding's gradient, whose rows kernels add to their sums: against sums in float64, and the same bits again."""
+"""The embedding's gradient, which kernels add to a sum: compared with float64, and with the same bits each time."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ VOCABULARY = 70
 
 
 def many_ids() -> dict[str, Tensor]:
-    """Runs of one id that end inside chunks of 32 places, at their ends, and after more than 32 of them."""
+    """Runs of equal ids that end within chunks of 32 ids, at their ends, and after more than 32 chunks."""
     torch.manual_seed(0)
-    found = {f"{count} equal": torch.full((count,), 5) for count in (1, 31, 32, 33, 64, 65, 1200)}
-    found |= {f"{count} random": torch.randint(VOCABULARY, (count,)) for count in (2, 32, 200, 500)}
-    found["all different"] = torch.randperm(VOCABULARY)
+    examples = {f"{count} equal": torch.full((count,), 5) for count in (1, 31, 32, 33, 64, 65, 1200)}
+    examples |= {f"{count} random": torch.randint(VOCABULARY, (count,)) for count in (2, 32, 200, 500)}
+    examples["all different"] = torch.randperm(VOCABULARY)
     for name, lengths in {
         "whole chunks": (32, 32, 64, 32),
         "cut": (31, 2, 63, 1, 40),
         "shifted": (1, 32, 95, 33),
     }.items():
         ids = torch.randperm(VOCABULARY)[: len(lengths)].repeat_interleave(torch.tensor(lengths))
-        found[name] = ids[torch.randperm(len(ids))]
+        examples[name] = ids[torch.randperm(len(ids))]
     padded = torch.randint(VOCABULARY, (300,))
     padded[100:] = 0
-    found["padding"] = padded
-    return found
+    examples["padding"] = padded
+    return examples
 
 
 def compare_rows(device: str) -> None:
@@ -52,7 +52,7 @@ def compare_rows(device: str) -> None:
 
 
 def check_captured(device: str) -> None:
-    """A capture takes back what its warm-up adds, and each replay adds once."""
+    """A capture rolls back the additions of its warm-up, and each replay adds once."""
     from rollgraph.model.kernels.pointwise import add_to_rows
 
     tokens = 100 if device == "cpu" else 5000
@@ -89,19 +89,19 @@ def test_kernels_on_cuda() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_without_a_sum_the_gradient_is_pytorchs(dtype: torch.dtype) -> None:
+def test_without_a_direct_sum_the_gradient_equals_pytorchs(dtype: torch.dtype) -> None:
     embedding = Embedding(VOCABULARY, 24).to("cuda", dtype)
     plain = nn.Embedding.from_pretrained(embedding.weight.detach(), freeze=False)
     ids = torch.randint(VOCABULARY, (900,), device="cuda")
     upstream = torch.randn(900, 24, device="cuda", dtype=dtype)
-    found, expected = (torch.autograd.grad(module(ids), module.weight, upstream) for module in (embedding, plain))
+    actual, expected = (torch.autograd.grad(module(ids), module.weight, upstream) for module in (embedding, plain))
     assert torch.equal(embedding(ids), plain(ids))
-    assert torch.equal(found[0], expected[0])
+    assert torch.equal(actual[0], expected[0])
 
 
 @pytest.mark.gpu
-def test_with_a_sum_autograd_has_a_stand_in_alone() -> None:
-    """Also if the weight has other gradients, of which one stood in for it before."""
+def test_with_a_direct_sum_autograd_gets_only_a_stand_in() -> None:
+    """Also if the weight is used twice, so that autograd adds two stand-ins."""
     embedding = Embedding(VOCABULARY, 24).to("cuda", torch.bfloat16)
     ids = torch.randint(VOCABULARY, (900,), device="cuda")
     rows = embedding(ids), embedding(ids)

@@ -1,4 +1,4 @@
-"""Folders of weights: those that fit are copied in place, and those that do not change nothing."""
+"""Folders of weights: those that fit the model are copied in place, and those that do not change nothing."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def state(model: Decoder) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def listing(folder: Path) -> list[str]:
@@ -79,13 +79,13 @@ def test_a_saved_model_loads_bit_for_bit(architecture: Architecture, shard_bytes
     loaded = load_model(tmp_path)
     assert same(state(loaded), state(model))
     assert loaded.rope_factor == model.rope_factor
-    other = build(architecture)
-    load_weights(other, tmp_path)
-    assert same(state(other), state(model))
+    existing = build(architecture)
+    load_weights(existing, tmp_path)
+    assert same(state(existing), state(model))
     assert not list(tmp_path.glob("*.incomplete"))
 
 
-def test_every_element_of_every_parameter_has_one_place() -> None:
+def test_every_element_of_every_parameter_is_stored_once() -> None:
     for architecture in (ARCHITECTURE, UNTIED, NORMED):
         model = Decoder(architecture)
         with torch.no_grad():
@@ -119,9 +119,9 @@ def test_loads_in_the_stored_dtype_or_the_requested_one(tmp_path: Path) -> None:
     assert same(state(loaded), state(half))
     wide = load_model(tmp_path, dtype=torch.float32)
     assert same(state(wide), {name: tensor.float() for name, tensor in state(half).items()})
-    other = build()
-    load_weights(other, tmp_path, cast=True)
-    assert same(state(other), state(wide))
+    converted = build()
+    load_weights(converted, tmp_path, cast=True)
+    assert same(state(converted), state(wide))
 
 
 def test_loading_draws_no_random_numbers(folder: Path) -> None:
@@ -131,8 +131,8 @@ def test_loading_draws_no_random_numbers(folder: Path) -> None:
 
 
 def test_checkpointing_is_passed_on(folder: Path) -> None:
-    for given, expected in ((True, ARCHITECTURE.layers), (1, 1), (0, 0)):
-        model = load_model(folder, checkpointing=given)
+    for setting, expected in ((True, ARCHITECTURE.layers), (1, 1), (0, 0)):
+        model = load_model(folder, checkpointing=setting)
         assert model.checkpointing == expected == sum(layer.recomputes for layer in model.layers)
 
 
@@ -293,13 +293,13 @@ def test_a_config_that_is_not_json_is_refused(content: bytes, folder: Path) -> N
 def test_weights_of_another_architecture_are_refused(folder: Path) -> None:
     """Even if all shapes are equal: other positions or norms make another model."""
     for field, value in (("rope", Rope(5e5)), ("norm_eps", 1e-5), ("windows", (None, 7))):
-        other = replace(ARCHITECTURE, **{field: value})
-        refused(folder, f"has another architecture: {field} is .* there and .* here$", other, build_too=False)
-    other = Architecture("llama", 24, 16, 20, 2, 4, 2, 6)
+        architecture = replace(ARCHITECTURE, **{field: value})
+        refused(folder, f"has another architecture: {field} is .* there and .* here$", architecture, build_too=False)
+    architecture = Architecture("llama", 24, 16, 20, 2, 4, 2, 6)
     refused(
         folder,
         "another architecture: family is qwen2 there and llama here, vocab.* and 1 more$",
-        other,
+        architecture,
         build_too=False,
     )
 
@@ -307,9 +307,9 @@ def test_weights_of_another_architecture_are_refused(folder: Path) -> None:
 def test_an_unsupported_architecture_is_refused(folder: Path) -> None:
     model = build()
     before = state(model)
-    for wrong, match in (({"hidden_act": "gelu"}, "hidden_act='gelu'"), ({"hidden_size": None}, "hidden_size=None")):
+    for changes, match in (({"hidden_act": "gelu"}, "hidden_act='gelu'"), ({"hidden_size": None}, "hidden_size=None")):
         configure(folder, hidden_act="silu")
-        configure(folder, **wrong)
+        configure(folder, **changes)
         for load in (lambda: load_weights(model, folder), lambda: load_model(folder)):
             with pytest.raises(ArchitectureError, match=f"{folder.name}: .*{match}"):
                 load()
@@ -319,18 +319,18 @@ def test_an_unsupported_architecture_is_refused(folder: Path) -> None:
 # -- saving ----------------------------------------------------------------------------------------
 
 
-def test_the_written_files(tmp_path: Path) -> None:
+def test_shards_index_and_config_agree(tmp_path: Path) -> None:
     save_model(build(UNTIED), tmp_path, shard_bytes=1500)
     index = json.loads((tmp_path / files.INDEX).read_text())
     names, sizes = set(), 0
     for path in tmp_path.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             assert file.metadata() == {"format": "pt"}
-            held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
-        assert {index["weight_map"][name] for name in held} == {path.name}
-        size = sum(tensor.nbytes for tensor in held.values())
-        assert size <= 1500 or len(held) == 1
-        names |= held.keys()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
+        assert {index["weight_map"][name] for name in tensors} == {path.name}
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= 1500 or len(tensors) == 1
+        names |= tensors.keys()
         sizes += size
     assert names == index["weight_map"].keys() == hf_tensor_map(UNTIED).keys()
     assert sizes == index["metadata"]["total_size"] == 4 * sum(p.numel() for p in Decoder(UNTIED).parameters())
@@ -365,29 +365,29 @@ def test_an_interrupted_save_leaves_no_mixture(
     """Interrupted at any step, the folder holds the old model, the new one, or none that loads."""
     old, new = build(), build(replace(ARCHITECTURE, norm_eps=1e-3))
     steps = cut_short(old, new, sizes, tmp_path / "0", monkeypatch, after=10**6)
-    seen = set()
+    outcomes = set()
     for after in range(steps):
         folder = tmp_path / str(after + 1)
         cut_short(old, new, sizes, folder, monkeypatch, after)
         try:
             model = load_model(folder)
         except ModelFileError:
-            seen.add("none")
+            outcomes.add("none")
         else:
             expected = old if model.architecture == old.architecture else new
             assert model.architecture == expected.architecture
             assert same(state(model), state(expected))
-            seen.add("old" if expected is old else "new")
+            outcomes.add("old" if expected is old else "new")
         save_model(new, folder, shard_bytes=sizes[1])  # and the next save succeeds
         assert same(state(load_model(folder)), state(new))
         assert listing(folder) == listing(tmp_path / "0")
-    assert seen == {"old", "none"}
+    assert outcomes == {"old", "none"}
 
 
 def cut_short(
     old: Decoder, new: Decoder, sizes: tuple[int, int], folder: Path, patch: pytest.MonkeyPatch, after: int
 ) -> int:
-    """Save `old`, then `new`, but stop after a number of changes to the folder. Gives the number of changes made."""
+    """Save `old`, then `new`, but stop after a number of changes to the folder. Returns the number of changes made."""
     save_model(old, folder, shard_bytes=sizes[0])
     done = 0
 

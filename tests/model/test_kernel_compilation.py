@@ -1,4 +1,4 @@
-"""Triton kernels are compiled side by side: which are left out meanwhile, and what is there afterwards."""
+"""Triton kernels are compiled in parallel: their launches are skipped meanwhile, and all are ready afterwards."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ print(graph(torch.tensor(4.0)).item(), torch.cuda.is_initialized())
 """
 
 
-def test_a_run_on_the_cpu_does_not_begin_to_use_a_gpu() -> None:
+def test_a_run_on_the_cpu_does_not_initialize_cuda() -> None:
     done = subprocess.run([sys.executable, "-c", ON_THE_CPU], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["5.0", "False"]
 
 
 @contextmanager
-def noting_compilations() -> Iterator[list[str]]:
+def record_compilations() -> Iterator[list[str]]:
     from triton import knobs
 
     names: list[str] = []
@@ -49,11 +49,11 @@ def noting_compilations() -> Iterator[list[str]]:
 
 
 @pytest.mark.gpu
-def test_kernels_are_left_out_until_all_are_compiled() -> None:
+def test_launches_are_skipped_until_all_kernels_are_compiled() -> None:
     from tests.model.unique_kernels import add
 
     x = torch.ones(64, device="cuda")
-    with noting_compilations() as compiled:
+    with record_compilations() as compiled:
         with compiling_together("tests"):
             for shift in (1, 2, 1):
                 assert not add(x, shift).any()  # zeros, though `add` takes its memory from torch.empty
@@ -68,7 +68,7 @@ def test_kernels_are_left_out_until_all_are_compiled() -> None:
 
 
 @pytest.mark.gpu
-def test_a_kernel_that_does_not_fit_is_refused_at_its_launch_and_not_before() -> None:
+def test_a_kernel_that_does_not_fit_is_refused_only_at_its_launch() -> None:
     from triton import OutOfResources
 
     from tests.model.unique_kernels import take_too_much
@@ -85,9 +85,9 @@ def test_a_capture_compiles_in_its_first_run_and_records_every_kernel() -> None:
     from tests.model.unique_kernels import add
 
     x = torch.zeros(64, device="cuda")
-    with noting_compilations() as compiled:
+    with record_compilations() as compiled:
         graph = capture(
-            lambda given: add(add(given, 5), 6),
+            lambda y: add(add(y, 5), 6),
             (x,),
             pool=GraphPool(),
             backend="cuda",
@@ -98,7 +98,7 @@ def test_a_capture_compiles_in_its_first_run_and_records_every_kernel() -> None:
 
 
 @pytest.mark.gpu
-def test_an_error_inside_takes_the_hook_back() -> None:
+def test_an_error_inside_removes_the_hook() -> None:
     from triton import knobs
 
     from tests.model.unique_kernels import add
@@ -117,7 +117,7 @@ def test_an_error_inside_takes_the_hook_back() -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_of_others_are_launched_as_ever() -> None:
+def test_kernels_of_other_packages_are_launched_as_usual() -> None:
     from tests.model.unique_kernels import add
 
     with compiling_together():

@@ -22,7 +22,7 @@ TEMPERATURES = {
     "number": 0.7,
     "scalar": torch.tensor(1.9, dtype=torch.float64),
     "one in a row": torch.tensor([0.6], dtype=torch.float64),
-    "each its own": torch.linspace(0.3, 3, TOKENS, dtype=torch.float64),
+    "one for each token": torch.linspace(0.3, 3, TOKENS, dtype=torch.float64),
 }
 
 
@@ -38,66 +38,69 @@ def plain(hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float |
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def both(*args: Any, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(*args: Any, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     return cast(tuple[Tensor, Tensor], token_logprobs(*args, entropy=True, chunk=chunk))
 
 
-def alone(*args: Any, chunk: int | None = None) -> Tensor:
+def logprobs_only(*args: Any, chunk: int | None = None) -> Tensor:
     return cast(Tensor, token_logprobs(*args, chunk=chunk))
 
 
-def close(one: Any, other: Any, tolerance: float = 1e-12) -> None:
-    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+def close(actual: Any, expected: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES)
-def test_values_and_gradients(temperature: float | Tensor, chunk: int | None) -> None:
+def test_values_and_gradients_equal_the_plain_formula(temperature: float | Tensor, chunk: int | None) -> None:
     hidden, lm_head, targets = example()
     expected = plain(hidden, lm_head, targets, temperature)
-    found = both(hidden, lm_head, targets, temperature, chunk=chunk)
-    close(found, expected)
+    results = logprobs_and_entropy(hidden, lm_head, targets, temperature, chunk=chunk)
+    close(results, expected)
     upstream = torch.randn(2, TOKENS, dtype=torch.float64)
-    wanted = torch.autograd.grad(expected, (hidden, lm_head), tuple(upstream), retain_graph=True)
-    close(torch.autograd.grad(found, (hidden, lm_head), tuple(upstream), retain_graph=True), wanted)
-    for one in (0, 1):  # only the log-probabilities have a gradient, then only the entropies
-        wanted = torch.autograd.grad(expected[one], (hidden, lm_head), upstream[one], retain_graph=True)
-        close(torch.autograd.grad(found[one], (hidden, lm_head), upstream[one], retain_graph=True), wanted)
+    expected_gradients = torch.autograd.grad(expected, (hidden, lm_head), tuple(upstream), retain_graph=True)
+    close(torch.autograd.grad(results, (hidden, lm_head), tuple(upstream), retain_graph=True), expected_gradients)
+    for index in (0, 1):  # only the log-probabilities have a gradient, then only the entropies
+        expected_gradients = torch.autograd.grad(expected[index], (hidden, lm_head), upstream[index], retain_graph=True)
+        close(
+            torch.autograd.grad(results[index], (hidden, lm_head), upstream[index], retain_graph=True),
+            expected_gradients,
+        )
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_without_entropy(chunk: int | None) -> None:
+def test_log_probabilities_alone_equal_the_plain_formula(chunk: int | None) -> None:
     hidden, lm_head, targets = example()
     expected = plain(hidden, lm_head, targets, 0.7)[0]
-    found = alone(hidden, lm_head, targets, 0.7, chunk=chunk)
-    close(found, expected)
+    logprobs = logprobs_only(hidden, lm_head, targets, 0.7, chunk=chunk)
+    close(logprobs, expected)
     upstream = torch.randn(TOKENS, dtype=torch.float64)
-    wanted = torch.autograd.grad(expected, (hidden, lm_head), upstream)
-    close(torch.autograd.grad(found, (hidden, lm_head), upstream), wanted)
+    expected_gradients = torch.autograd.grad(expected, (hidden, lm_head), upstream)
+    close(torch.autograd.grad(logprobs, (hidden, lm_head), upstream), expected_gradients)
 
 
-def test_an_expanded_gradient() -> None:
+def test_an_expanded_gradient_is_accepted() -> None:
     """`sum().backward()` sends one number with stride 0."""
     hidden, lm_head, targets = example()
-    wanted = torch.autograd.grad(plain(hidden, lm_head, targets, 1.0)[0].sum(), (hidden, lm_head))
-    close(torch.autograd.grad(alone(hidden, lm_head, targets, chunk=5).sum(), (hidden, lm_head)), wanted)
+    expected = torch.autograd.grad(plain(hidden, lm_head, targets, 1.0)[0].sum(), (hidden, lm_head))
+    close(torch.autograd.grad(logprobs_only(hidden, lm_head, targets, chunk=5).sum(), (hidden, lm_head)), expected)
 
 
-@pytest.mark.parametrize("wanted", [0, 1])
-def test_a_gradient_for_only_one_of_the_factors(wanted: int) -> None:
+@pytest.mark.parametrize("trained", [0, 1])
+def test_only_one_of_the_factors_may_need_a_gradient(trained: int) -> None:
     *weights, targets = example()
     upstream = torch.randn(TOKENS, dtype=torch.float64)
-    (expected,) = torch.autograd.grad(alone(*weights, targets, chunk=5), weights[wanted], upstream)
-    weights[1 - wanted].requires_grad_(False)
-    alone(*weights, targets, chunk=5).backward(upstream)
-    assert weights[1 - wanted].grad is None
-    assert torch.equal(cast(Tensor, weights[wanted].grad), expected)
+    (expected,) = torch.autograd.grad(logprobs_only(*weights, targets, chunk=5), weights[trained], upstream)
+    weights[1 - trained].requires_grad_(False)
+    logprobs_only(*weights, targets, chunk=5).backward(upstream)
+    assert weights[1 - trained].grad is None
+    assert torch.equal(cast(Tensor, weights[trained].grad), expected)
 
 
-def test_int32_targets_and_no_tokens() -> None:
+def test_int32_targets_and_no_tokens_are_accepted() -> None:
     hidden, lm_head, targets = example()
-    assert torch.equal(alone(hidden, lm_head, targets.int()), alone(hidden, lm_head, targets))
-    logprobs, entropy = both(hidden[:0], lm_head, targets[:0], 0.5)
+    assert torch.equal(logprobs_only(hidden, lm_head, targets.int()), logprobs_only(hidden, lm_head, targets))
+    logprobs, entropy = logprobs_and_entropy(hidden[:0], lm_head, targets[:0], 0.5)
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     assert torch.equal(cast(Tensor, lm_head.grad), torch.zeros_like(lm_head))
@@ -105,10 +108,10 @@ def test_int32_targets_and_no_tokens() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     hidden, lm_head, targets = example(torch.float32)
-    found = both(hidden * 1e4, lm_head, targets, 1e-2, chunk=5)
+    results = logprobs_and_entropy(hidden * 1e4, lm_head, targets, 1e-2, chunk=5)
     expected = plain(hidden.double() * 1e4, lm_head.double(), targets, 1e-2)
-    torch.testing.assert_close(found, tuple(t.float() for t in expected), rtol=1e-4, atol=1e-4)
-    (found[0].sum() + found[1].sum()).backward()
+    torch.testing.assert_close(results, tuple(t.float() for t in expected), rtol=1e-4, atol=1e-4)
+    (results[0].sum() + results[1].sum()).backward()
     assert bool(torch.isfinite(cast(Tensor, hidden.grad)).all())
 
 
@@ -117,21 +120,26 @@ def test_a_second_derivative_is_refused(chunk: int | None) -> None:
     """If it were silently left out, a gradient penalty would have no effect."""
     hidden, lm_head, targets = example()
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(alone(hidden, lm_head, targets, chunk=chunk).sum(), hidden, create_graph=True)
+        torch.autograd.grad(logprobs_only(hidden, lm_head, targets, chunk=chunk).sum(), hidden, create_graph=True)
 
 
 def test_a_gradient_for_the_temperature_is_refused() -> None:
     hidden, lm_head, targets = example()
     temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     with pytest.raises(ValueError, match="temperature requires a gradient"):
-        alone(hidden, lm_head, targets, temperature)
-    found = alone(hidden, lm_head, targets, temperature.detach())
+        logprobs_only(hidden, lm_head, targets, temperature)
+    without_gradient = logprobs_only(hidden, lm_head, targets, temperature.detach())
     with torch.no_grad():
-        assert torch.equal(alone(hidden, lm_head, targets, temperature), found)
+        assert torch.equal(logprobs_only(hidden, lm_head, targets, temperature), without_gradient)
 
 
 def check_precision(
-    device: str, dtype: torch.dtype, chunk: int | None, vocabulary: int, of_values: float, of_gradients: float
+    device: str,
+    dtype: torch.dtype,
+    chunk: int | None,
+    vocabulary: int,
+    value_tolerance: float,
+    gradient_tolerance: float,
 ) -> None:
     """Compare with float64 on the same inputs. The error of a gradient is relative to its norm."""
     hidden = torch.randn(TOKENS, HIDDEN, device=device).to(dtype).requires_grad_()
@@ -139,19 +147,19 @@ def check_precision(
     targets = torch.randint(vocabulary, (TOKENS,), device=device)
     wide = [t.detach().double().cpu().requires_grad_() for t in (hidden, lm_head)]
     expected = plain(*wide, targets.cpu(), 0.7)
-    found = both(hidden, lm_head, targets, 0.7, chunk=chunk)
-    assert {t.dtype for t in found} == {torch.float32}
-    close([t.double().cpu() for t in found], list(expected), of_values)
+    results = logprobs_and_entropy(hidden, lm_head, targets, 0.7, chunk=chunk)
+    assert {t.dtype for t in results} == {torch.float32}
+    close([t.double().cpu() for t in results], list(expected), value_tolerance)
     upstream = tuple(torch.randn(2, TOKENS))
-    wanted = torch.autograd.grad(expected, wide, tuple(t.double() for t in upstream))
-    gradients = torch.autograd.grad(found, (hidden, lm_head), tuple(t.to(device) for t in upstream))
+    expected_gradients = torch.autograd.grad(expected, wide, tuple(t.double() for t in upstream))
+    gradients = torch.autograd.grad(results, (hidden, lm_head), tuple(t.to(device) for t in upstream))
     assert {t.dtype for t in gradients} == {dtype}
-    for gradient, exact in zip(gradients, wanted, strict=True):
-        assert (gradient.double().cpu() - exact).norm() < of_gradients * exact.norm()
+    for gradient, exact in zip(gradients, expected_gradients, strict=True):
+        assert (gradient.double().cpu() - exact).norm() < gradient_tolerance * exact.norm()
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_lower_precision(chunk: int | None) -> None:
+def test_lower_precision_stays_near_float64(chunk: int | None) -> None:
     """A CPU rounds the logits of a bf16 model to bf16, which has a precision of 8 bits."""
     check_precision("cpu", torch.float32, chunk, VOCABULARY, 1e-5, 1e-5)
     check_precision("cpu", torch.bfloat16, chunk, VOCABULARY, 5e-2, 5e-2)
@@ -160,7 +168,7 @@ def test_lower_precision(chunk: int | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 4096, 9001])
-def test_on_cuda(vocabulary: int, chunk: int | None) -> None:
+def test_precision_on_cuda(vocabulary: int, chunk: int | None) -> None:
     """CUDA does not round them: values are those of fp32, and only the gradient of the logits is rounded to bf16."""
     check_precision("cuda", torch.float32, chunk, vocabulary, 1e-4, 1e-4)
     check_precision("cuda", torch.bfloat16, chunk, vocabulary, 1e-4, 2e-2)
@@ -175,38 +183,38 @@ def compare_kernels(device: str) -> None:
         logits, upstream = (torch.randn(size, generator=generator) for size in ((6, vocabulary), (2, 6)))
         scale = torch.linspace(0.5, 2, 6)[:, None]
         targets = torch.tensor([0, vocabulary - 1, -1, vocabulary, 7, 2**31 - 1])
-        fine, unknown = [0, 1, 4], [2, 3, 5]
+        known, unknown = [0, 1, 4], [2, 3, 5]
         expected = reduce_logits(logits, scale, targets.clamp(0, vocabulary - 1), True)
-        wanted = _gradient(logits, torch.float32, True, targets, scale, *expected[1:], *upstream)
+        expected_gradient = _gradient(logits, torch.float32, True, targets, scale, *expected[1:], *upstream)
         for kind in (torch.int32, torch.int64):
             rows = [t.to(device) for t in (scale, targets.to(kind))]
             logprobs, *others = fused_logprobs(logits.to(device), *rows, True)
-            torch.testing.assert_close(logprobs.cpu()[fine], expected[0][fine], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logprobs.cpu()[known], expected[0][known], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close([t.cpu() for t in others], list(expected[1:]), rtol=1e-5, atol=1e-5)
-            found = fused_logprobs_backward(
+            gradient = fused_logprobs_backward(
                 logits.to(device), torch.float32, True, *rows[::-1], *others, *upstream.to(device)
             ).cpu()
-            torch.testing.assert_close(found[fine], wanted[fine], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(gradient[known], expected_gradient[known], rtol=1e-5, atol=1e-5)
             assert bool(logprobs.cpu()[unknown].isnan().all())
-            assert bool(found[unknown].isnan().all())
+            assert bool(gradient[unknown].isnan().all())
 
 
-def test_the_kernels_compute_what_plain_pytorch_computes() -> None:
+def test_the_kernels_equal_plain_pytorch() -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported."""
     run_interpreted(compare_kernels)
 
 
 @pytest.mark.gpu
-def test_the_kernels_compute_what_plain_pytorch_computes_on_cuda() -> None:
+def test_the_kernels_equal_plain_pytorch_on_cuda() -> None:
     compare_kernels("cuda")
 
 
 def test_a_target_outside_the_vocabulary_is_an_error() -> None:
     hidden, lm_head, targets = example()
-    for wrong in (-1, VOCABULARY):
-        targets[3] = wrong
+    for target in (-1, VOCABULARY):
+        targets[3] = target
         with pytest.raises(RuntimeError, match="out of bounds"):
-            alone(hidden, lm_head, targets)
+            logprobs_only(hidden, lm_head, targets)
 
 
 def test_the_head_gradient_of_many_chunks_is_summed_in_fp32() -> None:
@@ -214,21 +222,21 @@ def test_the_head_gradient_of_many_chunks_is_summed_in_fp32() -> None:
     hidden = torch.randn(1, HIDDEN).expand(256, HIDDEN).bfloat16()
     lm_head = torch.randn(VOCABULARY, HIDDEN).bfloat16().requires_grad_()
     targets = torch.zeros(256, dtype=torch.long)
-    (once,) = torch.autograd.grad(alone(hidden[:1], lm_head, targets[:1]), lm_head, torch.ones(1))
-    (often,) = torch.autograd.grad(alone(hidden, lm_head, targets, chunk=1), lm_head, torch.ones(256))
+    (once,) = torch.autograd.grad(logprobs_only(hidden[:1], lm_head, targets[:1]), lm_head, torch.ones(1))
+    (often,) = torch.autograd.grad(logprobs_only(hidden, lm_head, targets, chunk=1), lm_head, torch.ones(256))
     assert torch.equal(often, once * 256)
 
 
 class Sizes(TorchDispatchMode):
-    """Records the largest tensor that any operation returns, and counts matrix products."""
+    """Records the largest tensor that any operation returns, and counts GEMMs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = self.products = 0
+        self.largest = self.gemms = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket == torch.ops.aten.mm
+        self.gemms += func.overloadpacket == torch.ops.aten.mm
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.largest = max(self.largest, leaf.numel())
@@ -243,8 +251,8 @@ def test_the_full_matrix_of_logits_never_exists(entropy: bool) -> None:
     lm_head = torch.randn(vocabulary, hidden_size, requires_grad=True)
     targets = torch.randint(vocabulary, (tokens,))
     with Sizes() as sizes:
-        found = token_logprobs(hidden, lm_head, targets, 0.5, entropy=entropy, chunk=chunk)
-        sum(t.sum() for t in (found if isinstance(found, tuple) else (found,))).backward()
+        result = token_logprobs(hidden, lm_head, targets, 0.5, entropy=entropy, chunk=chunk)
+        sum(t.sum() for t in (result if isinstance(result, tuple) else (result,))).backward()
     assert hidden.grad is not None
     assert sizes.largest == chunk * vocabulary
     with Sizes() as sizes:
@@ -252,13 +260,13 @@ def test_the_full_matrix_of_logits_never_exists(entropy: bool) -> None:
     assert sizes.largest == tokens * vocabulary
 
 
-@pytest.mark.parametrize(("chunk", "products"), [(TOKENS, 3), (TOKENS // 2, 8)])
-def test_logits_are_computed_twice_only_if_there_are_several_chunks(chunk: int, products: int) -> None:
-    """One product in forward and two for the gradients; one more in backward if the logits were not kept."""
+@pytest.mark.parametrize(("chunk", "gemms"), [(TOKENS, 3), (TOKENS // 2, 8)])
+def test_logits_are_computed_twice_only_if_there_are_several_chunks(chunk: int, gemms: int) -> None:
+    """One GEMM in forward and two for the gradients, and another one in backward if the logits were not kept."""
     hidden, lm_head, targets = example()
     with Sizes() as sizes:
-        alone(hidden, lm_head, targets, chunk=chunk).sum().backward()
-    assert sizes.products == products
+        logprobs_only(hidden, lm_head, targets, chunk=chunk).sum().backward()
+    assert sizes.gemms == gemms
 
 
 @pytest.mark.gpu
@@ -271,22 +279,22 @@ def test_more_logits_than_32_bits_can_count() -> None:
     upstream = torch.randn(tokens, device="cuda")
     results = []
     for chunk in (tokens, 1024):
-        found = alone(hidden, lm_head, targets, chunk=chunk)
-        results.append((found.detach(), *torch.autograd.grad(found, (hidden, lm_head), upstream)))
+        logprobs = logprobs_only(hidden, lm_head, targets, chunk=chunk)
+        results.append((logprobs.detach(), *torch.autograd.grad(logprobs, (hidden, lm_head), upstream)))
     for whole, in_chunks in zip(*results, strict=True):
         torch.testing.assert_close(whole, in_chunks, rtol=2e-2, atol=2e-2 * float(in_chunks.abs().max()))
 
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_captured_on_the_tape(entropy: bool, chunk: int | None) -> None:
+def test_replays_of_a_tape_equal_eager(entropy: bool, chunk: int | None) -> None:
     """Loss and gradients of a replay equal eager bit for bit, at a temperature that changes with every call."""
     _, lm_head, _ = example(torch.float32)
     layer = torch.nn.Linear(HIDDEN, HIDDEN)
 
     def loss(x: Tensor, targets: Tensor, weights: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        found = token_logprobs(layer(x), lm_head, targets, temperature, entropy=entropy, chunk=chunk)
-        logprobs, entropies = found if isinstance(found, tuple) else (found, found)
+        result = token_logprobs(layer(x), lm_head, targets, temperature, entropy=entropy, chunk=chunk)
+        logprobs, entropies = result if isinstance(result, tuple) else (result, result)
         total = (logprobs * weights).sum() + (entropies * 0.1).mean()
         total.backward()
         return total.detach(), logprobs.detach()
@@ -312,6 +320,6 @@ def test_captured_on_the_tape(entropy: bool, chunk: int | None) -> None:
 def test_a_number_as_temperature_can_be_captured(backend: Any) -> None:
     device = "cuda" if backend == "cuda" else "cpu"
     hidden, lm_head, targets = (t.detach().to(device) for t in example(torch.float32))
-    graphed = capture(lambda h, t: alone(h, lm_head, t, 0.7), (hidden, targets), backend=backend)
-    other = torch.randn_like(hidden)
-    assert torch.equal(graphed(other, targets), alone(other, lm_head, targets, 0.7))
+    graphed = capture(lambda h, t: logprobs_only(h, lm_head, t, 0.7), (hidden, targets), backend=backend)
+    new_hidden = torch.randn_like(hidden)
+    assert torch.equal(graphed(new_hidden, targets), logprobs_only(new_hidden, lm_head, targets, 0.7))

@@ -1,4 +1,4 @@
-"""Functions as operations of PyTorch: those that add to a tensor, and those that return one."""
+"""Functions as operators of PyTorch: those that add to a tensor, and those that return one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rollgraph.model.operators import operator, sum_operator
 
 @sum_operator
 def add_first_row(total: Tensor, rows: Tensor) -> None:
-    total.numpy()[:] += rows.numpy()[0]  # which PyTorch does not see
+    total.numpy()[:] += rows.numpy()[0]  # a write that PyTorch does not see
 
 
-def test_a_capture_sees_the_sum_and_takes_back_what_warm_up_adds() -> None:
+def test_a_capture_sees_the_sum_and_rolls_back_its_warm_up() -> None:
     total = torch.full((3,), 7.0)
 
     def step(rows: Tensor) -> None:
@@ -30,7 +30,7 @@ def test_a_capture_sees_the_sum_and_takes_back_what_warm_up_adds() -> None:
     assert total.tolist() == [12.0, 12.0, 12.0]
 
 
-def test_autograd_hears_of_the_write() -> None:
+def test_autograd_notices_the_write() -> None:
     total = torch.zeros(3)
     before = total._version
     add_first_row(total, torch.ones(1, 3))
@@ -46,16 +46,16 @@ def multiplied_twice(x: Tensor, factor: int) -> Tensor:
     return torch.from_numpy(x.numpy() * factor).expand(2, -1).contiguous()
 
 
-def test_a_tape_records_an_operation_that_it_cannot_see_into() -> None:
+def test_a_tape_records_an_opaque_operator() -> None:
     graph = capture(lambda x: multiplied_twice(x, 3) + 1, (torch.zeros(2),), pool=GraphPool())
     assert graph(torch.tensor([1.0, 2.0])).tolist() == [[4.0, 7.0], [4.0, 7.0]]
     assert graph(torch.tensor([5.0, 0.0])).tolist() == [[16.0, 1.0], [16.0, 1.0]]
 
 
-def test_an_operation_on_tensors_without_memory_gives_their_shape() -> None:
-    found = multiplied_twice(torch.empty(5, device="meta"), 3)
-    assert found.is_meta
-    assert found.shape == (2, 5)
+def test_an_operator_on_meta_tensors_returns_their_shape() -> None:
+    result = multiplied_twice(torch.empty(5, device="meta"), 3)
+    assert result.is_meta
+    assert result.shape == (2, 5)
 
 
 EXCHANGE = """
@@ -69,7 +69,7 @@ print(group.all_reduce_no_grad(x.detach()).tolist(), x.grad.tolist(), "torch._dy
 """
 
 
-def test_ranks_that_divide_layers_do_not_import_the_compiler() -> None:
+def test_tensor_parallel_ranks_do_not_import_the_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", EXCHANGE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[3.0, 6.0] [3.0, 3.0] False"

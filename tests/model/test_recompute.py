@@ -1,4 +1,4 @@
-"""Recomputed activations: the bits of a model that keeps them, the memory of its inputs alone, and no stale weights."""
+"""Recomputed activations: no bit changes, only inputs are kept, and stale weights are refused."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def loss_of(model: Decoder) -> Tensor:
 def gradients(model: Decoder) -> list[Tensor | None]:
     loss = loss_of(model)
     loss.backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    return [loss.detach(), *found]
+    results = [parameter.grad for parameter in model.parameters()]
+    return [loss.detach(), *results]
 
 
-def equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    pairs = zip(one, other, strict=True)
+def equal(left: list[Tensor | None], right: list[Tensor | None]) -> bool:
+    pairs = zip(left, right, strict=True)
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
 
 
@@ -77,30 +77,30 @@ def test_recomputing_does_not_change_a_bit(architecture: Architecture) -> None:
 @every_model
 def test_layers_whose_input_needs_no_gradient_train_their_own_weights(architecture: Architecture) -> None:
     """As with a frozen base: nothing before the first trained weight requires a gradient."""
-    found = []
+    results = []
     for count, parts in ((0, False), (3, False), (3, True)):
         model = build(architecture, count, parts).requires_grad_(False)
         for layer in model.layers:
             layer.self_attn.qkv_proj.weight.requires_grad_()
-        found.append(gradients(model))
-    assert sum(gradient is not None for gradient in found[0]) == 1 + architecture.layers
-    assert equal(found[0], found[1])
-    assert equal(found[0], found[2])
+        results.append(gradients(model))
+    assert sum(gradient is not None for gradient in results[0]) == 1 + architecture.layers
+    assert equal(results[0], results[1])
+    assert equal(results[0], results[2])
 
 
 @every_model
 def test_recomputing_does_not_change_a_bit_of_adapters(architecture: Architecture) -> None:
-    """Nothing but the adapters is trained, and the input of the first layer needs no gradient."""
-    found = []
+    """Only the adapters are trained, and the input of the first layer needs no gradient."""
+    results = []
     for count, parts in ((0, False), (1, False), (3, False), (3, True)):
-        found.append(gradients(adapted(build(architecture, count, parts))))
-    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in found[0])
-    for recomputed in found[1:]:
-        assert equal(recomputed, found[0])
+        results.append(gradients(with_adapters(build(architecture, count, parts))))
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in results[0])
+    for recomputed in results[1:]:
+        assert equal(recomputed, results[0])
 
 
 def test_adapters_that_changed_since_the_forward_are_refused() -> None:
-    model = adapted(build(LLAMA, 3))
+    model = with_adapters(build(LLAMA, 3))
     loss = loss_of(model)
     assert model.adapters is not None
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_adapters_that_changed_since_the_forward_are_refused() -> None:
         loss.backward()
 
 
-def adapted(model: Decoder) -> Decoder:
+def with_adapters(model: Decoder) -> Decoder:
     attach(model, AdapterSpec(rank=2, alpha=3.0), seed=3)
     assert model.adapters is not None
     with torch.no_grad():
@@ -121,7 +121,7 @@ def adapted(model: Decoder) -> Decoder:
 
 
 def test_only_the_arguments_of_a_recomputed_module_are_saved() -> None:
-    """A layer keeps the residual stream and its update; angles and the layout of the batch are those of all layers."""
+    """A layer keeps the residual stream and its update. All layers share the angles and the layout of the batch."""
     saved = {count: bytes_saved(build(LLAMA, count)) for count in (0, 1, 2, 3)}
     stream = TOKENS * 32 * 4
     assert saved[2] - saved[3] == saved[1] - saved[2] > 5 * stream
@@ -132,13 +132,13 @@ def test_only_the_arguments_of_a_recomputed_module_are_saved() -> None:
 
 
 def bytes_saved(model: Decoder) -> int:
-    """What autograd saves, without parameters and buffers."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    """The bytes that autograd saves, without parameters and buffers."""
+    model_memory = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in model_memory:
             storages[storage.data_ptr()] = storage  # kept alive, so that its address is not reused
         return tensor
 
@@ -190,7 +190,7 @@ def test_a_recomputation_that_fails_leaves_the_model_as_it_was() -> None:
 @pytest.mark.parametrize(
     "part", ["layer", *(pytest.param(part, marks=pytest.mark.slow) for part in ("self_attn", "mlp"))]
 )
-def test_a_graph_of_what_is_recomputed_is_clean_under_the_sanitizer(part: str) -> None:
+def test_graphs_of_recomputed_modules_are_clean_under_the_sanitizer(part: str) -> None:
     model = build(LLAMA, 1, parts=part != "layer")
     layer = next(iter(model.layers))
     target, arguments = one_call(layer, part)
@@ -205,7 +205,7 @@ def test_a_graph_of_what_is_recomputed_is_clean_under_the_sanitizer(part: str) -
 
 
 def one_call(layer: Any, part: str) -> tuple[Any, tuple[Any, ...]]:
-    """What a graph contains, and arguments for it."""
+    """A module to capture, and arguments for it."""
     _, _, cu_seqlens, longest, keys = inputs()
     layout = (*torch.rand(2, TOKENS, 4), cu_seqlens, longest, keys)
     stream = torch.randn(TOKENS, 32, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The kernels that add up gradients, against sums in float64: at any number of rows, and the same bits each time."""
+"""The kernels that sum gradients: compared with float64 at any number of rows, and with the same bits each time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROWS = (1, 7, 128, 129, 300)  # a part of a block, a whole one, and several
 COLUMNS = (1, 16, 130)
 
 
-def check(found: Tensor, before: Tensor, added: Tensor, *others: Tensor) -> None:
-    """`found` is `before` plus the sum of the rows of `added`, within the error of fp32. The others have its bits."""
+def check(actual: Tensor, before: Tensor, added: Tensor, *others: Tensor) -> None:
+    """`actual` is `before` plus the sum of the rows of `added`, within the error of fp32. The others have its bits."""
     expected = before.double() + added.double().sum(0)
     size = before.double().abs() + added.double().abs().sum(0)
-    assert ((found.double() - expected).abs() <= 1e-6 * size).all()
-    assert all(torch.equal(found, other) for other in others)
+    assert ((actual.double() - expected).abs() <= 1e-6 * size).all()
+    assert all(torch.equal(actual, other) for other in others)
 
 
 def compare_bias(device: str, dtype: torch.dtype) -> None:
@@ -43,7 +43,7 @@ def compare_bias(device: str, dtype: torch.dtype) -> None:
 
 
 def compare_partial_sums(device: str) -> None:
-    """Rows that are pieces of longer ones, added to a piece of a buffer: nothing beside it changes."""
+    """Rows that are slices of longer ones, added to a slice of a buffer: nothing beside it changes."""
     from rollgraph.model.kernels.pointwise import add_rows
 
     for rows in (1, 255, 600):
@@ -58,7 +58,7 @@ def compare_partial_sums(device: str) -> None:
 
 
 def check_captured(device: str) -> None:
-    """A capture takes back what its warm-up adds, and each replay adds once."""
+    """A capture rolls back the additions of its warm-up, and each replay adds once."""
     from rollgraph.model.kernels.pointwise import add_rows
 
     total = torch.ones(5, device=device)
@@ -90,14 +90,14 @@ def test_kernels_on_cuda() -> None:
     compare_all("cuda")
 
 
-def summed_by(outputs: Sequence[Tensor], weights: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
-    """What a backward adds to the sums of the gradients of these weights, by itself."""
+def direct_sums_of(outputs: Sequence[Tensor], weights: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
+    """The direct sums of these weights after a backward."""
     buffers: dict[Tensor, Tensor] = {weight: torch.zeros(weight.shape, device="cuda") for weight in weights}
     with direct_sums(buffers) as sums:
         for weight, gradient in zip(weights, torch.autograd.grad(outputs, weights, upstream), strict=True):
             added = buffers[weight].clone()
             sums[weight].add(gradient)
-            assert torch.equal(buffers[weight], added)  # autograd has found nothing but a stand-in
+            assert torch.equal(buffers[weight], added)  # autograd got only a stand-in
     return list(buffers.values())
 
 
@@ -107,10 +107,10 @@ def test_norms_add_the_gradients_of_their_weights_in_fp32(rows: int) -> None:
     stream, update, weight, d_out = (torch.randn(n, 96).to("cuda", torch.bfloat16) for n in (rows, rows, 1, rows))
     weight = weight[0].clone().requires_grad_()
     out, summed = add_norm(stream, update, weight, 1e-5)
-    (found,) = summed_by([out], [weight], [d_out])
+    (total,) = direct_sums_of([out], [weight], [d_out])
     wide = weight.detach().double().requires_grad_()
     (expected,) = torch.autograd.grad(norm(summed.detach().double(), wide, 1e-5), [wide], d_out.double())
-    assert (found.double() - expected).norm() <= 1e-5 * expected.norm()
+    assert (total.double() - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.gpu
@@ -124,10 +124,10 @@ def test_norms_of_heads_add_the_gradients_of_their_weights_in_fp32(tokens: int) 
     cos, sin = (x.cuda() for x in rotary_angles(torch.arange(tokens), torch.rand(dim // 2), 1.0))
     outputs = SplitHeads.apply(qkv, cos, sin, *weights, 1e-5, heads, kv_heads)
     upstream = [torch.randn_like(output) for output in outputs]
-    found = summed_by(outputs, weights, upstream)
+    totals = direct_sums_of(outputs, weights, upstream)
     wide = [weight.detach().double().requires_grad_() for weight in weights]
     q, k, _ = qkv.double().view(tokens, -1, dim).split((heads, kv_heads, kv_heads), 1)
     plain = [rotate(norm(x, weight, 1e-5), cos, sin) for x, weight in zip((q, k), wide, strict=True)]
     expected = torch.autograd.grad(plain, wide, [x.double() for x in upstream[:2]])
-    for one, other in zip(found, expected, strict=True):
-        assert (one.double() - other).norm() <= 1e-5 * other.norm()
+    for total, exact in zip(totals, expected, strict=True):
+        assert (total.double() - exact).norm() <= 1e-5 * exact.norm()

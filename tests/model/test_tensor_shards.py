@@ -1,4 +1,4 @@
-"""Ranks that divide a model compute what one rank computes, and what all of them have, they have with the same bits."""
+"""Tensor parallel ranks compute the same as one rank, and replicated values have the same bits on all of them."""
 
 from __future__ import annotations
 
@@ -60,33 +60,33 @@ def learn(model: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def generate(model: Decoder) -> Tensor:
-    """Hidden states of the last places of a sequence, decoded after a prefill of the others."""
+    """Hidden states of the last tokens of a sequence, decoded after a prefill of the others."""
     a = model.architecture
     ids = torch.randint(23, (14,), generator=torch.Generator().manual_seed(2))
     pages = [torch.zeros(5, 4, 2, a.kv_heads, a.head_dim, dtype=torch.float64) for _ in range(a.layers)]
     table = torch.tensor([[1, 3, 2, 4]], dtype=torch.int32)
 
-    def slots(places: Tensor) -> Tensor:
-        return table[0, places // 4] * 4 + (places % 4).int()
+    def slots(positions: Tensor) -> Tensor:
+        return table[0, positions // 4] * 4 + (positions % 4).int()
 
-    places = torch.arange(9)
+    positions = torch.arange(9)
     bounds = torch.tensor([0, 9], dtype=torch.int32)
-    found = []
+    hidden = []
     with torch.no_grad():
-        model.prefill(ids[:9], places, slots(places), pages, table, bounds, bounds[1:])
-        for place in range(9, 14):
-            at = torch.tensor([place])
-            found.append(model.decode(ids[at], at, slots(at), pages, table, (at + 1).int()))
-    return torch.cat(found)
+        model.prefill(ids[:9], positions, slots(positions), pages, table, bounds, bounds[1:])
+        for position in range(9, 14):
+            index = torch.tensor([position])
+            hidden.append(model.decode(ids[index], index, slots(index), pages, table, (index + 1).int()))
+    return torch.cat(hidden)
 
 
-def assert_same(one: Tensor, other: Tensor) -> None:
+def assert_same(actual: Tensor, expected: Tensor) -> None:
     """In float64, sums of a few dozen terms in another order differ by much less than this."""
-    torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
 
 
 @every_model
-def test_ranks_compute_what_one_computes(architecture: Architecture, ranks: int) -> None:
+def test_tensor_parallel_ranks_compute_the_same_as_one_rank(architecture: Architecture, ranks: int) -> None:
     whole = make_model(architecture)
     logprobs, gradients = learn(whole)
     hidden = generate(whole)
@@ -95,28 +95,30 @@ def test_ranks_compute_what_one_computes(architecture: Architecture, ranks: int)
         model = shard_model(whole, group)
         return *learn(model), generate(model)
 
-    found = run_group(ranks, run)
-    for rank, (own_logprobs, own_gradients, own_hidden) in enumerate(found):
-        assert torch.equal(own_logprobs, found[0][0])
-        assert torch.equal(own_hidden, found[0][2])
-        assert_same(own_logprobs, logprobs)
-        assert_same(own_hidden, hidden)
+    results = run_group(ranks, run)
+    for rank, (rank_logprobs, rank_gradients, rank_hidden) in enumerate(results):
+        assert torch.equal(rank_logprobs, results[0][0])
+        assert torch.equal(rank_hidden, results[0][2])
+        assert_same(rank_logprobs, logprobs)
+        assert_same(rank_hidden, hidden)
         pieces = parameter_shards(architecture, rank, ranks)
-        assert pieces.keys() == own_gradients.keys() == gradients.keys()
-        for name, gradient in own_gradients.items():
+        assert pieces.keys() == rank_gradients.keys() == gradients.keys()
+        for name, gradient in rank_gradients.items():
             assert_same(gradient, slice_shard(gradients[name], pieces[name]))
             if pieces[name].is_full:
-                assert torch.equal(gradient, found[0][1][name]), name
+                assert torch.equal(gradient, results[0][1][name]), name
 
 
 def test_ranks_that_share_keys_have_the_same_gradient() -> None:
     architecture, ranks = MODELS["shared key/value heads"]
     whole = make_model(architecture)
-    found = run_group(ranks, lambda group: learn(shard_model(whole, group))[1]["layers.0.self_attn.qkv_proj.weight"])
+    gradients = run_group(
+        ranks, lambda group: learn(shard_model(whole, group))[1]["layers.0.self_attn.qkv_proj.weight"]
+    )
     queries = 4
-    assert torch.equal(found[0][queries:], found[1][queries:])
-    assert torch.equal(found[2][queries:], found[3][queries:])
-    assert not torch.equal(found[0][queries:], found[2][queries:])
+    assert torch.equal(gradients[0][queries:], gradients[1][queries:])
+    assert torch.equal(gradients[2][queries:], gradients[3][queries:])
+    assert not torch.equal(gradients[0][queries:], gradients[2][queries:])
 
 
 @every_model
@@ -130,15 +132,15 @@ def test_each_element_is_counted_once(architecture: Architecture, ranks: int) ->
 
 @pytest.mark.parametrize("checkpointing", [1, 2])
 def test_recomputed_layers_have_the_same_bits(checkpointing: int) -> None:
-    kept, again = make_model(LLAMA), make_model(LLAMA, checkpointing)
+    kept, recomputing = make_model(LLAMA), make_model(LLAMA, checkpointing)
 
     def run(group: TensorParallelGroup) -> tuple[Any, Any]:
-        return learn(shard_model(kept, group)), learn(shard_model(again, group))
+        return learn(shard_model(kept, group)), learn(shard_model(recomputing, group))
 
-    for (logprobs, gradients), (logprobs_again, gradients_again) in run_group(2, run):
-        assert torch.equal(logprobs, logprobs_again)
+    for (logprobs, gradients), (recomputed_logprobs, recomputed_gradients) in run_group(2, run):
+        assert torch.equal(logprobs, recomputed_logprobs)
         for name, gradient in gradients.items():
-            assert torch.equal(gradient, gradients_again[name]), name
+            assert torch.equal(gradient, recomputed_gradients[name]), name
 
 
 ADAPTED = {
@@ -154,7 +156,7 @@ def attach_adapter(model: Decoder, targets: tuple[str, ...], dropout: float = 0.
 
 
 def draw_b(whole: Decoder) -> dict[str, Tensor]:
-    """Random adapters in place of those that change nothing; gives all of their parameters."""
+    """Make B random, because a B of zeros changes nothing. Returns the parameters of all adapters."""
     assert whole.adapters is not None
     generator = torch.Generator().manual_seed(5)
     for _, _, b in whole.adapters.projections():
@@ -163,10 +165,10 @@ def draw_b(whole: Decoder) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("targets", ADAPTED.values(), ids=ADAPTED)
-def test_ranks_divide_adapters(targets: tuple[str, ...], tmp_path: Path) -> None:
-    """Their weights are pieces of those that one rank has, and so are their gradients; files hold whole ones."""
+def test_adapters_are_sharded_like_their_layers(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Weights and gradients are pieces of those of a single rank. Files hold whole ones."""
     whole = attach_adapter(make_model(BIASED), targets)
-    begun = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
+    initial = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     parameters = draw_b(whole)
     logprobs, gradients = learn(whole)
     hidden = generate(whole)
@@ -178,14 +180,14 @@ def test_ranks_divide_adapters(targets: tuple[str, ...], tmp_path: Path) -> None
         model = attach_adapter(shard_model(base, group), targets)
         pieces = model_shards(model)
         for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, slice_shard(begun[name], pieces[name])), name
+            assert torch.equal(parameter, slice_shard(initial[name], pieces[name])), name
         load_adapter(model, tmp_path / "whole")
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, slice_shard(parameters[name], pieces[name])), name
-        own_logprobs, own_gradients = learn(model)
-        assert_same(own_logprobs, logprobs)
+        rank_logprobs, rank_gradients = learn(model)
+        assert_same(rank_logprobs, logprobs)
         assert_same(generate(model), hidden)
-        for name, gradient in own_gradients.items():
+        for name, gradient in rank_gradients.items():
             assert_same(gradient, slice_shard(gradients[name], pieces[name]))
             if pieces[name].is_full:
                 assert torch.equal(gradient, group.from_first_rank(gradient)), name
@@ -200,20 +202,20 @@ def test_ranks_divide_adapters(targets: tuple[str, ...], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("targets", ADAPTED.values(), ids=ADAPTED)
-def test_ranks_leave_out_the_inputs_that_one_rank_would(
+def test_dropout_masks_equal_those_of_one_rank(
     targets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks are threads here, so each draws from a generator of its own, which the seed of the step began."""
+    """Ranks are threads here, so each draws from a separate generator, seeded with the seed of the step."""
     generators = threading.local()
 
     def drop(x: Tensor, rate: float) -> Tensor:
-        kept = torch.rand(x.shape, generator=generators.own, dtype=x.dtype) >= rate
+        kept = torch.rand(x.shape, generator=generators.of_thread, dtype=x.dtype) >= rate
         return x * kept / (1 - rate)
 
     monkeypatch.setattr(torch.nn.functional, "dropout", drop)
 
     def learn_from_seed(model: Decoder) -> tuple[Tensor, dict[str, Tensor]]:
-        generators.own = torch.Generator().manual_seed(6)
+        generators.of_thread = torch.Generator().manual_seed(6)
         return learn(model)
 
     whole = attach_adapter(make_model(BIASED), targets, dropout=0.4)
@@ -225,10 +227,10 @@ def test_ranks_leave_out_the_inputs_that_one_rank_would(
     def run(group: TensorParallelGroup) -> None:
         model = attach_adapter(shard_model(base, group), targets, dropout=0.4)
         load_adapter(model, tmp_path)
-        own_logprobs, own_gradients = learn_from_seed(model)
-        assert_same(own_logprobs, logprobs)
+        rank_logprobs, rank_gradients = learn_from_seed(model)
+        assert_same(rank_logprobs, logprobs)
         pieces = model_shards(model)
-        for name, gradient in own_gradients.items():
+        for name, gradient in rank_gradients.items():
             assert_same(gradient, slice_shard(gradients[name], pieces[name]))
             if pieces[name].is_full:
                 assert torch.equal(gradient, group.from_first_rank(gradient)), name
@@ -236,8 +238,8 @@ def test_ranks_leave_out_the_inputs_that_one_rank_would(
     run_group(2, run)
 
 
-def assert_same_files(one: Path, other: Path) -> None:
-    ours, theirs = load_file(one), load_file(other)
+def assert_same_files(actual: Path, expected: Path) -> None:
+    ours, theirs = load_file(actual), load_file(expected)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
@@ -245,7 +247,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(5, 7), (4, 6), (1,)], ids=str)
-def test_a_sum_of_parts_has_the_bits_of_a_sum_of_everything(
+def test_a_large_all_reduce_has_the_bits_of_a_small_one(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     def total(group: TensorParallelGroup) -> Tensor:
@@ -255,12 +257,12 @@ def test_a_sum_of_parts_has_the_bits_of_a_sum_of_everything(
 
     small = run_group(4, total)
     monkeypatch.setattr(tensor_parallel, "LARGE_ALL_REDUCE", 0)
-    monkeypatch.setattr(TensorParallelGroup, "all_gather", refuse_large(small[0].numel()))
-    for found in run_group(4, total):
-        assert torch.equal(found, small[0])
+    monkeypatch.setattr(TensorParallelGroup, "all_gather", refuse_full_gathers(small[0].numel()))
+    for large in run_group(4, total):
+        assert torch.equal(large, small[0])
 
 
-def refuse_large(elements: int) -> Any:
+def refuse_full_gathers(elements: int) -> Any:
     gather = TensorParallelGroup.all_gather
 
     def gather_a_part(group: TensorParallelGroup, x: Tensor) -> Tensor:
@@ -270,7 +272,7 @@ def refuse_large(elements: int) -> Any:
     return gather_a_part
 
 
-def test_a_model_whose_sums_are_taken_in_parts_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_large_all_reduces_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = make_model(replace(BIASED, kv_heads=4))
 
     def run(group: TensorParallelGroup) -> tuple[Tensor, dict[str, Tensor]]:
@@ -278,19 +280,19 @@ def test_a_model_whose_sums_are_taken_in_parts_has_the_same_bits(monkeypatch: py
 
     expected = run_group(4, run)
     monkeypatch.setattr(tensor_parallel, "LARGE_ALL_REDUCE", 0)
-    for (logprobs, gradients), (own, own_gradients) in zip(expected, run_group(4, run), strict=True):
-        assert torch.equal(own, logprobs)
-        assert all(torch.equal(own_gradients[name], gradient) for name, gradient in gradients.items())
+    for (logprobs, gradients), (large_logprobs, large_gradients) in zip(expected, run_group(4, run), strict=True):
+        assert torch.equal(large_logprobs, logprobs)
+        assert all(torch.equal(large_gradients[name], gradient) for name, gradient in gradients.items())
 
 
-def test_parts_are_summed_in_fp32_in_the_order_of_ranks() -> None:
+def test_an_all_reduce_sums_in_fp32_in_the_order_of_ranks() -> None:
     values = (256.0, 1.0, 1.0)  # in bfloat16, 256 + 1 is 256
-    found = run_group(3, lambda group: group.all_reduce(torch.tensor([values[group.rank]], dtype=torch.bfloat16)))
-    assert [total.item() for total in found] == [258.0] * 3
+    totals = run_group(3, lambda group: group.all_reduce(torch.tensor([values[group.rank]], dtype=torch.bfloat16)))
+    assert [total.item() for total in totals] == [258.0] * 3
 
 
 @pytest.mark.parametrize("checkpointing", [0, 2])
-def test_a_tape_exchanges_at_every_replay(checkpointing: int) -> None:
+def test_a_tape_runs_its_collectives_at_every_replay(checkpointing: int) -> None:
     """Captured forward and backward give the bits of eager ones, for weights and tokens of a later call, too."""
     group = mirrored_group()
     model = shard_model(make_model(replace(LLAMA, family="qwen3"), checkpointing), group)
@@ -300,10 +302,10 @@ def test_a_tape_exchanges_at_every_replay(checkpointing: int) -> None:
     exchange = group.collectives["all_gather"]
     calls = 0
 
-    def counting(mine: Tensor) -> Tensor:
+    def counting(x: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        return exchange(mine)
+        return exchange(x)
 
     group.collectives["all_gather"] = counting
 
@@ -318,10 +320,10 @@ def test_a_tape_exchanges_at_every_replay(checkpointing: int) -> None:
         ids = torch.randint(23, (12,), generator=torch.Generator().manual_seed(seed))
         calls = 0
         expected = step(ids)
-        eagerly, calls = calls, 0
-        found = captured(ids)
-        assert calls == eagerly > 0
-        assert all(map(torch.equal, found, expected))
+        eager_calls, calls = calls, 0
+        replayed = captured(ids)
+        assert calls == eager_calls > 0
+        assert all(map(torch.equal, replayed, expected))
         with torch.no_grad():
             parameters[0].mul_(1.1)
 
@@ -351,21 +353,21 @@ def test_a_folder_is_read_in_pieces_and_written_whole(
             assert torch.equal(parameters[name], slice_shard(parameter, pieces[name]).to(dtype)), name
     stored = sum(parameter.numel() for parameter in whole.parameters()) * 8
     assert read[0] == sum(parameter.numel() for parameter in parameters.values()) * 8 < stored
-    again = load_model(tmp_path / "again")
-    assert again.architecture == architecture
-    for (name, parameter), expected in zip(again.named_parameters(), whole.parameters(), strict=True):
+    reloaded = load_model(tmp_path / "again")
+    assert reloaded.architecture == architecture
+    for (name, parameter), expected in zip(reloaded.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(parameter, expected.to(dtype)), name
 
 
-def test_a_tape_exchanges_although_nothing_reads_the_result() -> None:
-    """Other ranks wait for it. Whether something still refers to the result when the tape is made differs by rank."""
+def test_a_tape_runs_a_collective_whose_result_is_unused() -> None:
+    """Other ranks wait for it. Whether the result is still referenced when the tape is made differs between ranks."""
     group = mirrored_group()
     exchange = group.collectives["all_gather"]
     calls: list[int] = []
 
-    def counting(mine: Tensor) -> Tensor:
+    def counting(tensor: Tensor) -> Tensor:
         calls.append(1)
-        return exchange(mine)
+        return exchange(tensor)
 
     def step(x: Tensor) -> Tensor:
         group.all_reduce(x * 3)
@@ -377,7 +379,7 @@ def test_a_tape_exchanges_although_nothing_reads_the_result() -> None:
     assert len(calls) == 1
 
 
-def test_layers_that_cannot_be_divided_are_refused() -> None:
+def test_sizes_that_ranks_cannot_divide_are_refused() -> None:
     with pytest.raises(ArchitectureError, match="3 must divide the 4 heads"):
         LLAMA.sharded(3)
     with pytest.raises(ArchitectureError, match="4 must divide the 6 key/value heads"):

@@ -31,8 +31,8 @@ def build(architecture: Architecture = SMALL, dtype: torch.dtype = torch.float32
     return model.to(dtype)
 
 
-def same(one: Decoder, other: Decoder) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+def same(left: Decoder, right: Decoder) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
 def stored_bytes(folder: Path) -> int:
@@ -40,7 +40,7 @@ def stored_bytes(folder: Path) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-# -- what is read ----------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,17 +67,17 @@ def test_progress_counts_the_bytes_of_the_files_up_to_the_last_one(
     model = build(architecture, stored)
     save_model(model, tmp_path, shard_bytes=1500)
     for dtype in (torch.float32, torch.bfloat16):
-        told: list[tuple[int, int]] = []
-        loaded = load_model(tmp_path, dtype=dtype, on_bytes=lambda *progress, told=told: told.append(progress))
+        reports: list[tuple[int, int]] = []
+        loaded = load_model(tmp_path, dtype=dtype, on_bytes=lambda *progress, reports=reports: reports.append(progress))
         assert same(loaded, model.to(dtype))
-        done, totals = zip(*told, strict=True)
+        done, totals = zip(*reports, strict=True)
         assert set(totals) == {stored_bytes(tmp_path)}
         assert (done[0], done[-1]) == (0, totals[0])
         assert sorted(set(done)) == list(done)
 
 
-def test_what_is_read_counts_as_a_write_to_the_parameters(tmp_path: Path) -> None:
-    """A backward of a forward before it is refused, as after `copy_`."""
+def test_loading_counts_as_a_write_to_the_parameters(tmp_path: Path) -> None:
+    """The backward of an earlier forward is refused, as after `copy_`."""
     save_model(build(), tmp_path)
     model = build()
     hidden = model(torch.arange(4), torch.arange(4), torch.tensor([0, 4], dtype=torch.int32), 4)
@@ -110,9 +110,9 @@ def exchange(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "when"),
     [(cut, "before"), (overwrite, "before"), (exchange, "before"), (os.remove, "before"), (cut, "during"),
-     (overwrite, "during")],  # an open file that is exchanged or removed stays what it was
+     (overwrite, "during")],  # an open file that is exchanged or removed does not change
 )  # fmt: skip
-def test_a_file_that_changes_is_an_error_and_nothing_half_loaded_is_left(
+def test_a_file_that_changes_is_an_error_and_leaves_only_nan(
     change: Any, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the header and the tensors, or while the tensors are read."""
@@ -196,7 +196,7 @@ print(sum(parameter.double().sum().item() for parameter in model.parameters()))
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other ways")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_needs_no_more_host_memory_than_the_weights_and_its_buffers(dtype: str, tmp_path: Path) -> None:
-    """The system refuses any memory beyond that. The files have 300 MB, and the margin is a fifth of it."""
+    """The system refuses any memory beyond that. The files have 300 MB, and the margin is a fifth of that."""
     torch.manual_seed(0)
     model = Decoder(LARGE)
     save_model(model, tmp_path / "large", shard_bytes=100 * MIB)
@@ -206,9 +206,9 @@ def test_loading_needs_no_more_host_memory_than_the_weights_and_its_buffers(dtyp
     weights = sum(parameter.nbytes for parameter in model.parameters())
     allowed = weights + 8 * MIB + 48 * MIB
     arguments = [str(tmp_path / "small"), str(tmp_path / "large"), dtype, str(allowed)]
-    found = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert float(found.stdout) == sum(parameter.double().sum().item() for parameter in model.parameters())
+    done = subprocess.run([sys.executable, "-c", LIMITED, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == sum(parameter.double().sum().item() for parameter in model.parameters())
 
 
 @pytest.mark.gpu
@@ -224,14 +224,14 @@ def test_a_gpu_gets_the_same_bits_and_allocates_little_more_than_the_weights(
     pinned = pinned_bytes()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    told: list[tuple[int, int]] = []
-    loaded = load_model(tmp_path, dtype=dtype, device="cuda", on_bytes=lambda *progress: told.append(progress))
+    reports: list[tuple[int, int]] = []
+    loaded = load_model(tmp_path, dtype=dtype, device="cuda", on_bytes=lambda *progress: reports.append(progress))
     assert torch.cuda.max_memory_allocated() - before < sum(p.nbytes for p in loaded.parameters()) + 32 * MIB
     assert pinned_bytes() - pinned <= 16 * MIB
     assert same(loaded.cpu(), expected)
-    assert told[-1] == (stored_bytes(tmp_path),) * 2
+    assert reports[-1] == (stored_bytes(tmp_path),) * 2
 
 
 def pinned_bytes() -> int:
-    """What PyTorch holds, in use or not: it returns nothing to the system."""
+    """The pinned memory that PyTorch holds, in use or not: it returns none to the system."""
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

@@ -1,4 +1,4 @@
-"""Triton kernels of the tests alone, so that nothing else has compiled them. Import it where there is a GPU."""
+"""Triton kernels that only tests use, so that nothing else has compiled them. Import this only if there is a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _add_kernel(x, out, SHIFT: tl.constexpr, SIZE: tl.constexpr):
 
 
 def add(x: Tensor, shift: int) -> Tensor:
-    """x + shift, by a kernel of its own for each shift."""
+    """x + shift, by a separate kernel for each shift."""
     out = torch.empty_like(x)
     _add_kernel[(1,)](x, out, SHIFT=shift, SIZE=x.numel())
     return out
@@ -32,7 +32,7 @@ def _large_kernel(x, out, SIZE: tl.constexpr, DEPTH: tl.constexpr):
 
 
 def take_too_much(x: Tensor) -> Tensor:
-    """Launch a kernel that needs more fast memory than any device has."""
+    """Launch a kernel that needs more shared memory than any device has."""
     out = torch.empty_like(x)
     _large_kernel[(1,)](x, out, SIZE=64, DEPTH=1024, num_stages=4)
     return out

@@ -48,7 +48,7 @@ def make_worker(
     entropies: bool = False,
     **options: Any,
 ) -> PolicyWorker:
-    """A captured worker whose reference policy equals its policy; with an adapter, it is the base."""
+    """A captured worker whose reference equals its policy. With an adapter, the reference is the base model."""
     sampling = SamplingParams(max_tokens=12, temperature=temperature)
     settings = {"optimizer": {"lr": RATE, "weight_decay": DECAY}, "warmup": 1, "verify_weights": True} | options
     model = make_model()
@@ -68,7 +68,7 @@ def make_worker(
 
 
 def share_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Give the caches of workers memory of their own."""
+    """Give the cache of each worker separate memory."""
     patch.setattr(CacheLayout, "layers_over_gradients", 0)
     patch.setattr(CacheLayout, "pool_nbytes", 0)
     patch.setattr(CacheLayout, "make_pages", lambda layout, pool: layout.plan.allocate(layout.gradients.device))
@@ -81,29 +81,29 @@ def parameters(worker: PolicyWorker) -> Tensor:
 
 
 def gradient_pieces(worker: PolicyWorker) -> dict[tuple[str, int], Tensor]:
-    """The gradient of each piece, by name and start, that the first step saw: Adam's first moment has it."""
+    """The gradient of the first step, taken from Adam's first moment: this rank's pieces, by name and start."""
     pieces = worker.optimizer.parameter_states
     return {(piece.parameter.name, piece.start): piece.state["exp_avg"].flatten() / 0.1 for piece in pieces}
 
 
 def join(*pieces: dict[tuple[str, int], Tensor]) -> Tensor:
     """One gradient from the pieces of all ranks."""
-    together = {place: piece for own in pieces for place, piece in own.items()}
-    return torch.cat([together[place] for place in sorted(together)])
+    by_start = {start: piece for of_rank in pieces for start, piece in of_rank.items()}
+    return torch.cat([by_start[start] for start in sorted(by_start)])
 
 
 def gradient(worker: PolicyWorker) -> Tensor:
     return join(gradient_pieces(worker))
 
 
-def assert_equal_up_to_rounding(one: Tensor, other: Tensor) -> None:
+def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
     """For gradients of norm 1 in fp32: summing in another order changes them by much less than 1e-6.
 
-    Compare gradients, not weights: Adam divides a gradient by its own magnitude, so where the gradient is nothing but
-    rounding, weights may differ by up to the learning rate.
+    Compare gradients, not weights: Adam divides a gradient by its own magnitude, so where the gradient is only
+    rounding error, weights may differ by up to the learning rate.
     """
-    assert one.abs().max() > 0.01
-    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert actual.abs().max() > 0.01
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 def make_samples(count: int, seed: int = 0, lengths: Sequence[int] | None = None) -> list[Sample]:

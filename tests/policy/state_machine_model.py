@@ -1,4 +1,4 @@
-"""The model of the state machine test, and the changes of its module tree."""
+"""The model of the state machine test, and the changes to its module tree."""
 
 from __future__ import annotations
 
@@ -6,23 +6,11 @@ import torch
 from torch import Tensor, nn
 
 RANKS = 3
-
-
 RATE = 0.01
-
-
 DECAY = 0.1
-
-
 SHAPE = (12, 16)
-
-
 BLOCKS = [f"block{i}" for i in range(5)]
-
-
 SLOTS = ["reference", "previous"]
-
-
 INPUTS = [torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(i)) for i in range(11)]
 
 
@@ -74,7 +62,7 @@ def _raise(gradient: Tensor) -> None:
 
 
 class Tree:
-    """A model and the changes of its module tree, for the plain model and for each rank."""
+    """A model and the changes to its module tree, for the plain model and for each rank."""
 
     def __init__(self, seed: int) -> None:
         self.model = Net()
@@ -83,7 +71,7 @@ class Tree:
                 self.model.parameters(), random_weights(seed, [*self.model.parameters()]), strict=True
             ):
                 parameter.copy_(value)
-        self.own = {name: (block.weight, block.bias) for name, block in self.model.blocks.items()}
+        self.originals = {name: (block.weight, block.bias) for name, block in self.model.blocks.items()}
         self.all = list(self.model.parameters())
         self.names = [name for name, _ in self.model.named_parameters()]
         self.trained = [parameter for parameter in self.all if parameter.requires_grad]
@@ -91,14 +79,14 @@ class Tree:
         self.seen: set[nn.Module] = set(self.model.modules())
 
     def inner(self, name: str) -> Block:
-        found = self.model.blocks[name]
-        return found.inner if isinstance(found, Wrapper) else found  # type: ignore[return-value]
+        block = self.model.blocks[name]
+        return block.inner if isinstance(block, Wrapper) else block  # type: ignore[return-value]
 
     def put(self, name: str, module: nn.Module) -> None:
         self.model.blocks[name] = module
         self.seen |= set(module.modules())
 
-    def change(self, what: str, name: str, other: str) -> None:
+    def change(self, what: str, name: str, source: str) -> None:
         blocks = self.model.blocks
         if what == "remove":
             self.away[name] = blocks[name]
@@ -112,15 +100,15 @@ class Tree:
         elif what == "wrap":
             self.put(name, Wrapper(self.inner(name)))
         elif what == "tie":
-            self.inner(name).weight = self.inner(other).weight
+            self.inner(name).weight = self.inner(source).weight
         elif what == "untie":
-            self.inner(name).weight = self.own[name][0]
+            self.inner(name).weight = self.originals[name][0]
         elif what == "add":
             self.put("plain", nn.Tanh())
         elif what == "freeze":
-            self.own[name][0].requires_grad_(False)
+            self.originals[name][0].requires_grad_(False)
         elif what == "unfreeze":
-            self.own[name][0].requires_grad_(True)
+            self.originals[name][0].requires_grad_(True)
         else:
             raise AssertionError(what)
 
@@ -128,7 +116,7 @@ class Tree:
         """Undo all changes, except for the order of blocks."""
         for name in sorted(self.away):
             self.put(name, self.away.pop(name))
-        for name, (weight, bias) in self.own.items():
+        for name, (weight, bias) in self.originals.items():
             weight.requires_grad_(True)
             block = self.inner(name)
             block.weight, block.bias = weight, bias

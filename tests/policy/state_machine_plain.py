@@ -1,4 +1,4 @@
-"""A plain replicated model that runs a script of transitions and records what the ranks should find."""
+"""A plain replicated model that runs a script of transitions and records the results that ranks must reproduce."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.policy.state_machine_script import Script
 
 
 class Plain:
-    """One copy of everything, which runs the script in the simplest way and records what the ranks should find."""
+    """One copy of everything. It runs the script in the simplest way."""
 
     def __init__(self, seed: int) -> None:
         self.tree = Tree(seed)
@@ -40,7 +40,7 @@ class Plain:
                     tensor.zero_()
         self.show_masters()
         self.slots: dict[str, list[Tensor]] = {}
-        self.kept: list[Tensor] = []
+        self.snapshot: list[Tensor] = []
         self.checkpoint: Any = None
         self.entered: list[tuple[str, Any]] = []
         self.expected: list[Any] = []
@@ -69,8 +69,8 @@ class Plain:
 
     def drop(self) -> None:
         self.buffers = [[torch.zeros_like(p) for p in self.tree.trained] for _ in range(RANKS)]
-        # The gradients in param.grad, which no hook has moved.
-        self.left: list[dict[int, Tensor]] = [{} for _ in range(RANKS)]
+        # Gradients that are still in param.grad, because no hook has moved them.
+        self.unmoved: list[dict[int, Tensor]] = [{} for _ in range(RANKS)]
         self.sums: list[Tensor] | None = None
 
     def step(self) -> None:
@@ -88,27 +88,27 @@ class Plain:
             self.expected[-1] = [self.model(INPUTS[(number + r) % len(INPUTS)]) for r in range(RANKS)]
 
     def do_backward(self, number: int, active: bool) -> None:
-        wanted = [i for i, p in enumerate(self.tree.trained) if p.requires_grad]
+        trainable = [i for i, p in enumerate(self.tree.trained) if p.requires_grad]
         for rank in range(RANKS):
             loss = loss_of(self.model(INPUTS[(number + rank) % len(INPUTS)]))
-            found = torch.autograd.grad(loss, [self.tree.trained[i] for i in wanted], allow_unused=True)
-            left = self.left[rank]
-            for index, gradient in zip(wanted, found, strict=True):
+            gradients = torch.autograd.grad(loss, [self.tree.trained[i] for i in trainable], allow_unused=True)
+            unmoved = self.unmoved[rank]
+            for index, gradient in zip(trainable, gradients, strict=True):
                 if gradient is not None:
-                    left[index] = left[index] + gradient if index in left else gradient
+                    unmoved[index] = unmoved[index] + gradient if index in unmoved else gradient
                     if active:
-                        self.buffers[rank][index] += left.pop(index)
+                        self.buffers[rank][index] += unmoved.pop(index)
 
     def do_finish(self, failure: Any) -> None:
-        for rank, left in enumerate(self.left):
-            for index, gradient in left.items():
+        for rank, unmoved in enumerate(self.unmoved):
+            for index, gradient in unmoved.items():
                 self.buffers[rank][index] += gradient
-            left.clear()
+            unmoved.clear()
         self.sums = []
-        for first, *others in zip(*self.buffers, strict=True):
+        for first, *rest in zip(*self.buffers, strict=True):
             total = first.clone()
-            for other in others:
-                total += other
+            for gradient in rest:
+                total += gradient
             self.sums.append(total / RANKS)
 
     def do_step(self, failure: Any) -> None:
@@ -120,15 +120,15 @@ class Plain:
     do_finish_and_drop = do_late = do_failing_pass = do_failing_rank = do_drop
 
     def do_zero(self) -> None:
-        left = self.left
+        unmoved = self.unmoved
         self.drop()
-        self.left = left
+        self.unmoved = unmoved
 
     def do_load(self, how: str, number: int, for_good: bool) -> None:
         values = random_weights(number, self.tree.all)
         if how == "state_dict":
-            here = {id(p) for p in self.model.parameters()}
-            values = [v if id(p) in here else p.detach() for v, p in zip(values, self.tree.all, strict=True)]
+            in_tree = {id(p) for p in self.model.parameters()}
+            values = [v if id(p) in in_tree else p.detach() for v, p in zip(values, self.tree.all, strict=True)]
         self.show([v.clone() for v in values])
         if for_good:
             with torch.no_grad():
@@ -136,10 +136,10 @@ class Plain:
                     master.copy_(parameter)
 
     def do_snapshot(self) -> None:
-        self.kept = self.values()
+        self.snapshot = self.values()
 
     def do_restore(self) -> None:
-        self.show(self.kept)
+        self.show(self.snapshot)
 
     def do_save(self, name: str) -> None:
         self.slots[name] = self.values()
@@ -180,8 +180,8 @@ class Plain:
         if drops:
             self.drop()
 
-    def do_change(self, what: str, name: str, other: str) -> None:
-        self.tree.change(what, name, other)
+    def do_change(self, what: str, name: str, source: str) -> None:
+        self.tree.change(what, name, source)
 
     def do_tidy(self) -> None:
         self.tree.tidy()

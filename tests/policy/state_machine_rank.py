@@ -59,8 +59,8 @@ class Rank:
         self.weights = WeightSlots(self.sharded, verify=choose.random() < 0.2)
         self.phases = Phases(self.sharded)
         self.contexts: list[AbstractContextManager[None]] = []
-        self.kept: Any = None
-        self.uneven = False  # ranks have completed different gathers
+        self.snapshot: Any = None
+        self.uneven = False  # whether ranks have completed different gathers
         self.done: Counter[str] = Counter()
         self.at = 0
 
@@ -94,7 +94,7 @@ class Rank:
         self.collectives.fail_at(*failure)
 
     def call_with_failure(self, call: Callable[[], Any], failure: tuple[Any, int] | None) -> Any:
-        """Call it, and once more if a collective was made to fail in it."""
+        """Call it, and call it again if an injected failure of a collective stopped it."""
         if failure is None:
             return call()
         self.break_collective(failure)
@@ -124,8 +124,8 @@ class Rank:
 
     def do_look(self) -> None:
         self.sharded.gather()
-        for name, found, value in zip(self.tree.names, self.tree.all, self.expected[self.at], strict=True):
-            assert torch.equal(found, value), f"{name} differs by {(found - value).abs().max()}"
+        for name, parameter, value in zip(self.tree.names, self.tree.all, self.expected[self.at], strict=True):
+            assert torch.equal(parameter, value), f"{name} differs by {(parameter - value).abs().max()}"
 
     def stale(self) -> bool:
         return any(self.sharded._parameters.managed[p].stale for p in self.model.parameters())
@@ -137,8 +137,8 @@ class Rank:
                 with pytest.raises(StaleWeights):
                     self.model(self.input(number))
                 return
-            found = self.model(self.input(number))
-        assert torch.equal(found, self.expected[self.at][self.rank]), "the output differs"
+            output = self.model(self.input(number))
+        assert torch.equal(output, self.expected[self.at][self.rank]), "the output differs"
 
     def do_backward(self, number: int, active: bool) -> None:
         if not active:
@@ -235,10 +235,10 @@ class Rank:
             with pytest.raises(StaleWeights):
                 self.sharded.flat.snapshot()
             self.sharded.gather()
-        self.kept = self.sharded.flat.snapshot()
+        self.snapshot = self.sharded.flat.snapshot()
 
     def do_restore(self) -> None:
-        self.sharded.flat.restore(self.kept)
+        self.sharded.flat.restore(self.snapshot)
 
     def do_save(self, name: str) -> None:
         self.weights.save(name)
@@ -301,8 +301,8 @@ class Rank:
 
     # The tree
 
-    def do_change(self, what: str, name: str, other: str) -> None:
-        self.tree.change(what, name, other)
+    def do_change(self, what: str, name: str, source: str) -> None:
+        self.tree.change(what, name, source)
 
     def do_tidy(self) -> None:
         self.tree.tidy()
@@ -315,8 +315,8 @@ class Rank:
 
     def do_moved(self, way: str, number: int, how: str) -> None:
         parameter = self.tree.all[number % len(self.tree.all)]
-        place = parameter.data
-        parameter.data = place.clone() if how == "data" else place.double()
+        storage = parameter.data
+        parameter.data = storage.clone() if how == "data" else storage.double()
         weights = dict(zip(self.tree.names, random_weights(number, self.tree.all), strict=True))
         ways = {
             "finish": self.sharded.finish_gradients,
@@ -325,7 +325,7 @@ class Rank:
         }
         with pytest.raises(RuntimeError, match="left its flat buffer"):
             ways[way]()
-        parameter.data = place
+        parameter.data = storage
 
     def do_copy(self) -> None:
         self.sharded.gather()

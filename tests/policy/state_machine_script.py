@@ -1,4 +1,4 @@
-"""Scripts of transitions that are drawn from a seed, with what is allowed when."""
+"""Scripts of transitions, drawn from a seed by a small model of which transitions are allowed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Transition = tuple[Any, ...]
 
 
 class Script:
-    """Transitions drawn from a seed, with as much state as is needed to know what each of them should do."""
+    """Transitions drawn from a seed, with just enough state to know which are allowed and what each should do."""
 
     def __init__(self, seed: int, length: int) -> None:
         self.random = random.Random(seed)
@@ -26,7 +26,7 @@ class Script:
         self.gradients = "empty"  # then "open", "synced", "finished"
         self.open: list[tuple[str, Any, bool]] = []  # contexts: kind, argument, whether hooks were on at entry
         self.slots: set[str] = set()
-        self.kept = self.saved = False
+        self.has_snapshot = self.has_checkpoint = False
         self.away: set[str] = set()
         self.tied: set[str] = set()
         self.frozen: set[str] = set()
@@ -61,7 +61,7 @@ class Script:
         return self.hooks_on and not reading and not self.has("paused", "hooks_paused")
 
     def failure(self) -> tuple[str, int] | None:
-        """Sometimes a collective fails, on all ranks."""
+        """Sometimes a collective that fails on all ranks: in which call, and after how many others."""
         if self.random.random() < 0.85:
             return None
         return self.random.choice(["start", "wait"]), self.random.randrange(4)
@@ -143,11 +143,11 @@ class Script:
         return ("load", how, self.random.randrange(10**6), self.random.random() < 0.5 and not self.lent)
 
     def draw_snapshot(self) -> Transition:
-        self.kept = True
+        self.has_snapshot = True
         return ("snapshot",)
 
     def draw_restore(self) -> Transition | None:
-        return ("restore",) if self.kept else None
+        return ("restore",) if self.has_snapshot else None
 
     def draw_save(self) -> Transition:
         name = self.random.choice(SLOTS)
@@ -160,9 +160,9 @@ class Script:
         usual = not (self.away or self.tied or self.frozen or self.wrapped or self.lent)
         if not usual:
             return None
-        if self.saved and self.random.random() < 0.5:
+        if self.has_checkpoint and self.random.random() < 0.5:
             return ("checkpoint_load",)
-        self.saved = True
+        self.has_checkpoint = True
         return ("checkpoint_save",)
 
     # Contexts
@@ -194,12 +194,12 @@ class Script:
     def draw_leave(self) -> Transition | None:
         if not self.open:
             return None
-        kind, argument, self.hooks_on_found = self.open.pop()
+        kind, argument, self.hooks_on_at_entry = self.open.pop()
         if kind in ("paused", "hooks_paused"):
-            self.hooks_on = self.hooks_on_found
+            self.hooks_on = self.hooks_on_at_entry
         outermost = not self.has("phase")
         if kind == "phase" and argument in READ_PHASES and outermost:
-            self.hooks_on = self.hooks_on_found
+            self.hooks_on = self.hooks_on_at_entry
         fails = self.random.random() < 0.3
         drops = fails and kind == "phase" and argument == "train"
         if drops:
@@ -218,13 +218,13 @@ class Script:
         what = self.random.choice(
             ["remove", "return", "replace", "wrap", "tie", "untie", "add", "freeze", "unfreeze", "return", "untie"]
         )
-        here = [name for name in BLOCKS if name not in self.away]
-        name, other = self.random.choice(BLOCKS), self.random.choice(here)
+        in_tree = [name for name in BLOCKS if name not in self.away]
+        name, source = self.random.choice(BLOCKS), self.random.choice(in_tree)
         if (name in self.away) != (what == "return"):
             return None
-        if what == "remove" and len(here) < 2:
+        if what == "remove" and len(in_tree) < 2:
             return None
-        if what == "tie" and name == other:
+        if what == "tie" and name == source:
             return None
         if what == "tie":
             self.tied.add(name)
@@ -242,7 +242,7 @@ class Script:
             self.wrapped.add(name)
         elif what == "replace":
             self.wrapped.discard(name)
-        return ("change", what, name, other)
+        return ("change", what, name, source)
 
     draw_change.weight = 4  # type: ignore[attr-defined]
 

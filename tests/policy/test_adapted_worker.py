@@ -1,4 +1,4 @@
-"""A worker with adapters: all scopes learn the same, no graph runs with a stale copy, and the base is what it was."""
+"""A worker with adapters: all scopes learn the same, no graph runs with a stale copy, and the base stays unchanged."""
 
 from __future__ import annotations
 
@@ -63,29 +63,29 @@ def worker(shared: PolicyWorker) -> Iterator[PolicyWorker]:
     assert not captured_again(shared)
 
 
-def test_sampled_logprobs_are_those_of_training(worker: PolicyWorker) -> None:
+def test_sampled_logprobs_equal_those_of_training(worker: PolicyWorker) -> None:
     """Before and after an update; `test_exactness.py` has more shapes."""
     for seed in ("a", "b"):
-        asked = [([1, 2, 3 + key], key) for key in range(6)]
+        requests = [([1, 2, 3 + key], key) for key in range(6)]
         samples = []
-        for (prompt, _), turn in zip(asked, worker.generate(asked, seed=seed), strict=True):
+        for (prompt, _), turn in zip(requests, worker.generate(requests, seed=seed), strict=True):
             ones = [1.0] * len(turn.tokens)
             samples.append(Sample(prompt, turn.tokens, ones, ones, turn.logprobs, None, turn.logprobs))
-        found = worker.train(Batch([samples]))
-        assert found["policy/token_mult_prob_error_max"] == 1.0
+        metrics = worker.train(Batch([samples]))
+        assert metrics["policy/token_mult_prob_error_max"] == 1.0
 
 
 def test_the_reference_is_the_base_before_and_after_updates(worker: PolicyWorker) -> None:
     base = worker.logprobs(SAMPLES, "reference")
     assert base != worker.logprobs(SAMPLES)
-    own = [view.clone() for view in parameter_views(worker.model).values()]
+    base_weights = [view.clone() for view in parameter_views(worker.model).values()]
     before = parameters(worker)
     worker.train(make_batch(2, 2))
     assert not torch.equal(parameters(worker), before)
     assert worker.logprobs(SAMPLES, "reference") == base
-    for view, kept in zip(parameter_views(worker.model).values(), own, strict=True):
+    for view, kept in zip(parameter_views(worker.model).values(), base_weights, strict=True):
         assert torch.equal(view, kept)
-    for view, drawn in zip(own, parameter_views(make_model()).values(), strict=True):
+    for view, drawn in zip(base_weights, parameter_views(make_model()).values(), strict=True):
         assert torch.equal(view, drawn)
 
 
@@ -114,7 +114,7 @@ def test_nothing_runs_with_a_stale_copy(worker: PolicyWorker) -> None:
         assert worker.generate([([1, 2], 0)], seed="a")  # entering the phase refreshes it
 
 
-def test_what_fails_without_adapters_switches_them_on_again(
+def test_a_failure_without_adapters_switches_them_on_again(
     worker: PolicyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object) -> None:
@@ -135,8 +135,8 @@ def test_training_is_refused_while_adapters_are_off(worker: PolicyWorker) -> Non
         worker.train(make_batch(1, 1))
 
 
-def test_no_other_weights_score_while_adapters_are_off(worker: PolicyWorker) -> None:
-    """They would all be the base."""
+def test_only_the_base_scores_while_adapters_are_off(worker: PolicyWorker) -> None:
+    """All of them would be the base."""
     worker.weights.save("start")
     with worker.adapted.use("reference"):
         base = worker.logprobs(SAMPLES, "reference")
@@ -166,9 +166,9 @@ def test_adapters_stay_off_until_the_last_use_of_the_base_ends(worker: PolicyWor
 def first_gradient(spec: AdapterSpec, **options: Any) -> Tensor:
     worker = make(spec=spec, **options)
     worker.train(make_batch(1, 6))
-    found = gradient(worker)
+    result = gradient(worker)
     worker.close()
-    return found
+    return result
 
 
 MLP_ONLY = replace(SPEC, targets=("down_proj",))
@@ -192,30 +192,30 @@ def test_every_scope_learns_the_same(spec: AdapterSpec, options: dict[str, Any])
 def on_ranks(world: World) -> dict[str, Any]:
     worker = make(world, scopes=("layer",), reduction="ordered")
     worker.train(make_batch(1, 6))
-    found: dict[str, Any] = {"gradient": gradient_pieces(worker)}
+    results: dict[str, Any] = {"gradient": gradient_pieces(worker)}
     worker.train(make_batch(2, 4, seed=1))
-    found |= {"base": worker.logprobs(SAMPLES, "reference"), "policy": worker.logprobs(SAMPLES)}
+    results |= {"base": worker.logprobs(SAMPLES, "reference"), "policy": worker.logprobs(SAMPLES)}
     turns = worker.generate([([1, 2], 0)], seed="a")
-    found["turn"] = (list(turns[0].tokens), list(turns[0].logprobs))
+    results["turn"] = (list(turns[0].tokens), list(turns[0].logprobs))
     worker.close()
-    return found
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_learn_the_same_as_one(tmp_path: Path) -> None:
     one = on_ranks(ALONE)
-    found = run_world(2, tmp_path, on_ranks)
-    together = join(*(rank["gradient"] for rank in found))
-    assert_equal_up_to_rounding(together, join(one["gradient"]))
-    for rank in found:
+    results = run_world(2, tmp_path, on_ranks)
+    joined = join(*(rank["gradient"] for rank in results))
+    assert_equal_up_to_rounding(joined, join(one["gradient"]))
+    for rank in results:
         assert rank["base"] == one["base"]
-        assert rank["policy"] == found[0]["policy"]
-        assert rank["turn"] == found[0]["turn"]
+        assert rank["policy"] == results[0]["policy"]
+        assert rank["turn"] == results[0]["turn"]
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("tape", marks=pytest.mark.slow)])
-def test_dropout_is_drawn_anew_in_training_only_and_repeats_with_the_update(backend: Any) -> None:
+def test_only_training_drops_out_and_its_masks_depend_on_the_update(backend: Any) -> None:
     worker = make(spec=replace(SPEC, dropout=0.5), backend=backend)
     assert not worker.is_exact
     turn = worker.generate([([1, 2], 0)], seed="a")[0]
@@ -234,6 +234,6 @@ def test_dropout_is_drawn_anew_in_training_only_and_repeats_with_the_update(back
     worker.close()
 
 
-def test_dropout_is_refused_where_it_cannot_hold() -> None:
+def test_dropout_is_refused_if_training_must_be_exact() -> None:
     with pytest.raises(ValueError, match="dropout"):
         make(spec=replace(SPEC, dropout=0.5), exact="must")

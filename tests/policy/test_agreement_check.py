@@ -1,4 +1,4 @@
-"""Operations of generation and training are compared one by one, and the one that differs is named."""
+"""The check compares the operations of generation and training one by one, and names each that differs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARCHITECTURES = {
     "a window": replace(LLAMA, family="mistral", windows=(20, None, 70)),
 }
 LIMITS = Limits(max_length=96, rows=8, token_buckets=(512,))
-PRODUCTS = {"qkv", "out", "gate_up", "down"}
+GEMMS = {"qkv", "out", "gate_up", "down"}
 
 
 def model_of(architecture: Architecture, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
@@ -36,24 +36,24 @@ def model_of(architecture: Architecture, device: str = "cpu", dtype: torch.dtype
 
 
 def split_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that adds up the two halves of K apart, if there is one row."""
-    whole = matmul._torch_matmul
+    """Emulate a library that sums the two halves of K separately if there is one row."""
+    multiply = matmul._torch_matmul
 
     def library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
         if len(x) > 1:
-            return whole(x, weight, bias, wide)
+            return multiply(x, weight, bias, wide)
         half = x.shape[1] // 2
-        return whole(x[:, :half], weight[:, :half], bias, wide) + whole(x[:, half:], weight[:, half:], None, wide)
+        return multiply(x[:, :half], weight[:, :half], bias, wide) + multiply(x[:, half:], weight[:, half:], None, wide)
 
     monkeypatch.setattr(matmul, "_torch_matmul", library)
 
 
 def differing(report: AgreementReport) -> dict[str, list[int]]:
     """The layers of each operation that differs."""
-    found: dict[str, list[int]] = {}
+    layers: dict[str, list[int]] = {}
     for difference in report.differences:
-        found.setdefault(difference.operation, []).append(difference.layer)
-    return found
+        layers.setdefault(difference.operation, []).append(difference.layer)
+    return layers
 
 
 def cases() -> Iterator[Any]:
@@ -73,31 +73,31 @@ def test_everything_agrees(name: str, device: str, dtype: torch.dtype) -> None:
     assert differing(report) == {}
     assert report.agrees
     assert report.row_counts == (1, 2, 4, 8)
-    assert all(found.tokens == 15 * 16 for found in report.logprobs.values())
+    assert all(differences.tokens == 15 * 16 for differences in report.logprobs.values())
 
 
-def test_rows_take_turns_if_there_are_more_than_sequences() -> None:
+def test_rows_share_sequences_if_there_are_more_rows() -> None:
     report = check_agreement(model_of(LLAMA), Limits(max_length=70, rows=12, token_buckets=(256,)))
     assert report.agrees
     assert report.logprobs["scoring"].tokens == (1 + 2 + 4 + 8 + 12) * 16
 
 
-def test_without_routes_only_the_products_of_few_rows_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that differs does not make those after it differ, because each has the inputs of the packed run."""
+def test_without_gemm_algorithms_only_gemms_of_few_rows_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference does not spread: each operation gets the inputs of the packed run."""
     split_one_row(monkeypatch)
     model = model_of(LLAMA)
     assert check_agreement(model, LIMITS).agrees
     report = check_agreement(model, LIMITS, select_algos=False)
     assert not report.agrees
     assert report.gemm_report is None
-    assert differing(report) == {**{name: [0, 1, 2] for name in PRODUCTS}, "logits": [3]}
+    assert differing(report) == {**{name: [0, 1, 2] for name in GEMMS}, "logits": [3]}
     first = report.differences[0]
     assert (first.operation, first.layer, first.phase, first.rows) == ("qkv", 0, "decode", 1)
     assert first.position == 79  # the last token of the longest prompt
     assert 0 < first.differing <= first.values == 128
     assert 0 < first.largest < 1e-4
-    assert all(0 < found.largest < 1e-3 for found in report.logprobs.values())
-    assert all(0 < found.differing < found.tokens for found in report.logprobs.values())
+    assert all(0 < differences.largest < 1e-3 for differences in report.logprobs.values())
+    assert all(0 < differences.differing < differences.tokens for differences in report.logprobs.values())
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -115,10 +115,10 @@ def test_a_fault_in_attention_is_found_in_its_layer(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(module, f"paged_{phase}", faulty)
     report = check_agreement(model_of(replace(LLAMA, family="mistral", windows=(None, 20, None))), LIMITS)
     assert differing(report) == {"attention": [1]}
-    (found,) = report.differences
-    assert found.phase == phase
-    assert found.position == (79 if phase == "decode" else 1)
-    assert found.differing <= 64
+    (difference,) = report.differences
+    assert difference.phase == phase
+    assert difference.position == (79 if phase == "decode" else 1)
+    assert difference.differing <= 64
     assert not report.agrees
     assert report.logprobs["scoring"].differing > 0
 
@@ -136,7 +136,7 @@ def test_a_fault_in_the_sampler_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.logprobs["training"].differing == report.logprobs["training"].tokens
 
 
-def test_hooks_are_removed_and_routes_cleared() -> None:
+def test_hooks_are_removed_and_gemm_algorithms_cleared() -> None:
     model = model_of(replace(LLAMA, layers=1))
     limits = Limits(max_length=70, rows=2, token_buckets=(256,))
     check_agreement(model, limits)
@@ -147,7 +147,7 @@ def test_hooks_are_removed_and_routes_cleared() -> None:
         assert not getattr(module, "algos", {})
 
 
-def test_logits_that_are_not_finite_are_an_error() -> None:
+def test_non_finite_logits_are_an_error() -> None:
     model = model_of(LLAMA)
     with torch.no_grad():
         model.norm.fill_(torch.nan)

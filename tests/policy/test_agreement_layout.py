@@ -1,4 +1,4 @@
-"""The steps through a cache have the tokens of the packed layout, each once and in order."""
+"""Prefill and decode steps have the tokens of the packed layout, each once and in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def layouts_of(limits: Limits) -> TokenLayouts:
     return TokenLayouts(50, limits, 200, torch.device("cpu"))
 
 
-def written(steps: list[PagedStep]) -> list[int]:
+def used_slots(steps: list[PagedStep]) -> list[int]:
     return [slot for step in steps for slot in step.slots[: step.used].tolist()]
 
 
@@ -26,8 +26,8 @@ def test_steps_have_the_tokens_and_positions_of_their_entries() -> None:
         used = slice(step.used)
         assert torch.equal(layouts.ids[step.entries[used]], step.ids[used].long())
         assert torch.equal(layouts.positions[step.entries[used]], step.positions[used].long())
-    assert len(set(written(steps))) == len(written(steps))
-    assert min(written(steps)) >= 16  # block 0 is for padding
+    assert len(set(used_slots(steps))) == len(used_slots(steps))
+    assert min(used_slots(steps)) >= 16  # block 0 is for padding
     assert {len(step.ids) for step in steps} == {64, 200, 9}
 
 
@@ -35,8 +35,8 @@ def test_every_position_is_prefilled_or_decoded() -> None:
     layouts = layouts_of(LIMITS)
     of_rows = [layouts.samples[row % len(layouts.samples)] for row in range(9)]
     assert len(layouts.samples) < 9  # rows have to share sequences
-    assert len(written(list(layouts.prefill_steps()))) == sum(len(sample.prompt) - 1 for sample in of_rows)
-    assert len(written(list(layouts.decode_steps(9)))) == sum(len(sample.tokens) for sample in of_rows)
+    assert len(used_slots(list(layouts.prefill_steps()))) == sum(len(sample.prompt) - 1 for sample in of_rows)
+    assert len(used_slots(list(layouts.decode_steps(9)))) == sum(len(sample.tokens) for sample in of_rows)
     entries = {entry for step in layouts.decode_steps(9) for entry in step.entries.tolist()}
     assert sorted(entries) == layouts.decoded_entries().tolist()
 
@@ -51,12 +51,12 @@ def test_prompts_are_shared_and_have_several_lengths() -> None:
 
 
 @pytest.mark.parametrize(("length", "rows"), [(2, 1), (3, 4), (17, 2)])
-def test_short_sequences(length: int, rows: int) -> None:
+def test_short_sequences_still_fill_every_row(length: int, rows: int) -> None:
     layouts = layouts_of(Limits(max_length=length, rows=rows, token_buckets=(64,)))
     assert all(step.used == rows for step in layouts.decode_steps(rows))
     assert len(layouts.samples) >= 2
 
 
-def test_a_microbatch_that_is_too_small() -> None:
+def test_a_microbatch_that_is_too_small_is_refused() -> None:
     with pytest.raises(MicrobatchTooSmall, match=r"two sequences of 100 tokens .* need a microbatch of 166 tokens"):
         draw_samples(50, Limits(max_length=100, rows=8, token_buckets=(120,)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollgraph.inference import Engine, SamplingParams
-from rollgraph.inference import sizes as defaults
+from rollgraph.inference import sizes as default_sizes
 from rollgraph.inference.kv_cache import CachePlan
 from rollgraph.model import Architecture, Decoder, Rope
 from rollgraph.model.gemm import autotune, matmul
@@ -59,7 +59,7 @@ def decoder(architecture: Architecture, device: str, dtype: torch.dtype = torch.
 
 
 def adapt(model: Decoder, spec: AdapterSpec) -> None:
-    """Attach adapters that add as much as the base gives."""
+    """Attach adapters whose output is about as large as that of the base."""
     attach(model, spec, seed=0)
     assert model.adapters is not None
     for _, _, b in model.adapters.projections():
@@ -67,7 +67,7 @@ def adapt(model: Decoder, spec: AdapterSpec) -> None:
 
 
 def worker_of(architecture: Architecture, device: str, dtype: torch.dtype, **changes: Any) -> PolicyWorker:
-    """A captured worker that must be exact. The test is skipped if attention cannot be, with another library."""
+    """A captured worker that must be exact. Skips the test if PyTorch's attention on this CPU cannot be."""
     temperature = changes.pop("temperature", 1.0)
     algorithm = changes.pop("algorithm", GRPO())
     spec = changes.pop("adapter", None)
@@ -89,28 +89,28 @@ def worker_of(architecture: Architecture, device: str, dtype: torch.dtype, **cha
     return worker
 
 
-def requests(vocabulary: int) -> list[tuple[list[int], int]]:
+def make_requests(vocabulary: int) -> list[tuple[list[int], int]]:
     """Prompts of several lengths, some of which are shared, each with a key."""
     generator = torch.Generator().manual_seed(1)
-    found: list[tuple[list[int], int]] = []
+    prompts: list[tuple[list[int], int]] = []
     for length in (1, 3, 120, 17, 65):
         prompt = torch.randint(vocabulary, (length,), generator=generator).tolist()
-        found += [(prompt, len(found) + copy) for copy in range(3 if length in (3, 65) else 1)]
-    return found
+        prompts += [(prompt, len(prompts) + copy) for copy in range(3 if length in (3, 65) else 1)]
+    return prompts
 
 
-def samples_of(asked: list[tuple[list[int], int]], turns: list[Turn]) -> list[Sample]:
+def samples_of(requests: list[tuple[list[int], int]], turns: list[Turn]) -> list[Sample]:
     samples = []
-    for (prompt, key), turn in zip(asked, turns, strict=True):
+    for (prompt, key), turn in zip(requests, turns, strict=True):
         count = len(turn.tokens)
         advantages = torch.full((count,), 1.0 if key % 2 else -1.0).numpy()
         samples.append(Sample(prompt, turn.tokens, advantages, advantages**2 / count, turn.logprobs))
     return samples
 
 
-def check_agreement(worker: PolicyWorker, asked: list[tuple[list[int], int]], seed: str) -> list[Sample]:
+def check_agreement(worker: PolicyWorker, requests: list[tuple[list[int], int]], seed: str) -> list[Sample]:
     """Generate and score; return the samples."""
-    samples = samples_of(asked, worker.generate(asked, seed=seed))
+    samples = samples_of(requests, worker.generate(requests, seed=seed))
     for sample, scored in zip(samples, worker.logprobs(samples), strict=True):
         assert list(sample.logprobs) == scored
     return samples
@@ -125,16 +125,16 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "device", "dtype"), list(cases()))
-def test_sampled_logprobs_are_those_of_scoring_and_training(name: str, device: str, dtype: torch.dtype) -> None:
-    """Before and after updates, with prompts that are shared and prompts that are prefilled in chunks."""
+def test_sampled_logprobs_equal_those_of_scoring_and_training(name: str, device: str, dtype: torch.dtype) -> None:
+    """Before and after updates, with shared prompts, and with prompts that are prefilled in chunks."""
     architecture = ARCHITECTURES[name]
     worker = worker_of(architecture, device, dtype)
     assert worker.is_exact
-    asked = requests(architecture.vocabulary)
+    requests = make_requests(architecture.vocabulary)
     for step in range(2):
-        found = worker.train(Batch([check_agreement(worker, asked, f"step {step}")]))
-        assert found["policy/token_mult_prob_error"] == 1.0
-        assert found["policy/token_mult_prob_error_max"] == 1.0
+        metrics = worker.train(Batch([check_agreement(worker, requests, f"step {step}")]))
+        assert metrics["policy/token_mult_prob_error"] == 1.0
+        assert metrics["policy/token_mult_prob_error_max"] == 1.0
     worker.close()
 
 
@@ -153,30 +153,30 @@ def test_adapters_keep_generation_and_training_equal(
     architecture = ARCHITECTURES[name]
     worker = worker_of(architecture, device, dtype, adapter=spec)
     assert worker.is_exact
-    asked = requests(architecture.vocabulary)
+    requests = make_requests(architecture.vocabulary)
     for step in range(2):
-        samples = check_agreement(worker, asked, f"step {step}")
+        samples = check_agreement(worker, requests, f"step {step}")
         for sample, reference in zip(samples, worker.logprobs(samples, "reference"), strict=True):
             assert list(sample.logprobs) != reference
-        found = worker.train(Batch([samples]))
-        assert found["policy/token_mult_prob_error"] == 1.0
-        assert found["policy/token_mult_prob_error_max"] == 1.0
+        metrics = worker.train(Batch([samples]))
+        assert metrics["policy/token_mult_prob_error"] == 1.0
+        assert metrics["policy/token_mult_prob_error_max"] == 1.0
     with worker.adapted.use("reference"):
-        again = worker.generate(asked, seed="base")
-    assert worker.logprobs(samples_of(asked, again), "reference") == [list(turn.logprobs) for turn in again]
+        turns = worker.generate(requests, seed="base")
+    assert worker.logprobs(samples_of(requests, turns), "reference") == [list(turn.logprobs) for turn in turns]
     worker.close()
 
 
 @pytest.mark.slow
 @each_device
-def test_other_temperatures_and_a_cache_too_small_for_all_rows(device: str, dtype: torch.dtype) -> None:
-    asked = requests(LLAMA.vocabulary)
-    block = CachePlan(LLAMA, dtype, defaults.BLOCK_SIZE, 1).nbytes
+def test_a_small_cache_changes_no_sample_at_another_temperature(device: str, dtype: torch.dtype) -> None:
+    requests = make_requests(LLAMA.vocabulary)
+    block = CachePlan(LLAMA, dtype, default_sizes.BLOCK_SIZE, 1).nbytes
     small = worker_of(LLAMA, device, dtype, temperature=0.7, cache_bytes=16 * block)
-    samples = check_agreement(small, asked, "seed")
+    samples = check_agreement(small, requests, "seed")
     small.close()
     large = worker_of(LLAMA, device, dtype, temperature=0.7)
-    for one, other in zip(samples, check_agreement(large, asked, "seed"), strict=True):
+    for one, other in zip(samples, check_agreement(large, requests, "seed"), strict=True):
         assert one.tokens == other.tokens
         assert one.logprobs == other.logprobs
     large.close()
@@ -184,55 +184,55 @@ def test_other_temperatures_and_a_cache_too_small_for_all_rows(device: str, dtyp
 
 @each_device
 def test_the_first_ratio_and_the_importance_weight_are_exactly_one(device: str, dtype: torch.dtype) -> None:
-    """Without scoring: the old log-probabilities are those of the rollout."""
+    """Without scoring, the old log-probabilities are those of the rollout."""
     worker = worker_of(LLAMA, device, dtype, algorithm=GRPO(importance_cap=2.0))
-    samples = samples_of(requests(LLAMA.vocabulary), worker.generate(requests(LLAMA.vocabulary), seed="seed"))
-    found = worker.train(Batch([samples]))
-    assert found["policy/ratio"] == 1.0
-    assert found["policy/importance"] == 1.0
-    assert found["policy/rollout_kl"] == 0.0
+    samples = samples_of(make_requests(LLAMA.vocabulary), worker.generate(make_requests(LLAMA.vocabulary), seed="seed"))
+    metrics = worker.train(Batch([samples]))
+    assert metrics["policy/ratio"] == 1.0
+    assert metrics["policy/importance"] == 1.0
+    assert metrics["policy/rollout_kl"] == 0.0
     worker.close()
 
 
 @pytest.mark.slow
 @each_device
 def test_a_sample_does_not_depend_on_its_batch(device: str, dtype: torch.dtype) -> None:
-    """Alone or with others, in any order, with other numbers of rows and other prefill steps."""
-    asked = requests(LLAMA.vocabulary)
-    params = [SamplingParams(max_tokens=20, seed=key) for _, key in asked]
-    prompts = [prompt for prompt, _ in asked]
+    """Alone or with others, in any order, with other row counts and other prefill steps."""
+    requests = make_requests(LLAMA.vocabulary)
+    params = [SamplingParams(max_tokens=20, seed=key) for _, key in requests]
+    prompts = [prompt for prompt, _ in requests]
 
-    def generate(which: Sequence[int], **settings: int) -> dict[int, Any]:
+    def generate(indices: Sequence[int], **settings: int) -> dict[int, Any]:
         sizes = {"rows": 8, "max_length": 160, "prefill_tokens": 64, "block_size": 16} | settings
         model = decoder(LLAMA, device, dtype)
         autotune_gemms(model, ROW_COUNTS, ROW_COUNTS, at_any_cost=True)  # all engines have the same reference
         engine = Engine(model, filters=False, exact=False, **sizes)  # type: ignore[arg-type]
-        outputs = engine.generate([prompts[i] for i in which], [params[i] for i in which])
+        outputs = engine.generate([prompts[i] for i in indices], [params[i] for i in indices])
         return {
-            i: [(c.tokens, c.logprobs) for c in output.completions] for i, output in zip(which, outputs, strict=True)
+            i: [(c.tokens, c.logprobs) for c in output.completions] for i, output in zip(indices, outputs, strict=True)
         }
 
-    everyone = range(len(asked))
-    expected = generate(everyone)
-    assert generate(list(reversed(everyone))) == expected
-    assert generate(everyone, rows=3, prefill_tokens=24, block_size=4) == expected
-    assert generate(everyone, cache_bytes=CachePlan(LLAMA, dtype, 16, 14).nbytes) == expected
+    all_indices = range(len(requests))
+    expected = generate(all_indices)
+    assert generate(list(reversed(all_indices))) == expected
+    assert generate(all_indices, rows=3, prefill_tokens=24, block_size=4) == expected
+    assert generate(all_indices, cache_bytes=CachePlan(LLAMA, dtype, 16, 14).nbytes) == expected
     for i in (0, 4):
         assert generate([i], rows=1) == {i: expected[i]}
 
 
-# -- the probe ---------------------------------------------------------------------------------------------------------
+# -- GEMM autotune -----------------------------------------------------------------------------------------------------
 
 
 def split_few_rows(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """A library that adds up the two halves of K apart, if there are at most so many rows."""
-    whole = matmul._torch_matmul
+    """Emulate a library that sums the two halves of K separately if there are at most `most` rows."""
+    multiply = matmul._torch_matmul
 
     def library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
         if len(x) > most:
-            return whole(x, weight, bias, wide)
+            return multiply(x, weight, bias, wide)
         half = x.shape[1] // 2
-        return whole(x[:, :half], weight[:, :half], bias, wide) + whole(x[:, half:], weight[:, half:], None, wide)
+        return multiply(x[:, :half], weight[:, :half], bias, wide) + multiply(x[:, half:], weight[:, half:], None, wide)
 
     monkeypatch.setattr(matmul, "_torch_matmul", library)
 
@@ -242,7 +242,7 @@ def logits_of(model: Decoder, rows: int) -> Tensor:
     return model.logits(x[:rows])
 
 
-def test_products_that_the_library_splits_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemms_that_the_library_splits_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     split_few_rows(monkeypatch, most=6)
     model = decoder(LLAMA, "cpu")
     assert not torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
@@ -256,8 +256,8 @@ def test_products_that_the_library_splits_are_padded(monkeypatch: pytest.MonkeyP
     assert not torch.equal(logits_of(model, 4), logits_of(model, 64)[:4])
 
 
-def test_what_cannot_be_made_exact_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most rows are the reference, and no other number of rows agrees with them."""
+def test_gemms_that_cannot_be_exact_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GEMM with the most rows is the reference, and none with fewer rows agrees with it."""
     split_few_rows(monkeypatch, most=max(ROW_COUNTS) - 1)
     monkeypatch.setattr(autotune, "_other_candidates", lambda device, count, agreeing: [])
     model = decoder(LLAMA, "cpu")
@@ -268,7 +268,7 @@ def test_what_cannot_be_made_exact_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert not logits_of(model, 4).isnan().any()
 
 
-def test_must_takes_the_fixed_way_or_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_must_takes_the_fixed_order_matmul_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     split_few_rows(monkeypatch, most=max(ROW_COUNTS) - 1)
     monkeypatch.setattr(autotune, "_other_candidates", lambda device, count, agreeing: [])
     model = decoder(LLAMA, "cpu")
@@ -282,23 +282,23 @@ def test_must_takes_the_fixed_way_or_stops(monkeypatch: pytest.MonkeyPatch) -> N
         make_exact(model, limits, limits.buckets, whole_logits=True, must=True)
 
 
-def test_gradients_of_routed_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_equal_with_every_gemm_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     layer = Linear(12, 7, bias=True).double()
     expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     for algo in (matmul.GemmAlgo("torch", 8), matmul.GemmAlgo("fixed"), matmul.GemmAlgo("biased", 16)):
         layer.algos = {5: algo}
-        found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other)
+        gradients = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+        for actual, reference in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(actual, reference)
 
 
-# -- what depends on the number of rows in plain PyTorch ---------------------------------------------------------------
+# -- rows that depend on the row count in plain PyTorch ----------------------------------------------------------------
 
 
 @pytest.fixture
 def three_threads() -> Iterator[None]:
-    """Threads divide work at places that are no multiples of a vector."""
+    """Three threads split work at offsets that are not multiples of a vector."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -309,8 +309,8 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_swiglu_of_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     gate_up = (3 * torch.randn(341, 2 * 1000, generator=torch.Generator().manual_seed(0))).to(dtype)
-    apart = torch.cat([swiglu(row) for row in gate_up.split(1)])
-    assert torch.equal(swiglu(gate_up), apart)
+    separate = torch.cat([swiglu(row) for row in gate_up.split(1)])
+    assert torch.equal(swiglu(gate_up), separate)
 
 
 def test_gradients_of_swiglu() -> None:
@@ -330,8 +330,8 @@ def test_the_normalizer_of_a_row_does_not_depend_on_the_others() -> None:
     together = reduce_logits(logits, ones, targets, entropy=True)
     for count in (1, 2):
         parts = zip(logits.split(count), ones.split(count), targets.split(count), strict=True)
-        apart = [reduce_logits(*part, entropy=True) for part in parts]
-        for one, others in zip(together, zip(*apart, strict=True), strict=True):
+        separate = [reduce_logits(*part, entropy=True) for part in parts]
+        for one, others in zip(together, zip(*separate, strict=True), strict=True):
             assert torch.equal(one, torch.cat(others))
 
 
@@ -346,7 +346,7 @@ def test_greedy_samples_are_not_exact() -> None:
     worker.close()
 
 
-def test_off_forgets_the_routes_that_a_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_clears_the_gemm_algorithms_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     split_few_rows(monkeypatch, most=6)
     model = decoder(LLAMA, "cpu")
     autotune_gemms(model, ROW_COUNTS, ROW_COUNTS)
@@ -360,14 +360,14 @@ def test_off_forgets_the_routes_that_a_model_has(monkeypatch: pytest.MonkeyPatch
     worker.close()
 
 
-def test_engines_of_other_numbers_of_rows_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_with_different_row_counts_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     split_few_rows(monkeypatch, most=6)
-    found = []
+    logits = []
     for rows in (1, 8):
         model = decoder(LLAMA, "cpu")
         Engine(model, rows=rows, max_length=32, prefill_tokens=64, filters=False, backend="eager")
-        found.append(logits_of(model, 1))
-    assert torch.equal(*found)
+        logits.append(logits_of(model, 1))
+    assert torch.equal(*logits)
 
 
 def test_the_smallest_difference_shows() -> None:
@@ -375,11 +375,11 @@ def test_the_smallest_difference_shows() -> None:
     logprobs = torch.tensor([-0.01, -2.0, -3.0])
     weights = torch.tensor([1.0, 1.0, 0.0])
     assert train_graphs._agreement(logprobs, logprobs, weights).tolist() == [2.0, 2.0, 1.0]
-    other = torch.nextafter(logprobs, torch.zeros(3))
-    assert train_graphs._agreement(logprobs, other, weights)[2] > 1
+    next_up = torch.nextafter(logprobs, torch.zeros(3))
+    assert train_graphs._agreement(logprobs, next_up, weights)[2] > 1
 
 
-def test_routes_are_not_kept_if_there_is_no_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gemm_algorithms_are_not_cached_without_a_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A container may run as a user that is not in its list of users."""
     monkeypatch.delenv("ROLLGRAPH_CACHE", raising=False)
     monkeypatch.delenv("HOME", raising=False)
@@ -389,7 +389,7 @@ def test_routes_are_not_kept_if_there_is_no_home(monkeypatch: pytest.MonkeyPatch
     assert autotune.cache_path() == tmp_path / "products.json"
 
 
-def test_attention_that_depends_on_the_number_of_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_depends_on_the_row_count_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = exactness.paged_decode
 
     def decode(q: Tensor, *rest: Any) -> Tensor:

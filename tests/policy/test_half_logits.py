@@ -1,4 +1,4 @@
-"""Microbatches in which half of the tokens have logits have the log-probabilities and gradients of all logits."""
+"""Microbatches with logits for half of their tokens give the same log-probabilities and gradients as with all."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.policy.small_worker import (
     make_worker,
     parameters,
 )
-from tests.policy.test_divided_worker import make as make_divided
 from tests.policy.test_exactness import ARCHITECTURES, check_agreement, decoder, worker_of
+from tests.policy.test_tensor_parallel_worker import make as make_tensor_parallel
 
 LONG = replace(LIMITS, half_logits=True)
 HALF, WHOLE = TokenBucket(96, 48), TokenBucket(96, 96)
@@ -41,7 +41,7 @@ Pieces = dict[tuple[str, int], Tensor]
 
 
 def long_samples(*completions: int, prompt: int = 10, seed: int = 0) -> list[Sample]:
-    """Samples with completions of these lengths, each after a prompt of its own."""
+    """Samples with completions of these lengths and different prompts."""
     generator = torch.Generator().manual_seed(seed)
     samples = make_samples(len(completions), seed, lengths=list(completions))
     return [replace(one, prompt=torch.randint(40, (prompt,), generator=generator).tolist()) for one in samples]
@@ -49,10 +49,10 @@ def long_samples(*completions: int, prompt: int = 10, seed: int = 0) -> list[Sam
 
 def entries_of(samples: Sequence[Sample], arrays: PackedArrays) -> Tensor:
     """The entries that predict the tokens of samples."""
-    found: list[int] = []
+    entries: list[int] = []
     for sample, start in zip(samples, arrays.starts, strict=True):
-        found += range(start, start + len(sample.tokens))
-    return torch.tensor(found)
+        entries += range(start, start + len(sample.tokens))
+    return torch.tensor(entries)
 
 
 # -- the same numbers ------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def entries_of(samples: Sequence[Sample], arrays: PackedArrays) -> Tensor:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 90 rows of the models below have logits at a time."""
+    """Compute logits in chunks of at most 90 rows, with the models below."""
     monkeypatch.setattr(model_logprobs, "CHUNK_ELEMENTS", 90 * 96)
 
 
@@ -69,18 +69,18 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     "whole_logits", [pytest.param(True, id="whole"), pytest.param(False, id="chunks", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(("name", "dtype"), [("a window", torch.float32), ("head norms", torch.bfloat16)])
-def test_tokens_that_are_asked_for_have_the_same_bits(name: str, dtype: torch.dtype, whole_logits: bool) -> None:
-    """Of generation, of scoring with all logits and with half of them, and of training."""
+def test_logit_rows_have_the_same_bits_in_all_phases(name: str, dtype: torch.dtype, whole_logits: bool) -> None:
+    """In generation, in scoring with all logits and with half of them, and in training."""
     architecture = ARCHITECTURES[name]
     worker = worker_of(architecture, "cpu", dtype, half_logits=True, whole_logits=whole_logits)
     generator = torch.Generator().manual_seed(1)
-    asked = []
+    requests = []
     for key, length in enumerate((120, 110, 90, 90)):  # with completions of up to 24 tokens: more than 256 tokens
         if key < 3:
             prompt = torch.randint(architecture.vocabulary, (length,), generator=generator).tolist()
-        asked.append((prompt, key))
+        requests.append((prompt, key))
     for step in range(2):
-        samples = check_agreement(worker, asked, f"step {step}")
+        samples = check_agreement(worker, requests, f"step {step}")
         ((indices, bucket),) = worker._train_graphs.plan(samples)
         assert bucket == (512, 256)
         ordered = [samples[index] for index in indices]
@@ -93,9 +93,9 @@ def test_tokens_that_are_asked_for_have_the_same_bits(name: str, dtype: torch.dt
         assert set(entries_of(ordered, half).tolist()) <= set(rows.tolist())
         assert torch.equal(scored[rows], expected[rows])
         assert scored.count_nonzero() == expected[rows].count_nonzero()  # all others are 0
-        found = worker.train(Batch([samples]))
-        assert found["policy/token_mult_prob_error"] == 1.0
-        assert found["policy/token_mult_prob_error_max"] == 1.0
+        metrics = worker.train(Batch([samples]))
+        assert metrics["policy/token_mult_prob_error"] == 1.0
+        assert metrics["policy/token_mult_prob_error_max"] == 1.0
     trained = {graph.name: graph for graph in worker.pool.report().graphs if graph.name.startswith("train")}
     assert list(trained) == ["train 512, logits of 256"]
     assert trained["train 512, logits of 256"].replays == 1  # the first of two steps is its recording
@@ -104,8 +104,8 @@ def test_tokens_that_are_asked_for_have_the_same_bits(name: str, dtype: torch.dt
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("whole_logits", [True, False], ids=["whole", "chunks"])
-@pytest.mark.parametrize("name", ["groups of 7, a bias", "a window"])  # the first has one weight as embedding and head
-def test_gradients_are_those_of_all_logits(name: str, whole_logits: bool) -> None:
+@pytest.mark.parametrize("name", ["groups of 7, a bias", "a window"])  # the first ties embedding and head
+def test_gradients_equal_those_of_all_logits(name: str, whole_logits: bool) -> None:
     """In float64. The two ways add up the same numbers, and zeros, in another order.
 
     A sum of n numbers is off by at most n x 1.1e-16 of the sum of their magnitudes. With n below 1,000 in each of the
@@ -118,10 +118,10 @@ def test_gradients_are_those_of_all_logits(name: str, whole_logits: bool) -> Non
     samples = [*long_samples(20, 30, prompt=100), *[replace(s, prompt=[7] * 90) for s in long_samples(9, 40, 17)]]
     generator = torch.Generator().manual_seed(0)
     weights = torch.zeros(2, 512, dtype=torch.float64)
-    found = []
+    results = []
     for bucket in graphs.buckets:
         arrays = graphs.collate(samples, bucket)
-        if not found:
+        if not results:
             entries = entries_of(samples, arrays)
             weights[:, entries] = torch.randn(2, len(entries), dtype=torch.float64, generator=generator)
         logprobs, entropy = graphs._logprobs(
@@ -131,9 +131,9 @@ def test_gradients_are_those_of_all_logits(name: str, whole_logits: bool) -> Non
         values = torch.stack((logprobs, entropy))
         (weights * values).sum().backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append((values.detach()[:, entries], gradients))
+        results.append((values.detach()[:, entries], gradients))
         model.zero_grad(set_to_none=True)
-    (half, half_gradients), (whole, gradients) = found
+    (half, half_gradients), (whole, gradients) = results
     torch.testing.assert_close(half, whole, rtol=0, atol=1e-10)
     for name, expected in gradients.items():
         actual = half_gradients[name]
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_all_logits(name: str, whole_logits: bool) -> Non
 
 
 def with_entropy(streams: TokenStreams) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss in which tokens without weight are not left out first."""
+    """A loss that does not mask tokens without weight first."""
     assert streams.entropy is not None
     ratio = (streams.logprobs - streams.old_logprobs).exp()
     loss = -(streams.weights * (ratio * streams.advantages + 0.1 * streams.entropy)).sum()
@@ -161,9 +161,9 @@ def train_once(limits: Limits, samples: list[Sample], **options: Any) -> tuple[d
     metrics = worker.train(Batch([samples]))
     assert not captured_again(worker)
     assert worker.pool.report().eager_runs == 0
-    found = gradient(worker)
+    result = gradient(worker)
     worker.close()
-    return metrics, found
+    return metrics, result
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def train_once(limits: Limits, samples: list[Sample], **options: Any) -> tuple[d
         pytest.param({"loss": with_entropy, "needs_entropy": True}, id="entropy"),
     ],
 )
-def test_a_worker_learns_the_same(options: dict[str, Any]) -> None:
+def test_a_worker_learns_the_same_as_with_all_logits(options: dict[str, Any]) -> None:
     samples = long_samples(12, 9, 14, 10)
     half, half_gradient = train_once(LONG, samples, **options)
     whole, whole_gradient = train_once(LIMITS, samples, **options)
@@ -187,28 +187,28 @@ def test_a_worker_learns_the_same(options: dict[str, Any]) -> None:
 
 def test_tape_eager_and_layers_have_the_same_bits() -> None:
     samples = long_samples(12, 9, 14, 10)
-    found = []
+    results = []
     for options in ({}, {"backend": "eager"}, {"scopes": ("attn", "mlp")}):
         worker = make_worker(limits=LONG, **options)
-        found.append((worker.train(Batch([samples])), parameters(worker)))
+        results.append((worker.train(Batch([samples])), parameters(worker)))
         worker.close()
-    (metrics, trained), *others = found
+    (metrics, trained), *others = results
     for other_metrics, other_trained in others:
         assert other_metrics == metrics
         assert torch.equal(other_trained, trained)
 
 
-# -- which microbatches ----------------------------------------------------------------------------
+# -- choice of microbatches -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[PolicyWorker]:
-    made = make_worker(limits=LONG, entropies=True)
-    yield made
-    made.close()
+    half_worker = make_worker(limits=LONG, entropies=True)
+    yield half_worker
+    half_worker.close()
 
 
-def test_half_of_the_logits_are_used_where_they_are_enough(worker: PolicyWorker) -> None:
+def test_half_of_the_logits_are_used_if_they_are_enough(worker: PolicyWorker) -> None:
     def planned(*completions: int) -> list[TokenBucket]:
         return [bucket for _, bucket in worker._train_graphs.plan(long_samples(*completions))]
 
@@ -225,7 +225,7 @@ def test_without_half_logits_all_tokens_have_logits() -> None:
     assert replace(LONG, max_length=1, token_buckets=(1,)).buckets == (TokenBucket(1, 1),)  # nothing to halve
 
 
-def test_a_graph_exists_once_its_size_was_needed() -> None:
+def test_a_graph_is_captured_when_its_size_is_first_needed() -> None:
     worker = make_worker(limits=LONG, entropies=True)
     assert not worker.pool.report().graphs
     sizes = {"96, logits of 48": (12, 12, 12, 12), "96": (12, 12, 12, 13), "48": (19, 9)}
@@ -241,7 +241,7 @@ def test_a_graph_exists_once_its_size_was_needed() -> None:
     worker.close()
 
 
-def test_scoring_with_the_entropy_has_all_logits(worker: PolicyWorker) -> None:
+def test_scoring_with_entropies_uses_all_logits(worker: PolicyWorker) -> None:
     samples = long_samples(12, 9, 14, 10)
     both = worker.logprobs_and_entropies(samples)
     assert [logprobs for logprobs, _ in both] == worker.logprobs(samples)
@@ -259,7 +259,7 @@ def test_samples_without_tokens_have_nothing_to_score_or_learn(worker: PolicyWor
         assert all(torch.equal(shard, torch.zeros_like(shard)) for shard in shards)
 
 
-def test_more_than_half_is_refused(worker: PolicyWorker) -> None:
+def test_more_tokens_than_half_of_the_logits_are_refused(worker: PolicyWorker) -> None:
     with pytest.raises(ValueError, match="samples of 49 tokens do not fit a microbatch with the logits of 48"):
         worker._train_graphs.collate(long_samples(12, 12, 12, 13), HALF)
 
@@ -270,25 +270,25 @@ def test_more_than_half_is_refused(worker: PolicyWorker) -> None:
 def update_of_rank(world: World) -> tuple[dict[str, float], Pieces, int]:
     limits = replace(LONG, token_buckets=(48,))
     worker = make_worker(world, limits=limits, scopes=("layer",), reduction="ordered")
-    metrics = worker.train(Batch([long_samples(6, 7, 5, prompt=20)]))  # one has two microbatches, the other one
-    found = metrics, gradient_pieces(worker), worker.pool.report().eager_runs
+    metrics = worker.train(Batch([long_samples(6, 7, 5, prompt=20)]))  # two microbatches on one rank, one on the other
+    results = metrics, gradient_pieces(worker), worker.pool.report().eager_runs
     worker.close()
-    return found
+    return results
 
 
 @pytest.mark.multi
 @pytest.mark.slow
 def test_ranks_with_fewer_microbatches_run_padding(tmp_path: Path) -> None:
-    found = run_world(2, tmp_path, update_of_rank)
-    assert [eager for *_, eager in found] == [0, 0]
+    results = run_world(2, tmp_path, update_of_rank)
+    assert [eager for *_, eager in results] == [0, 0]
     alone, expected = train_once(replace(LIMITS, token_buckets=(48,)), long_samples(6, 7, 5, prompt=20))
-    assert_equal_up_to_rounding(join(*(pieces for _, pieces, _ in found)), expected)
-    assert found[0][0]["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    assert_equal_up_to_rounding(join(*(pieces for _, pieces, _ in results)), expected)
+    assert results[0][0]["loss"] == pytest.approx(alone["loss"], abs=1e-6)
 
 
-def divided_update(world: World) -> tuple[list[list[float]], dict[str, float], dict[str, int]]:
-    """Two ranks divide layers; each has the whole head. Returns scores, metrics, and the calls of each graph."""
-    worker = make_divided(world, 2, limits=LONG)
+def tensor_parallel_update(world: World) -> tuple[list[list[float]], dict[str, float], dict[str, int]]:
+    """Two tensor parallel ranks, each with the full head: scores, metrics, and the calls of each graph."""
+    worker = make_tensor_parallel(world, 2, limits=LONG)
     samples = long_samples(12, 9, 14, 10)
     scored = worker.logprobs(samples)
     metrics = worker.train(Batch([samples]))
@@ -299,13 +299,13 @@ def divided_update(world: World) -> tuple[list[list[float]], dict[str, float], d
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_ranks_that_divide_layers_learn_the_same(tmp_path: Path, worker: PolicyWorker) -> None:
-    found = run_world(2, tmp_path, divided_update)
+def test_tensor_parallel_ranks_learn_the_same(tmp_path: Path, worker: PolicyWorker) -> None:
+    results = run_world(2, tmp_path, tensor_parallel_update)
     expected = worker.logprobs(long_samples(12, 9, 14, 10))
     metrics, _ = train_once(LONG, long_samples(12, 9, 14, 10))
-    for scored, divided, calls in found:
+    for scored, rank_metrics, calls in results:
         for one, other in zip(scored, expected, strict=True):
             assert one == pytest.approx(other, abs=1e-5)
-        assert divided["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
-        assert divided["optimizer/grad_norm"] == pytest.approx(metrics["optimizer/grad_norm"], rel=1e-5)
+        assert rank_metrics["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+        assert rank_metrics["optimizer/grad_norm"] == pytest.approx(metrics["optimizer/grad_norm"], rel=1e-5)
         assert calls["score 96, logits of 48"] == calls["train 96, logits of 48"] == 1

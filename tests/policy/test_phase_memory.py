@@ -1,4 +1,4 @@
-"""Turns over shared memory: in any order of events, nobody reads what somebody else wrote, and no gradient is lost."""
+"""Shared memory: in any order of events, no phase reads what another one wrote there, and no gradient is lost."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ EVENTS = ("generate", "score", "train", "save", "update", "drop")
 
 
 class Simulation:
-    """Two pieces of memory by what is in them. The cache lies over both; scoring and training overwrite the pool's."""
+    """The contents of two pieces of memory. The cache lies over both; scoring and training overwrite the pool's."""
 
     def __init__(self, over_gradients: bool) -> None:
         self.memory = PhaseMemory(self)
         self.memory.share(self.forget_cache, over_gradients=over_gradients)
         self.over_gradients = over_gradients
-        self.gradients = 0  # how many microbatches were added; None: something else is there
+        self.gradients = 0  # how many microbatches were added
         self.garbage_in_gradients = False
-        self.expected = 0  # how many should be there
+        self.expected = 0  # how many should have been added
         self.lent = False
         self.cached = False  # the engine believes that the cache holds keys
         self.keys_intact = False
 
-    # -- what PhaseMemory calls
+    # -- called by PhaseMemory
 
     @property
     def has_gradients(self) -> bool:
@@ -86,7 +86,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("over_gradients", [True, False])
-def test_every_order_of_events(over_gradients: bool) -> None:
+def test_no_order_of_events_loses_a_gradient(over_gradients: bool) -> None:
     for events in product(EVENTS, repeat=5):
         simulation = Simulation(over_gradients)
         for event in events:

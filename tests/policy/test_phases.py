@@ -1,4 +1,4 @@
-"""The phase machine: each transition does exactly the work it needs, and leaving restores what was there."""
+"""The phase machine: each transition does exactly the work it needs, and leaving restores the former state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CountedActions:
 
     def __init__(self) -> None:
         self.pauses = self.gathers = self.drops = 0
-        self.unreachable = False  # gathers fail
+        self.unreachable = False  # whether gathers fail
 
     @contextmanager
     def paused(self, gather: bool) -> Iterator[None]:
@@ -129,7 +129,7 @@ def test_a_refused_entry_does_not_change_the_current_phase() -> None:
     assert actions.drops == 0  # training itself did not fail
 
 
-def test_gradients_of_a_failed_train_are_dropped_even_inside_another_train_phase() -> None:
+def test_a_failed_train_phase_drops_gradients_inside_another_one() -> None:
     actions = CountedActions()
     phases = Phases(actions)
     with phases.enter("train"):

@@ -1,4 +1,4 @@
-"""Random walks through what can be done with sharded parameters, with failures in user code, on one rank alone and in
+"""Random walks over the operations on sharded parameters, with failures in user code, on a single rank and in
 collectives. Three simulated ranks follow them and must equal a plain model with plain AdamW, bit for bit.
 
 ROLLGRAPH_TRANSITIONS and ROLLGRAPH_SEED choose the transitions of the slow test and the first seed.
@@ -43,7 +43,7 @@ def fail(*_: Any) -> None:
 
 
 def draw_walk(seed: int) -> list[Transition]:
-    """Transitions that are possible one after another."""
+    """Transitions that are allowed in this order."""
     chance = random.Random(seed)
     walk: list[Transition] = [("keep", -1), ("save", -1)]
     passes = 0
@@ -54,12 +54,12 @@ def draw_walk(seed: int) -> list[Transition]:
         else:
             kinds += ["keep", "use", "load", "snapshot", "save", "reload"]
         kind = chance.choice(kinds)
-        place = chance.choice(["forward", "backward"])
+        direction = chance.choice(["forward", "backward"])
         layer = chance.randrange(LAYERS)
         if kind == "fail":
-            walk.append((kind, number, place, layer, chance.randrange(RANKS)))
+            walk.append((kind, number, direction, layer, chance.randrange(RANKS)))
         elif kind == "fail_all":
-            walk.append((kind, number, place, layer))
+            walk.append((kind, number, direction, layer))
         elif kind == "collective":
             walk.append((kind, number, chance.choice(["start", "wait"]), chance.randrange(12)))
         else:
@@ -72,7 +72,7 @@ def draw_walk(seed: int) -> list[Transition]:
 
 
 class Plain:
-    """What one process computes; each method returns what every rank must find."""
+    """One process. Each method returns the result that every rank must reproduce."""
 
     def __init__(self) -> None:
         self.model = build()
@@ -95,8 +95,8 @@ class Plain:
 
     def _pass(self, number: int) -> None:
         for rank in range(RANKS):
-            found = torch.autograd.grad(loss(self.model, microbatch(number, rank, 0)), self.trained)
-            for total, gradient in zip(self.sums, found, strict=True):
+            gradients = torch.autograd.grad(loss(self.model, microbatch(number, rank, 0)), self.trained)
+            for total, gradient in zip(self.sums, gradients, strict=True):
                 total.add_(gradient)
 
     def __getattr__(self, name: str) -> Any:
@@ -121,15 +121,15 @@ class Plain:
     def use(self, number: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         kept = values(self.model)
         self._write(self.slot)
-        found = self.slot, self.eval(number)
+        result = self.slot, self.eval(number)
         self._write(kept)
-        return found
+        return result
 
     def load(self, number: int) -> None:
         self._write(weights_of(number))
 
     def snapshot(self, number: int) -> None:
-        """Taken, written over and restored."""
+        """Ranks take a snapshot, overwrite the weights and restore them, which changes nothing."""
 
     def save(self, number: int) -> None:
         self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
@@ -162,42 +162,42 @@ class Walker(Rank):
         self.done: Counter[str] = Counter()
 
     def follow(self, walk: list[Transition], expected: list[Any]) -> Counter[str]:
-        for place, (transition, wanted) in enumerate(zip(walk, expected, strict=True)):
+        for index, (transition, outcome) in enumerate(zip(walk, expected, strict=True)):
             kind, *arguments = transition
             try:
-                getattr(self, f"do_{kind}")(wanted, *arguments)
+                getattr(self, f"do_{kind}")(outcome, *arguments)
             except BaseException as error:
-                error.add_note(f"rank {self.rank}, transition {place} {transition} of {walk[:place]}")
+                error.add_note(f"rank {self.rank}, transition {index} {transition} of {walk[:index]}")
                 raise
             self.done[kind] += 1
         self.close()
         return self.done
 
-    def do_pass(self, wanted: None, number: int) -> None:
+    def do_pass(self, outcome: None, number: int) -> None:
         self.loss(number).backward()
 
-    def do_step(self, wanted: None, number: int) -> None:
+    def do_step(self, outcome: None, number: int) -> None:
         self.sharded.finish_gradients()
         self.optimizer.step()
 
-    def do_drop(self, wanted: None, number: int) -> None:
+    def do_drop(self, outcome: None, number: int) -> None:
         self.sharded.drop_gradients()
 
-    def do_eval(self, wanted: list[Tensor], number: int) -> None:
+    def do_eval(self, outcome: list[Tensor], number: int) -> None:
         with torch.no_grad():
-            assert torch.equal(self.loss(number), wanted[self.rank])
+            assert torch.equal(self.loss(number), outcome[self.rank])
 
-    def do_look(self, wanted: dict[str, Tensor], number: int) -> None:
-        assert same(self.values(), wanted)
+    def do_look(self, outcome: dict[str, Tensor], number: int) -> None:
+        assert same(self.values(), outcome)
 
-    def fail_in(self, number: int, place: str, layer: int, fails: bool) -> Exception | None:
-        """A step that this rank aborts at a layer, or that another one does; gives what was raised."""
+    def fail_in(self, number: int, direction: str, layer: int, fails: bool) -> Exception | None:
+        """Run a step that fails in a layer of this rank or of another one, and return the exception."""
         handle = None
         try:
-            if fails and place == "forward":
+            if fails and direction == "forward":
                 handle = self.layers[layer].register_forward_hook(fail)
             value = self.loss(number)
-            if fails and place == "backward":
+            if fails and direction == "backward":
                 handle = self.layers[layer][0].weight.register_hook(fail)
             value.backward()
             self.sharded.finish_gradients()
@@ -209,9 +209,9 @@ class Walker(Rank):
                 handle.remove()
         return None
 
-    def do_fail(self, wanted: None, number: int, place: str, layer: int, rank: int) -> None:
+    def do_fail(self, outcome: None, number: int, direction: str, layer: int, rank: int) -> None:
         """Other ranks may notice it in any wait, or at the end."""
-        raised = self.fail_in(number, place, layer, rank == self.rank)
+        raised = self.fail_in(number, direction, layer, rank == self.rank)
         if rank == self.rank:
             assert isinstance(raised, Injected)
         else:
@@ -219,12 +219,12 @@ class Walker(Rank):
             assert f"rank {rank} aborted the step (Injected" in str(raised)
             self.done["aborted by another rank"] += 1
 
-    def do_fail_all(self, wanted: None, number: int, place: str, layer: int) -> None:
-        """Each rank fails at another layer, so all but one may be interrupted by another one."""
-        assert self.fail_in(number, place, (layer + self.rank) % LAYERS, True) is not None
+    def do_fail_all(self, outcome: None, number: int, direction: str, layer: int) -> None:
+        """Each rank fails in a different layer. The first to fail may interrupt the others."""
+        assert self.fail_in(number, direction, (layer + self.rank) % LAYERS, True) is not None
 
-    def do_collective(self, wanted: None, number: int, moment: Any, after: int) -> None:
-        """The same collective fails on all ranks, or none does because there are not so many."""
+    def do_collective(self, outcome: None, number: int, moment: Any, after: int) -> None:
+        """The same collective fails on all ranks, or none does because the step has fewer."""
         self.sharded._gradients.join_abort()
         self.collectives.fail_at(moment, after)
         try:
@@ -239,31 +239,31 @@ class Walker(Rank):
     def collectives(self) -> Any:
         return self.sharded.collectives
 
-    def do_keep(self, wanted: None, number: int) -> None:
+    def do_keep(self, outcome: None, number: int) -> None:
         self.slots.save("reference")
 
-    def do_use(self, wanted: tuple[dict[str, Tensor], list[Tensor]], number: int) -> None:
+    def do_use(self, outcome: tuple[dict[str, Tensor], list[Tensor]], number: int) -> None:
         before = self.values()
         with suppress(Injected), self.slots.use("reference"):
-            assert same(self.values(), wanted[0])
-            self.do_eval(wanted[1], number)
+            assert same(self.values(), outcome[0])
+            self.do_eval(outcome[1], number)
             fail()
         assert same(self.values(), before)
 
-    def do_load(self, wanted: None, number: int) -> None:
+    def do_load(self, outcome: None, number: int) -> None:
         self.sharded.flat.load(weights_of(number))
         self.optimizer.read_shards()
 
-    def do_snapshot(self, wanted: None, number: int) -> None:
+    def do_snapshot(self, outcome: None, number: int) -> None:
         kept = self.sharded.flat.snapshot()
         self.sharded.flat.load(weights_of(number))
         self.sharded.flat.restore(kept)
 
-    def do_save(self, wanted: None, number: int) -> None:
+    def do_save(self, outcome: None, number: int) -> None:
         self.saved = self.folder / f"{number}"
         save(self.saved, self.sharded, self.optimizer)
 
-    def do_reload(self, wanted: None, number: int) -> None:
+    def do_reload(self, outcome: None, number: int) -> None:
         load(self.saved, self.sharded, self.optimizer)
 
 
@@ -272,8 +272,8 @@ def walk_through(seed: int, folder: Path) -> Counter[str]:
     plain = Plain()
     expected = [plain.follow(transition) for transition in walk]
     folder.mkdir()
-    found = run_ranks(RANKS, lambda rank, room: Walker(rank, room, folder, seed).follow(walk, expected))
-    return sum(found, Counter())
+    counts = run_ranks(RANKS, lambda rank, room: Walker(rank, room, folder, seed).follow(walk, expected))
+    return sum(counts, Counter())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Workers with adapters whose base is sharded do what one worker does, bit for bit, and hold what is planned."""
+"""Workers with adapters on a sharded base equal one worker, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ BIASED = replace(DEEP, family="qwen2", attention_bias=True)
 ONE_SIZE = replace(LIMITS, token_buckets=(48,))
 STEPS = 3
 SCORED = make_samples(4, seed=9)
-make_whole_model = small_worker.make_model
-GRAPH_HOOKS: list[GraphHooks] = []  # of all graphs that were made in this process
+make_base_model = small_worker.make_model
+GRAPH_HOOKS: list[GraphHooks] = []  # of all graphs of this process
 
 
 def make(
     world: World, *, spec: AdapterSpec = SPEC, biased: bool = False, recomputed: int = 0, **options: Any
 ) -> PolicyWorker:
-    """In a process of its own: the model is changed for all of it."""
+    """A worker in a process of its own, because this replaces the model of the whole process."""
     small_worker.TINY = BIASED if biased else DEEP
 
     def make_model() -> Any:
-        model = make_whole_model()
+        model = make_base_model()
         model.checkpoint_layers(recomputed)
         return model
 
     small_worker.make_model = make_model
-    ShardedModel.graph_hooks = noting_hooks  # type: ignore[method-assign]
+    ShardedModel.graph_hooks = record_graph_hooks  # type: ignore[method-assign]
     settings = {"scopes": ("layer",), "reduction": "ordered", "shard": "parameters", **options}
     return make_worker(world, limits=ONE_SIZE, adapter=spec, **settings)
 
@@ -61,29 +61,29 @@ def make(
 make_graph_hooks = ShardedModel.graph_hooks
 
 
-def noting_hooks(sharded: ShardedModel, module: nn.Module) -> GraphHooks:
+def record_graph_hooks(sharded: ShardedModel, module: nn.Module) -> GraphHooks:
     GRAPH_HOOKS.append(make_graph_hooks(sharded, module))
     return GRAPH_HOOKS[-1]
 
 
 def batch(step: int, ranks: int) -> Batch:
-    """Two samples for each rank, which fill a microbatch: one rank alone runs those of one rank after another."""
+    """Two samples for each rank, which fill a microbatch. A single rank runs the microbatches in the order of ranks."""
     return Batch(
         [(paired(step) + paired(step + 20))[: 2 * ranks], (paired(step + 10) + paired(step + 30))[: 2 * ranks]]
     )
 
 
 def run_phases(worker: PolicyWorker, ranks: int) -> list[Any]:
-    """What comes out of every phase, step by step."""
-    found: list[Any] = []
+    """The results of every phase, step by step."""
+    results: list[Any] = []
     for step in range(STEPS):
         rollouts = sample_rollouts(worker, 3, f"step {step}")
         worker.score(rollouts, "reference")
-        found.append([(r.tokens, r.logprobs, r.reference_logprobs) for r in rollouts])
-        found.append(worker.logprobs(SCORED))
+        results.append([(r.tokens, r.logprobs, r.reference_logprobs) for r in rollouts])
+        results.append(worker.logprobs(SCORED))
         worker.train(batch(step, ranks), score_old=step > 0)
-        found.append(parameters(worker))
-    return found
+        results.append(parameters(worker))
+    return results
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -99,42 +99,42 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def all_settings(world: World, ranks: int) -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, options in SETTINGS.items():
         worker = make(world, **options)
         assert worker.sharded.shards_parameters == (world.size > 1)
-        found[name] = run_phases(worker, ranks)
+        results[name] = run_phases(worker, ranks)
         report = worker.pool.report()
         assert report.eager_runs == 0 or options.get("backend") == "eager"
         worker.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_with_a_sharded_base_do_what_one_rank_does(ranks: int, tmp_path: Path) -> None:
+def test_ranks_with_a_sharded_base_equal_one_rank(ranks: int, tmp_path: Path) -> None:
     """With tape graphs and without, with biases, and with layers and their parts recomputed."""
     (alone,) = run_world(1, tmp_path, all_settings, ranks)
     assert isinstance(alone, dict), alone
-    for found in run_world(ranks, tmp_path, all_settings, ranks):
-        assert isinstance(found, dict), found
+    for result in run_world(ranks, tmp_path, all_settings, ranks):
+        assert isinstance(result, dict), result
         for name, expected in alone.items():
-            for number, (theirs, ours) in enumerate(zip(found[name], expected, strict=True)):
+            for number, (theirs, ours) in enumerate(zip(result[name], expected, strict=True)):
                 assert same(theirs, ours), (name, number)
 
 
-# -- one pair of ranks, on which everything else is tested -------------------------------------------
+# -- one pair of ranks, shared by all tests below ----------------------------------------------------
 
 
 def check_base(worker: PolicyWorker) -> None:
-    """The base of the full copy is what was drawn."""
+    """Check that the base of the full model has its initial weights."""
     with worker.phases.enter("save"):
-        drawn = parameter_views(make_whole_model())
+        initial = parameter_views(make_base_model())
         for name, view in parameter_views(worker.full_model).items():
-            assert torch.equal(view, drawn[name]), name
+            assert torch.equal(view, initial[name]), name
 
 
-def slots_of(worker: PolicyWorker) -> list[Any]:
-    """Log-probabilities under slots and the base, in one phase, where nothing but `use` gathers the full copy."""
+def score_slots(worker: PolicyWorker) -> list[Any]:
+    """Log-probabilities with slots and with the base, in one phase, in which only `use` gathers the full model."""
     worker.weights.save("start")
     assert worker.weights.nbytes("device") == sum(bucket.resident.nbytes for bucket in worker.sharded.flat.buckets)
     names = ("policy", "reference", "start", "reference", "policy")
@@ -150,7 +150,7 @@ def slots_of(worker: PolicyWorker) -> list[Any]:
 
 
 def missing_gathers(worker: PolicyWorker) -> list[str]:
-    """Why the graph of a layer, and of an attention in which nothing is trained, refuse to run without a gather."""
+    """Why the graph of a layer, or of an attention without trained weights, refuses to run without a gather."""
     worker.train(batch(51, 2))
     worker.sharded.ensure_gathered(list(worker.model.layers[3].parameters()))
     worker.sharded.ensure_gathered(list(worker.model.layers[4].parameters()))
@@ -162,15 +162,15 @@ def missing_gathers(worker: PolicyWorker) -> list[str]:
     with ExitStack() as paused:
         for hooks in GRAPH_HOOKS:
             paused.enter_context(hooks.paused())
-        for call in (target, target.forward):  # a hook of the module refuses the first, a guard of the graph the other
+        for call in (target, target.forward):  # a hook of the module refuses the first, a guard of the graph the second
             with worker.sharded.paused(gather=False), pytest.raises((StaleGraph, StaleWeights)) as refused:
                 call(*arguments)
             reasons.append(str(refused.value))
     return reasons
 
 
-def loaded(worker: PolicyWorker, folder: Path) -> None:
-    """What is written to the whole model stays, whatever the memory of the full copy held before."""
+def load_into_full_model(worker: PolicyWorker, folder: Path) -> None:
+    """Weights written to the full model stay, whatever its memory held before."""
     worker.train(batch(52, 2))
     worker.sharded.invalidate_full_parameters()
     with torch.no_grad():
@@ -181,31 +181,31 @@ def loaded(worker: PolicyWorker, folder: Path) -> None:
     check_base(worker)
 
 
-def everything(world: World, folder: Path) -> dict[str, Any]:
-    """Run everything that is tested, because starting ranks is slow."""
+def run_all(world: World, folder: Path) -> dict[str, Any]:
+    """Run everything that the tests check, because starting ranks is slow."""
     worker = make(world)
     models = (worker.model, worker.full_model)
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     addresses = [tensor.data_ptr() for tensor in tensors]
-    found: dict[str, Any] = {"phases": run_phases(worker, 2), "slots": slots_of(worker)}
+    results: dict[str, Any] = {"phases": run_phases(worker, 2), "slots": score_slots(worker)}
     check_base(worker)
     if world.size > 1:
         assert worker.model.adapters is not None
         assert worker.full_model.adapters is not worker.model.adapters
-        found["stale"] = refusals(worker)
-        found["missing"] = missing_gathers(worker)
-        found["raised"] = fail_on_one_rank(worker)
-        kept = parameters(worker)
+        results["stale"] = refusals(worker)
+        results["missing"] = missing_gathers(worker)
+        results["raised"] = fail_on_one_rank(worker)
+        trained = parameters(worker)
         save(folder / "checkpoint", worker.sharded, worker.optimizer)
         worker.export(folder / "exported")
         worker.export(folder / "merged", merge=True)
         worker.sharded.exchange_text("written")
-        found["before"] = (kept, worker.logprobs(SCORED))
-        loaded(worker, folder)
-        found["loaded"] = (parameters(worker), worker.logprobs(SCORED))
+        results["before"] = (trained, worker.logprobs(SCORED))
+        load_into_full_model(worker, folder)
+        results["loaded"] = (parameters(worker), worker.logprobs(SCORED))
         worker.train(batch(53, 2))
         load(folder / "checkpoint", worker.sharded, worker.optimizer)
-        found["resumed"] = (parameters(worker), worker.logprobs(SCORED))
+        results["resumed"] = (parameters(worker), worker.logprobs(SCORED))
     assert not captured_again(worker)
     assert worker.pool.report().eager_runs == 0
     assert [tensor.data_ptr() for tensor in tensors] == addresses
@@ -213,56 +213,56 @@ def everything(world: World, folder: Path) -> dict[str, Any]:
     worker.close()
     if world.size > 1:
         parts = make(world, spec=MLP_ONLY, scopes=("attn", "mlp"))
-        found["missing in a part"] = missing_gathers(parts)
+        results["missing in a part"] = missing_gathers(parts)
         parts.close()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    results = run_world(2, folder, everything, folder)
-    for found in results:
-        assert isinstance(found, dict), found
+    results = run_world(2, folder, run_all, folder)
+    for result in results:
+        assert isinstance(result, dict), result
     return folder, results
 
 
 Results = tuple[Path, list[dict[str, Any]]]
 
 
-def test_the_base_and_slots_of_adapters_score_as_on_one_rank(ranks: Results, tmp_path: Path) -> None:
-    """The base is that of the beginning after all updates, and a slot holds adapters alone."""
-    (alone,) = run_world(1, tmp_path, everything, tmp_path)
+def test_the_base_and_slots_of_adapters_score_the_same_as_on_one_rank(ranks: Results, tmp_path: Path) -> None:
+    """After all updates the base is still the initial one, and a slot holds only adapters."""
+    (alone,) = run_world(1, tmp_path, run_all, tmp_path)
     assert isinstance(alone, dict), alone
-    for found in ranks[1]:
-        assert same(found["phases"], alone["phases"])
-        assert found["slots"] == alone["slots"]
+    for result in ranks[1]:
+        assert same(result["phases"], alone["phases"])
+        assert result["slots"] == alone["slots"]
 
 
-def test_a_full_copy_that_is_not_current_is_refused(ranks: Results) -> None:
-    for found in ranks[1]:
-        for reason in found["stale"]:
+def test_a_stale_full_model_is_refused(ranks: Results) -> None:
+    for result in ranks[1]:
+        for reason in result["stale"]:
             assert "do not hold layer 0" in reason
 
 
 def test_a_layer_whose_base_is_not_in_its_slot_is_refused(ranks: Results) -> None:
-    """Also if nothing is trained there: an attention with a frozen base would read that of another layer."""
-    for found in ranks[1]:
-        for reasons in (found["missing"], found["missing in a part"]):
+    """Even if nothing is trained there: an attention with a frozen base would read that of another layer."""
+    for result in ranks[1]:
+        for reasons in (result["missing"], result["missing in a part"]):
             assert len(reasons) == 2
             for reason in reasons:
                 assert "slot 0 holds layer 4, not layer 2" in reason
 
 
-def test_a_backward_that_fails_on_one_rank_alone_is_dropped_by_all(ranks: Results) -> None:
-    assert [found["raised"] for found in ranks[1]] == [["StepAborted"], ["ArithmeticError"]]
+def test_a_backward_that_fails_on_one_rank_is_dropped_by_all(ranks: Results) -> None:
+    assert [result["raised"] for result in ranks[1]] == [["StepAborted"], ["ArithmeticError"]]
 
 
-def test_checkpoints_and_exports_are_whole(ranks: Results) -> None:
+def test_checkpoints_and_exports_are_complete(ranks: Results) -> None:
     folder, results = ranks
-    for found in results:
-        for again in (found["loaded"], found["resumed"]):
-            assert same(list(again), list(found["before"]))
+    for result in results:
+        for restored in (result["loaded"], result["resumed"]):
+            assert same(list(restored), list(result["before"]))
     expected = make_deep()
     load_adapter(expected, folder / "exported")
     exported = torch.cat([parameter.detach().flatten() for parameter in expected.parameters()])
@@ -276,7 +276,7 @@ def test_checkpoints_and_exports_are_whole(ranks: Results) -> None:
 def make_deep() -> Any:
     small_worker.TINY, before = DEEP, small_worker.TINY
     try:
-        model = make_whole_model()
+        model = make_base_model()
     finally:
         small_worker.TINY = before
     attach(model, SPEC, seed=0)

@@ -1,4 +1,4 @@
-"""A worker whose cache lies over its gradients does what one with a cache of its own does, bit for bit."""
+"""A worker whose KV cache lies over its gradients equals one with a separate cache, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ ROOMY = replace(LIMITS, token_buckets=(96,))
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[PolicyWorker, PolicyWorker]]:
     """A worker that shares memory, and one that does not."""
-    workers = (make_worker(limits=ROOMY), make_apart(limits=ROOMY))
+    workers = (make_worker(limits=ROOMY), make_separate(limits=ROOMY))
     yield workers
     for worker in workers:
         worker.close()
 
 
-def make_apart(**options: Any) -> PolicyWorker:
-    """A worker whose cache has memory of its own."""
+def make_separate(**options: Any) -> PolicyWorker:
+    """A worker whose cache has separate memory."""
     with pytest.MonkeyPatch.context() as patch:
         share_nothing(patch)
         return make_worker(**options)
@@ -52,7 +52,7 @@ def pages(worker: PolicyWorker) -> list[Tensor]:
     return worker.engine._graphs.pages
 
 
-def shared(worker: PolicyWorker) -> int:
+def shared_layers(worker: PolicyWorker) -> int:
     """How many layers have their pages in the memory of the gradients."""
     storage = worker.sharded.flat.gradient_memory.untyped_storage().data_ptr()
     return sum(layer.untyped_storage().data_ptr() == storage for layer in pages(worker))
@@ -63,44 +63,44 @@ def addresses(worker: PolicyWorker) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def round_of(worker: PolicyWorker, number: int) -> list[Any]:
-    """A step with a validation before and after it; everything that it computes."""
-    found: list[Any] = []
-    found.append(worker.generate([([3, 4], 0), ([5], 1)], seed="validate", params=SamplingParams(max_tokens=8)))
+def run_round(worker: PolicyWorker, number: int) -> list[Any]:
+    """Run a step with a validation before and after it, and return all results."""
+    results: list[Any] = []
+    results.append(worker.generate([([3, 4], 0), ([5], 1)], seed="validate", params=SamplingParams(max_tokens=8)))
     rollouts = roll_out(worker, 8, str(number))
     worker.score(rollouts)
     batch = ALGORITHM.make_batch(rollouts, minibatches=2) if number % 2 else ALGORITHM.make_batch(rollouts)
-    found.append(worker.train(batch, score_old=number == 2))
-    found.append(worker.train(make_batch(1, 6, number)))  # twice, with no generation between
-    found.append(worker.generate([([3, 4], 0), ([5], 1)], seed="validate"))
-    found.append(worker.logprobs(make_samples(3, number)))
-    found += [[rollout.to_dict() for rollout in rollouts], parameters(worker).tolist()]
-    return found
+    results.append(worker.train(batch, score_old=number == 2))
+    results.append(worker.train(make_batch(1, 6, number)))  # twice, with no generation between
+    results.append(worker.generate([([3, 4], 0), ([5], 1)], seed="validate"))
+    results.append(worker.logprobs(make_samples(3, number)))
+    results += [[rollout.to_dict() for rollout in rollouts], parameters(worker).tolist()]
+    return results
 
 
 def test_rounds_of_all_phases_have_the_same_bits_with_and_without_sharing(
     pair: tuple[PolicyWorker, PolicyWorker],
 ) -> None:
-    ours, apart = pair
-    assert (shared(ours), shared(apart)) == (1, 0)  # the second layer does not fit
-    places = addresses(ours)
+    sharing, separate = pair
+    assert (shared_layers(sharing), shared_layers(separate)) == (1, 0)  # the second layer does not fit
+    addresses_before = addresses(sharing)
     for number in range(4):
-        assert round_of(ours, number) == round_of(apart, number)
-    assert not captured_again(ours)
-    assert ours.pool.report().eager_runs == 0
-    assert addresses(ours) == places
+        assert run_round(sharing, number) == run_round(separate, number)
+    assert not captured_again(sharing)
+    assert sharing.pool.report().eager_runs == 0
+    assert addresses(sharing) == addresses_before
 
 
-def test_generation_is_refused_while_gradients_wait_and_they_are_kept(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
-    ours = pair[0]
-    found = []
+def test_generation_is_refused_while_gradients_wait_for_the_optimizer(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
+    sharing = pair[0]
+    results = []
     for worker in pair:
         steps = worker._train_graphs
         ((_, bucket),) = steps.plan(make_samples(4))
         arrays = steps.collate(make_samples(4), bucket)
-        with worker.phases.enter("train"):  # a loop of one's own, which accumulates over several phases
+        with worker.phases.enter("train"):  # as in a custom loop, which accumulates over several phases
             steps.train("policy", arrays, last=False)
-        if worker is ours:
+        if worker is sharing:
             with pytest.raises(GradientsInUse, match=r"drop_gradients\(\) first"):
                 worker.generate([([1, 2], 0)], seed="s")
         else:
@@ -109,60 +109,61 @@ def test_generation_is_refused_while_gradients_wait_and_they_are_kept(pair: tupl
         with worker.phases.enter("train"):
             steps.train("policy", arrays, last=True)
             worker.sharded.finish_gradients(average=False)
-            if worker is ours:  # reduced, but not used yet
+            if worker is sharing:  # reduced, but not used yet
                 with pytest.raises(RuntimeError, match="optimizer has not used"):
                     worker.sharded.lend_gradients()
             worker.optimizer.step()
-        found.append((parameters(worker), worker.generate([([1, 2], 0)], seed="s")))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
+        results.append((parameters(worker), worker.generate([([1, 2], 0)], seed="s")))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
 
 
 def interrupt(*progress: int) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_training_that_fails_leaves_the_memory_to_generation(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
-    ours, apart = pair
+def test_a_failed_training_leaves_the_memory_to_generation(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
+    sharing, separate = pair
     for worker in pair:
         with pytest.raises(KeyboardInterrupt):
             worker.train(make_batch(1, 4), on_progress=interrupt)  # after the first microbatch
-    assert round_of(ours, 9) == round_of(apart, 9)
+    assert run_round(sharing, 9) == run_round(separate, 9)
 
 
-def test_outside_of_its_phase_nobody_uses_the_memory(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
-    ours, _ = pair
-    assert ours.engine is not None
-    steps = ours._train_graphs
+def test_uses_of_the_memory_outside_of_their_phase_are_refused(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
+    sharing, _ = pair
+    assert sharing.engine is not None
+    steps = sharing._train_graphs
     ((_, bucket),) = steps.plan(make_samples(4))
     arrays = steps.collate(make_samples(4), bucket)
-    ours.generate([([1, 2], 0)], seed="s")
+    sharing.generate([([1, 2], 0)], seed="s")
     refused = pytest.raises(RuntimeError, match=r'with policy.phases.enter\("train"\)')
     with refused:
         steps.train("policy", arrays, last=True)
     uses: list[Callable[[], Any]] = [
-        ours.optimizer.step, ours.sharded.gradient_shards, ours.sharded.finish_gradients, ours.sharded.gradient_norm,
-        lambda: ours.model.embed_tokens.weight.sum().backward(),
+        sharing.optimizer.step, sharing.sharded.gradient_shards, sharing.sharded.finish_gradients,
+        sharing.sharded.gradient_norm,
+        lambda: sharing.model.embed_tokens.weight.sum().backward(),
     ]  # fmt: skip
-    before = parameters(ours)
+    before = parameters(sharing)
     for use in uses:
         with refused:
             use()
-    assert torch.equal(parameters(ours), before)
-    ours.model.embed_tokens.weight.grad = None
-    ours.sharded.drop_gradients()  # of no step: the cache stays as it is
-    assert ours.memory.gradients_are_lent()
-    ours.train(make_batch(1, 4))
+    assert torch.equal(parameters(sharing), before)
+    sharing.model.embed_tokens.weight.grad = None
+    sharing.sharded.drop_gradients()  # there are none: the cache stays as it is
+    assert sharing.memory.gradients_are_lent()
+    sharing.train(make_batch(1, 4))
     with pytest.raises(GraphError, match="enter the phase generate first"):
-        ours.engine.generate([[1, 2]], SamplingParams(max_tokens=3))
-    assert ours.generate([([1, 2], 0)], seed="s")[0].tokens
+        sharing.engine.generate([[1, 2]], SamplingParams(max_tokens=3))
+    assert sharing.generate([([1, 2], 0)], seed="s")[0].tokens
 
 
-def test_requests_that_another_phase_interrupts_go_on_as_if_it_had_not(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
-    ours = pair[0]
+def test_requests_continue_unchanged_after_another_phase(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
+    sharing = pair[0]
     for worker in pair:
         worker.sharded.flat.load(dict(pair[0].model.state_dict()))
-    found = []
+    results = []
     for worker in pair:
         engine = worker.engine
         assert engine is not None
@@ -171,7 +172,7 @@ def test_requests_that_another_phase_interrupts_go_on_as_if_it_had_not(pair: tup
             outputs = [engine.submit([first, 2, 3], params) for first in range(4)]  # more than there are rows
             for _ in range(4):
                 engine.step()
-        if worker is ours:
+        if worker is sharing:
             worker.logprobs(make_samples(3))
             with worker.phases.enter("train"):
                 worker.sharded.flat.gradient_memory.fill_(torch.nan)
@@ -180,23 +181,23 @@ def test_requests_that_another_phase_interrupts_go_on_as_if_it_had_not(pair: tup
             while engine.step():
                 pass
         assert engine.progress().running == engine.progress().waiting == 0
-        found.append([[completion.tokens for completion in output.completions] for output in outputs])
-    assert found[0] == found[1]
-    assert all(len(tokens) == 10 for output in found[0] for tokens in output)
+        results.append([[completion.tokens for completion in output.completions] for output in outputs])
+    assert results[0] == results[1]
+    assert all(len(tokens) == 10 for output in results[0] for tokens in output)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"scopes": ("layer",)}, {"scopes": ("attn", "mlp")}])
-def test_other_backends_and_scopes_share_memory_too(options: dict[str, Any]) -> None:
-    ours, apart = make_worker(limits=ROOMY, **options), make_apart(limits=ROOMY, **options)
-    assert shared(ours) == 1
+def test_other_backends_and_scopes_share_memory(options: dict[str, Any]) -> None:
+    sharing, separate = make_worker(limits=ROOMY, **options), make_separate(limits=ROOMY, **options)
+    assert shared_layers(sharing) == 1
     for number in range(3):
-        assert round_of(ours, number) == round_of(apart, number)
-    ours.close()
-    apart.close()
+        assert run_round(sharing, number) == run_round(separate, number)
+    sharing.close()
+    separate.close()
 
 
-def test_a_loss_that_fails_leaves_gradients_of_zero() -> None:
+def test_a_failing_loss_leaves_gradients_of_zero() -> None:
     def broken(streams: Any) -> Any:
         raise ArithmeticError("the loss is broken")
 

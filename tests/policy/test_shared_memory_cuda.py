@@ -1,4 +1,4 @@
-"""Memory that phases share on a GPU: the same bits as without sharing, and less memory by the size of the cache."""
+"""Memory that phases share on a GPU: the bits are those without sharing, and the cache needs no extra memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ LIMITS = Limits(
 
 
 @pytest.fixture
-def undone() -> Iterator[list[PolicyWorker]]:
-    made: list[PolicyWorker] = []
-    yield made
-    for worker in made:
+def open_workers() -> Iterator[list[PolicyWorker]]:
+    workers: list[PolicyWorker] = []
+    yield workers
+    for worker in workers:
         worker.close()
-    made.clear()
+    workers.clear()
     torch.cuda.empty_cache()
 
 
-def make(undone: list[PolicyWorker], *, shares: bool, limits: Limits = LIMITS, **options: object) -> PolicyWorker:
+def make(open_workers: list[PolicyWorker], *, shares: bool, limits: Limits = LIMITS, **options: object) -> PolicyWorker:
     torch.manual_seed(0)
     model = Decoder(WIDE)
     model.reset_parameters(std=0.05)
@@ -45,7 +45,7 @@ def make(undone: list[PolicyWorker], *, shares: bool, limits: Limits = LIMITS, *
         model.to("cuda:0", torch.bfloat16), None, World(0, 1, "cuda:0"), limits, sampling=sampling,
         optimizer={"lr": 1e-3}, **options,  # type: ignore[arg-type]
     )  # fmt: skip
-    undone.append(worker)
+    open_workers.append(worker)
     worker.weights.save("reference")
     with pytest.MonkeyPatch.context() as patch:
         if not shares:
@@ -64,27 +64,29 @@ def step(worker: PolicyWorker, seed: str) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("scopes", [("step",), ("layer",)])
-def test_steps_have_the_same_bits_with_and_without_sharing(undone: list[PolicyWorker], scopes: tuple[str, ...]) -> None:
-    found, trained = [], []
+def test_steps_have_the_same_bits_with_and_without_sharing(
+    open_workers: list[PolicyWorker], scopes: tuple[str, ...]
+) -> None:
+    results, trained = [], []
     for shares in (True, False):
-        worker = make(undone, shares=shares, scopes=scopes)
+        worker = make(open_workers, shares=shares, scopes=scopes)
         captures = worker.pool.report().captures
         assert worker.engine is not None
-        places = [layer.data_ptr() for layer in worker.engine._graphs.pages]
-        found.append([step(worker, str(number)) for number in range(4)])
+        addresses = [layer.data_ptr() for layer in worker.engine._graphs.pages]
+        results.append([step(worker, str(number)) for number in range(4)])
         trained.append(parameters(worker).cpu())
         report = worker.pool.report()
         assert (report.captures, report.eager_runs) == (captures, 0)
-        assert [layer.data_ptr() for layer in worker.engine._graphs.pages] == places
-    assert found[0] == found[1]
+        assert [layer.data_ptr() for layer in worker.engine._graphs.pages] == addresses
+    assert results[0] == results[1]
     assert torch.equal(*trained)
 
 
-def test_nothing_reads_what_another_phase_left(undone: list[PolicyWorker]) -> None:
-    """Pages full of NaN, and gradients over pages that were written, change no bit."""
-    found = []
+def test_no_phase_reads_what_another_one_wrote(open_workers: list[PolicyWorker]) -> None:
+    """Pages full of NaN change no bit, and neither do gradients that lie over written pages."""
+    results = []
     for poisoned in (True, False):
-        worker = make(undone, shares=True)
+        worker = make(open_workers, shares=True)
         assert worker.engine is not None
         rounds = []
         for number in range(2):
@@ -94,12 +96,12 @@ def test_nothing_reads_what_another_phase_left(undone: list[PolicyWorker]) -> No
                         layer.fill_(torch.nan)
             rounds.append(step(worker, str(number)))
             rounds.append((worker.train(Batch([make_samples(6)])),))
-        found.append((rounds, parameters(worker).cpu().tolist()))
-    assert found[0] == found[1]
+        results.append((rounds, parameters(worker).cpu().tolist()))
+    assert results[0] == results[1]
 
 
-def test_the_cache_takes_no_memory_of_its_own(undone: list[PolicyWorker]) -> None:
-    """The pool is taken in one piece of the size that scoring and training need, as a run plans it."""
+def test_the_cache_takes_no_extra_memory(open_workers: list[PolicyWorker]) -> None:
+    """The pool is reserved at once, at the size that scoring and training need, as in a run."""
     reserved: dict[bool, int] = {}
     peaks: dict[bool, int] = {}
     limits = LIMITS
@@ -108,7 +110,7 @@ def test_the_cache_takes_no_memory_of_its_own(undone: list[PolicyWorker]) -> Non
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        worker = make(undone, shares=shares, limits=limits, exact="off")
+        worker = make(open_workers, shares=shares, limits=limits, exact="off")
         torch.cuda.empty_cache()
         limits = replace(LIMITS, pool_bytes=sum(size for _, size in pool_segments(worker.pool.arena)))
         reserved[shares] = torch.cuda.memory_reserved() - before
@@ -116,10 +118,10 @@ def test_the_cache_takes_no_memory_of_its_own(undone: list[PolicyWorker]) -> Non
         assert worker.engine is not None
         cache = worker.engine.plan.nbytes
         gradients = worker.sharded.flat.gradient_memory
-        over = [page for page in worker.engine._graphs.pages if _within(page, gradients)]
-        assert len(over) == (worker.engine.plan.layers_that_fit(gradients.nbytes) if shares else 0)
+        over_gradients = [page for page in worker.engine._graphs.pages if _within(page, gradients)]
+        assert len(over_gradients) == (worker.engine.plan.layers_that_fit(gradients.nbytes) if shares else 0)
         in_pool = [page for page in worker.engine._graphs.pages if _in_pool(page, worker)]
-        assert len(over) + len(in_pool) == (WIDE.layers if shares else 0)
+        assert len(over_gradients) + len(in_pool) == (WIDE.layers if shares else 0)
         print(f"{shares=}: reserved {reserved[shares] >> 20} MiB, peak {peaks[shares] >> 20} MiB, cache {cache >> 20}")
     assert cache > 500 << 20
     assert 0 < len(worker.engine.plan.pages_over(gradients)) < WIDE.layers
@@ -127,10 +129,10 @@ def test_the_cache_takes_no_memory_of_its_own(undone: list[PolicyWorker]) -> Non
     assert peaks[True] <= peaks[False] - 0.8 * cache
 
 
-def test_a_cache_larger_than_everything_else_is_what_the_pool_takes(undone: list[PolicyWorker]) -> None:
-    """Then it is training that needs no memory of its own."""
+def test_the_pool_is_hardly_larger_than_a_very_large_cache(open_workers: list[PolicyWorker]) -> None:
+    """Then training needs no extra memory."""
     large = replace(LIMITS, cache_bytes=6 << 30, rows=2048, token_buckets=(2048,))
-    worker = make(undone, shares=True, limits=large, exact="off")
+    worker = make(open_workers, shares=True, limits=large, exact="off")
     assert worker.engine is not None
     plan = worker.engine.plan
     in_pool = plan.nbytes - plan.layers_that_fit(worker.sharded.flat.gradient_memory.nbytes) * plan.layer_nbytes

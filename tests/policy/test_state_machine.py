@@ -1,8 +1,8 @@
 """Any order of calls, changes and failures on three ranks gives the bits of a plain model, and leaks no hook.
 
-A script of transitions is drawn from a seed, by a small model of what is allowed when. A plain replicated model, with
-plain AdamW and sums in the order of ranks, runs it first. Then three simulated ranks run it through hooks, buckets,
-slots and phases, and must agree with the plain model bit for bit.
+A small model of which transitions are allowed draws a script of them from a seed. A plain replicated model, with plain
+AdamW and sums in the order of ranks, runs it first. Then three simulated ranks run it through hooks, buckets, slots and
+phases, and must agree with the plain model bit for bit.
 
     ROLLGRAPH_TRANSITIONS=20000 ROLLGRAPH_SEED=7 python -m pytest tests/policy/test_state_machine.py
 
@@ -47,18 +47,16 @@ def run_machine(transitions: int, seed: int, folder: Path) -> Counter[str]:
 
 
 DEFAULT = 2_500
-
-
 SEED = int(os.environ.get("ROLLGRAPH_SEED", 0))
 
 
-def wanted(default: int) -> int:
+def transition_count(default: int) -> int:
     return int(os.environ.get("ROLLGRAPH_TRANSITIONS", default))
 
 
 @pytest.mark.slow
 def test_any_order_of_transitions_gives_the_bits_of_a_plain_model(tmp_path: Path) -> None:
-    done = run_machine(wanted(DEFAULT), SEED, tmp_path)
+    done = run_machine(transition_count(DEFAULT), SEED, tmp_path)
     if done["transitions"] >= DEFAULT:
         kinds = {name.removeprefix("do_") for name in dir(Rank) if name.startswith("do_")}
         kinds |= {"a collective that failed", "a gradient that came late"}
@@ -68,4 +66,4 @@ def test_any_order_of_transitions_gives_the_bits_of_a_plain_model(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_transitions(tmp_path: Path) -> None:
-    run_machine(wanted(100_000), SEED + 10_000, tmp_path)
+    run_machine(transition_count(100_000), SEED + 10_000, tmp_path)

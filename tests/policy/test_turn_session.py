@@ -1,4 +1,4 @@
-"""Turns of different rollouts are not in lockstep, with a real engine, and what they say does not depend on it."""
+"""On a real engine, rollouts do not take their turns in lockstep, and the order of replies changes no token."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rollgraph.types import Prompt, Rollout
 from tests.policy.small_worker import make_worker
 
 PROMPTS = [Prompt(id, tokens, "") for id, tokens in enumerate([(1, 2), (3,), (4, 5, 6)])]
-LONG_ENOUGH = 120  # seconds; nothing here takes as long unless it never happens
+LONG_ENOUGH = 120  # seconds; only something that never happens takes as long
 REPLY = "\x01\x02"  # two tokens of a model that has only 40
 
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[PolicyWorker]:
-    made = make_worker(backend="eager", reference=False)
-    yield made
-    made.close()
+    eager = make_worker(backend="eager", reference=False)
+    yield eager
+    eager.close()
 
 
 def generator(worker: PolicyWorker, **options: Any) -> TurnGenerator:
@@ -49,8 +49,8 @@ def expected(worker: PolicyWorker) -> list[Rollout]:
     return environment(at_once).run(generator(worker), PROMPTS)
 
 
-def test_each_turn_continues_what_was_written(worker: PolicyWorker, expected: list[Rollout]) -> None:
-    """A turn is what `generate` gives alone for the same tokens and key."""
+def test_each_turn_continues_the_tokens_before_it(worker: PolicyWorker, expected: list[Rollout]) -> None:
+    """A turn equals that of a separate `generate` with the same tokens and key."""
     turns = 0
     for index, rollout in enumerate(expected):
         for span in rollout.spans:
@@ -73,16 +73,16 @@ def test_a_rollout_takes_all_its_turns_while_the_reply_of_another_is_pending(
     worker: PolicyWorker, expected: list[Rollout]
 ) -> None:
     """In lockstep, the first reply would wait for turns that wait for it."""
-    seen: Counter[int] = Counter()
-    wanted = Counter(rollout.prompt.id for rollout in expected for span in rollout.spans if span.kind == "turn")
+    replies: Counter[int] = Counter()
+    turns = Counter(rollout.prompt.id for rollout in expected for span in rollout.spans if span.kind == "turn")
     several = threading.Event()
-    assert wanted[1] >= 4
+    assert turns[1] >= 4
 
     def reply(text: str, prompt: Prompt) -> str:
-        seen[prompt.id] += 1
+        replies[prompt.id] += 1
         if prompt.id == 0:
-            assert several.wait(LONG_ENOUGH), "no other rollout went on meanwhile"
-        if prompt.id == 1 and seen[1] >= 3:
+            assert several.wait(LONG_ENOUGH), "no other rollout continued meanwhile"
+        if prompt.id == 1 and replies[1] >= 3:
             several.set()
         return REPLY
 
@@ -90,18 +90,18 @@ def test_a_rollout_takes_all_its_turns_while_the_reply_of_another_is_pending(
 
 
 def test_the_order_of_replies_does_not_matter(worker: PolicyWorker, expected: list[Rollout]) -> None:
-    """Async replies that come as late as possible: none before every rollout has asked or ended."""
-    asked: list[asyncio.Future[str]] = []
+    """Async replies come as late as possible: none before every rollout has asked for one or ended."""
+    pending: list[asyncio.Future[str]] = []
 
     async def reply(text: str, prompt: Prompt) -> str:
-        asked.append(asyncio.get_running_loop().create_future())
-        mine = asked[-1]
-        if len(asked) == ended_first.count("stop"):
-            for waiting in reversed(asked):
-                waiting.set_result(REPLY)
-            del asked[:]
-            ended_first[:] = ["stop"]  # from now on at once
-        return await mine
+        pending.append(asyncio.get_running_loop().create_future())
+        future = pending[-1]
+        if len(pending) == ended_first.count("stop"):
+            for earlier in reversed(pending):
+                earlier.set_result(REPLY)
+            del pending[:]
+            ended_first[:] = ["stop"]  # from now on, replies come at once
+        return await future
 
     turns = generator(worker)([([*r.prompt.tokens], r.prompt.id * 2 + i % 2) for i, r in enumerate(expected)])
     ended_first = [turn.finish_reason for turn in turns]
@@ -109,7 +109,7 @@ def test_the_order_of_replies_does_not_matter(worker: PolicyWorker, expected: li
     assert environment(reply).run(generator(worker), PROMPTS) == expected
 
 
-def test_a_reply_that_hangs_or_raises_costs_its_own_rollout(worker: PolicyWorker, expected: list[Rollout]) -> None:
+def test_a_reply_that_hangs_or_raises_ends_only_its_rollout(worker: PolicyWorker, expected: list[Rollout]) -> None:
     never = threading.Event()
 
     def reply(text: str, prompt: Prompt) -> str:
@@ -128,29 +128,29 @@ def test_a_reply_that_hangs_or_raises_costs_its_own_rollout(worker: PolicyWorker
     assert hung.unread() == []
     never.set()
 
-    def partly(text: str, prompt: Prompt) -> str:
+    def raise_for_prompt_1(text: str, prompt: Prompt) -> str:
         return reply(text, prompt) if prompt.id == 1 else REPLY
 
-    raises = environment(partly)
-    found = raises.run(generator(worker), PROMPTS)
-    assert [r for r in found if r.prompt.id != 1] == [r for r in expected if r.prompt.id != 1]
-    assert {r.finish_reason for r in found if r.prompt.id == 1} == {"error"}
+    raises = environment(raise_for_prompt_1)
+    rollouts = raises.run(generator(worker), PROMPTS)
+    assert [r for r in rollouts if r.prompt.id != 1] == [r for r in expected if r.prompt.id != 1]
+    assert {r.finish_reason for r in rollouts if r.prompt.id == 1} == {"error"}
     assert raises.failures == {"OSError": 2}
 
 
-def test_an_error_of_the_environment_leaves_the_engine_clean(worker: PolicyWorker, expected: list[Rollout]) -> None:
+def test_an_error_in_the_environment_leaves_the_engine_clean(worker: PolicyWorker, expected: list[Rollout]) -> None:
     def interrupt(text: str, prompt: Prompt) -> str:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         environment(interrupt).run(generator(worker), PROMPTS)
     assert worker.phases.current == "idle"
-    shown: list[Progress] = []
-    assert environment(at_once).run(generator(worker, on_progress=shown.append), PROMPTS) == expected
+    reports: list[Progress] = []
+    assert environment(at_once).run(generator(worker, on_progress=reports.append), PROMPTS) == expected
     turns = sum(span.kind == "turn" for rollout in expected for span in rollout.spans)
-    assert shown[-1].finished == turns
-    # A turn that goes beyond the limit of its rollout is cut.
-    assert shown[-1].tokens >= sum(sum(rollout.sampled) for rollout in expected)
+    assert reports[-1].finished == turns
+    # A turn that exceeds the limit of its rollout is cut.
+    assert reports[-1].tokens >= sum(sum(rollout.sampled) for rollout in expected)
 
 
 def test_a_session_refuses_what_the_engine_refuses(worker: PolicyWorker) -> None:

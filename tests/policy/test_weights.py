@@ -1,4 +1,4 @@
-"""Weight slots: other weights in the same memory, and afterwards the former ones, bit for bit."""
+"""Weight slots swap other weights into the same memory, and afterwards the former ones back, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def sharded(request: pytest.FixtureRequest) -> Iterator[ShardedModel]:
 
 
 @pytest.fixture(params=["device", pytest.param("host", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> Location:
+def location(request: pytest.FixtureRequest) -> Location:
     return request.param
 
 
 @pytest.fixture
-def slots(sharded: ShardedModel, place: Location) -> WeightSlots:
+def slots(sharded: ShardedModel, location: Location) -> WeightSlots:
     """The reference has the initial weights; the policy has others."""
     slots = WeightSlots(sharded)
-    slots.save("reference", place)
+    slots.save("reference", location)
     change(sharded)
     return slots
 
@@ -72,18 +72,18 @@ def hidden(model: Decoder) -> Tensor:
         return model(ids, ids, torch.tensor([0, 10], dtype=torch.int32, device=device), 10)
 
 
-def test_a_slot_is_exchanged_in_place_and_the_policy_is_restored(sharded: ShardedModel, place: Location) -> None:
+def test_a_slot_is_exchanged_in_place_and_the_policy_is_restored(sharded: ShardedModel, location: Location) -> None:
     slots = WeightSlots(sharded)
     original, before = copy.deepcopy(sharded.model), bits(sharded)
-    slots.save("reference", place)
+    slots.save("reference", location)
     change(sharded)
-    policy, places, trained = bits(sharded), addresses(sharded), hidden(sharded.model)
+    policy, addresses_before, trained = bits(sharded), addresses(sharded), hidden(sharded.model)
     for _ in range(3):
         with slots.use("reference"):
             assert slots.current == "reference"
             assert same(bits(sharded), before)
             assert torch.equal(hidden(sharded.model), hidden(original))
-            assert addresses(sharded) == places
+            assert addresses(sharded) == addresses_before
         assert slots.current == "policy"
         assert same(bits(sharded), policy)
     assert torch.equal(hidden(sharded.model), trained)
@@ -116,7 +116,7 @@ def test_the_policy_is_restored_after_an_exception(
 
 @pytest.mark.parametrize("index", [0, 2, -1])
 @pytest.mark.parametrize("elements", [1, 3], ids=["one element, which broadcasts", "three elements"])
-def test_an_exchange_that_fails_half_way_is_undone(
+def test_an_exchange_that_fails_halfway_is_undone(
     sharded: ShardedModel, slots: WeightSlots, index: int, elements: int
 ) -> None:
     """A slot of the wrong shape fails before the bucket is written; one with a single element fails after it."""
@@ -140,7 +140,7 @@ def test_using_the_current_slot_changes_nothing(sharded: ShardedModel, slots: We
     policy = bits(sharded)
     with slots.use("policy"):
         assert same(bits(sharded), policy)
-        with slots.use("reference"):  # the policy does not have to be left first
+        with slots.use("reference"):  # allowed inside the use of the policy
             inside = bits(sharded)
             with pytest.raises(ValueError, match="inner"), slots.use("reference"):
                 raise ValueError("inner")
@@ -173,9 +173,9 @@ def test_only_one_slot_can_be_in_the_model(sharded: ShardedModel, slots: WeightS
 
 
 def test_saving_a_slot_again_reuses_its_memory(sharded: ShardedModel, slots: WeightSlots) -> None:
-    places = [tensor.data_ptr() for tensor in slots._slots["reference"]]
+    addresses_before = [tensor.data_ptr() for tensor in slots._slots["reference"]]
     slots.save("reference")
-    assert [tensor.data_ptr() for tensor in slots._slots["reference"]] == places
+    assert [tensor.data_ptr() for tensor in slots._slots["reference"]] == addresses_before
     policy = bits(sharded)
     change(sharded)
     with slots.use("reference"):
@@ -201,9 +201,11 @@ def test_unknown_and_reserved_slot_names(sharded: ShardedModel, slots: WeightSlo
         pytest.fail("entered")
 
 
-def test_verify_detects_a_change_of_the_policy_while_it_is_swapped_out(sharded: ShardedModel, place: Location) -> None:
+def test_verify_detects_a_change_of_the_policy_while_it_is_swapped_out(
+    sharded: ShardedModel, location: Location
+) -> None:
     slots = WeightSlots(sharded, verify=True)
-    slots.save("reference", place)
+    slots.save("reference", location)
     change(sharded)
     with slots.use("reference"):
         change(sharded)  # changes the reference, not the policy
@@ -223,34 +225,34 @@ def test_exchanges_with_host_memory_keep_their_order_with_other_work(sharded: Sh
     slots = WeightSlots(sharded)
     slots.save("reference", "host")
     busy = torch.randn(4096, 4096, device="cuda")
-    seen, expected = [], []
+    norms, expected = [], []
     for turn in range(6):
         for _ in range(20):
             busy = torch.tanh(busy @ busy)
         sharded.model.norm.data.fill_(turn)  # an update that is queued behind the computation
         with slots.use("reference"):
-            seen.append(sharded.model.norm.clone())
-        seen.append(sharded.model.norm.clone())
+            norms.append(sharded.model.norm.clone())
+        norms.append(sharded.model.norm.clone())
         expected += [None, float(turn)]
-    reference = seen[0]
-    for found, value in zip(seen, expected, strict=True):
-        assert torch.equal(found, reference if value is None else torch.full_like(found, value))
+    reference = norms[0]
+    for norm, value in zip(norms, expected, strict=True):
+        assert torch.equal(norm, reference if value is None else torch.full_like(norm, value))
 
 
 def test_a_checksum_depends_on_every_bit_of_every_bucket(sharded: ShardedModel) -> None:
     slots = WeightSlots(sharded)
     whole = slots.checksum()
     assert whole == slots.checksum()
-    seen = {whole}
+    checksums = {whole}
     for bucket in sharded.flat.buckets:
         words = bucket.parameters.view(torch.int32)
-        for place in (0, 1, len(words) // 2, len(words) - 1):
+        for index in (0, 1, len(words) // 2, len(words) - 1):
             for bit in range(32):
                 mask = torch.tensor(1 << bit).to(torch.int32).to(words.device)
-                words[place] ^= mask
-                seen.add(slots.checksum())
-                words[place] ^= mask
-    assert len(seen) == 1 + len(sharded.flat.buckets) * 4 * 32
+                words[index] ^= mask
+                checksums.add(slots.checksum())
+                words[index] ^= mask
+    assert len(checksums) == 1 + len(sharded.flat.buckets) * 4 * 32
     assert slots.checksum() == whole
 
 
@@ -259,10 +261,10 @@ def test_a_checksum_depends_on_the_order_of_values(sharded: ShardedModel) -> Non
     slots = WeightSlots(sharded)
     flat = next(bucket.parameters for bucket in sharded.flat.buckets if len(bucket.parameters) >= 1030)
     for distance in (1, 2, 512, 1024):
-        for place in (0, 1):
-            flat[place], flat[place + distance] = 1.0, 2.0
+        for index in (0, 1):
+            flat[index], flat[index + distance] = 1.0, 2.0
             before = slots.checksum()
-            flat[place], flat[place + distance] = 2.0, 1.0
+            flat[index], flat[index + distance] = 2.0, 1.0
             assert slots.checksum() != before
 
 
@@ -288,10 +290,10 @@ def test_nothing_is_trained_or_saved_while_another_slot_is_in_the_model(
 
 def test_a_parameter_that_left_its_memory_cannot_be_exchanged(sharded: ShardedModel, slots: WeightSlots) -> None:
     parameter = sharded.model.embed_tokens.weight
-    place, reference = parameter.data, bits(sharded)
-    parameter.data = place.clone()
+    data, reference = parameter.data, bits(sharded)
+    parameter.data = data.clone()
     for call in (lambda: slots.save("other"), lambda: slots.use("reference").__enter__()):
         with pytest.raises(RuntimeError, match=r"embed_tokens.weight left its flat buffer"):
             call()
-    parameter.data = place
+    parameter.data = data
     assert same(bits(sharded), reference)

@@ -1,4 +1,4 @@
-"""One worker: it generates and scores alike, with the weights that it has just trained."""
+"""One worker: generation and scoring agree, and both use the weights that it has just trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.policy.small_worker import (
     reset,
     sample_rollouts,
 )
-from tests.policy.worker_fixtures import bare, flat, get, recorded, worker, workers
+from tests.policy.worker_fixtures import bare, flat, get, rollout_logprobs, worker, workers
 
 __all__ = ["get", "worker", "workers"]
 
@@ -28,22 +28,22 @@ __all__ = ["get", "worker", "workers"]
 def test_scoring_gives_the_log_probabilities_of_the_rollout(worker: PolicyWorker) -> None:
     rollouts = sample_rollouts(worker, 7, "a")
     scored = flat(worker.logprobs([bare(rollout) for rollout in rollouts]))
-    torch.testing.assert_close(scored, recorded(rollouts), rtol=0, atol=1e-5)
-    assert scored.std() > 0.5  # they differ, so an entry in the wrong place would show
+    torch.testing.assert_close(scored, rollout_logprobs(rollouts), rtol=0, atol=1e-5)
+    assert scored.std() > 0.5  # they differ, so an entry at the wrong index would show
 
 
-def test_entropies_are_those_of_the_distributions_of_tokens() -> None:
+def test_entropies_equal_those_of_the_categorical_distribution() -> None:
     worker = make_worker(entropies=True, temperature=0.7)
     samples = make_samples(7)  # more than one microbatch
-    found = worker.logprobs_and_entropies(samples)
+    scores_and_entropies = worker.logprobs_and_entropies(samples)
     scored = flat(worker.logprobs(samples))
-    torch.testing.assert_close(flat([logprobs for logprobs, _ in found]), scored, rtol=0, atol=1e-5)
+    torch.testing.assert_close(flat([logprobs for logprobs, _ in scores_and_entropies]), scored, rtol=0, atol=1e-5)
     model = make_model().double()
-    for sample, (_, entropies) in zip(samples, found, strict=True):
+    for sample, (_, entropies) in zip(samples, scores_and_entropies, strict=True):
         ids = torch.tensor([*sample.prompt, *sample.tokens])
-        cuts = torch.tensor([0, len(ids)], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, len(ids)], dtype=torch.int32)
         with torch.no_grad():
-            hidden = model(ids, torch.arange(len(ids)), cuts, len(ids))[len(sample.prompt) - 1 : -1]
+            hidden = model(ids, torch.arange(len(ids)), cu_seqlens, len(ids))[len(sample.prompt) - 1 : -1]
             expected = torch.distributions.Categorical(logits=model.logits(hidden) / 0.7).entropy()
         torch.testing.assert_close(torch.tensor(entropies, dtype=torch.float64), expected, rtol=1e-4, atol=1e-4)
 
@@ -52,23 +52,23 @@ def test_scoring_uses_the_sampling_temperature() -> None:
     cool = make_worker(scopes=("mlp",), temperature=0.7, reference=False)
     rollouts = sample_rollouts(cool, 7, "a")
     scored = flat(cool.logprobs([bare(rollout) for rollout in rollouts]))
-    torch.testing.assert_close(scored, recorded(rollouts), rtol=0, atol=1e-5)
-    found = cool.train(ALGORITHM.make_batch(rollouts))
-    assert found["policy/token_mult_prob_error_max"] < 1 + 1e-5
-    assert abs(found["policy/ratio"] - 1) < 1e-5
+    torch.testing.assert_close(scored, rollout_logprobs(rollouts), rtol=0, atol=1e-5)
+    metrics = cool.train(ALGORITHM.make_batch(rollouts))
+    assert metrics["policy/token_mult_prob_error_max"] < 1 + 1e-5
+    assert abs(metrics["policy/ratio"] - 1) < 1e-5
     cool.close()
 
 
 def test_a_sample_depends_on_its_seed_and_key_alone(worker: PolicyWorker) -> None:
     prompts = [[1, 2], [3], [4, 5, 6], [1, 2], [7, 8]]
     requests = list(zip(prompts, count(10)))
-    crowd = [turn.tokens for turn in worker.generate(requests, seed="s")]
+    together = [turn.tokens for turn in worker.generate(requests, seed="s")]
     backwards = [turn.tokens for turn in worker.generate(requests[::-1], seed="s")]
-    assert backwards[::-1] == crowd
-    for request, tokens in zip(requests, crowd, strict=True):
+    assert backwards[::-1] == together
+    for request, tokens in zip(requests, together, strict=True):
         assert worker.generate([request], seed="s")[0].tokens == tokens
-    assert crowd[0] != crowd[3]  # same prompt, other key
-    assert worker.generate(requests[:1], seed="t")[0].tokens != crowd[0]
+    assert together[0] != together[3]  # same prompt, other key
+    assert worker.generate(requests[:1], seed="t")[0].tokens != together[0]
     assert worker.generate([], seed="s") == []
 
 
@@ -82,27 +82,27 @@ def test_a_completion_ends_at_the_maximum_length(worker: PolicyWorker) -> None:
     assert worker.generate([([1], 0)], seed="s") == [short]
 
 
-def test_tokens_that_were_not_sampled_get_no_reference_log_probability(worker: PolicyWorker) -> None:
+def test_only_sampled_tokens_get_reference_log_probabilities(worker: PolicyWorker) -> None:
     (rollout,) = sample_rollouts(worker, 1, "a")
     rollout.sampled = [index % 2 == 0 for index in range(len(rollout.tokens))]
     worker.score([rollout])
-    (all_of_them,) = worker.logprobs([bare(rollout)], "reference")
+    (all_logprobs,) = worker.logprobs([bare(rollout)], "reference")
     assert rollout.reference_logprobs is not None
-    assert rollout.reference_logprobs[0::2] == all_of_them[0::2]
+    assert rollout.reference_logprobs[0::2] == all_logprobs[0::2]
     assert set(rollout.reference_logprobs[1::2]) == {0.0}
 
 
 def test_the_reference_policy_stays_while_the_policy_learns(
     worker: PolicyWorker, get: Callable[..., PolicyWorker]
 ) -> None:
-    """Scoring between steps gives the reference's log-probabilities and does not change what is trained."""
+    """Scoring between steps gives the reference's log-probabilities and does not change the training."""
     samples = make_samples(6, seed=5)
-    in_the_beginning = worker.logprobs(samples)
+    initial = worker.logprobs(samples)
     for step in range(3):
         worker.train(make_batch(1, 4, step))
-        assert worker.logprobs(samples, "reference") == in_the_beginning
+        assert worker.logprobs(samples, "reference") == initial
         policy = worker.logprobs(samples)
-        assert (flat(policy) - flat(in_the_beginning)).abs().max() > 1e-3
+        assert (flat(policy) - flat(initial)).abs().max() > 1e-3
     trained = parameters(worker)
     reset(worker)
     for step in range(3):
@@ -117,6 +117,6 @@ def test_generation_uses_the_trained_weights_at_once(worker: PolicyWorker) -> No
     after = sample_rollouts(worker, 5, "a")
     assert [r.tokens for r in after] != [r.tokens for r in before]
     scored = flat(worker.logprobs([bare(rollout) for rollout in after]))
-    torch.testing.assert_close(scored, recorded(after), rtol=0, atol=1e-5)
+    torch.testing.assert_close(scored, rollout_logprobs(after), rtol=0, atol=1e-5)
     with worker.weights.use("reference"):  # and it uses the weights of the current slot
         assert [r.tokens for r in sample_rollouts(worker, 5, "a")] == [r.tokens for r in before]

@@ -27,7 +27,9 @@ SMALL = Architecture("qwen2", vocabulary=200, hidden=64, mlp=128, layers=3, head
 LIMITS = Limits(max_length=64, rows=16, token_buckets=(128, 512), cache_bytes=1 << 21, prefill_tokens=64)
 
 
-def make_worker(algorithm: Algorithm, *, place: str = "device", checkpointing: int = 0, **options: Any) -> PolicyWorker:
+def make_worker(
+    algorithm: Algorithm, *, location: str = "device", checkpointing: int = 0, **options: Any
+) -> PolicyWorker:
     torch.manual_seed(0)
     model = Decoder(SMALL, checkpointing=checkpointing)
     with torch.no_grad():
@@ -43,21 +45,21 @@ def make_worker(algorithm: Algorithm, *, place: str = "device", checkpointing: i
         verify_weights=True,
         **options,
     )
-    worker.weights.save("reference", place)  # type: ignore[arg-type]
+    worker.weights.save("reference", location)  # type: ignore[arg-type]
     worker.capture_all({"policy": (algorithm.loss, algorithm.needs_entropy)})
     return worker
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., PolicyWorker]]:
-    made: list[PolicyWorker] = []
+    workers: list[PolicyWorker] = []
 
     def make(algorithm: Algorithm | None = None, **options: Any) -> PolicyWorker:
-        made.append(make_worker(algorithm or GRPO, **options))
-        return made[-1]
+        workers.append(make_worker(algorithm or GRPO, **options))
+        return workers[-1]
 
     yield make
-    for worker in made:
+    for worker in workers:
         worker.close()
 
 
@@ -84,26 +86,26 @@ def parameters(worker: PolicyWorker) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in worker.model.parameters()]).clone()
 
 
-def test_graphs_train_like_eager_execution_up_to_its_own_noise(make: Callable[..., PolicyWorker]) -> None:
-    graphs, eager, again = make(), make(backend="eager"), make(backend="eager")
+def test_graphs_train_like_eager_up_to_the_noise_of_eager(make: Callable[..., PolicyWorker]) -> None:
+    graphs, eager, eager_again = make(), make(backend="eager"), make(backend="eager")
     rollouts = roll_out(graphs, "a")
     graphs.score(rollouts)
     batch = GRPO.make_batch(rollouts, minibatches=2)
-    found = [worker.train(Batch(batch.minibatches)) for worker in (graphs, eager, again)]
-    after = [parameters(worker).float() for worker in (graphs, eager, again)]
+    metrics = [worker.train(Batch(batch.minibatches)) for worker in (graphs, eager, eager_again)]
+    after = [parameters(worker).float() for worker in (graphs, eager, eager_again)]
     noise = (after[1] - after[2]).abs().max().item()
     assert (after[0] - after[1]).abs().max().item() <= 2 * noise + 2**-8 * 1e-2
-    assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-4)
+    assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], abs=1e-4)
     assert graphs.pool.report().eager_runs == 0
     assert not torch.equal(after[0], parameters(make()).float())  # training changed the weights
 
 
-def test_alternating_phases_needs_no_capture_no_eager_run_and_no_new_memory(make: Callable[..., PolicyWorker]) -> None:
+def test_alternating_phases_capture_nothing_and_need_no_new_memory(make: Callable[..., PolicyWorker]) -> None:
     worker = make()
     captures, memory = worker.pool.report().captures, 0
     for round_ in range(12):
-        found = step(worker, GRPO, str(round_))
-        assert found["policy/token_mult_prob_error"] < 1.1
+        metrics = step(worker, GRPO, str(round_))
+        assert metrics["policy/token_mult_prob_error"] < 1.1
         if round_ == 1:
             memory = torch.cuda.memory_allocated()
     report = worker.pool.report()
@@ -111,7 +113,7 @@ def test_alternating_phases_needs_no_capture_no_eager_run_and_no_new_memory(make
     assert torch.cuda.memory_allocated() == memory
 
 
-def test_before_the_first_update_the_ratio_is_near_one_and_the_reference_equal(
+def test_before_updates_the_ratio_is_near_one_and_the_reference_equal(
     make: Callable[..., PolicyWorker],
 ) -> None:
     worker = make()
@@ -119,16 +121,16 @@ def test_before_the_first_update_the_ratio_is_near_one_and_the_reference_equal(
     worker.score(rollouts)
     for rollout, logprobs in zip(rollouts, worker.logprobs([bare(rollout) for rollout in rollouts]), strict=True):
         assert rollout.reference_logprobs == logprobs  # the reference equals the policy: same graph, same numbers
-    found = worker.train(GRPO.make_batch(rollouts))
-    assert abs(found["policy/ratio"] - 1) < 0.02
+    metrics = worker.train(GRPO.make_batch(rollouts))
+    assert abs(metrics["policy/ratio"] - 1) < 0.02
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("location", ["device", "host"])
 def test_the_reference_scores_as_before_and_the_policy_is_restored(
-    make: Callable[..., PolicyWorker], place: str
+    make: Callable[..., PolicyWorker], location: str
 ) -> None:
-    worker = make(place=place)
-    assert worker.weights.nbytes(place) > 0  # type: ignore[arg-type]
+    worker = make(location=location)
+    assert worker.weights.nbytes(location) > 0  # type: ignore[arg-type]
     rollouts = roll_out(worker, "a")
     samples = GRPO.make_batch(rollouts).samples
     before = worker.logprobs(samples)
@@ -142,23 +144,23 @@ def test_the_reference_scores_as_before_and_the_policy_is_restored(
     with pytest.raises(ValueError, match="inside"), worker.weights.use("reference"):
         raise ValueError("inside")
     assert torch.equal(parameters(worker), policy)
-    worker.weights.save("reference", place)  # type: ignore[arg-type]
+    worker.weights.save("reference", location)  # type: ignore[arg-type]
     assert worker.logprobs(samples, "reference") == learned
 
 
-@pytest.mark.parametrize("where", [0, 2])
-def test_an_exchange_with_host_memory_that_fails_half_way_is_undone(
-    make: Callable[..., PolicyWorker], where: int
+@pytest.mark.parametrize("index", [0, 2])
+def test_an_exchange_with_host_memory_that_fails_halfway_is_undone(
+    make: Callable[..., PolicyWorker], index: int
 ) -> None:
-    worker = make(place="host")
+    worker = make(location="host")
     policy = parameters(worker)
     slot = worker.weights._slots["reference"]
-    where %= len(slot)
-    whole = slot[where]
-    slot[where] = torch.full((3,), 5.0, dtype=whole.dtype).pin_memory()
+    index %= len(slot)
+    whole = slot[index]
+    slot[index] = torch.full((3,), 5.0, dtype=whole.dtype).pin_memory()
     with pytest.raises(RuntimeError), worker.weights.use("reference"):
         pytest.fail("the body ran with half of the weights")
-    slot[where] = whole
+    slot[index] = whole
     assert torch.equal(parameters(worker), policy)
     with worker.weights.use("reference"):
         assert torch.equal(parameters(worker), policy)  # the reference equals it
@@ -182,10 +184,10 @@ def test_every_algorithm_is_captured_and_trains(make: Callable[..., PolicyWorker
     rollouts = roll_out(worker, "a")
     worker.score(rollouts)
     batch = algorithm.make_batch(rollouts)
-    found, expected = worker.train(batch), eager.train(batch)
-    assert found.keys() == expected.keys()
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-2, abs=1e-4)
-    assert found["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=2e-2)
+    metrics, expected = worker.train(batch), eager.train(batch)
+    assert metrics.keys() == expected.keys()
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-2, abs=1e-4)
+    assert metrics["optimizer/grad_norm"] == pytest.approx(expected["optimizer/grad_norm"], rel=2e-2)
     assert worker.pool.report().eager_runs == 0
 
 
@@ -197,9 +199,9 @@ def test_graphs_of_parts_train_like_one_graph_of_the_step(
     rollouts = roll_out(whole, "a")
     whole.score(rollouts)
     batch = GRPO.make_batch(rollouts)
-    one, other = whole.train(batch), parts.train(batch)
-    assert other["loss"] == pytest.approx(one["loss"], abs=1e-4)
-    assert other["optimizer/grad_norm"] == pytest.approx(one["optimizer/grad_norm"], rel=2e-2)
+    step_metrics, parts_metrics = whole.train(batch), parts.train(batch)
+    assert parts_metrics["loss"] == pytest.approx(step_metrics["loss"], abs=1e-4)
+    assert parts_metrics["optimizer/grad_norm"] == pytest.approx(step_metrics["optimizer/grad_norm"], rel=2e-2)
     assert parts.pool.report().eager_runs == 0
     for round_ in range(3):
         step(parts, GRPO, str(round_))
@@ -209,7 +211,7 @@ def test_graphs_of_parts_train_like_one_graph_of_the_step(
 @pytest.mark.parametrize("scopes", [("step",), ("layer",), ("attn", "mlp"), ("attn",), ("mlp",)])
 def test_recomputing_changes_no_bit_of_training(make: Callable[..., PolicyWorker], scopes: tuple[str, ...]) -> None:
     batch = None
-    found = []
+    results = []
     for count in (0, 1, SMALL.layers):
         worker = make(scopes=scopes, checkpointing=count)
         if batch is None:
@@ -218,15 +220,15 @@ def test_recomputing_changes_no_bit_of_training(make: Callable[..., PolicyWorker
             batch = GRPO.make_batch(rollouts, minibatches=2)
         metrics = worker.train(Batch(batch.minibatches))
         assert worker.pool.report().eager_runs == 0
-        found.append((metrics, parameters(worker)))
-    for metrics, weights in found[1:]:
-        assert metrics == found[0][0]
-        assert torch.equal(weights, found[0][1])
+        results.append((metrics, parameters(worker)))
+    for metrics, weights in results[1:]:
+        assert metrics == results[0][0]
+        assert torch.equal(weights, results[0][1])
 
 
 @pytest.mark.parametrize("scopes", [("step",), ("layer",)])
 def test_graphs_that_recompute_need_less_memory(scopes: tuple[str, ...]) -> None:
-    """Of the pool: what training captures, in a size where activations matter."""
+    """The pool of the training graphs, at a size at which activations matter."""
     wide = replace(SMALL, layers=8, hidden=256, mlp=1024)
     limits = Limits(max_length=64, rows=16, token_buckets=(4096,), cache_bytes=1 << 21, prefill_tokens=64)
     sizes = []
@@ -238,13 +240,13 @@ def test_graphs_that_recompute_need_less_memory(scopes: tuple[str, ...]) -> None
         worker.capture_all({"policy": (GRPO.loss, False)}, generates=False)
         sizes.append(worker.pool.report().pool_bytes)
         worker.close()
-    layer = 4096 * 4 * wide.mlp * 2  # less than what a layer keeps: gate, up and their product, and the rest
+    layer = 4096 * 4 * wide.mlp * 2  # less than the activations of a layer: gate, up, their product, and more
     assert sizes[0] - sizes[1] > 3 * layer
     assert sizes[1] - sizes[2] > 2 * layer
 
 
 def test_a_checkpoint_restores_everything(make: Callable[..., PolicyWorker], tmp_path: Path) -> None:
-    worker, other = make(), make()
+    worker, restored = make(), make()
     step(worker, GRPO, "a")
     with worker.phases.enter("save"):
         checkpoints = Checkpoints(tmp_path, worker.sharded, worker.optimizer)
@@ -252,22 +254,22 @@ def test_a_checkpoint_restores_everything(make: Callable[..., PolicyWorker], tmp
     saved = parameters(worker)
     step(worker, GRPO, "b")  # while it is written
     checkpoints.close()
-    reader = Checkpoints(tmp_path, other.sharded, other.optimizer)
-    found = reader.latest()
-    assert found is not None
-    reader.load(found)
+    reader = Checkpoints(tmp_path, restored.sharded, restored.optimizer)
+    latest = reader.latest()
+    assert latest is not None
+    reader.load(latest)
     reader.close()
-    assert torch.equal(parameters(other), saved)
-    rollouts = roll_out(other, "b")
-    other.score(rollouts)
+    assert torch.equal(parameters(restored), saved)
+    rollouts = roll_out(restored, "b")
+    restored.score(rollouts)
     assert [r.tokens for r in rollouts] == [r.tokens for r in roll_out_at(worker, saved, "b")]
 
 
 def roll_out_at(worker: PolicyWorker, values: Tensor, seed: str) -> list[Rollout]:
-    """Sample rollouts with the given weights in the model."""
-    at = 0
+    """Sample rollouts with these weights in the model."""
+    offset = 0
     with torch.no_grad():
         for parameter in worker.model.parameters():
-            parameter.copy_(values[at : at + parameter.numel()].view_as(parameter))
-            at += parameter.numel()
+            parameter.copy_(values[offset : offset + parameter.numel()].view_as(parameter))
+            offset += parameter.numel()
     return roll_out(worker, seed)

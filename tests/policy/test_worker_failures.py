@@ -1,4 +1,4 @@
-"""What goes wrong in a worker leaves its weights and its next step alone."""
+"""A failure in a worker does not affect its weights or its next step."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from tests.policy.small_worker import (
     parameters,
     reset,
 )
-from tests.policy.worker_fixtures import BREAKABLE, get, trained_once, worker, workers
+from tests.policy.worker_fixtures import BREAKABLE, get, train_once, worker, workers
 
 __all__ = ["get", "worker", "workers"]
 
 
 @pytest.mark.parametrize("name", ["eager", "layer"])
 @pytest.mark.parametrize("calls", [0, 1, 3])
-def test_a_failing_loss_does_not_affect_the_weights_or_the_next_step(
+def test_a_failing_loss_leaves_the_weights_and_the_next_step_alone(
     get: Callable[..., PolicyWorker], name: str, calls: int
 ) -> None:
     worker, loss = get(name), BREAKABLE[name]
     batch = Batch([make_samples(6, seed, lengths=[35] * 6) for seed in range(2)])  # three microbatches each
-    wanted = trained_once(worker, batch)
+    expected = train_once(worker, batch)
     reset(worker)
     worker.train(Batch(batch.minibatches[:1]))
     after_one = parameters(worker)
@@ -52,7 +52,7 @@ def test_a_failing_loss_does_not_affect_the_weights_or_the_next_step(
         worker.train(batch)
     loss.calls_left = math.inf
     assert torch.equal(parameters(worker), after_one if calls == 3 else before)  # a whole minibatch or nothing
-    assert torch.equal(trained_once(worker, batch), wanted)
+    assert torch.equal(train_once(worker, batch), expected)
 
 
 @pytest.mark.parametrize("name", ["layer", "eager"])
@@ -60,7 +60,7 @@ def test_a_backward_that_fails_at_the_end_leaves_no_gradient(get: Callable[..., 
     """Backward reaches the embedding last, when the gradients of all layers exist."""
     worker = get(name)
     batch = make_batch(1, 9)
-    wanted = trained_once(worker, batch)
+    expected = train_once(worker, batch)
     reset(worker)
     before = parameters(worker)
 
@@ -74,32 +74,32 @@ def test_a_backward_that_fails_at_the_end_leaves_no_gradient(get: Callable[..., 
         assert torch.equal(parameters(worker), before)
     handle.remove()
     worker.train(batch)
-    assert torch.equal(parameters(worker), wanted)
+    assert torch.equal(parameters(worker), expected)
 
 
 @pytest.mark.parametrize("name", ["graph", "eager", "layer"])
 def test_a_step_with_a_nan_gradient_is_skipped_and_counted(get: Callable[..., PolicyWorker], name: str) -> None:
     worker = get(name)
     good, bad = make_batch(1, 5), make_batch(1, 5, seed=1)
-    wanted = trained_once(worker, good)
+    expected = train_once(worker, good)
     bad.samples[2].advantages = [math.nan] * len(bad.samples[2].tokens)
     reset(worker)
     before = parameters(worker)
-    found = worker.train(bad)
-    assert found["optimizer/skipped_steps"] == 1
-    assert math.isnan(found["optimizer/grad_norm"])
+    metrics = worker.train(bad)
+    assert metrics["optimizer/skipped_steps"] == 1
+    assert math.isnan(metrics["optimizer/grad_norm"])
     assert torch.equal(parameters(worker), before)
-    found = worker.train(good)
-    assert found["optimizer/skipped_steps"] == 1
-    assert torch.equal(parameters(worker), wanted)  # the moments have not changed either
+    metrics = worker.train(good)
+    assert metrics["optimizer/skipped_steps"] == 1
+    assert torch.equal(parameters(worker), expected)  # the moments have not changed either
 
 
 @pytest.mark.parametrize("name", ["graph", "eager", "layer"])
 def test_another_slot_cannot_be_trained(get: Callable[..., PolicyWorker], name: str) -> None:
     worker = get(name)
     batch = make_batch(1, 5)
-    wanted = trained_once(worker, batch)
-    trained_once(worker, make_batch(1, 5, seed=1))  # so that the policy differs from the reference
+    expected = train_once(worker, batch)
+    train_once(worker, make_batch(1, 5, seed=1))  # so that the policy differs from the reference
     before = parameters(worker)
     with worker.weights.use("reference"):
         inside = parameters(worker)
@@ -108,7 +108,7 @@ def test_another_slot_cannot_be_trained(get: Callable[..., PolicyWorker], name: 
             worker.train(batch)
         assert torch.equal(parameters(worker), inside)
     assert torch.equal(parameters(worker), before)
-    assert torch.equal(trained_once(worker, batch), wanted)
+    assert torch.equal(train_once(worker, batch), expected)
 
 
 def test_phases_cannot_be_nested(worker: PolicyWorker) -> None:
@@ -174,7 +174,7 @@ def test_a_loss_that_cannot_be_captured_changes_nothing() -> None:
     assert not any(module._forward_pre_hooks for module in worker.model.modules())
 
 
-def test_scopes_that_cannot_work_are_refused() -> None:
+def test_a_scope_that_cannot_work_on_several_ranks_is_refused() -> None:
     settings: dict[str, Any] = {"sampling": SamplingParams(), "optimizer": {"lr": RATE}}
     with pytest.raises(ValueError, match="communication of several ranks: use scope layer"):
         PolicyWorker(make_model(), None, World(0, 2, "cpu"), LIMITS, **settings)

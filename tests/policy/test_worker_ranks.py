@@ -1,4 +1,4 @@
-"""Two workers on gloo learn what one worker does, and do not generate from stale weights."""
+"""Two workers on gloo learn the same as one, and do not generate from stale weights."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def paired(call: int) -> list[Sample]:
     return [replace(one, prompt=[first, *one.prompt[1:]]) for one, first in zip(samples, (0, 2, 1, 3), strict=True)]
 
 
-def poisoned() -> Batch:
+def poisoned_batch() -> Batch:
     """A batch in which one sample, on the second rank, has NaN advantages."""
     batch = make_batch(1, 4, seed=7)
     batch.samples[1].advantages = [math.nan] * len(batch.samples[1].tokens)
     return batch
 
 
-def own_rollouts(world: World) -> list[Rollout]:
+def local_rollouts(world: World) -> list[Rollout]:
     """Three rollouts in two groups on the first rank, two in one group on the second."""
     groups = [[0, 0, 1], [4, 4]][world.rank]
     return [
@@ -75,61 +75,63 @@ def own_rollouts(world: World) -> list[Rollout]:
     ]
 
 
-def everything(world: World) -> dict[str, Any]:
-    """Run everything that is tested, because starting ranks is slow."""
+def run_all(world: World) -> dict[str, Any]:
+    """Run everything that the tests check, because starting ranks is slow."""
     worker = make(world)
-    found: dict[str, Any] = {}
-    found["scored"] = worker.logprobs(SCORED)
+    results: dict[str, Any] = {}
+    results["scored"] = worker.logprobs(SCORED)
 
-    found["paired"] = [(worker.train(Batch([paired(call)])), parameters(worker)) for call in range(CALLS)]
-    found["reference"] = worker.logprobs(SCORED, "reference")
+    results["paired"] = [(worker.train(Batch([paired(call)])), parameters(worker)) for call in range(CALLS)]
+    results["reference"] = worker.logprobs(SCORED, "reference")
 
-    found["spread"] = [first_step(worker, make_batch(1, 7, call), score_old=True) for call in range(CALLS)]
-    found["alone"] = [first_step(worker, Batch([make_samples(1, seed=call)])) for call in range(CALLS)]
+    results["spread"] = [first_step(worker, make_batch(1, 7, call), score_old=True) for call in range(CALLS)]
+    results["alone"] = [first_step(worker, Batch([make_samples(1, seed=call)])) for call in range(CALLS)]
 
-    found["before"] = [r.tokens for r in sample_rollouts(worker, 3, "a")]
+    results["before"] = [r.tokens for r in sample_rollouts(worker, 3, "a")]
     worker.train(Batch([paired(0)]))
-    found["stale"] = worker.sharded.stale()
+    results["stale"] = worker.sharded.stale()
     assert worker.engine is not None
     try:
         with worker.sharded.paused(gather=False):
             worker.engine.generate([[1, 2]], SamplingParams(max_tokens=2))
-        found["refused"] = "nothing"
+        results["refused"] = "nothing"
     except GraphError as error:
-        found["refused"] = str(error)
+        results["refused"] = str(error)
     rollouts = sample_rollouts(worker, 3, "a")
-    found["after"] = [r.tokens for r in rollouts]
-    found["recorded"] = [r.logprobs for r in rollouts]
+    results["after"] = [r.tokens for r in rollouts]
+    results["recorded"] = [r.logprobs for r in rollouts]
     zeros = [[0.0] * len(r.tokens) for r in rollouts]
     samples = [Sample(r.prompt.tokens, r.tokens, z, z, z) for r, z in zip(rollouts, zeros, strict=True)]
-    found["scored after"] = worker.logprobs(samples)
+    results["scored after"] = worker.logprobs(samples)
 
     before = parameters(worker)
-    found["poisoned"] = worker.train(poisoned())
-    found["kept"] = torch.equal(parameters(worker), before)
+    results["poisoned"] = worker.train(poisoned_batch())
+    results["kept"] = torch.equal(parameters(worker), before)
 
     handle = worker.model.embed_tokens.weight.register_hook(fail)
     with pytest.raises(ArithmeticError):
         worker.train(make_batch(1, 6))
     handle.remove()
-    found["kept after a failure"] = torch.equal(parameters(worker), before)
+    results["kept after a failure"] = torch.equal(parameters(worker), before)
     reset(worker)
-    found["after a failure"] = [(worker.train(Batch([paired(0)])), parameters(worker))]
+    results["after a failure"] = [(worker.train(Batch([paired(0)])), parameters(worker))]
 
-    mine = own_rollouts(world)
-    found["gathered"] = worker.gather_rollouts(mine)
-    found["gathered from one"] = worker.gather_rollouts(mine if world.rank else [])
-    found["mine"] = mine
+    local = local_rollouts(world)
+    results["gathered"] = worker.gather_rollouts(local)
+    results["gathered from one"] = worker.gather_rollouts(local if world.rank else [])
+    results["local"] = local
 
-    found["captured again"], found["eager runs"] = captured_again(worker), worker.pool.report().eager_runs
+    results["captured again"], results["eager runs"] = captured_again(worker), worker.pool.report().eager_runs
     worker.close()
-    found["hooks"] = sum(len(m._forward_pre_hooks) for m in worker.model.modules())
+    results["hooks"] = sum(len(m._forward_pre_hooks) for m in worker.model.modules())
 
     eager = make(world, backend="eager")  # with hooks, without graphs
-    found["eager"] = [(eager.train(Batch([paired(call)]), score_old=call > 0), parameters(eager)) for call in range(2)]
-    found["eager tokens"] = [r.tokens for r in sample_rollouts(eager, 3, "a")]
+    results["eager"] = [
+        (eager.train(Batch([paired(call)]), score_old=call > 0), parameters(eager)) for call in range(2)
+    ]
+    results["eager tokens"] = [r.tokens for r in sample_rollouts(eager, 3, "a")]
     eager.close()
-    return found
+    return results
 
 
 def first_step(worker: PolicyWorker, batch: Batch, **options: Any) -> tuple[dict[str, float], Pieces, Tensor]:
@@ -146,39 +148,39 @@ def fail(_: Tensor) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    found = run_world(2, folder, everything)
-    for result in found:
+    results = run_world(2, folder, run_all)
+    for result in results:
         assert isinstance(result, dict), result
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
-def one() -> PolicyWorker:
+def single_worker() -> PolicyWorker:
     return make(ALONE, backend="eager")
 
 
 @pytest.fixture
-def alone(one: PolicyWorker) -> PolicyWorker:
-    reset(one)
-    return one
+def alone(single_worker: PolicyWorker) -> PolicyWorker:
+    reset(single_worker)
+    return single_worker
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_bits_of_one_process_that_runs_the_same_microbatches(
+def test_two_ranks_equal_one_process_with_the_same_microbatches(
     ranks: list[dict[str, Any]], alone: PolicyWorker
 ) -> None:
     """Rank 0 has samples 0 and 2; the single process sums the same two microbatches in the order of ranks."""
     for call in range(CALLS):
         first, second, third, fourth = paired(call)
         metrics = alone.train(Batch([[first, third, second, fourth]]))
-        for found in ranks:
-            theirs, weights = found["paired"][call]
+        for result in ranks:
+            theirs, weights = result["paired"][call]
             assert torch.equal(weights, parameters(alone))
             assert theirs == pytest.approx(metrics, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["spread", "alone"])
-def test_two_ranks_learn_what_one_does_however_samples_are_distributed(
+def test_two_ranks_learn_the_same_as_one_with_any_distribution_of_samples(
     ranks: list[dict[str, Any]], alone: PolicyWorker, name: str
 ) -> None:
     """Other microbatches are summed in another order. In "alone" the second rank has no sample at all."""
@@ -187,7 +189,7 @@ def test_two_ranks_learn_what_one_does_however_samples_are_distributed(
             metrics, pieces, _ = first_step(alone, make_batch(1, 7, call), score_old=True)
         else:
             metrics, pieces, _ = first_step(alone, Batch([make_samples(1, seed=call)]))
-        both = [found[name][call] for found in ranks]
+        both = [result[name][call] for result in ranks]
         assert_equal_up_to_rounding(join(*(theirs for _, theirs, _ in both)), join(pieces))
         for theirs, _, weights in both:
             assert torch.equal(weights, both[0][2])
@@ -197,56 +199,56 @@ def test_two_ranks_learn_what_one_does_however_samples_are_distributed(
 
 
 def test_the_reference_is_swapped_in_and_out_on_all_ranks(ranks: list[dict[str, Any]], alone: PolicyWorker) -> None:
-    for found in ranks:
-        assert found["reference"] == found["scored"] == alone.logprobs(SCORED)
+    for result in ranks:
+        assert result["reference"] == result["scored"] == alone.logprobs(SCORED)
 
 
 def test_stale_weights_do_not_generate(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert "holds the parameters of step" in found["stale"]
-        assert "refused" in found["refused"]
-        assert "holds the parameters of step" in found["refused"]
-        assert found["after"] != found["before"]
-        assert found["after"] == ranks[0]["after"]
-        for recorded, scored in zip(found["recorded"], found["scored after"], strict=True):
+    for result in ranks:
+        assert "holds the parameters of step" in result["stale"]
+        assert "refused" in result["refused"]
+        assert "holds the parameters of step" in result["refused"]
+        assert result["after"] != result["before"]
+        assert result["after"] == ranks[0]["after"]
+        for recorded, scored in zip(result["recorded"], result["scored after"], strict=True):
             assert recorded == pytest.approx(scored, abs=1e-5)
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert found["kept"]
-        assert found["poisoned"]["optimizer/skipped_steps"] == 1
-        assert math.isnan(found["poisoned"]["loss"])
+    for result in ranks:
+        assert result["kept"]
+        assert result["poisoned"]["optimizer/skipped_steps"] == 1
+        assert math.isnan(result["poisoned"]["loss"])
 
 
 def test_a_failed_backward_does_not_affect_the_next_step(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert found["kept after a failure"]
-        assert torch.equal(found["after a failure"][0][1], found["paired"][0][1])
+    for result in ranks:
+        assert result["kept after a failure"]
+        assert torch.equal(result["after a failure"][0][1], result["paired"][0][1])
 
 
 def test_every_rank_gets_all_rollouts_with_distinct_groups(ranks: list[dict[str, Any]]) -> None:
     gathered = ranks[0]["gathered"]
     assert gathered == ranks[1]["gathered"]
-    mine = [rollout for found in ranks for rollout in found["mine"]]
-    assert [replace(rollout, group=0) for rollout in gathered] == [replace(rollout, group=0) for rollout in mine]
+    local = [rollout for result in ranks for rollout in result["local"]]
+    assert [replace(rollout, group=0) for rollout in gathered] == [replace(rollout, group=0) for rollout in local]
     groups = [rollout.group for rollout in gathered]
     assert groups[0] == groups[1] != groups[2]
     assert groups[3] == groups[4]
     assert groups[3] not in groups[:3]
-    for found in ranks:
-        assert [replace(r, group=4) for r in found["gathered from one"]] == ranks[1]["mine"]
+    for result in ranks:
+        assert [replace(r, group=4) for r in result["gathered from one"]] == ranks[1]["local"]
 
 
 def test_no_rank_captures_again_or_leaves_a_hook(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert not found["captured again"]
-        assert found["eager runs"] == 0
-        assert found["hooks"] == 0
+    for result in ranks:
+        assert not result["captured again"]
+        assert result["eager runs"] == 0
+        assert result["hooks"] == 0
 
 
 def test_without_graphs_the_bits_are_the_same(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert torch.equal(found["eager"][0][1], found["paired"][0][1])
-        assert found["eager"][1][0]["policy/ratio"] == 1.0
-        assert found["eager tokens"] == ranks[0]["eager tokens"]
+    for result in ranks:
+        assert torch.equal(result["eager"][0][1], result["paired"][0][1])
+        assert result["eager"][1][0]["policy/ratio"] == 1.0
+        assert result["eager tokens"] == ranks[0]["eager tokens"]

@@ -1,4 +1,4 @@
-"""Training gives what a plain loop gives, in any scope and backend, and captures nothing on the way."""
+"""Training equals a plain loop, with any scope and backend, and captures nothing on the way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["get", "worker", "workers"]
 
 
 def plain_gradient(weights: dict[str, Tensor], batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The loss and its gradient at the given weights, computed sample by sample and returned in float64."""
+    """The loss and its gradient at these weights, computed sample by sample and returned in float64."""
     model = make_model().to(dtype)
     model.load_state_dict(weights)
     loss = torch.stack([plain_loss(model, sample) for sample in batch.samples]).sum()
@@ -46,7 +46,7 @@ def plain_gradient(weights: dict[str, Tensor], batch: Batch, dtype: torch.dtype)
 
 
 def in_order(worker: PolicyWorker, values: Callable[[ParameterState], Tensor]) -> Tensor:
-    """Something that the optimizer has for each element, in the order of `parameters()`, in float64."""
+    """A value of the optimizer for each element, in the order of `parameters()`, in float64."""
     by_name = {
         piece.parameter.name: values(piece).detach().double().flatten() for piece in worker.optimizer.parameter_states
     }
@@ -61,11 +61,11 @@ def largest(values: Tensor) -> float:
     return float(values.abs().max())
 
 
-@pytest.mark.parametrize("prompts", [None, 2], ids=["prompts of their own", "shared prompts"])
+@pytest.mark.parametrize("prompts", [None, 2], ids=["separate prompts", "shared prompts"])
 def test_training_equals_a_plain_loop(worker: PolicyWorker, prompts: int | None) -> None:
     """Compare each call, starting from the worker's current state, with the same step written out in float64.
 
-    Adam divides a gradient by its own magnitude, so where the gradient is nothing but rounding, weights that were
+    Adam divides a gradient by its own magnitude, so where the gradient is only rounding error, weights that were
     trained twice may differ by up to the learning rate. A single step can be compared: the gradient is as close to
     float64 as that of a plain loop in fp32, and the rest is one formula for each element.
     """
@@ -79,7 +79,7 @@ def test_training_equals_a_plain_loop(worker: PolicyWorker, prompts: int | None)
         before = {name: tensor.clone() for name, tensor in worker.model.state_dict().items()}
         weights = parameters(worker).double()
         first, second = (moment.clone() for moment in moments(worker))
-        found = worker.train(batch)
+        metrics = worker.train(batch)
 
         loss, gradient = plain_gradient(before, batch, torch.float64)
         rounded_loss, rounded = plain_gradient(before, batch, torch.float32)
@@ -87,8 +87,8 @@ def test_training_equals_a_plain_loop(worker: PolicyWorker, prompts: int | None)
         noise = 8 * max(largest(rounded - gradient), fp32 * largest(gradient))
         assert noise < 1e-4 * largest(gradient)  # otherwise the comparison would be meaningless
         loss_noise = 8 * max(largest(rounded_loss - loss), fp32)  # it is a sum of terms that add up to about one
-        assert found["loss"] == pytest.approx(float(loss), rel=0, abs=loss_noise)
-        assert found["optimizer/grad_norm"] == pytest.approx(float(norm), rel=0, abs=noise * math.sqrt(len(gradient)))
+        assert metrics["loss"] == pytest.approx(float(loss), rel=0, abs=loss_noise)
+        assert metrics["optimizer/grad_norm"] == pytest.approx(float(norm), rel=0, abs=noise * math.sqrt(len(gradient)))
 
         clipped = gradient * min(1.0, 1.0 / (float(norm) + 1e-6))
         expected = 0.9 * first + 0.1 * clipped, 0.999 * second + 0.001 * clipped.square()
@@ -118,14 +118,14 @@ def test_graphs_and_eager_execution_give_the_same_bits(worker: PolicyWorker, get
 def test_many_calls_equal_one_with_many_minibatches(get: Callable[..., PolicyWorker], name: str) -> None:
     worker = get(name)
     batch = make_batch(4, 5)
-    apart = [worker.train(Batch([minibatch])) for minibatch in batch.minibatches]
-    one_by_one = parameters(worker)
+    calls = [worker.train(Batch([minibatch])) for minibatch in batch.minibatches]
+    after_calls = parameters(worker)
     reset(worker)
     together = worker.train(batch)
-    assert torch.equal(parameters(worker), one_by_one)
+    assert torch.equal(parameters(worker), after_calls)
     for metric in ("loss", "optimizer/grad_norm", "loss/weight"):  # the mean over minibatches
-        assert together[metric] == pytest.approx(sum(found[metric] for found in apart) / 4, rel=1e-6)
-    assert together["tokens/train"] == sum(found["tokens/train"] for found in apart)
+        assert together[metric] == pytest.approx(sum(metrics[metric] for metrics in calls) / 4, rel=1e-6)
+    assert together["tokens/train"] == sum(metrics["tokens/train"] for metrics in calls)
     reset(worker)
     for _ in range(2):
         for minibatch in batch.minibatches:
@@ -142,19 +142,19 @@ def test_many_calls_equal_one_with_many_minibatches(get: Callable[..., PolicyWor
     ids="+".join,
 )
 def test_smaller_graphs_give_the_same_bits(worker: PolicyWorker, scopes: tuple[str, ...]) -> None:
-    """With one token bucket all of them sum in the same order."""
-    other = make_worker(scopes=scopes)
+    """With one token bucket, all of them sum in the same order."""
+    parts = make_worker(scopes=scopes)
     batches = [Batch([make_samples(5, call, lengths=[14, 9, 15, 11, 15])]) for call in range(3)]  # 84 tokens
     for batch in batches:
-        assert worker.train(batch) == other.train(batch)
-        assert torch.equal(parameters(worker), parameters(other))
-    assert sample_rollouts(worker, 3, "a") == sample_rollouts(other, 3, "a")
-    report = other.pool.report()
+        assert worker.train(batch) == parts.train(batch)
+        assert torch.equal(parameters(worker), parameters(parts))
+    assert sample_rollouts(worker, 3, "a") == sample_rollouts(parts, 3, "a")
+    report = parts.pool.report()
     assert report.eager_runs == 0
     units = [graph for graph in report.graphs if graph.backward_replays]
     assert len(units) == 2 * len(scopes)
     assert all(graph.replays == graph.backward_replays == 3 for graph in units)
-    other.close()
+    parts.close()
 
 
 def test_graphs_of_layers_train_like_a_graph_of_the_step(get: Callable[..., PolicyWorker]) -> None:
@@ -163,23 +163,23 @@ def test_graphs_of_layers_train_like_a_graph_of_the_step(get: Callable[..., Poli
         batch = make_batch(1, 9, call)
         reset(step)
         reset(layer)
-        one, other = step.train(batch, score_old=True), layer.train(batch, score_old=True)
-        for name in one.keys() - {"tokens/padding"}:
-            assert one[name] == pytest.approx(other[name], abs=1e-6)
+        step_metrics, layer_metrics = step.train(batch, score_old=True), layer.train(batch, score_old=True)
+        for name in step_metrics.keys() - {"tokens/padding"}:
+            assert step_metrics[name] == pytest.approx(layer_metrics[name], abs=1e-6)
         assert_equal_up_to_rounding(gradient(step), gradient(layer))
 
 
 def test_the_gradient_does_not_depend_on_the_microbatches() -> None:
     samples = make_samples(12, seed=3)
-    found = []
+    results = []
     for buckets in ((24,), (48, 96), (256,)):
         limits = replace(LIMITS, max_length=24, token_buckets=buckets, tokens_per_sequence=4)
         worker = make_worker(backend="eager", limits=limits)
         metrics = worker.train(Batch([samples]))
         runs = sum(g.eager_runs.total() for g in worker.pool.report().graphs if g.name.startswith("train"))
-        found.append((runs, metrics["loss"], gradient(worker)))
+        results.append((runs, metrics["loss"], gradient(worker)))
         worker.close()
-    (many, loss, gradients), *others = found
+    (many, loss, gradients), *others = results
     assert [many > 4, others[0][0] > 1, others[1][0] == 1] == [True] * 3
     for _, other_loss, other_gradients in others:
         assert other_loss == pytest.approx(loss, abs=1e-6)
@@ -191,22 +191,22 @@ def test_before_any_update_the_ratio_is_one_and_the_kl_is_zero(get: Callable[...
     worker = get(name)
     rollouts = sample_rollouts(worker, 9, "a")
     worker.score(rollouts)
-    found = worker.train(ALGORITHM.make_batch(rollouts), score_old=True)
-    assert found["policy/ratio"] == 1.0
-    assert found["policy/kl"] == 0.0
-    assert found["policy/clipped_low"] == found["policy/clipped_high"] == 0.0
-    assert abs(found["loss"]) < 1e-6  # the advantages of a group add up to zero
-    assert found["optimizer/grad_norm"] > 0.01
-    assert found["policy/token_mult_prob_error_max"] < 1 + 1e-5
+    metrics = worker.train(ALGORITHM.make_batch(rollouts), score_old=True)
+    assert metrics["policy/ratio"] == 1.0
+    assert metrics["policy/kl"] == 0.0
+    assert metrics["policy/clipped_low"] == metrics["policy/clipped_high"] == 0.0
+    assert abs(metrics["loss"]) < 1e-6  # the advantages of a group add up to zero
+    assert metrics["optimizer/grad_norm"] > 0.01
+    assert metrics["policy/token_mult_prob_error_max"] < 1 + 1e-5
 
 
 def test_the_ratio_stays_one_with_a_learning_rate_of_zero(worker: PolicyWorker) -> None:
     reset(worker, rate=0.0)
     before = parameters(worker)
     batch = make_batch(3, 5)
-    found = worker.train(batch, epochs=2, score_old=True)
+    metrics = worker.train(batch, epochs=2, score_old=True)
     assert torch.equal(parameters(worker), before)
-    assert found["policy/ratio"] == 1.0
+    assert metrics["policy/ratio"] == 1.0
     assert worker.train(batch)["policy/ratio"] == 1.0  # the samples keep their old log-probabilities
 
 
@@ -217,8 +217,8 @@ def test_hundreds_of_steps_capture_nothing_and_leave_no_hook(worker: PolicyWorke
     for step in range(300):
         rollouts = sample_rollouts(worker, 4, str(step), max_tokens=2)
         worker.score(rollouts)
-        found = worker.train(ALGORITHM.make_batch(rollouts, minibatches=1 + step % 2, seed=step))
-        assert found["policy/token_mult_prob_error_max"] < 1 + 1e-4
+        metrics = worker.train(ALGORITHM.make_batch(rollouts, minibatches=1 + step % 2, seed=step))
+        assert metrics["policy/token_mult_prob_error_max"] < 1 + 1e-4
         if step == 1:
             report = worker.pool.report()
     later = worker.pool.report()
@@ -228,7 +228,7 @@ def test_hundreds_of_steps_capture_nothing_and_leave_no_hook(worker: PolicyWorke
     assert sum(g.replays for g in later.graphs if g.name.startswith("train")) >= 450
     assert worker.sharded.hooks.modules == hooked
     assert [parameter.data_ptr() for parameter in worker.model.parameters()] == addresses
-    assert found["optimizer/skipped_steps"] == 0
+    assert metrics["optimizer/skipped_steps"] == 0
 
 
 @pytest.mark.parametrize(

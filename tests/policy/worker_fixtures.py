@@ -1,4 +1,4 @@
-"""Workers that several tests share: one with a graph of the step, one eager, one with graphs of layers."""
+"""Workers that several tests share: one with a graph of the whole step, one eager, one with graphs of layers."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ MAKERS: dict[str, Callable[[], PolicyWorker]] = {
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[dict[str, PolicyWorker]]:
-    made: dict[str, PolicyWorker] = {}
-    yield made
-    for worker in made.values():
+    by_name: dict[str, PolicyWorker] = {}
+    yield by_name
+    for worker in by_name.values():
         worker.close()
 
 
 @pytest.fixture
 def get(workers: dict[str, PolicyWorker]) -> Iterator[Callable[[str], PolicyWorker]]:
     """Get a worker by name, in its initial state; after the test, check that it is idle and captured nothing twice."""
-    asked: dict[str, PolicyWorker] = {}
+    used: dict[str, PolicyWorker] = {}
 
     def get(name: str) -> PolicyWorker:
         worker = workers[name] = workers.get(name) or MAKERS[name]()
         reset(worker)
-        asked[name] = worker
+        used[name] = worker
         return worker
 
     yield get
-    for name, worker in asked.items():
+    for name, worker in used.items():
         assert not captured_again(worker)
         assert worker.pool.report().eager_runs == 0 or name == "eager"
         assert worker.phases.current == "idle"
@@ -89,7 +89,7 @@ def flat(values: list[list[float]]) -> Tensor:
     return torch.tensor([value for row in values for value in row])
 
 
-def recorded(rollouts: list[Rollout]) -> Tensor:
+def rollout_logprobs(rollouts: list[Rollout]) -> Tensor:
     return flat([rollout.logprobs for rollout in rollouts])
 
 
@@ -107,7 +107,7 @@ def plain_loss(model: Decoder, sample: Sample) -> Tensor:
     return (weights * (-gain + 0.04 * (r.exp() - r - 1))).sum()
 
 
-def trained_once(worker: PolicyWorker, batch: Batch) -> Tensor:
+def train_once(worker: PolicyWorker, batch: Batch) -> Tensor:
     reset(worker)
     worker.train(batch)
     return parameters(worker)

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind, folders with their files, and what transformers makes of the same folders."""
+"""Small tokenizers of every kind, folders with their files, and the tokenizers that transformers loads from these."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def byte_fallback() -> Backend:
 
 
 def word_piece() -> Backend:
-    """As in BERT: parts of a word begin with ##, and a space is put between words."""
+    """As in BERT: parts of a word begin with ##, and words are joined by spaces."""
     backend = Backend(models.WordPiece(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
@@ -96,7 +96,7 @@ CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def write(folder: Path, kind: str = "byte_level", **files: Any) -> Path:
-    """A folder with a tokenizer; `config_json={...}` is the file config.json, a str is written as it is."""
+    """Write a folder with a tokenizer. `config_json={...}` becomes the file config.json; a str is written unchanged."""
     folder.mkdir(parents=True, exist_ok=True)
     contents = {"tokenizer_json": JSON[kind], "tokenizer_config_json": CONFIG, **files}
     for key, content in contents.items():

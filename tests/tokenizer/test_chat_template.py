@@ -143,7 +143,7 @@ TOOLS = [
 @pytest.mark.parametrize("chat", CHATS, ids=["short", "long"])
 @pytest.mark.parametrize("tools", [None, [], TOOLS], ids=["no tools", "empty tools", "tools"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_chats_equal_those_of_transformers(tmp_path: Path, name: str, tools: Any, chat: list[dict[str, Any]]) -> None:
+def test_chats_equal_transformers(tmp_path: Path, name: str, tools: Any, chat: list[dict[str, Any]]) -> None:
     folder = write(tmp_path, chat_template_jinja=TEMPLATES[name])
     ours, peer = Tokenizer.from_folder(folder), peer_of(folder)
     for prompt in (True, False):
@@ -172,13 +172,13 @@ def test_a_generation_prompt_is_added_by_default() -> None:
 NAMED = [{"name": "default", "template": "plain {{ 1 }}"}, {"name": "tool_use", "template": "tools {{ 2 }}"}]
 
 
-def test_named_templates(tmp_path: Path) -> None:
+def test_named_templates_equal_transformers(tmp_path: Path) -> None:
     config = {**CONFIG, "chat_template": [*NAMED, {"name": "rag", "template": "rag {{ 3 }}"}]}
     folder = write(tmp_path / "a", tokenizer_config_json=config)
     Tokenizer.from_folder(folder).save(tmp_path / "b")
     peer_of(folder).save_pretrained(tmp_path / "c")  # as one file for each template
-    for place in "abc":
-        ours, peer = Tokenizer.from_folder(tmp_path / place), peer_of(tmp_path / place)
+    for name in "abc":
+        ours, peer = Tokenizer.from_folder(tmp_path / name), peer_of(tmp_path / name)
         for options in ({}, {"tools": []}, {"tools": TOOLS}):
             assert ours.render_chat(CHATS[0], **options) == peer.apply_chat_template(
                 CHATS[0], tokenize=False, **options
@@ -222,7 +222,7 @@ def test_a_missing_template_is_an_error() -> None:
         ("{{ messages | tojson }}{{ raise_exception | tojson }}", "line 1: TypeError: .*not JSON serializable"),
     ],
 )
-def test_a_template_that_fails_says_why_and_where(template: str, message: str) -> None:
+def test_a_failing_template_says_why_and_where(template: str, message: str) -> None:
     with pytest.raises(TokenizerError, match="^chat template, " + message):
         of_kind("words").render_chat(CHATS[0], template=template)
 
@@ -271,7 +271,7 @@ def test_templates_may_use_namespaces_dicts_and_generation_blocks(tmp_path: Path
     text = Tokenizer.from_folder(folder).render_chat(CHATS[0])
     assert text == peer_of(folder).apply_chat_template(CHATS[0], tokenize=False)
     assert text == 'none\n12012344{"y": "<&>", "z": "\\u00e9"}'
-    # in transformers the block is a function, so `break` is a syntax error there
+    # transformers makes the block a function, so `break` is a syntax error there
     loop = "{% for i in range(9) %}{% generation %}{{ i }}{% if i == 2 %}{% break %}{% endif %}{% endgeneration %}"
     assert of_kind("words").render_chat([], template=loop + "{% endfor %}") == "012"
 

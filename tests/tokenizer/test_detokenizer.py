@@ -1,4 +1,4 @@
-"""Streams of ids, compared with decoding all ids at once."""
+"""Streams of ids, compared with decoding all ids in one call."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.tokenizer.kinds import BYTES, CONFIG, CORPUS, JSON, KINDS, byte_fallb
 STREAMED: dict[str, Tokenizer] = {kind: of_kind(kind) for kind in KINDS} | {"bytes": BYTES}
 
 
-def decoding_otherwise(decoder: decoders.Decoder) -> Tokenizer:
+def with_decoder(decoder: decoders.Decoder) -> Tokenizer:
     backend = byte_fallback()
     backend.decoder = decoder
     return Tokenizer(TokenizerFiles(backend.to_str(), CONFIG))
 
 
-def marking_ends() -> Tokenizer:
+def make_clip_like() -> Tokenizer:
     """As in CLIP: the last part of a word ends with </w>, which decodes to a space except at the very end."""
     backend = Backend(models.BPE(end_of_word_suffix="</w>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -39,15 +39,15 @@ def marking_ends() -> Tokenizer:
     return Tokenizer(TokenizerFiles(backend.to_str()))
 
 
-STREAMED["metaspace"] = decoding_otherwise(decoders.Metaspace())
-STREAMED["bytes, metaspace"] = decoding_otherwise(
+STREAMED["metaspace"] = with_decoder(decoders.Metaspace())
+STREAMED["bytes, metaspace"] = with_decoder(
     decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
 )
-STREAMED["ends"] = marking_ends()
+STREAMED["ends"] = make_clip_like()
 
 
 def stream(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> list[str]:
-    """The text that each id gives, then the rest."""
+    """The new text after each id, then the rest."""
     detokenizer = Detokenizer(tokenizer, skip_special)
     pieces = [detokenizer.push(i) for i in ids]
     assert detokenizer.text == "".join(pieces)
@@ -58,20 +58,20 @@ def stream(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) 
 
 @pytest.mark.parametrize("kind", STREAMED)
 @given(data=st.data())
-def test_a_stream_of_any_ids_gives_their_text(kind: str, data: st.DataObject) -> None:
+def test_a_stream_of_any_ids_equals_decoding_them(kind: str, data: st.DataObject) -> None:
     tokenizer = STREAMED[kind]
     favourites = sorted({*tokenizer.special_ids, *tokenizer.byte_ids, *tokenizer.encode("🚀日 a", special=False)})
-    some = st.sampled_from(favourites) if favourites else st.nothing()
-    ids = data.draw(st.lists(some | st.sampled_from(sorted(tokenizer.vocab.values())), max_size=40))
+    special_or_byte = st.sampled_from(favourites) if favourites else st.nothing()
+    ids = data.draw(st.lists(special_or_byte | st.sampled_from(sorted(tokenizer.vocab.values())), max_size=40))
     skip = data.draw(st.booleans())
     pieces = stream(tokenizer, ids, skip)
     whole = tokenizer.decode(ids, skip)
-    assert "".join(pieces) == whole  # so the text given so far is the beginning of every continuation's text
-    if not tokenizer.byte_ids:  # and it was given at once, except for a character that may be incomplete
-        given_out = ""
+    assert "".join(pieces) == whole  # so the text so far is a prefix of the text of every continuation
+    if not tokenizer.byte_ids:  # and only a character that may be incomplete was held back
+        emitted = ""
         for end, piece in enumerate(pieces[:-1], 1):
-            given_out += piece
-            assert len(tokenizer.decode(ids[:end], skip)) - len(given_out) <= 1
+            emitted += piece
+            assert len(tokenizer.decode(ids[:end], skip)) - len(emitted) <= 1
 
 
 def test_an_emoji_comes_out_whole() -> None:
@@ -82,14 +82,14 @@ def test_an_emoji_comes_out_whole() -> None:
     assert stream(tokenizer, [*fox, *fox]) == ["", "", "🦊", "", "", "🦊", ""]
 
 
-def test_bytes_that_are_not_a_character() -> None:
+def test_invalid_bytes_become_replacement_characters() -> None:
     assert stream(BYTES, [0xE2, 0x82, 65, 0xFF, 0xFF, 66]) == ["", "", "\ufffdA", "", "\ufffd", "\ufffdB", ""]
     assert stream(BYTES, [65, 0xF0, 0x9F]) == ["A", "", "", "\ufffd"]  # cut off
     real = stream(BYTES, [*"\ufffd".encode(), 65])
     assert "".join(real) == "\ufffdA"
 
 
-def test_spaces_of_a_metaspace_tokenizer() -> None:
+def test_metaspace_tokens_keep_their_spaces_but_the_first() -> None:
     tokenizer = of_kind("byte_fallback")
     ids = [tokenizer.vocab[token] for token in ("▁the", "▁dog", "</s>", "▁the", "▁▁", "▁the")]
     assert stream(tokenizer, ids) == ["the", " dog", "", " the", "  ", " the", ""]
@@ -101,7 +101,7 @@ def test_fallback_bytes_wait_for_the_end_of_their_run() -> None:
     the = tokenizer.vocab["▁the"]
     assert stream(tokenizer, [the, *euro, the]) == ["the", "", "", "", "€ the", ""]
     assert stream(tokenizer, euro) == ["", "", "", "€"]
-    # with one more byte, the decoder accepts none of them as a character: nothing was given too early
+    # with one more byte, the decoder accepts none of them as a character: nothing came out too early
     assert stream(tokenizer, [*euro, euro[0], the])[-2] == "\ufffd" * 4 + " the"
 
 
@@ -117,15 +117,15 @@ def test_pending_text_is_known_before_the_stream_ends() -> None:
     assert stream.finish() == "\n\n€"
 
 
-def test_special_tokens_in_a_stream() -> None:
+def test_special_tokens_are_skipped_or_kept_in_a_stream() -> None:
     tokenizer = of_kind("byte_level")
     ids = tokenizer.encode("<|im_start|>fox<|im_end|> dog")
     assert "".join(stream(tokenizer, ids)) == "fox dog"
     assert "".join(stream(tokenizer, ids, skip_special=False)) == "<s><|im_start|>fox<|im_end|> dog"
 
 
-def test_a_special_token_that_the_config_declares_as_ordinary(tmp_path: Path) -> None:
-    """The tokenizers library still skips it, so a stream must skip it too, and must not use it as context."""
+def test_a_stream_skips_special_tokens_that_the_config_calls_ordinary(tmp_path: Path) -> None:
+    """The tokenizers library still skips such a token. A stream must skip it too, and must not use it as context."""
     declared = {"2": token("</s>", special=False)}
     folder = write(tmp_path, "byte_fallback", tokenizer_config_json={"added_tokens_decoder": declared})
     tokenizer = Tokenizer.from_folder(folder)
@@ -134,7 +134,7 @@ def test_a_special_token_that_the_config_declares_as_ordinary(tmp_path: Path) ->
     assert tokenizer.decode(ids) == "the the" == peer_of(folder).decode(ids, skip_special_tokens=True)
 
 
-def test_a_finished_stream_is_over() -> None:
+def test_a_finished_stream_takes_no_more_ids() -> None:
     detokenizer = Detokenizer(BYTES)
     assert (detokenizer.finish(), detokenizer.finish(), detokenizer.text) == ("", "", "")
     with pytest.raises(TokenizerError, match="this stream is finished"):
@@ -149,7 +149,7 @@ def test_an_unknown_id_leaves_the_stream_as_it_was() -> None:
     assert detokenizer.push(0xA9) == "é"
 
 
-class Counting(Tokenizer):
+class CountingTokenizer(Tokenizer):
     """Counts the ids that it decodes."""
 
     decoded = 0
@@ -170,7 +170,7 @@ class Counting(Tokenizer):
     ],
 )
 def test_a_stream_costs_the_same_for_each_id(kind: str, tokens: list[str]) -> None:
-    tokenizer = Counting(TokenizerFiles(JSON[kind], CONFIG))
+    tokenizer = CountingTokenizer(TokenizerFiles(JSON[kind], CONFIG))
     draw = random.Random(0)
     ids = [tokenizer.vocab[draw.choice(tokens)] for _ in range(3000)]
     _ = tokenizer.byte_ids
@@ -180,7 +180,7 @@ def test_a_stream_costs_the_same_for_each_id(kind: str, tokens: list[str]) -> No
 
 
 @pytest.mark.parametrize("kind", STREAMED)
-def test_the_texts_of_tokens_are_the_text_of_all(kind: str) -> None:
+def test_token_texts_join_to_the_decoded_text(kind: str) -> None:
     tokenizer = STREAMED[kind]
     ids = tokenizer.encode("Grüße, 日本 🎉!")
     texts = make_token_texts(tokenizer)(ids)

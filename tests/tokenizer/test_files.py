@@ -1,4 +1,4 @@
-"""The files of a tokenizer: what is read from which file, what is written, and what is refused."""
+"""The files of a tokenizer: which file each setting comes from, saving, and refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DECLARED = {"9000": token("<zwei>", special=False), "8000": token("<eins>", spec
         {"tokenizer_config_json": {**CONFIG, "extra_special_tokens": {"image_token": "<image>", "own": "<e>"}}},
     ],
 )
-def test_special_tokens_are_found_where_transformers_finds_them(tmp_path: Path, files: dict[str, Any]) -> None:
+def test_special_tokens_equal_transformers(tmp_path: Path, files: dict[str, Any]) -> None:
     folder = write(tmp_path / "a", **files)
     ours, peer = Tokenizer.from_folder(folder), peer_of(folder)
     assert_equal_to_peer(ours, peer)
@@ -63,7 +63,7 @@ def test_special_tokens_are_found_where_transformers_finds_them(tmp_path: Path, 
     assert_equal_to_peer(ours, peer_of(tmp_path / "b"))
 
 
-def test_a_vocabulary_token_that_the_config_names_becomes_special(tmp_path: Path) -> None:
+def test_a_vocabulary_token_named_in_the_config_becomes_special(tmp_path: Path) -> None:
     backend = Backend(models.WordLevel({"a": 0, "stop": 1}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder = write(tmp_path, tokenizer_json=backend.to_str(), tokenizer_config_json={"eos_token": "stop"})
@@ -72,7 +72,7 @@ def test_a_vocabulary_token_that_the_config_names_becomes_special(tmp_path: Path
     assert ours.decode([0, 1]) == "a" == peer_of(folder).decode([0, 1], skip_special_tokens=True)
 
 
-def test_a_token_that_is_named_becomes_special_and_keeps_its_flags(tmp_path: Path) -> None:
+def test_a_named_token_becomes_special_and_keeps_its_flags(tmp_path: Path) -> None:
     backend = byte_level()
     backend.add_tokens([AddedToken(f"<{name}>", lstrip=True, special=False) for name in ("named", "extra", "plain")])
     config = {**CONFIG, "mask_token": "<named>", "additional_special_tokens": ["<extra>"]}
@@ -83,7 +83,7 @@ def test_a_token_that_is_named_becomes_special_and_keeps_its_flags(tmp_path: Pat
     assert ours.decode(ids) == "x<extra><plain>" == peer.decode(ids, skip_special_tokens=True)
 
 
-def test_ids_of_the_model_config_are_used_for_unnamed_tokens(tmp_path: Path) -> None:
+def test_unnamed_tokens_take_their_ids_from_the_model_config(tmp_path: Path) -> None:
     config = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
     generation = {"eos_token_id": [5, 2]}
     files = {"tokenizer_config_json": {"bos_token": None}, "config_json": config, "generation_config_json": generation}
@@ -92,8 +92,8 @@ def test_ids_of_the_model_config_are_used_for_unnamed_tokens(tmp_path: Path) -> 
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.stop_ids) == (5, 3, {5, 2})
     assert tokenizer.special_tokens == {}  # so that a template renders as in transformers
     tokenizer.save(tmp_path / "b")
-    again = Tokenizer.from_folder(tmp_path / "b")
-    assert (again.bos_id, again.eos_id, again.pad_id, again.stop_ids) == (None, 5, 3, {5, 2})
+    loaded = Tokenizer.from_folder(tmp_path / "b")
+    assert (loaded.bos_id, loaded.eos_id, loaded.pad_id, loaded.stop_ids) == (None, 5, 3, {5, 2})
 
 
 @pytest.mark.parametrize(
@@ -286,8 +286,8 @@ def test_files_that_make_the_library_panic_are_named(tmp_path: Path, part: str) 
     """A panic is not an Exception, so `except Exception` would not catch it."""
     content = json.loads(ByteTokenizer()._files.tokenizer_json) | {part: PANICS[part]}
     write(tmp_path, tokenizer_json=json.dumps(content))
-    said = r"cannot decode \[97\]" if part == "decoder" else r"tokenizer\.json cannot be used \("
-    with pytest.raises(TokenizerError, match=f"{re.escape(str(tmp_path))}: {said}"):
+    error = r"cannot decode \[97\]" if part == "decoder" else r"tokenizer\.json cannot be used \("
+    with pytest.raises(TokenizerError, match=f"{re.escape(str(tmp_path))}: {error}"):
         load_tokenizer(tmp_path).decode([97])
 
 

@@ -28,7 +28,7 @@ from tests.tokenizer.kinds import (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_transformers(tmp_path: Path, kind: str) -> None:
+def test_encoding_and_decoding_equal_transformers(tmp_path: Path, kind: str) -> None:
     folder = write(tmp_path, kind)
     ours = Tokenizer.from_folder(folder)
     assert_equal_to_peer(ours, peer_of(folder))
@@ -37,7 +37,7 @@ def test_equals_transformers(tmp_path: Path, kind: str) -> None:
     assert ours.encode_batch([]) == []
 
 
-def test_special_adds_what_the_post_processor_adds() -> None:
+def test_special_adds_the_tokens_of_the_post_processor() -> None:
     tokenizer = of_kind("byte_level")
     plain = tokenizer.encode("fox", special=False)
     assert tokenizer.encode("fox") == [tokenizer.bos_id, *plain]
@@ -57,16 +57,16 @@ def test_truncation_and_padding_of_the_file_are_kept_but_not_applied(tmp_path: P
     assert (tmp_path / "b/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
-def test_the_vocabulary_counts_added_tokens_and_holes() -> None:
+def test_vocab_size_counts_added_tokens_and_holes() -> None:
     backend = Backend(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     backend.add_tokens(["<x>"])
     tokenizer = Tokenizer(TokenizerFiles(backend.to_str()))
     assert tokenizer.vocab == {"a": 0, "b": 7, "<x>": backend.token_to_id("<x>")}
     assert tokenizer.vocab_size == max(tokenizer.vocab.values()) + 1 >= 8
     assert tokenizer.decode([0, 7]) == "a b"
-    for wrong in (-1, 3, tokenizer.vocab_size, 2**40):
-        with pytest.raises(TokenizerError, match=rf"^id {wrong} is not in .* \({tokenizer.vocab_size} ids\)"):
-            tokenizer.decode([0, wrong, -5])
+    for unknown_id in (-1, 3, tokenizer.vocab_size, 2**40):
+        with pytest.raises(TokenizerError, match=rf"^id {unknown_id} is not in .* \({tokenizer.vocab_size} ids\)"):
+            tokenizer.decode([0, unknown_id, -5])
 
 
 @pytest.mark.parametrize("text", ["half of a pair: \ud83d", None, 5])
@@ -78,7 +78,7 @@ def test_a_value_that_is_not_text_is_named(text: Any) -> None:
 
 
 def test_library_errors_name_the_text_that_caused_them() -> None:
-    """A bare Exception, and a panic, which is not an Exception. The next text is encoded normally."""
+    """It may be a bare Exception, or a panic, which is not an Exception. The next text is encoded normally."""
     model = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0], ["b", -2.0]], "byte_fallback": False}
     unknown = Tokenizer(TokenizerFiles(json.dumps({"added_tokens": [], "model": model})))
     pieces = [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]

@@ -1,4 +1,4 @@
-"""Workers that recompute activations learn, bit for bit, what workers learn that keep them."""
+"""Workers that recompute activations learn, bit for bit, the same as workers that keep them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ UPDATES = 2
 
 
 def make(count: int, world: World = ALONE, *, targets: Sequence[str] = (), **options: Any) -> PolicyWorker:
-    """A worker that trains and scores, but does not generate. Projections that are `targets` get adapters."""
+    """A worker that trains and scores, but does not generate. The projections in `targets` get adapters."""
     model = make_model()
     model.checkpoint_layers(count)
     if targets:
@@ -58,7 +58,9 @@ def batch(seed: int) -> Batch:
     return Batch([samples])
 
 
-def trained(count: int, world: World = ALONE, **options: Any) -> tuple[list[dict[str, float]], Tensor, list[Tensor]]:
+def run_updates(
+    count: int, world: World = ALONE, **options: Any
+) -> tuple[list[dict[str, float]], Tensor, list[Tensor]]:
     """The metrics, the weights and the optimizer's moments of a few updates."""
     worker = make(count, world, **options)
     metrics = [worker.train(batch(number)) for number in range(UPDATES)]
@@ -67,15 +69,15 @@ def trained(count: int, world: World = ALONE, **options: Any) -> tuple[list[dict
     moments = [
         piece.state[name].clone() for piece in worker.optimizer.parameter_states for name in ("exp_avg", "exp_avg_sq")
     ]
-    found = (metrics, parameters(worker), moments)
+    results = (metrics, parameters(worker), moments)
     worker.close()
-    return found
+    return results
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert one[0] == other[0]
-    assert torch.equal(one[1], other[1])
-    assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
+def assert_same(actual: Any, expected: Any) -> None:
+    assert actual[0] == expected[0]
+    assert torch.equal(actual[1], expected[1])
+    assert all(torch.equal(a, b) for a, b in zip(actual[2], expected[2], strict=True))
 
 
 WAYS = [(scopes, backend) for scopes in SCOPES for backend in ("tape", "eager")]
@@ -84,10 +86,10 @@ SLOW = [pytest.param(*way, marks=pytest.mark.slow) for way in WAYS if way != (("
 
 @pytest.mark.parametrize(("scopes", "backend"), [(("layer",), "tape"), *SLOW])
 def test_recomputing_changes_no_bit_of_training(scopes: tuple[str, ...], backend: str) -> None:
-    kept, *recomputed = (trained(count, scopes=scopes, backend=backend) for count in COUNTS)
+    kept, *recomputed = (run_updates(count, scopes=scopes, backend=backend) for count in COUNTS)
     assert not torch.equal(kept[1], torch.cat([p.detach().flatten() for p in make_model().parameters()]))
-    for found in recomputed:
-        assert_same(found, kept)
+    for results in recomputed:
+        assert_same(results, kept)
 
 
 @pytest.mark.slow
@@ -96,25 +98,25 @@ def test_recomputing_changes_no_bit_of_training(scopes: tuple[str, ...], backend
 def test_recomputing_changes_no_bit_of_adapters(
     scopes: tuple[str, ...], backend: str, targets: tuple[str, ...]
 ) -> None:
-    kept, *recomputed = (trained(count, targets=targets, scopes=scopes, backend=backend) for count in COUNTS)
-    for found in recomputed:
-        assert_same(found, kept)
+    kept, *recomputed = (run_updates(count, targets=targets, scopes=scopes, backend=backend) for count in COUNTS)
+    for results in recomputed:
+        assert_same(results, kept)
 
 
 def test_a_layer_that_trains_only_its_mlp_can_be_recomputed() -> None:
-    """No gradient reaches what its attention adds to the first layer's residual stream."""
-    kept, recomputed = (trained(count, targets=["down_proj"], scopes=("layer",)) for count in (0, TINY.layers))
+    """In the first layer, no gradient reaches the output of its attention."""
+    kept, recomputed = (run_updates(count, targets=["down_proj"], scopes=("layer",)) for count in (0, TINY.layers))
     assert_same(recomputed, kept)
 
 
 def all_scopes(world: World) -> str:
-    """Train in every way with every count, because starting ranks is slow."""
+    """Train every combination on the same ranks, because starting ranks is slow."""
     for backend, targets in (("tape", ()), ("eager", ()), ("tape", TARGETS)):
         for scopes in SCOPES[1:]:
             options = {"scopes": scopes, "backend": backend, "targets": targets}
-            kept, *recomputed = (trained(count, world, **options) for count in COUNTS)
-            for found in recomputed:
-                assert_same(found, kept)
+            kept, *recomputed = (run_updates(count, world, **options) for count in COUNTS)
+            for results in recomputed:
+                assert_same(results, kept)
     return "equal"
 
 
@@ -126,7 +128,7 @@ def test_recomputing_changes_no_bit_with_several_ranks(ranks: int, tmp_path: Pat
 
 
 def test_graphs_of_layers_that_recompute_need_less_memory() -> None:
-    """A recorded forward then keeps nothing beside its results; what the backward recomputes is free after it."""
+    """A recorded forward then keeps only its results, and the backward frees the activations that it recomputes."""
     sizes = {}
     for count in (0, TINY.layers):
         worker = make(count, scopes=("layer",))

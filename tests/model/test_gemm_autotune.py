@@ -1,4 +1,4 @@
-"""What the probe of products compares, and how much of it exists at a time."""
+"""GEMM autotune: the digests that it compares, and how many results exist at a time."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_a_digest_tells_one_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_detects_one_flipped_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_DIGESTED_ELEMENTS", 100)  # several parts
-    product = torch.randn(9, 33).to(dtype)
-    changed = product.clone()
+    out = torch.randn(9, 33).to(dtype)
+    changed = out.clone()
     changed.view(INTEGERS[dtype])[4, 32] ^= 1
-    before, after = row_digests(product), row_digests(changed)
+    before, after = row_digests(out), row_digests(changed)
     assert (before != after).tolist() == [row == 4 for row in range(9)]
     order = torch.randperm(9)
-    assert torch.equal(row_digests(product[order]), before[order])
+    assert torch.equal(row_digests(out[order]), before[order])
     assert len(before.unique()) == 9
 
 
-def test_one_large_product_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_large_result_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three copies of the logits of a microbatch would decide the peak of a run."""
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    most = []
+    counts = []
     matmul_with_algo = autotune.matmul_with_algo
 
-    def counted(*arguments: Any) -> Tensor:
-        product = matmul_with_algo(*arguments)
-        alive.add(product)
-        most.append(len(alive))
-        return product
+    def counting(*arguments: Any) -> Tensor:
+        out = matmul_with_algo(*arguments)
+        alive.add(out)
+        counts.append(len(alive))
+        return out
 
-    monkeypatch.setattr(autotune, "matmul_with_algo", counted)
+    monkeypatch.setattr(autotune, "matmul_with_algo", counting)
     autotune_gemms(make_model(), [1, 2, 16, 64], [1, 16, 64])
-    assert len(most) > 10
-    assert max(most) == 1
+    assert len(counts) > 10
+    assert max(counts) == 1
 
 
 class OutOfResources(Exception):
     """As Triton raises it, for a kernel that needs more shared memory than a device has."""
 
 
-def test_a_way_that_does_not_fit_the_device_is_not_taken() -> None:
+def test_an_algorithm_that_does_not_fit_the_device_is_skipped() -> None:
     def too_large() -> Tensor:
         raise OutOfResources("shared memory")
 

@@ -1,4 +1,4 @@
-"""Models without memory have the tensors of others, and making one does not import PyTorch's compiler."""
+"""Models without memory have the tensors of real ones, and making one does not import PyTorch's compiler."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ print("torch._dynamo" in sys.modules)
 """
 
 
-def test_tensors_are_those_of_a_model_with_memory() -> None:
+def test_tensors_equal_those_of_a_real_model() -> None:
     real = make_model()
     with shapes_only():
         model = Decoder(real.architecture)
-    found = {name: (tensor.shape, tensor.is_meta) for name, tensor in model.state_dict().items()}
-    assert found == {name: (tensor.shape, True) for name, tensor in real.state_dict().items()}
+    tensors = {name: (tensor.shape, tensor.is_meta) for name, tensor in model.state_dict().items()}
+    assert tensors == {name: (tensor.shape, True) for name, tensor in real.state_dict().items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_drawn_again_afterwards(dtype: torch.dtype) -> None:
+def test_values_are_initialized_again_afterwards(dtype: torch.dtype) -> None:
     with shapes_only():
         pass
     assert torch.nn.Linear(3, 4).to(dtype).weight.abs().sum() > 0
     assert torch.zeros(3, dtype=dtype).normal_().abs().sum() > 0
 
 
-def test_making_one_does_not_import_the_compiler() -> None:
+def test_making_a_model_does_not_import_the_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", SHAPES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False"]

@@ -1,4 +1,4 @@
-"""Packing: every sample is packed once, and the arrays hold what a plain loop writes."""
+"""Packing puts every sample into one microbatch, and the arrays equal those that a plain loop fills."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def samples_of_few_prompts(draw: st.DrawFn) -> list[Sample]:
 
 
 @given(samples_of_few_prompts(), st.integers(50, 120), st.integers(3, 9), st.randoms())
-def test_every_sample_is_in_one_microbatch_and_microbatches_keep_the_limits(
+def test_every_sample_is_in_one_microbatch_within_the_limits(
     samples: list[Sample], tokens: int, sequences: int, random: Random
 ) -> None:
     groups = pack_samples(samples, PackedSize(tokens, sequences, tokens))
@@ -50,10 +50,10 @@ def test_every_sample_is_in_one_microbatch_and_microbatches_keep_the_limits(
         assert used <= tokens
         assert 1 <= count <= sequences
         assert repeated <= tokens  # so that the keys have room
-    again = random.sample(samples, len(samples))
-    assert [[again[i] for i in group] for group in pack_samples(again, PackedSize(tokens, sequences, tokens))] == [
-        [samples[i] for i in group] for group in groups
-    ]
+    shuffled = random.sample(samples, len(samples))
+    assert [
+        [shuffled[i] for i in group] for group in pack_samples(shuffled, PackedSize(tokens, sequences, tokens))
+    ] == [[samples[i] for i in group] for group in groups]
 
 
 @given(samples_of_few_prompts(), st.integers(50, 120))
@@ -109,11 +109,11 @@ def stream(sample: Sample, name: str) -> list[float]:
     st.lists(st.tuples(sample(), st.integers(0, 2)), max_size=4), st.integers(0, 30), st.integers(0, 3),
     st.integers(11, 60),
 )  # fmt: skip
-def test_the_arrays_hold_what_a_plain_loop_writes(
-    given: list[tuple[Sample, int]], padding: int, spare: int, longest: int
+def test_the_arrays_equal_those_that_a_plain_loop_fills(
+    families: list[tuple[Sample, int]], padding: int, spare: int, longest: int
 ) -> None:
-    """Each given sample is followed by others of its prompt, each with one token less than the one before."""
-    samples = [cut(one, less) for one, others in given for less in range(others + 1)]
+    """The first sample of a family is followed by others of its prompt, each one token shorter than the one before."""
+    samples = [cut(one, less) for one, others in families for less in range(others + 1)]
     size = packed_size(samples)
     tokens, sequences = size.tokens + padding, size.sequences + spare
     assume(tokens and size.repeated_keys <= tokens)
@@ -122,28 +122,28 @@ def test_the_arrays_hold_what_a_plain_loop_writes(
     expected = []  # (id, position, target, sequence, streams) of each token
     keys = []  # for each sequence, the tokens its attention sees
     starts = []
-    for prompt, together in groupby(samples, key=lambda one: list(one.prompt)):
-        same = list(together)
+    for prompt, family in groupby(samples, key=lambda one: list(one.prompt)):
+        members = list(family)
         shared: list[int] = []
-        if len(same) > 1 and len(prompt) > 1:
+        if len(members) > 1 and len(prompt) > 1:
             shared = list(range(len(expected), len(expected) + len(prompt) - 1))
             expected += [(prompt[at], at, prompt[at + 1], len(keys), [0.0] * len(STREAMS)) for at in range(len(shared))]
             keys.append(shared)
-        for s in same:
+        for s in members:
             whole = [*s.prompt, *s.tokens]
             keys.append([*shared, *range(len(expected), len(expected) + len(whole) - len(shared))])
-            for place in range(len(shared), len(whole)):
-                following = whole[place + 1] if place + 1 < len(whole) else 0
-                which = place + 1 - len(prompt)  # of the sample's own tokens, the one that follows
-                if which == 0:
+            for position in range(len(shared), len(whole)):
+                following = whole[position + 1] if position + 1 < len(whole) else 0
+                index = position + 1 - len(prompt)  # of the following token among the sample's
+                if index == 0:
                     starts.append(len(expected))
-                known = [stream(s, name)[which] if 0 <= which < len(s.tokens) else 0.0 for name in STREAMS]
-                expected.append((whole[place], place, following, len(keys) - 1, known))
+                stream_values = [stream(s, name)[index] if 0 <= index < len(s.tokens) else 0.0 for name in STREAMS]
+                expected.append((whole[position], position, following, len(keys) - 1, stream_values))
     assert arrays.used_tokens == len(expected)
     assert arrays.starts == starts
     for at in range(0, padding, longest):
-        keys.append([len(expected) + at + place for place in range(min(longest, padding - at))])
-    expected += [(0, place % longest, 0, sequences, [0.0] * len(STREAMS)) for place in range(padding)]
+        keys.append([len(expected) + at + position for position in range(min(longest, padding - at))])
+    expected += [(0, position % longest, 0, sequences, [0.0] * len(STREAMS)) for position in range(padding)]
 
     columns = (arrays.ids, arrays.positions, arrays.targets, arrays.sequence, arrays.streams.T)
     assert [(*map(int, row[:4]), row[4].tolist()) for row in zip(*columns, strict=True)] == expected
@@ -151,12 +151,12 @@ def test_the_arrays_hold_what_a_plain_loop_writes(
     bounds, key_bounds = arrays.cu_seqlens.tolist(), arrays.cu_keys.tolist()
     assert [arrays.keys[a:b].tolist() for a, b in pairwise(key_bounds)][: len(keys)] == keys
     assert set(key_bounds[len(keys) :]) == {sum(map(len, keys))}  # the rest has none
-    own = [range(a, b) for a, b in pairwise(bounds)][: len(keys)]
-    assert all(list(rows) == seen[len(seen) - len(rows) :] for rows, seen in zip(own, keys, strict=True))
+    row_ranges = [range(a, b) for a, b in pairwise(bounds)][: len(keys)]
+    assert all(list(rows) == seen[len(seen) - len(rows) :] for rows, seen in zip(row_ranges, keys, strict=True))
     assert set(bounds[len(keys) :]) == {tokens}
     assert max(np.diff(key_bounds), default=0) <= longest
     empty = collate([], PackedSize(tokens, sequences, tokens), longest)
-    assert [a.shape for a in arrays.tensors] == [a.shape for a in empty.tensors]  # what a graph was captured with
+    assert [a.shape for a in arrays.tensors] == [a.shape for a in empty.tensors]  # those of a captured graph
     assert [a.dtype for a in arrays.tensors] == [a.dtype for a in empty.tensors]
 
 
@@ -167,7 +167,7 @@ def cut(sample: Sample, less: int) -> Sample:
     return replace(sample, **{name: None if value is None else value[:end] for name, value in values.items()})
 
 
-def test_a_sample_that_cannot_be_laid_out_is_refused() -> None:
+def test_malformed_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="has no prompt"):
         collate(
             [Sample([1], [2], [1.0], [1.0], [0.0]), Sample([], [3, 4], [1.0] * 2, [1.0] * 2, [0.0] * 2)],
@@ -187,9 +187,9 @@ def test_all_entries_that_predict_a_sample_have_logits(
     ordered = sorted(samples, key=lambda one: list(one.prompt))
     size = packed_size(ordered)
     tokens = max(size.tokens, size.repeated_keys) + padding
-    written = sum(len(one.tokens) for one in ordered)
-    assume(tokens > max(1, written))
-    logits = data.draw(st.integers(max(1, written), tokens - 1))
+    completion_tokens = sum(len(one.tokens) for one in ordered)
+    assume(tokens > max(1, completion_tokens))
+    logits = data.draw(st.integers(max(1, completion_tokens), tokens - 1))
     arrays = collate(ordered, PackedSize(tokens, size.sequences, tokens), 50, logits)
     assert arrays.logit_rows is not None
     logit_rows = arrays.logit_rows.tolist()
@@ -199,11 +199,11 @@ def test_all_entries_that_predict_a_sample_have_logits(
     predicting = []
     for start, one in zip(arrays.starts, ordered, strict=True):
         predicting += range(start, start + len(one.tokens))
-    assert logit_rows[:written] == predicting
+    assert logit_rows[:completion_tokens] == predicting
     everything = collate(ordered, PackedSize(tokens, size.sequences, tokens), 50, tokens)
     assert everything.logit_rows is None
     assert everything.bucket == (tokens, tokens)
-    for with_half, with_all in zip(arrays.tensors, everything.tensors, strict=False):  # which has nothing more
+    for with_half, with_all in zip(arrays.tensors, everything.tensors, strict=False):  # all but the logit rows
         assert np.array_equal(with_half, with_all)
     assert len(arrays.tensors) == len(everything.tensors) + 1
 

@@ -1,4 +1,4 @@
-"""Environments of ranks that divide layers: the others give their engines what the first one gives its own."""
+"""Environments on tensor parallel ranks: every engine gets the requests and steps of the first rank's."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rollgraph.types import Prompt, Rollout
 from tests.policy.small_worker import make_worker
 
 PROMPTS = [Prompt(id, tokens, "") for id, tokens in enumerate([(1, 2), (3,), (4, 5, 6)])]
-PATIENCE = 120
+PATIENCE = 120  # seconds
 
 
 class Peers:
-    """Two ranks as threads; the engine of each has the whole model, so it can say what it was asked for."""
+    """Connects two ranks that are threads. The engine of each has a full model, so that it can run on its own."""
 
     def __init__(self, rank: int, texts: queue.SimpleQueue[str]) -> None:
         self.rank = rank
@@ -40,9 +40,9 @@ class Peers:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[PolicyWorker]]:
-    made = [make_worker(backend="eager", reference=False) for _ in range(2)]
-    yield made
-    for worker in made:
+    pair = [make_worker(backend="eager", reference=False) for _ in range(2)]
+    yield pair
+    for worker in pair:
         worker.close()
 
 
@@ -50,47 +50,49 @@ def generator(worker: PolicyWorker) -> TurnGenerator:
     return worker.generator(seed="s", params=SamplingParams(max_tokens=9, stop_ids=tuple(range(13))))
 
 
-def watch(worker: PolicyWorker, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests and the steps of an engine, in their order."""
+def record_calls(worker: PolicyWorker, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Record the requests and steps of an engine, in order."""
     assert worker.engine is not None
-    seen: list[Any] = []
+    calls: list[Any] = []
     submit, step = worker.engine.submit, worker.engine.step
 
     def submitted(prompt: Any, params: SamplingParams, **options: Any) -> Any:
         output = submit(prompt, params, **options)
-        seen.append((list(prompt), params))
+        calls.append((list(prompt), params))
         return output
 
     def stepped() -> bool:
-        seen.append("step")
+        calls.append("step")
         return step()
 
     monkeypatch.setattr(worker.engine, "submit", submitted)
     monkeypatch.setattr(worker.engine, "step", stepped)
-    return seen
+    return calls
 
 
 def run_both(
     workers: list[PolicyWorker], environment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Rollout], list[list[Any]]]:
-    """What the first rank gets, and what each engine was asked for."""
+    """The rollouts of the first rank, and the calls of each engine."""
     texts: queue.SimpleQueue[str] = queue.SimpleQueue()
     peers = [cast(TensorPeers, Peers(rank, texts)) for rank in range(2)]
-    seen = [watch(worker, monkeypatch) for worker in workers]
-    got: list[Any] = []
+    calls = [record_calls(worker, monkeypatch) for worker in workers]
+    second_rollouts: list[Any] = []
     thread = threading.Thread(
-        target=lambda: got.append(run_on_tensor_group(environment, generator(workers[1]), PROMPTS, peers[1])),
+        target=lambda: second_rollouts.append(
+            run_on_tensor_group(environment, generator(workers[1]), PROMPTS, peers[1])
+        ),
         daemon=True,
     )
     thread.start()
     rollouts = run_on_tensor_group(environment, generator(workers[0]), PROMPTS, peers[0])
     thread.join(PATIENCE)
-    assert got == [[]]
-    return rollouts, seen
+    assert second_rollouts == [[]]
+    return rollouts, calls
 
 
 class Mixed:
-    """Asks for turns in every way, and for some that are refused."""
+    """Requests turns in every way, including some that are refused."""
 
     stop: tuple[str, ...] = ()
 
@@ -115,7 +117,7 @@ def roll(text: str, prompt: Prompt) -> str | None:
 
 
 @pytest.mark.parametrize("kind", ["single", "multi", "mixed"])
-def test_both_engines_are_asked_for_the_same(
+def test_both_engines_get_the_same_calls(
     workers: list[PolicyWorker], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environments = {
@@ -130,7 +132,7 @@ def test_both_engines_are_asked_for_the_same(
     assert "step" in first
 
 
-def test_after_an_exception_in_a_session_nothing_more_can_be_asked_for(workers: list[PolicyWorker]) -> None:
+def test_after_an_exception_in_a_session_no_turn_can_be_requested(workers: list[PolicyWorker]) -> None:
     class Failing(Mixed):
         def run(self, generate: Generate, prompts: Sequence[Prompt]) -> list[Rollout]:
             with pytest.raises(KeyError), open_session(generate):
@@ -143,7 +145,7 @@ def test_after_an_exception_in_a_session_nothing_more_can_be_asked_for(workers: 
         run_on_tensor_group(Failing(), generator(workers[0]), PROMPTS, peers)
 
 
-def test_a_rank_with_whole_layers_runs_the_environment_itself(workers: list[PolicyWorker]) -> None:
+def test_without_tensor_parallelism_a_rank_runs_the_environment_itself(workers: list[PolicyWorker]) -> None:
     environment = SingleTurn(2)
     expected = environment.run(generator(workers[0]), PROMPTS)
     assert run_on_tensor_group(environment, generator(workers[0]), PROMPTS, None) == expected

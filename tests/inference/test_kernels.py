@@ -1,4 +1,4 @@
-"""The kernels at both ends of a decode step do what `decode_graphs.py` does in PyTorch."""
+"""The kernels at both ends of a decode step equal the PyTorch code of `decode_graphs.py`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def compare_kernels(device: str) -> None:
     results[1, 0] = -1  # logits that are not finite
 
     before, position, active = state.clone(), state[:, 1].long(), orders > IDLE
-    every = torch.arange(rows)
+    all_rows = torch.arange(rows)
     expected = state.clone()
     appended = orders >= 0
-    expected[every[appended], 3 + position[appended] // BLOCK] = orders[appended]
-    block = expected[every, 3 + position // BLOCK]
+    expected[all_rows[appended], 3 + position[appended] // BLOCK] = orders[appended]
+    block = expected[all_rows, 3 + position // BLOCK]
     slots = torch.where(active, block * BLOCK + position % BLOCK, 0)
 
     state, orders, results = (x.to(device) for x in (state, orders, results))
-    here = tuple(x.to(device) for x in angles)
-    found, lengths, (cos, sin) = prepare_rows(orders, state[:, 1], state[:, 3:], here, BLOCK, IDLE)
-    assert torch.equal(found.cpu(), slots.int())
+    device_angles = tuple(x.to(device) for x in angles)
+    device_slots, lengths, (cos, sin) = prepare_rows(orders, state[:, 1], state[:, 3:], device_angles, BLOCK, IDLE)
+    assert torch.equal(device_slots.cpu(), slots.int())
     assert torch.equal(lengths.cpu(), torch.where(active, position + 1, 1).int())
     assert torch.equal(cos.cpu(), angles[0][position])
     assert torch.equal(sin.cpu(), angles[1][position])
