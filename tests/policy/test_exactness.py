@@ -386,7 +386,7 @@ def test_gemm_algorithms_are_not_cached_without_a_home_folder(monkeypatch: pytes
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
     assert autotune.cache_path() is None
     monkeypatch.setenv("ROLLGRAPH_CACHE", str(tmp_path))
-    assert autotune.cache_path() == tmp_path / "products.json"
+    assert autotune.cache_path() == tmp_path / "gemm_algos.json"
 
 
 def test_attention_that_depends_on_the_row_count_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

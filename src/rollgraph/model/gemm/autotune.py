@@ -103,9 +103,9 @@ def cache_path() -> Path | None:
     """The file of the cache; None if the user has no home, as in some containers."""
     folder = os.environ.get("ROLLGRAPH_CACHE")
     if folder:
-        return Path(folder) / "products.json"
+        return Path(folder) / "gemm_algos.json"
     try:
-        return Path.home() / ".cache" / "rollgraph" / "products.json"
+        return Path.home() / ".cache" / "rollgraph" / "gemm_algos.json"
     except RuntimeError:
         return None
 
@@ -318,7 +318,7 @@ def _find_algos(
     if consistent:
         for count in reversed(counts):
             candidates = []
-            if agrees(count, TORCH_GEMM):
+            if count == max_rows or agrees(count, TORCH_GEMM):  # the most rows are what the others are compared with
                 agreeing.append(count)
                 candidates.append(TORCH_GEMM)
                 alternatives = []
