@@ -95,7 +95,7 @@ def test_gradients_pass_conjugate_and_negative_views(backend: str, device: torch
         torch.testing.assert_close(weight.grad, twin.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_a_step_with_conjugate_views_inside(backend: str, device: torch.device) -> None:
+def test_a_captured_step_with_conjugate_views_equals_eager(backend: str, device: torch.device) -> None:
     """Forward and backward are one recording: autograd unpacks what it saved as another tensor object."""
     weight, outside = nn.Parameter(_complex(example).exp()), _complex(second_example)
     twin, view = copy.deepcopy(weight), outside.conj()

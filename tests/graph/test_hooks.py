@@ -131,8 +131,8 @@ def test_hooks_are_never_recorded(backend: str, device: torch.device) -> None:
     graph(layer, (sample(),), 3, backend=backend, hooks=hooks)
     ran = counter.item()
     layer(sample()).sum().backward()
-    assert counter.item() == ran, "what a hook does is not replayed"
-    assert ran == 16, "and is no part of what a capture rolls back"
+    assert counter.item() == ran, "a replay does not repeat the writes of a hook"
+    assert ran == 16, "and a capture does not roll them back"
 
 
 def test_post_forward_gets_the_output_that_the_caller_gets(backend: str, device: torch.device) -> None:
@@ -264,7 +264,7 @@ def test_backward_hooks_keep_no_tensor_alive(backend: str, device: torch.device)
     assert inner() is None
 
 
-def test_raw_output_is_not_kept_after_capture(backend: str, device: torch.device) -> None:
+def test_outputs_of_warmup_and_capture_are_not_kept(backend: str, device: torch.device) -> None:
     (layer,), seen = layers(1), []
     hooks = GraphHooks(post_forward=[lambda m, a, k, out: seen.append(weakref.ref(out))])
     graph(layer, (sample(),), backend=backend, hooks=hooks)

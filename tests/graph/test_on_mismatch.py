@@ -82,7 +82,7 @@ def test_recapture_follows_a_moved_parameter(backend: str, device: torch.device,
     assert not record.eager_runs
 
 
-def test_recapture_in_the_middle_of_a_chain_with_open_intervals(backend: str, device: torch.device) -> None:
+def test_recapture_in_a_chain_with_open_intervals_equals_eager(backend: str, device: torch.device) -> None:
     pool = GraphPool()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3)))
     eager = copy.deepcopy(model)

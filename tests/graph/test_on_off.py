@@ -200,7 +200,7 @@ def test_the_module_tree_and_state_are_those_of_the_model(backend: str, device: 
         for parameter in plain.parameters():
             parameter.mul_(1.5)
     model.load_state_dict(plain.state_dict())
-    assert torch.equal(model(sample()), plain(sample())), "loading copies into what the graph is bound to"
+    assert torch.equal(model(sample()), plain(sample())), "loading copies into the tensors that the graph is bound to"
     assert replays(pool) == [1, 1, 1]
 
 

@@ -60,7 +60,7 @@ def test_hooks_gather_and_free_parameters_around_modules(
     sharded = [Sharded(block, repoint) for block in blocks]
     samples = tuple((sample(),) for _ in blocks)
     graph(tuple(blocks), samples, backend=backend, hooks=[s.hooks() for s in sharded])
-    assert all(torch.isnan(f).all() for s in sharded for f in s.full), "the hooks had the last word in capture"
+    assert all(torch.isnan(f).all() for s in sharded for f in s.full), "the last hooks of the capture freed them"
     for step in range(4):
         x, y = ((sample() * (step + 1)).detach().requires_grad_() for _ in range(2))
         before = [s.gathers for s in sharded]
@@ -75,7 +75,7 @@ def test_hooks_gather_and_free_parameters_around_modules(
         for block, twin in zip(blocks, twins, strict=True):
             for p, q in zip(block.parameters(), twin.parameters(), strict=True):
                 assert torch.equal(p.grad, q.grad)
-                assert repoint or torch.isnan(p).all(), "sharded again outside"
+                assert repoint or torch.isnan(p).all(), "parameters are sharded outside the hooks"
         for s in sharded:
             s.step()
         optimizer.step()

@@ -176,7 +176,7 @@ def test_outputs_alias_parameters(backend: str, device: torch.device) -> None:
     assert [whole[0].item(), part[0].item(), double[0].item()] == [5, 5, 10]
 
 
-def test_no_inputs_and_no_outputs(backend: str, device: torch.device) -> None:
+def test_a_function_may_have_neither_inputs_nor_outputs(backend: str, device: torch.device) -> None:
     total = torch.zeros(())
     graphed = capture(lambda: (total.add_(1), None)[1], (), backend=backend)
     assert total.item() == 0
@@ -280,7 +280,7 @@ def test_unused_results_are_not_computed() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1, 4), (3, 4)])
-def test_empty_batches_and_single_rows(backend: str, device: torch.device, shape: tuple[int, int]) -> None:
+def test_empty_batches_and_single_rows_equal_eager(backend: str, device: torch.device, shape: tuple[int, int]) -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
     twin = copy.deepcopy(layer)
     graph(layer, (torch.zeros(shape).requires_grad_(),), backend=backend)
@@ -294,7 +294,7 @@ def test_empty_batches_and_single_rows(backend: str, device: torch.device, shape
 
 
 @pytest.mark.parametrize("name", ["scalar", "transposed", "expanded", "mixed", "aliases", "integers", "strided"])
-def test_differentiable_outputs_of_every_kind(backend: str, device: torch.device, name: str) -> None:
+def test_differentiable_outputs_of_every_kind_equal_eager(backend: str, device: torch.device, name: str) -> None:
     layer = nn.Linear(4, 4)
     twin = copy.deepcopy(layer)
     graphed = graph(lambda x: OUTPUTS[name](layer(x)), (example(),), backend=backend)
