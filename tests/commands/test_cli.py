@@ -1,4 +1,4 @@
-"""What all commands have in common: output that nobody reads, and configuration keys that are given as options."""
+"""What all commands share: a closed standard output, and configuration keys written as options."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["model"]
 
 
 @contextmanager
-def unread(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
-    """Let these streams be a pipe that its reader has closed, as `head` does."""
+def closed_pipe(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
+    """Replace these streams of sys by a pipe that its reader has closed, as `head` does."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as stream, monkeypatch.context() as patch:
@@ -43,25 +43,25 @@ def test_generate_ends_quietly_when_its_output_is_closed(
     model: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["generate", str(model), "--prompt", "a", "--prompt", "b", "--max-tokens", "3", *options]
-    with unread(monkeypatch, "stdout"):
+    with closed_pipe(monkeypatch, "stdout"):
         assert main([*words, "--quiet"]) == 141
     assert capfd.readouterr().err == ""
-    with unread(monkeypatch, "stdout", "stderr"):  # as in `2>&1 | head`
+    with closed_pipe(monkeypatch, "stdout", "stderr"):  # as in `2>&1 | head`
         assert main(words) == 141
 
 
 @pytest.mark.parametrize("command", ["eval", "plan", "config"])
-def test_others_end_quietly_when_their_output_is_closed(
+def test_other_commands_end_quietly_when_their_output_is_closed(
     trained: Path, command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with unread(monkeypatch, "stdout"):
+    with closed_pipe(monkeypatch, "stdout"):
         assert main([command, str(trained)]) == 141
     assert "roken" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "plan", "config"])
 @pytest.mark.parametrize(
-    ("words", "instead"),
+    ("words", "advice"),
     [
         ("FILE --steps 4", "--steps 4: configuration keys have no dashes; write steps=4"),
         ("FILE --learning-rate 4", "--learning-rate: GRPOConfig's learning_rate is optimizer.lr here"),
@@ -73,17 +73,17 @@ def test_others_end_quietly_when_their_output_is_closed(
         ("FILE --resume", "--resume: configuration keys have no dashes; write resume=VALUE"),
     ],
 )
-def test_a_key_given_as_an_option_is_answered_with_how_to_write_it(
-    tmp_path: Path, command: str, words: str, instead: str, capsys: pytest.CaptureFixture[str]
+def test_a_key_written_as_an_option_is_corrected(
+    tmp_path: Path, command: str, words: str, advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"model: {{path: m}}\noutput: {tmp_path / 'run'}\ndata: {{train: t}}\nreward: {{functions: []}}\n")
     assert main([command, *words.replace("FILE", str(path)).split()]) == 2
-    found = capsys.readouterr()
-    assert found.out == ""
-    (line,) = found.err.splitlines()
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
     assert line.startswith(f"rollgraph {command}: --")
-    assert line.endswith(instead)
+    assert line.endswith(advice)
     assert list(tmp_path.iterdir()) == [path]  # nothing was started
 
 
@@ -93,7 +93,7 @@ def test_overrides_are_not_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the following arguments are required: config\n" in capsys.readouterr().err
 
 
-def test_a_value_with_blanks_is_quoted_as_a_shell_needs_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_with_spaces_is_quoted_for_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.yaml", "--reward.functions=[{name: exact_match}]"]) == 2
     assert capsys.readouterr().err.endswith("write 'reward.functions=[{name: exact_match}]'\n")
 

@@ -1,3 +1,5 @@
+"""`rollgraph config`: the resolved configuration, its problems, its schema and the table of its keys."""
+
 from __future__ import annotations
 
 import argparse
@@ -33,7 +35,7 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_reader_of_the_output_may_close_it() -> None:
+def test_config_ends_quietly_when_its_output_is_closed() -> None:
     words = [sys.executable, "-m", "rollgraph", "config", "--schema"]
     paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
@@ -47,7 +49,7 @@ def test_the_reader_of_the_output_may_close_it() -> None:
     assert process.wait() == 141
 
 
-def test_prints_what_a_run_would_use(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_the_resolved_configuration(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(str(run_file), "steps=7", "graph.scope=attn,mlp") == 0
     resolved = run_file.with_name("resolved.yaml")
     resolved.write_text(capsys.readouterr().out)
@@ -92,17 +94,19 @@ def test_a_configuration_without_options_needs_no_pytorch(run_file: Path) -> Non
     program = "import sys; from rollgraph.cli import main\n"
     program += f"assert main(['config', {str(run_file)!r}]) == 0\nassert 'torch' not in sys.modules"
     source = str(Path(__file__).parents[2] / "src")
-    found = subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": source}, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": source}, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize("arguments", [(), ("steps=1",)])
-def test_needs_a_file(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_needs_a_file(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert call(*arguments) == 2
     assert "expected the YAML file of a run" in capsys.readouterr().err
 
 
-def test_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--schema") == 0
     assert json.loads(capsys.readouterr().out)["properties"]["steps"]["minimum"] == 1
 

@@ -1,4 +1,4 @@
-"""What people are told of an error: a line of their own code, what they gave, or how to report it."""
+"""Reports of errors: the line in the user's code, the invalid input, or how to report a bug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.test_train import eager_config, folder
 
 __all__ = ["folder"]
 
-OWN = """
+USER_CODE = """
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.environment import SingleTurn
 
@@ -52,7 +52,7 @@ class Unmade(SingleTurn):
 """
 
 
-def told(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
+def reported(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
     assert report_error("train", error)
     return capsys.readouterr().err
 
@@ -73,14 +73,14 @@ def told(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
         ("reward.functions=[{name: 'BROKEN:f'}]", "broken.py failed (RuntimeError: half written, BROKEN:2)"),
     ],
 )
-def test_own_code_is_named_with_its_line(
+def test_user_code_is_named_with_its_line(
     folder: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "own.py").write_text(OWN)
+    (folder / "own.py").write_text(USER_CODE)
     (folder / "broken.py").write_text("half = 1\nraise RuntimeError('half written')\n")
-    places = {"OWN": str(folder / "own.py"), "BROKEN": str(folder / "broken.py")}
-    for word, place in places.items():
-        override, message = override.replace(word, place), message.replace(word, place)
+    files = {"OWN": str(folder / "own.py"), "BROKEN": str(folder / "broken.py")}
+    for word, file in files.items():
+        override, message = override.replace(word, file), message.replace(word, file)
     path = folder / "config.yaml"
     path.write_text(to_yaml(eager_config(folder, "data.validation=null", "algorithm.options={}")))
     assert main(["train", str(path), override]) in (1, 2)
@@ -104,14 +104,14 @@ def test_own_code_is_named_with_its_line(
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_that_explains_itself_has_no_hint(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(error, capsys) == f"rollgraph train: {error}\n"
+    assert reported(error, capsys) == f"rollgraph train: {error}\n"
 
 
-def test_an_error_of_rollgraph_can_be_shown_with_its_place(
+def test_an_error_of_rollgraph_has_a_hint_or_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = CaptureError("the pool is gone")
-    assert told(error, capsys) == f"rollgraph train: the pool is gone\n{HINT}\n"
+    assert reported(error, capsys) == f"rollgraph train: the pool is gone\n{HINT}\n"
     assert not report_error("train", KeyError("pool"))  # Python shows all of it
     monkeypatch.setenv("ROLLGRAPH_TRACEBACK", "1")
-    assert told(error, capsys) == "rollgraph.graph.errors.CaptureError: the pool is gone\n"
+    assert reported(error, capsys) == "rollgraph.graph.errors.CaptureError: the pool is gone\n"

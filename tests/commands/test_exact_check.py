@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def splitting_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that adds up the two halves of K apart, if there are at most two rows."""
+    """A GEMM library that splits K in two halves for at most two rows."""
     whole = matmul._torch_matmul
 
     def library(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
@@ -38,7 +38,7 @@ def splitting_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("splitting_library")
-def test_a_model_whose_products_are_routed_agrees(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_with_chosen_gemm_algorithms_agrees(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--exact", str(folder), "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("llama, 2 layers, float32, CPU\n")
@@ -62,14 +62,14 @@ def test_the_first_difference_is_named(folder: Path, capsys: pytest.CaptureFixtu
     assert "First difference: layer 0, qkv, in decode with 1 row, at position 23: " in out
     assert "of 64 values differ, by at most " in out
     assert main([*arguments, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["agrees"] is False
-    assert found["rows"] == [1, 2, 4]
-    assert found["products"] is None
-    assert found["differences"][0]["operation"] == "qkv"
-    assert found["differences"][-1]["operation"] == "logits"
-    assert found["differences"][-1]["layer"] is None
-    assert found["logprobs"]["scoring"]["tokens"] == 7 * 16
+    report = json.loads(capsys.readouterr().out)
+    assert report["agrees"] is False
+    assert report["rows"] == [1, 2, 4]
+    assert report["products"] is None
+    assert report["differences"][0]["operation"] == "qkv"
+    assert report["differences"][-1]["operation"] == "logits"
+    assert report["differences"][-1]["layer"] is None
+    assert report["logprobs"]["scoring"]["tokens"] == 7 * 16
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_an_invalid_argument_is_reported_in_one_line(
     if "--exact" in arguments and "--device" not in arguments:
         arguments = [*arguments, "--device", "cpu"]
     assert main(["check", str(folder), *arguments]) == 2
-    found = capsys.readouterr()
-    assert message in found.err
-    assert found.err.startswith("rollgraph check: ")
-    assert found.err.count("\n") == 1
-    assert found.out == ""
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.err.startswith("rollgraph check: ")
+    assert output.err.count("\n") == 1
+    assert output.out == ""
 
 
-def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_model_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--exact", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err

@@ -31,19 +31,19 @@ def lines(text: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_prompts_on_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_on_the_command_line_are_completed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", str(folder), "--prompt", "abc", "--prompt", "Grüße", "-n", "2", "--max-tokens", "5"]
     assert main([*arguments, "--seed", "3"]) == 0
-    found = capsys.readouterr()
-    first, second = lines(found.out)
+    output = capsys.readouterr()
+    first, second = lines(output.out)
     assert (first["prompt"], second["prompt"]) == ("abc", "Grüße")
     assert len(first["completions"]) == 2  # type: ignore[arg-type]
-    assert "4/4" in found.err
-    assert "tokens/s" in found.err
+    assert "4/4" in output.err
+    assert "tokens/s" in output.err
     assert main([*arguments, "--seed", "3", "--quiet"]) == 0
-    again = capsys.readouterr()
-    assert again.out == found.out
-    assert again.err == ""
+    quiet_output = capsys.readouterr()
+    assert quiet_output.out == output.out
+    assert quiet_output.err == ""
 
 
 def test_prompts_from_a_file_keep_their_other_fields(folder: Path, tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_a_field_that_is_not_valid_text_is_copied_unchanged(folder: Path, tmp_pa
     options = ["--prompts", str(source), "--out", str(target), "--max-tokens", "2"]
     assert main(["generate", str(folder), *options]) == 0
     written = target.read_text(encoding="utf-8")
-    found = lines(written)
-    assert all(entry.pop("completions") for entry in found)
-    assert found == list(map(json.loads, rows))
+    entries = lines(written)
+    assert all(entry.pop("completions") for entry in entries)
+    assert entries == list(map(json.loads, rows))
     assert '"id": "ü"' in written
 
 
@@ -157,12 +157,12 @@ def test_a_prompt_that_cannot_be_encoded_does_not_affect_others(
     (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n\n{"prompt": "xyz"}\n{"prompt": "ba"}\n')
     options = [str(without_unknown), "--prompts", str(tmp_path / "in.jsonl"), "--max-tokens", "2", "--quiet"]
     assert main(["generate", *options]) == 1
-    found = capsys.readouterr()
-    first, second, third = lines(found.out)
+    output = capsys.readouterr()
+    first, second, third = lines(output.out)
     assert "completions" in first
     assert "completions" in third
     assert second["error"] == "cannot encode 'xyz': Encountered an unknown token but `unk_id` is missing"
-    assert f"{tmp_path / 'in.jsonl'}:3: cannot encode 'xyz'" in found.err
+    assert f"{tmp_path / 'in.jsonl'}:3: cannot encode 'xyz'" in output.err
     (tmp_path / "in.jsonl").write_text('{"prompt": "xyz"}\n')
     assert main(["generate", *options]) == 2  # no prompt is left, so the model is not even loaded
     assert "in.jsonl:1: cannot encode 'xyz'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`rollgraph init`, and what it writes: data, rewards and a tool. `tests/test_wheel.py` trains with all of it."""
+"""`rollgraph init` and the files of its starters. `tests/test_wheel.py` trains with all of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEXT = {
 
 @pytest.fixture(scope="module")
 def starters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what each starter writes. Tests only read it."""
+    """A folder with the files of each starter. Tests only read it."""
     folder = tmp_path_factory.mktemp("starters")
     for name in STARTERS:
         assert main(["init", name, str(folder / name)]) == 0
@@ -44,7 +44,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", STARTERS)
-def test_it_lists_what_it_wrote_and_the_next_command_and_overwrites_nothing(
+def test_init_lists_its_files_and_the_next_command_and_overwrites_none(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/rollgraph"])
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_configurations_load_and_name_files_that_are_there(
+def test_configurations_load_and_name_existing_files(
     path: Path, starters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(starters / path.parent.name)
@@ -89,7 +89,7 @@ def test_configurations_load_and_name_files_that_are_there(
 
 
 @pytest.mark.parametrize("name", STARTERS)
-def test_data_is_the_same_each_time_and_nothing_held_out_is_trained_on(
+def test_data_is_reproducible_and_held_out_prompts_are_not_trained_on(
     name: str, starters: Path, tmp_path: Path
 ) -> None:
     make = runpy.run_path(str(SOURCE / name / "make_data.py"))["main"]
@@ -117,8 +117,8 @@ PROMPTS = [
 ]
 
 
-def test_answers_of_made_problems_are_right(starters: Path) -> None:
-    """Recompute some of them from their own words."""
+def test_answers_of_generated_problems_are_right(starters: Path) -> None:
+    """Recompute some of them from the numbers in the prompt."""
     rows = read_rows(starters / "math" / "data" / "train.jsonl")
     checked = 0
     for row in rows:
@@ -147,7 +147,7 @@ def test_gsm8k_is_read_from_local_files(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "data" / "held_out.jsonl") == PROMPTS
 
 
-def test_gsm8k_comes_from_the_cache_of_the_hub_or_is_made_up_without_a_network(
+def test_gsm8k_comes_from_the_hub_cache_or_is_generated_offline(
     starters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("huggingface_hub")
@@ -158,8 +158,8 @@ def test_gsm8k_comes_from_the_cache_of_the_hub_or_is_made_up_without_a_network(
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*command, *arguments], cwd=tmp_path, text=True, capture_output=True, timeout=300)
 
-    made = run()
-    assert (made.returncode, made.stdout.partition(" (")[0]) == (0, "cannot get openai/gsm8k"), made.stderr
+    offline = run()
+    assert (offline.returncode, offline.stdout.partition(" (")[0]) == (0, "cannot get openai/gsm8k"), offline.stderr
     assert read_rows(tmp_path / "data" / "train.jsonl") == read_rows(starters / "math" / "data" / "train.jsonl")
 
     cached = tmp_path / "hub" / "hub" / "datasets--openai--gsm8k"
@@ -169,13 +169,13 @@ def test_gsm8k_comes_from_the_cache_of_the_hub_or_is_made_up_without_a_network(
     (cached / "refs" / "main").write_text("0" * 40)
     for part in ("train", "test"):
         (files / f"{part}-00000-of-00001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    found = run("openai/gsm8k")
-    assert (found.returncode, found.stdout) == (0, ""), found.stderr
+    process = run("openai/gsm8k")
+    assert (process.returncode, process.stdout) == (0, ""), process.stderr
     assert read_rows(tmp_path / "data" / "train.jsonl") == PROMPTS
 
 
-def test_the_python_version_is_the_same_run(starters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except for how the reward is named."""
+def test_the_script_and_the_config_are_the_same_run(starters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for the name of the reward function."""
     folder = starters / "math"
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setitem(sys.modules, "rewards", SimpleNamespace(**runpy.run_path(str(folder / "rewards.py"))))
@@ -187,7 +187,7 @@ def test_the_python_version_is_the_same_run(starters: Path, monkeypatch: pytest.
     assert ours == theirs
 
 
-def test_one_boxed_answer_is_the_form_that_is_asked_for() -> None:
+def test_exactly_one_boxed_answer_is_rewarded() -> None:
     boxed = runpy.run_path(str(SOURCE / "math" / "rewards.py"))["boxed"]
     texts = [r"So \boxed{72}.", r"\boxed{}", "72", r"\boxed{1} or \boxed{2}"]
     assert boxed(completions=texts, answer=["72"] * 4) == [1.0, 0.0, 0.0, 0.0]
@@ -202,7 +202,7 @@ def test_the_quickstart_rewards_the_exact_sum() -> None:
 
 
 @pytest.mark.parametrize("name", ["math", "tools"])
-def test_random_weights_earn_something_in_a_trial(name: str) -> None:
+def test_random_weights_earn_a_reward_in_a_trial(name: str) -> None:
     letters = runpy.run_path(str(SOURCE / name / "rewards.py"))["letters"]
     assert letters(completions=["ab1é", "", "12"], answer=["1"] * 3) == [0.5, 0.0, 0.0]
 

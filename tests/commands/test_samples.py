@@ -1,4 +1,4 @@
-"""`rollgraph samples`, on a file of the form that a run writes."""
+"""`rollgraph samples`, on a file such as a run writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(tmp_path: Path) -> Path:
     """Training samples of two steps, and two validations; the file may still be growing."""
     rows = []
     for step in (0, 10):
-        rows += [make_row(step=step, completion=f"trained {step} {place}", reward=place / 4) for place in range(3)]
+        rows += [make_row(step=step, completion=f"trained {step} {index}", reward=index / 4) for index in range(3)]
     for step in (-1, 9):
         for group in (0, 1):
             rows.append(
@@ -34,9 +34,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[str, 
     return first, [line.split(maxsplit=1)[1] for line in lines if line.startswith("completion")]
 
 
-def test_the_last_validation_is_shown_or_the_step_that_is_asked_for(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_validation_or_the_chosen_step_is_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, run) == ("after 10 steps, validation: 2 samples, mean reward 0.5", ["9 0", "9 1"])
     assert shown(capsys, run, "--step", 0)[0].startswith("before the first step, validation: ")
     assert shown(capsys, run, "--step", 11) == ("after 11 steps, train: 3 samples, mean reward 0.25", ["trained 10 0"])
@@ -47,7 +45,7 @@ def test_the_best_and_the_worst_come_first(run: Path, capsys: pytest.CaptureFixt
     assert shown(capsys, run, "--worst", "--step", 1, "-n", 2)[1] == ["trained 0 0", "trained 0 1"]
 
 
-def test_what_cannot_be_shown_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_samples_are_explained(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["samples", str(run), "--step", "7"]) == 2
     assert capsys.readouterr().err == "rollgraph samples: no samples of step 7; the nearest are of 10 and 11\n"
     assert main(["samples", str(run), "-n", "0"]) == 2

@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trained_run_is_evaluated_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder, "steps=2")))
     assert main(["eval", str(path)]) == 2
@@ -44,10 +44,10 @@ def test_train_then_eval_then_export(folder: Path, capsys: pytest.CaptureFixture
     assert "no checkpoint with a score" in capsys.readouterr().err
     capsys.readouterr()
     assert main(["eval", str(path), "validation.samples=3"]) == 0
-    found = capsys.readouterr()
-    values = json.loads(found.out)
+    output = capsys.readouterr()
+    values = json.loads(output.out)
     assert set(values) == {"validation/reward", "validation/accuracy", "validation/pass@3"}
-    assert "step 1 of" in found.err
+    assert "step 1 of" in output.err
     assert main(["export", str(path), "--to", str(folder / "exported")]) == 0
     exported = load_model(folder / "exported")
     saved = weights_of(folder / "run", 1)
@@ -67,22 +67,22 @@ def test_other_tools_stop_a_tiny_model_at_the_same_token(trained: Path, tmp_path
         model.lm_head.weight.zero_()
         model.lm_head.bias = torch.nn.Parameter(10.0 * torch.nn.functional.one_hot(torch.tensor(257), 259).float())
     prompt = torch.tensor([[48, 49, 63]])
-    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
-    assert found[0, 3:].tolist() == [257]
+    generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
+    assert generated[0, 3:].tolist() == [257]
 
 
 def test_eval_and_export_report_skipped_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, places = folder / "config.yaml", folder / "run" / "checkpoints"
+    path, checkpoints = folder / "config.yaml", folder / "run" / "checkpoints"
     path.write_text(to_yaml(eager_config(folder, "steps=2", "checkpoint.every=1")))
     assert main(["train", str(path)]) == 0
-    flip(places / "step_00000001" / "rank0.safetensors")
+    flip(checkpoints / "step_00000001" / "rank0.safetensors")
     for command in (["eval", str(path)], ["export", str(path), "--to", str(folder / "exported")]):
         capsys.readouterr()
         assert main(command) == 0
         first, second = capsys.readouterr().err.splitlines()
         assert "step_00000001 is skipped: " in first
         assert second.startswith("step 0 of")
-    flip(places / "step_00000000" / "rank0.safetensors")
+    flip(checkpoints / "step_00000000" / "rank0.safetensors")
     capsys.readouterr()
     assert main(["eval", str(path)]) == 2
     error = capsys.readouterr().err
@@ -99,16 +99,16 @@ def test_eval_and_export_change_nothing_in_the_folder_of_the_run(
     assert main(["train", str(path)]) == 0
     (run / "checkpoints" / "run_00000000.new").touch()  # left by a run that was killed
     before = untouched(run)
-    places = [run, *(place for place in run.rglob("*") if place.is_dir())]
-    modes = {place: place.stat().st_mode for place in places}
+    directories = [run, *(directory for directory in run.rglob("*") if directory.is_dir())]
+    modes = {directory: directory.stat().st_mode for directory in directories}
     try:
-        for place in places:
-            place.chmod(0o500)
+        for directory in directories:
+            directory.chmod(0o500)
         assert main(["eval", str(path)]) == 0, capsys.readouterr().err
         assert main(["export", str(path), "--to", str(folder / "exported")]) == 0, capsys.readouterr().err
     finally:
-        for place, mode in modes.items():
-            place.chmod(mode)
+        for directory, mode in modes.items():
+            directory.chmod(mode)
     assert untouched(run, now=False) == before
 
 
@@ -165,23 +165,23 @@ def test_overrides_may_stand_anywhere(folder: Path, capsys: pytest.CaptureFixtur
     assert "steps=1: cannot be read" in capsys.readouterr().err
 
 
-def test_eval_says_what_pass_at_k_is_and_what_failed(
+def test_eval_reports_failed_rewards_and_explains_pass_at_k(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def f(completions, **columns):\n    raise RuntimeError('no idea')\n")
     capsys.readouterr()
     assert main(["eval", str(trained), f"reward.functions=[{{name: '{broken}:f'}}]"]) == 0
-    found = capsys.readouterr()
-    assert json.loads(found.out)["validation/pass@1"] == 0
-    assert "no idea" in found.err
-    assert "rewards failed for 8 rollouts: 8 raised" in found.err
+    output = capsys.readouterr()
+    assert json.loads(output.out)["validation/pass@1"] == 0
+    assert "no idea" in output.err
+    assert "rewards failed for 8 rollouts: 8 raised" in output.err
     with pytest.raises(SystemExit):
         main(["eval", "--help"])
     assert "correct if it has the highest reward" in " ".join(capsys.readouterr().out.split())
 
 
-def test_eval_prints_only_json_although_rewards_print(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_eval_prints_only_json_even_if_rewards_print(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = folder / "config.yaml"
     path.write_text(to_yaml(eager_config(folder, "steps=1", "data.validation=null")))
     assert main(["train", str(path)]) == 0
@@ -206,11 +206,11 @@ def test_eval_prints_only_json_although_rewards_print(folder: Path, capfd: pytes
             f"reward.workers={workers}",
         ]
         assert main(["eval", str(path), f"data.validation={folder / 'held_out.jsonl'}", *options]) == 0
-        found = capfd.readouterr()
-        values = json.loads(found.out)
+        output = capfd.readouterr()
+        values = json.loads(output.out)
         assert (values["validation/reward"], values["validation/dropped_prompts"]) == (1.0, 1.0)
         for said in ("while loading", "in a call", "to the descriptor"):
-            assert said in found.err
+            assert said in output.err
 
 
 def test_a_reward_too_large_is_counted_and_the_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,8 +230,8 @@ def test_a_reward_too_large_is_counted_and_the_run_goes_on(folder: Path, capsys:
         assert line["failures/reward/too_large"] == 6
         assert line["failures/reward/not_finite"] == 2
         assert all(math.isfinite(value) for value in line.values())
-    found = capsys.readouterr()
-    assert "f: 1e+200 is beyond 1e+15 (a sample of prompt " in found.out + found.err
+    output = capsys.readouterr()
+    assert "f: 1e+200 is beyond 1e+15 (a sample of prompt " in output.out + output.err
 
 
 def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,16 +251,16 @@ def test_sigterm_to_all_processes_of_a_run_costs_no_reward(folder: Path, monkeyp
     function = f"reward.functions=[{{name: '{folder / 'job.py'}:f'}}]"
     path.write_text(to_yaml(eager_config(folder, "steps=9", "data.validation=null", "reward.workers=1", function)))
     assert main(["train", str(path)]) == 143
-    found = metrics_of(folder / "run")
-    assert [line["reward"] for line in found] == [1.5, 1.5]
-    assert not [name for line in found for name in line if name.startswith("failures/reward/")]
+    rows = metrics_of(folder / "run")
+    assert [row["reward"] for row in rows] == [1.5, 1.5]
+    assert not [name for row in rows for name in row if name.startswith("failures/reward/")]
 
 
 def test_help_does_not_import_pytorch() -> None:
     program = "import sys; from rollgraph.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     program += "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], env={"PYTHONPATH": os.environ["PYTHONPATH"]}, capture_output=True, text=True
     )
-    assert found.returncode == 0, found.stderr
-    assert "train" in found.stdout
+    assert process.returncode == 0, process.stderr
+    assert "train" in process.stdout

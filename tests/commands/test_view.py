@@ -1,4 +1,4 @@
-"""`rollgraph view` and `rollgraph train --view`, as people start them."""
+"""`rollgraph view` and `rollgraph train --view` as a user runs them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ needs_packages = pytest.mark.skipif(bool(view.missing_packages()), reason=view.m
 
 def ask(address: str) -> dict[str, object]:
     with urllib.request.urlopen(f"{address}api/runs", timeout=20) as answer:
-        found: dict[str, object] = json.load(answer)
-        return found
+        response: dict[str, object] = json.load(answer)
+        return response
 
 
 @needs_packages
-def test_a_page_is_served_until_its_starter_is_gone(tmp_path: Path) -> None:
-    """As `rollgraph train --view` starts it: in a process of its own that imports no PyTorch."""
+def test_a_page_is_served_until_its_standard_input_ends(tmp_path: Path) -> None:
+    """As `rollgraph train --view` starts it: in another process, which does not import PyTorch."""
     folder = write_run(tmp_path / "run", steps=4)
     check = "import sys; from rollgraph.cli import main; code = main(); sys.exit('torch' in sys.modules or code)"
     command = [sys.executable, "-c", check, "view", str(folder), "--until-stdin-ends"]
@@ -71,7 +71,7 @@ def test_an_export_needs_no_server(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @needs_packages
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["nowhere"], 2, "nowhere is not a folder"),
         (["--host", "0.0.0.0"], 2, "add --token"),
@@ -81,16 +81,16 @@ def test_an_export_needs_no_server(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--export", "page.html"], 2, "there is no run in"),
     ],
 )
-def test_what_cannot_be_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, said: str,
+def test_an_invalid_argument_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     assert cli.main(["view", *words]) == code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_packages_that_are_missing_are_named(
+def test_missing_packages_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(view, "PACKAGES", ("no_such_package",))

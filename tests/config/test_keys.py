@@ -1,3 +1,5 @@
+"""Keys, defaults, overrides and rules: what a configuration accepts, and the message for everything else."""
+
 from __future__ import annotations
 
 import subprocess
@@ -59,7 +61,7 @@ def test_missing_keys_have_their_defaults() -> None:
     assert config.tokenizer_path == "bytes"
 
 
-def test_a_config_made_in_python_equals_one_from_yaml() -> None:
+def test_a_config_built_in_python_equals_one_from_yaml() -> None:
     config = parse_config("model: {path: m}\ndata: {train: t}\nreward: {functions: [{name: f}]}")
     assert Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), reward=config.reward) == config
     assert config.tokenizer_path == "m"
@@ -111,7 +113,7 @@ def test_a_config_made_in_python_equals_one_from_yaml() -> None:
         ("--- {}", "run.yaml:7: not YAML: but found another document"),
     ],
 )
-def test_a_problem_names_its_place_and_key(line: str, message: str) -> None:
+def test_a_problem_names_its_line_and_key(line: str, message: str) -> None:
     assert any(message in problem for problem in problems_of(SMALL + line))
 
 
@@ -122,7 +124,7 @@ def test_a_limit_may_say_what_to_write_instead() -> None:
     assert problem.endswith("rollout.top_k: expected whole number ≥ 0, got the text 'all'")
 
 
-def test_all_problems_are_reported_together_each_at_its_own_place(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together_each_with_its_line(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         run="defaults: base.yaml\nrollout:\n  temprature: 1\nreward:\n  functions:\n    - {weight: 1}\n",
@@ -145,7 +147,7 @@ def test_all_problems_are_reported_together_each_at_its_own_place(tmp_path: Path
     )
 
 
-def test_the_list_of_defaults_is_merged_in_order_and_relative_to_each_file(tmp_path: Path) -> None:
+def test_defaults_are_merged_in_order_and_relative_to_their_file(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     write(tmp_path / "parts", run=SMALL, lengths="defaults: run.yaml\nrollout: {max_tokens: 64, stop: [a, b]}")
     path = write(
@@ -160,7 +162,7 @@ def test_the_list_of_defaults_is_merged_in_order_and_relative_to_each_file(tmp_p
     assert config.data.train == "train.jsonl"
 
 
-def test_the_same_base_may_be_reached_twice_but_not_from_itself(tmp_path: Path) -> None:
+def test_a_base_may_be_inherited_twice_but_not_from_itself(tmp_path: Path) -> None:
     write(tmp_path, base=SMALL, left="defaults: base.yaml", right="defaults: base.yaml\nseed: 3")
     assert load_config(write(tmp_path, run="defaults: [left.yaml, right.yaml]")).seed == 3
     path = write(tmp_path, run="seed: 1\ndefaults: left.yaml", left="defaults: ./run.yaml")
@@ -177,13 +179,13 @@ def test_the_same_base_may_be_reached_twice_but_not_from_itself(tmp_path: Path) 
         ("- seed", "run.yaml:1: expected keys, got a list of 1"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+def test_a_problem_of_a_file_names_the_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, run=text))
     assert message in str(caught.value)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
         load_config(tmp_path / "absent.yaml")
 
@@ -237,8 +239,8 @@ def test_an_override_below_a_single_value_is_reported_there() -> None:
     ],
 )
 def test_words_mean_what_they_look_like(word: str, value: Any) -> None:
-    found = parse_config(SMALL, [f"algorithm.options.x={word}"]).algorithm.options["x"]
-    assert (type(found), found) == (type(value), value)
+    parsed = parse_config(SMALL, [f"algorithm.options.x={word}"]).algorithm.options["x"]
+    assert (type(parsed), parsed) == (type(value), value)
 
 
 @pytest.mark.parametrize("scope", ["attn,mlp", "attn , mlp", "[attn, mlp]"])
@@ -246,7 +248,7 @@ def test_scopes_are_a_tuple_however_they_are_written(scope: str) -> None:
     assert parse_config(SMALL, [f"graph.scope={scope}"]).graph.scope == ("attn", "mlp")
 
 
-def test_scopes_by_the_number_of_ranks() -> None:
+def test_the_number_of_ranks_chooses_the_scopes() -> None:
     assert capture_scopes(parse_config(SMALL), ranks=1) == ("step",)
     assert capture_scopes(parse_config(SMALL), ranks=4) == ("layer",)
     assert capture_scopes(parse_config(SMALL, ["graph.scope=mlp"]), ranks=4) == ("mlp",)
@@ -295,7 +297,7 @@ def test_scopes_by_the_number_of_ranks() -> None:
         ("mlflow_used", ["log.mlflow.run_name=p"]),
     ],
 )
-def test_combinations_that_make_no_sense(rule: str, overrides: list[str]) -> None:
+def test_a_contradictory_combination_breaks_its_rule(rule: str, overrides: list[str]) -> None:
     assert [problem for problem in problems_of(SMALL, *overrides) if problem.endswith(f"[{rule}]")]
 
 
@@ -322,7 +324,7 @@ def test_combinations_that_make_no_sense(rule: str, overrides: list[str]) -> Non
         ["rollout.temperature=0.01", "validation.temperature=0.01"],
     ],
 )
-def test_combinations_that_are_valid(overrides: list[str]) -> None:
+def test_a_valid_combination_breaks_no_rule(overrides: list[str]) -> None:
     assert broken_rules(parse_config(SMALL, overrides)) == []
 
 
@@ -341,9 +343,9 @@ def test_a_temperature_that_explores_nothing_is_refused(temperature: str) -> Non
     assert problem.endswith(f"rollout.temperature: expected number ≥ 0.01, got {temperature}")
 
 
-def test_two_keys_that_contradict_each_other_are_both_shown_with_their_lines() -> None:
-    found = problems_of(SMALL + "algorithm:\n  kl_coef: 0.1\n  options:\n    clip_low: 0.1\n    kl_coef: 0.2")
-    assert found == (
+def test_contradictory_keys_are_both_shown_with_their_lines() -> None:
+    problems = problems_of(SMALL + "algorithm:\n  kl_coef: 0.1\n  options:\n    clip_low: 0.1\n    kl_coef: 0.2")
+    assert problems == (
         "run.yaml:8: algorithm.kl_coef: is 0.1, but algorithm.options.kl_coef is 0.2 [one_kl_coef]",
         "run.yaml:11: algorithm.options.kl_coef: is 0.2, but algorithm.kl_coef is 0.1 [one_kl_coef]",
     )
@@ -356,10 +358,8 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, a
 @settings(max_examples=40, deadline=None)
 @given(st.lists(TEXT, max_size=3), st.dictionaries(TEXT, PLAIN | st.lists(PLAIN, max_size=2), max_size=3))
 def test_a_printed_config_reads_back_equal(stop: list[str], options: dict[str, Any]) -> None:
-    given = parse_config(SMALL, ["graph.scope=attn,mlp", "warm_start.data=w"])
-    config = replace(
-        given, rollout=replace(given.rollout, stop=tuple(stop)), algorithm=AlgorithmConfig(options=options)
-    )
+    base = parse_config(SMALL, ["graph.scope=attn,mlp", "warm_start.data=w"])
+    config = replace(base, rollout=replace(base.rollout, stop=tuple(stop)), algorithm=AlgorithmConfig(options=options))
     assert parse_config(to_yaml(config)) == config
 
 
@@ -385,7 +385,7 @@ def test_the_schema_has_every_key_with_its_description() -> None:
     assert {"type": "string"} in schema["properties"]["graph"]["properties"]["scope"]["anyOf"][0]["anyOf"]
 
 
-def test_importing_is_light() -> None:
+def test_importing_config_imports_no_heavy_package() -> None:
     code = "import sys, rollgraph.config; print([m for m in ('yaml', 'torch', 'numpy', 'rich') if m in sys.modules])"
     source = Path(rollgraph.__file__).parents[1]
     assert subprocess.check_output([sys.executable, "-c", code], cwd=source, text=True) == "[]\n"

@@ -58,7 +58,7 @@ GRPO_CONFIG = """
 """
 FIELDS = GRPO_CONFIG.split()
 
-SAME = {  # fields that are arguments here, too, and mean the same
+SAME = {  # fields that are arguments of ours, with the same meaning
     "min_p": "rollout.min_p",
     "seed": "seed",
     "temperature": "rollout.temperature",
@@ -77,13 +77,13 @@ def problem_of_argument(name: str) -> str:
 
 
 def problem_of_key(key: str) -> str:
-    """What is said about a key, after what may be said about the sections around it."""
+    """The problem of a key; those of the sections around it come before."""
     with pytest.raises(ConfigError) as caught:
         parse_config(SMALL, [f"{key}=1"])
     return str(caught.value.problems[-1])
 
 
-def test_the_table_is_that_of_the_pages() -> None:
+def test_the_table_matches_the_pages() -> None:
     assert TABLE.read_text(encoding="utf-8") == make_table(), "run python tools/migration_table.py"
 
 
@@ -130,12 +130,12 @@ def test_a_name_of_ours_in_the_wrong_section_leads_to_the_right_one(field: str, 
         ("delta", "algorithm.options.dual_clip", 'algorithm_options={"dual_clip": ...}'),
     ],
 )
-def test_the_answer_is_spelled_for_its_reader(field: str, key: str, argument: str) -> None:
+def test_an_answer_names_the_key_in_yaml_and_the_argument_in_python(field: str, key: str, argument: str) -> None:
     assert f" is {key} here" in problem_of_key(field)
     assert f" is {argument} here" in problem_of_argument(field)
 
 
-def test_every_argument_of_the_answers_is_one() -> None:
+def test_every_argument_in_an_answer_exists() -> None:
     for key in {key for framework, _, ours, _ in ROWS if framework != "algorithm" for key in ours.split()}:
         argument = argument_name(key)
         assert argument in ("algorithm", "model", "rewards", "tokenizer", "train", "validation") or (
@@ -171,11 +171,11 @@ def test_every_argument_of_the_answers_is_one() -> None:
         ("rolout.temperature", "rolout: unknown key; did you mean rollout?"),
     ],
 )
-def test_a_key_of_another_framework_is_answered_where_it_stands(key: str, answer: str) -> None:
+def test_a_key_of_another_framework_is_answered_in_its_section(key: str, answer: str) -> None:
     assert answer in problem_of_key(key)
 
 
-def test_no_name_of_the_pages_gets_the_nearest_string() -> None:
+def test_no_name_of_the_pages_gets_a_spelling_guess() -> None:
     ours = {key.name for key in list_keys()}
     for name in {name for framework, name, _, _ in ROWS if framework != "algorithm"} - ours:
         same_name = name.rpartition(".")[2]
@@ -183,7 +183,7 @@ def test_no_name_of_the_pages_gets_the_nearest_string() -> None:
         assert re.search(answer, problem_of_key(name)), problem_of_key(name)
 
 
-def test_what_stands_inside_a_section_of_another_framework_is_answered_line_by_line() -> None:
+def test_each_key_in_a_section_of_another_framework_is_answered() -> None:
     text = "actor_rollout_ref:\n  rollout:\n    n: 8\n    name: vllm\n  unheard_of: 1\n"
     with pytest.raises(ConfigError) as caught:
         parse_config(SMALL + text, name="run.yaml")
@@ -208,7 +208,7 @@ def test_a_script_of_trl_is_answered_argument_by_argument() -> None:
     ]
 
 
-def test_the_names_of_algorithms() -> None:
+def test_names_of_algorithms_elsewhere_are_answered() -> None:
     rows = [(name, ours.split()) for framework, name, ours, _ in ROWS if framework == "algorithm"]
     assert {name for name, _ in rows} & ALGORITHMS.keys() == set()
     assert {ours for _, names in rows for ours in names} <= ALGORITHMS.keys()
@@ -216,5 +216,5 @@ def test_the_names_of_algorithms() -> None:
     assert counterpart_of_algorithm("grop") is None
 
 
-def test_options_of_algorithms_are_known_by_their_names() -> None:
+def test_option_keys_include_the_options_of_algorithms() -> None:
     assert {"algorithm.options.clip_low", "algorithm.options.dynamic_sampling"} <= set(option_keys())

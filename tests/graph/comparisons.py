@@ -13,7 +13,7 @@ def example() -> Tensor:
     return torch.linspace(-2, 2, 16).view(4, 4).cos() - 0.1
 
 
-def other() -> Tensor:
+def second_example() -> Tensor:
     return torch.linspace(3, -1, 16).view(4, 4).sin() * 2
 
 

@@ -85,7 +85,7 @@ def bomb_line(which: str) -> str:
     return line_of(f"bomb {which}", __file__)
 
 
-# -- something to train, that fails where it is told to --------------------------------------------
+# -- a model that fails in a chosen call -----------------------------------------------------------
 
 
 class Explosion(Exception):
@@ -133,7 +133,7 @@ def make_model() -> nn.Sequential:
 
 
 class Trainer:
-    """A model and its optimizer; `step` is what gets captured, `run` compares with a twin."""
+    """A model and its optimizer. `step` is captured as a whole; `step_outside` runs around graphed modules."""
 
     def __init__(self, device: torch.device, make: Callable[[], nn.Module] = make_model) -> None:
         self.model = make()
@@ -150,7 +150,7 @@ class Trainer:
         return loss.detach()
 
     def step_outside(self, x: Tensor) -> Tensor:
-        """The same with gradients that are set to None and made again, as around graphed modules."""
+        """The same step, but it sets gradients to None."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.model(x).square().mean()
         loss.backward()
@@ -169,7 +169,7 @@ def run(step: Callable[[Tensor], Tensor], trainer: Trainer, steps: int, seed: in
 
 
 def assert_goes_on(trainer: Trainer, twin: Trainer, backend: str) -> None:
-    """Eager training continues as if there had been no attempt; then a capture succeeds and is correct."""
+    """Eager training continues as if there had been no capture; then a capture succeeds and is correct."""
     bomb = next(m for m in trainer.model.modules() if isinstance(m, Bomb))
     bomb.fuse = None
     assert run(trainer.step, trainer, 2, 11) == run(twin.step, twin, 2, 11)

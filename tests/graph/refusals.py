@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def graph(how: str, target: Any, *sample: Any, **options: Any) -> Any:
-    """Graph `target` as a callable or as a captured function; a module is called through what comes back."""
+    """Graph `target` as a callable or as a captured function; call the result, also if `target` is a module."""
     if how == "callable":
         return make_graphed_callables(target, sample, **options)
     return capture(target, sample, **options)

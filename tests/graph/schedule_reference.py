@@ -9,7 +9,7 @@ from itertools import combinations, product
 from rollgraph.graph.schedule import Schedule, SchedulePass, assign_slots, check_slots, parse_order
 
 Range = tuple[int, int]
-TE_ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]  # what Transformer Engine tests its own with
+TE_ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]  # from Transformer Engine's own tests
 
 
 # -- reference ----------
@@ -78,7 +78,7 @@ def fewest_colours(ranges: Sequence[Range]) -> int:
         if index == len(ranges):
             return True
         for group in groups:
-            if not any(overlap(ranges[index], other) for other in group):
+            if not any(overlap(ranges[index], member) for member in group):
                 group.append(ranges[index])
                 if fits(index + 1, groups, limit):
                     return True
@@ -96,7 +96,7 @@ def assert_sound_and_optimal(ranges: Sequence[Range], keys: Sequence[Hashable]) 
             assert keys[a] == keys[b]
             assert not overlap(ranges[a], ranges[b])
     for key in set(keys):
-        mine = [i for i, other in enumerate(keys) if other == key]
+        mine = [i for i, candidate in enumerate(keys) if candidate == key]
         assert len({slots[i] for i in mine}) == peak([ranges[i] for i in mine])
     assert set(slots) == set(range(len(set(slots)))), "slots are numbered from 0 without gaps"
     return slots

@@ -1,4 +1,4 @@
-"""Bindings to plain attributes and hooks: a change after capture is found if a result depends on it."""
+"""Bindings to plain attributes and hooks: a change after capture is refused if a result depends on it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BUILT_IN: dict[str, tuple[Callable[[], nn.Module], str, Any]] = {
 
 @pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("how", ["callable", "capture"])
-def test_a_constant_of_a_module_is_found(backend: str, device: torch.device, name: str, how: str) -> None:
+def test_a_changed_constant_of_a_module_is_refused(backend: str, device: torch.device, name: str, how: str) -> None:
     make, attribute, value = BUILT_IN[name]
     MASKS[0] = torch.ones(())
     model, x = nn.Sequential(nn.Linear(4, 4), make()), torch.randn(3, 4)
@@ -60,7 +60,7 @@ def test_a_constant_of_a_module_is_found(backend: str, device: torch.device, nam
     with pytest.raises(StaleGraph, match=rf"{type(model[1]).__name__}\.{attribute} was {before!r} .* {value!r} now"):
         graphed(x)
     setattr(model[1], attribute, before)
-    graphed(x)  # put back: fits again
+    graphed(x)  # restored: matches again
 
 
 def test_a_dropout_probability_does_not_matter_in_eval_mode(backend: str, device: torch.device) -> None:
@@ -71,7 +71,7 @@ def test_a_dropout_probability_does_not_matter_in_eval_mode(backend: str, device
 
 
 @pytest.mark.parametrize("how", ["callable", "capture", "method"])
-def test_a_tensor_in_a_plain_attribute_is_found(backend: str, device: torch.device, how: str) -> None:
+def test_a_replaced_tensor_in_a_plain_attribute_is_refused(backend: str, device: torch.device, how: str) -> None:
     MASKS[0] = torch.ones(())
     model, x = Scaled(), torch.randn(3, 4)
     target = model.forward if how == "method" else model
@@ -120,7 +120,7 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("how", ["callable", "capture"])
-def test_a_hook_added_inside_a_graph_is_found(backend: str, device: torch.device, kind: str, how: str) -> None:
+def test_a_hook_added_inside_a_graph_is_refused(backend: str, device: torch.device, kind: str, how: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
     eager = copy.deepcopy(model)
     graphed = (make_graphed_callables if how == "callable" else capture)(model, (x,), backend=backend)
@@ -156,7 +156,7 @@ def test_a_hook_that_is_removed_and_added_again_is_not_new(backend: str, device:
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_tensor_hook_added_inside_a_captured_step_is_found(backend: str, device: torch.device, kind: str) -> None:
+def test_a_tensor_hook_added_inside_a_captured_step_is_refused(backend: str, device: torch.device, kind: str) -> None:
     program, _, graphed = twins("sgd", True, backend=backend)
     handle = getattr(program.model.last.weight, kind)(lambda gradient: None)
     with pytest.raises(StaleGraph, match=r"tensor hook .* was added to Linear\.weight"):

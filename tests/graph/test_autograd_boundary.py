@@ -52,8 +52,8 @@ def test_a_parameter_reached_in_two_ways_gets_both_gradients(
         ids = torch.randint(0, 5, (4,))
         module(ids).square().sum().backward()
         twin(ids).square().sum().backward()
-        found = buffers[weight] if buffers is not None else weight.grad
-        assert torch.allclose(found, twin.emb.weight.grad, rtol=1e-13, atol=1e-13)
+        gradient = buffers[weight] if buffers is not None else weight.grad
+        assert torch.allclose(gradient, twin.emb.weight.grad, rtol=1e-13, atol=1e-13)
 
 
 def test_a_parameter_reached_only_outside_the_module_gets_its_gradient(backend: str, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Marked(nn.Parameter):
     """A parameter class of the user's own."""
 
 
-def test_a_parameter_is_still_a_parameter_during_capture(backend: str, device: torch.device) -> None:
+def test_a_parameter_keeps_its_class_and_attributes_during_capture(backend: str, device: torch.device) -> None:
     class Curious(nn.Module):
         def __init__(self) -> None:
             super().__init__()

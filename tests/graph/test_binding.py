@@ -61,7 +61,9 @@ CHANGES = pytest.mark.parametrize(
 
 
 @CHANGES
-def test_a_captured_step_after_a_change(backend: str, device: torch.device, change: Callable[[Program], None]) -> None:
+def test_a_captured_step_follows_or_refuses_a_change(
+    backend: str, device: torch.device, change: Callable[[Program], None]
+) -> None:
     program, twin, graphed = twins("sgd", True, backend=backend)
     run(program, graphed, twin)
     for p in (program, twin):
@@ -71,7 +73,7 @@ def test_a_captured_step_after_a_change(backend: str, device: torch.device, chan
 
 @CHANGES
 @pytest.mark.parametrize("target", ["module", "function"])
-def test_a_graphed_callable_after_a_change(
+def test_a_graphed_callable_follows_or_refuses_a_change(
     backend: str, device: torch.device, change: Callable[[Program], None], target: str
 ) -> None:
     program = Program("sgd", None)
@@ -93,14 +95,14 @@ def test_a_graphed_callable_after_a_change(
     followed_or_refused(program, program.step, twin, "")
 
 
-def test_training_mode_toggled_and_toggled_back(backend: str, device: torch.device) -> None:
+def test_the_other_training_mode_runs_eagerly(backend: str, device: torch.device) -> None:
     pool, model, x = GraphPool(), Model(), torch.randn(3, 4)
     twin = copy.deepcopy(model)
     make_graphed_callables(model, (torch.randn(3, 4),), pool=pool, backend=backend)
     for training in (True, False, False, True):
         for m in (model, twin):
             m.train(training)
-        rows = x if training else x[:1]  # the other mode takes whatever the original takes
+        rows = x if training else x[:1]  # in the other mode, the original runs and takes any shape
         torch.manual_seed(1)
         out = model(rows)
         torch.manual_seed(1)
@@ -174,7 +176,7 @@ def towers(target: str, backend: str) -> tuple[Towers, Any]:
 
 @TARGETS
 @pytest.mark.parametrize("change", LIST_CHANGES)
-def test_a_changed_list_of_modules_is_found(backend: str, device: torch.device, target: str, change: str) -> None:
+def test_a_changed_list_of_modules_is_refused(backend: str, device: torch.device, target: str, change: str) -> None:
     model, graphed = towers(target, backend)
     eager = copy.deepcopy(model)
     x = torch.randn(3, 4)
@@ -198,7 +200,7 @@ def test_modules_that_a_graph_does_not_run_may_come_and_go(backend: str, device:
     assert torch.equal(graphed(x), eager(x))
 
 
-def test_a_list_that_a_function_goes_through_is_found(backend: str, device: torch.device) -> None:
+def test_a_module_added_to_a_list_that_a_function_runs_is_refused(backend: str, device: torch.device) -> None:
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def run(x: Tensor) -> Tensor:
@@ -223,7 +225,7 @@ def test_layers_graphed_one_by_one_accept_a_new_layer(backend: str, device: torc
     assert torch.equal(layers[1](x), eager[1](x))
 
 
-# -- the names by which a function reaches what it runs --------------------------------------------
+# -- names that a function reads -------------------------------------------------------------------
 
 
 class Trainer:
@@ -258,7 +260,9 @@ RENAMED: dict[str, Callable[[Trainer], object]] = {
 
 @pytest.mark.parametrize("how", ["callable", "capture", "function"])
 @pytest.mark.parametrize("change", RENAMED)
-def test_a_name_that_a_function_reads_is_followed(backend: str, device: torch.device, how: str, change: str) -> None:
+def test_a_rebound_name_that_a_function_reads_is_refused(
+    backend: str, device: torch.device, how: str, change: str
+) -> None:
     trainer, x = Trainer(), torch.randn(3, 4)
     GLOBAL["tensor"] = torch.ones(4)
     target = (lambda x: trainer.run(x)) if how == "function" else trainer.run

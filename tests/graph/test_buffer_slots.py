@@ -26,11 +26,11 @@ def test_ranges_that_touch_overlap() -> None:
     assert assign_slots([(2, 2), (2, 2)], "aa") == [0, 1]
 
 
-def test_keys_never_share() -> None:
+def test_ranges_with_different_keys_never_share_a_slot() -> None:
     assert assign_slots([(0, 1), (2, 3), (4, 5), (6, 7)], ["a", "b", "a", "b"]) == [0, 1, 0, 1]
 
 
-def test_no_ranges_no_slots() -> None:
+def test_no_ranges_need_no_slots() -> None:
     assert assign_slots([], []) == []
     check_slots([], [], [])
 
@@ -73,7 +73,7 @@ spans = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda s: (s[0], s
 
 @settings(deadline=None, max_examples=400)
 @given(st.lists(st.tuples(spans, st.sampled_from("abc")), max_size=40))
-def test_random_plans_are_sound_and_use_as_many_slots_as_are_live_at_once(
+def test_random_plans_are_sound_and_use_the_fewest_slots(
     items: list[tuple[Range, str]],
 ) -> None:
     ranges, keys = [r for r, _ in items], [k for _, k in items]
@@ -85,13 +85,13 @@ def test_random_plans_are_sound_and_use_as_many_slots_as_are_live_at_once(
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(spans, max_size=7))
-def test_random_plans_are_as_small_as_brute_force_finds(ranges: list[Range]) -> None:
+def test_random_plans_are_as_small_as_those_of_brute_force(ranges: list[Range]) -> None:
     assert len(set(assign_slots(ranges, [0] * len(ranges)))) == fewest_colours(ranges)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(spans, min_size=2, max_size=20), st.data())
-def test_one_wrong_slot_is_found(ranges: list[Range], data: st.DataObject) -> None:
+def test_one_wrong_slot_is_refused(ranges: list[Range], data: st.DataObject) -> None:
     clashes = [(a, b) for a, b in combinations(range(len(ranges)), 2) if overlap(ranges[a], ranges[b])]
     if clashes:
         a, b = data.draw(st.sampled_from(clashes))
@@ -124,20 +124,20 @@ SHARED = "slot {} is shared by range {} {} and range {} {}, {}"
         ([(0, 1), (3, 2)], "aa", [0, 0], "range 1 ends before it starts: (3, 2)"),
     ],
 )
-def test_check_slots_says_what_is_wrong(ranges: list[Range], keys: str, slots: list[int], message: str) -> None:
+def test_check_slots_names_the_problem(ranges: list[Range], keys: str, slots: list[int], message: str) -> None:
     with pytest.raises(OrderError) as caught:
         check_slots(ranges, keys, slots)
     assert str(caught.value) == message
 
 
-def test_assign_slots_refuses_what_it_cannot_plan() -> None:
+def test_assign_slots_refuses_invalid_ranges_and_keys() -> None:
     with pytest.raises(OrderError, match="2 ranges, but 1 keys"):
         assign_slots([(0, 1), (2, 3)], ["a"])
     with pytest.raises(OrderError, match="range 1 ends before it starts"):
         assign_slots([(0, 1), (3, 2)], ["a", "a"])
 
 
-def test_a_large_plan() -> None:
+def test_a_large_plan_is_sound_and_as_small_as_possible() -> None:
     """4096 entries: rank 0 of 8 stages, 64 microbatches, 4 chunks of 16 layers."""
     schedule = parse_order(interleaved(8, 0, 64, 4), 64)
     slots = assign_slots(schedule.live_ranges(), [0] * schedule.entries)

@@ -1,4 +1,4 @@
-"""What a captured function returns and what it may do with its arguments."""
+"""Outputs and arguments of captured functions: gradients, writes in place, transforms, and recaptures."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_loss_that_a_captured_step_returns_can_be_read_and_kept(backend: str, 
     assert torch.allclose(module.weight.grad, twin.weight.grad, rtol=1e-12)
 
 
-def test_no_output_requires_grad_where_eagers_does_not(backend: str, device: torch.device) -> None:
+def test_an_output_requires_grad_only_if_eagers_does(backend: str, device: torch.device) -> None:
     encoder, x = nn.Linear(3, 2).double(), doubles(4, 3)
     graphed = capture(torch.no_grad()(encoder.forward), (x,), backend=backend)
     assert not graphed(x).requires_grad
@@ -79,7 +79,7 @@ def test_no_output_requires_grad_where_eagers_does_not(backend: str, device: tor
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @BOTH
-def test_an_argument_that_the_function_wrote_before_it_read_it_is_refused(
+def test_an_argument_written_before_it_is_read_is_refused(
     backend: str, device: torch.device, how: str, wrapped: bool
 ) -> None:
     buffer = torch.zeros(6)
@@ -89,11 +89,11 @@ def test_an_argument_that_the_function_wrote_before_it_read_it_is_refused(
         return x * 2
 
     graphed = graph(how, function, buffer, backend=backend)
-    given = buffer.view(2, 3).view(6) if wrapped else buffer
+    argument = buffer.view(2, 3).view(6) if wrapped else buffer
     with pytest.raises(ReplayMismatch, match="argument 0 lies in memory that the function writes before"):
-        graphed(given)
+        graphed(argument)
     assert not buffer.any()
-    assert torch.equal(graphed(given.clone()), torch.zeros(6))
+    assert torch.equal(graphed(argument.clone()), torch.zeros(6))
     assert torch.equal(buffer, torch.ones(6))
     followed = graph(how, function, buffer, backend=backend, on_mismatch="eager")
     assert torch.equal(followed(buffer), torch.full((6,), 4.0))
@@ -116,7 +116,7 @@ def test_an_argument_returned_after_it_was_written_is_refused(backend: str, devi
 def test_an_argument_that_is_written_after_its_last_read_is_accepted(
     backend: str, device: torch.device, how: str
 ) -> None:
-    """A decode step that writes the next token to where it read the last one."""
+    """As in a decode step, which writes the next token over the last one."""
     token, memory = torch.zeros(1), torch.zeros(4)
 
     def step(x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def test_an_argument_that_is_written_after_its_last_read_is_accepted(
     graphed = graph(how, step, token, backend=backend)
     for expected in (2.0, 4.0, 6.0):
         assert graphed(token).item() == expected
-    assert graphed(memory[:1]).item() == 2.0  # beside what is written, in one storage
+    assert graphed(memory[:1]).item() == 2.0  # in the storage that is written, but beside the written part
 
 
 # -- transforms ------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_forward_mode_and_function_transforms_are_refused(backend: str, device: 
     assert torch.equal(torch.vmap(followed)(x), x * x)
 
 
-# -- what else a capture meets ---------------------------------------------------------------------
+# -- modules, copies, recaptures and returned numbers ----------------------------------------------
 
 
 @BOTH
@@ -209,7 +209,7 @@ def test_recapture_keeps_a_bounded_number_of_captures(backend: str, device: torc
     graphed = graph(how, lambda x: x * 2, torch.zeros(1), pool=pool, backend=backend, on_mismatch="recapture")
     for size in range(2, MAX_VARIANTS + 4):
         assert torch.equal(graphed(torch.ones(size)), torch.full((size,), 2.0))
-        graphed(torch.ones(2))  # used all the time, so never the one to go
+        graphed(torch.ones(2))  # used in between, so never dropped
     (record,) = pool.report().graphs
     assert (record.captures, record.dropped) == (MAX_VARIANTS + 3, 3)
     assert "3 captures dropped" in str(pool.report())

@@ -1,4 +1,4 @@
-"""The gradients that a captured function writes equal eager's, in whatever state they are found."""
+"""The gradients that a captured function writes equal eager's, whatever they were before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.graph.training_programs import Program, assert_equal, followed_or_ref
 
 
 @pytest.mark.parametrize("at_capture", ["none", "existing"])
-def test_gradients_in_every_state_equal_eagers(backend: str, device: torch.device, at_capture: str) -> None:
+def test_gradients_equal_eagers_whatever_they_were_before(backend: str, device: torch.device, at_capture: str) -> None:
     program = Program("sgd", None, False)
     if at_capture == "existing":
         for p in program.model.parameters():
@@ -36,11 +36,13 @@ def test_gradients_in_every_state_equal_eagers(backend: str, device: torch.devic
 
 
 @pytest.mark.parametrize("zero", [None, True, False])
-def test_a_gradient_assigned_by_the_user(backend: str, device: torch.device, zero: bool | None) -> None:
+def test_a_gradient_assigned_by_the_user_is_followed_or_refused(
+    backend: str, device: torch.device, zero: bool | None
+) -> None:
     program, twin, graphed = twins("sgd", zero, backend=backend)
     run(program, graphed, twin)
-    mine = torch.ones(8, 4)
-    program.model.first.weight.grad, twin.model.first.weight.grad = mine, mine.clone()
+    assigned = torch.ones(8, 4)
+    program.model.first.weight.grad, twin.model.first.weight.grad = assigned, assigned.clone()
     followed_or_refused(program, graphed, twin, "gradient of a parameter of shape (8, 4)")
     for p in (program, twin):
         p.optimizer.zero_grad(set_to_none=True)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from rollgraph.graph import capture
 from rollgraph.graph import make_graphed_callables as graph
-from tests.graph.comparisons import equal, example, other
+from tests.graph.comparisons import equal, example, second_example
 
 # -- what can be recorded --------------------------------------------------------------------------
 
@@ -32,9 +32,9 @@ def _reshaped_conjugate(z: Tensor) -> Any:
 
 
 def _replaced_data(z: Tensor) -> Any:
-    made, view = z * 2, (z * 3).conj()
-    made.data = view
-    return made * 1j, view
+    product, view = z * 2, (z * 3).conj()
+    product.data = view
+    return product * 1j, view
 
 
 BITS: dict[str, Callable[[Tensor], Any]] = {
@@ -66,14 +66,14 @@ def test_conjugate_and_negative_views_are_replayed(backend: str, device: torch.d
     function = BITS[name]
     with torch.no_grad():
         graphed = capture(function, (_complex(example),), backend=backend)
-        for make in (other, example, other):
+        for make in (second_example, example, second_example):
             assert equal(graphed(_complex(make)), function(_complex(make)))
             assert equal(graphed(_complex(make).conj()), function(_complex(make).conj())), "the input is a view itself"
 
 
 @pytest.mark.parametrize("name", [name for name in BITS if name not in ("written", "data")])
 def test_gradients_pass_conjugate_and_negative_views(backend: str, device: torch.device, name: str) -> None:
-    """The backward saves such views, gets them as gradients, and makes them."""
+    """The backward saves such views, receives them as gradients, and creates them."""
     weight = nn.Parameter(_complex(example).exp())
     twin = copy.deepcopy(weight)
 
@@ -85,19 +85,19 @@ def test_gradients_pass_conjugate_and_negative_views(backend: str, device: torch
         return BITS[name](z * weight * weight.conj().sin())
 
     graphed = graph(function, (_complex(example).requires_grad_(),), backend=backend)
-    for make in (other, example):
-        mine, theirs = _complex(make).requires_grad_(), _complex(make).requires_grad_()
-        got, expected = graphed(mine), BITS[name](theirs * twin * twin.conj().sin())
-        assert equal(got, expected)
-        loss_of(got).backward()
+    for make in (second_example, example):
+        x, twin_x = _complex(make).requires_grad_(), _complex(make).requires_grad_()
+        outputs, expected = graphed(x), BITS[name](twin_x * twin * twin.conj().sin())
+        assert equal(outputs, expected)
+        loss_of(outputs).backward()
         loss_of(expected).backward()
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(x.grad, twin_x.grad, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(weight.grad, twin.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_a_step_with_conjugate_views_inside(backend: str, device: torch.device) -> None:
+def test_a_captured_step_with_conjugate_views_equals_eager(backend: str, device: torch.device) -> None:
     """Forward and backward are one recording: autograd unpacks what it saved as another tensor object."""
-    weight, outside = nn.Parameter(_complex(example).exp()), _complex(other)
+    weight, outside = nn.Parameter(_complex(example).exp()), _complex(second_example)
     twin, view = copy.deepcopy(weight), outside.conj()
 
     def step(weight: Tensor, z: Tensor) -> Any:
@@ -108,7 +108,7 @@ def test_a_step_with_conjugate_views_inside(backend: str, device: torch.device) 
         return loss, product.detach(), shifted.detach()
 
     graphed = capture(lambda z: step(weight, z), (_complex(example),), backend=backend)
-    for make in (other, example):
+    for make in (second_example, example):
         assert equal(graphed(_complex(make)), step(twin, _complex(make)))
         torch.testing.assert_close(weight.grad, twin.grad, rtol=1e-12, atol=1e-12)
         outside.mul_(1 + 0.5j)  # read through its view

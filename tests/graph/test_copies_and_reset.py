@@ -21,10 +21,10 @@ from tests.graph.refusals import Net, gradients, graph, refused, same
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
 )
 def test_a_copy_of_a_graphed_model_runs_its_own_weights(
-    backend: str, device: torch.device, copied: Callable[[Any], Any]
+    backend: str, device: torch.device, duplicate: Callable[[Any], Any]
 ) -> None:
     pool, model, x = GraphPool(), nn.Sequential(Net(), Net()), torch.randn(3, 4)
     plain = copy.deepcopy(model)
@@ -32,7 +32,7 @@ def test_a_copy_of_a_graphed_model_runs_its_own_weights(
                            backend=backend)  # fmt: skip
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
-    for twin in (copied(model), copied(copied(model))):
+    for twin in (duplicate(model), duplicate(duplicate(model))):
         with torch.no_grad():
             for p in twin.parameters():
                 p.add_(1)
@@ -84,11 +84,11 @@ def test_reset_restores_the_original_forward(backend: str, device: torch.device)
 
 def test_reset_restores_a_forward_set_on_the_instance(backend: str, device: torch.device) -> None:
     net, x = nn.Linear(4, 4), torch.randn(3, 4)
-    net.forward = own = lambda x: x + net.bias
+    net.forward = patched = lambda x: x + net.bias
     make_graphed_callables(net, (torch.randn(3, 4),), allow_unused_input=True, backend=backend)
     assert torch.equal(net(x), x + net.bias)
     net.forward.reset()
-    assert net.forward is own
+    assert net.forward is patched
 
 
 def test_reset_under_a_later_wrapper_keeps_the_wrapper(backend: str, device: torch.device) -> None:

@@ -40,13 +40,13 @@ def test_gradients_survive_the_other_graphs_of_a_pool(accumulate: bool) -> None:
     sample = torch.randn(8, 16, device="cuda", requires_grad=True)
     make_graphed_callables(tuple(blocks), ((sample,),) * 4, pool=pool)
     scale = torch.ones((), device="cuda")
-    other = capture(lambda x: (x @ x.T @ x).tanh() * scale, (torch.randn(64, 64, device="cuda"),), pool=pool)
+    unrelated = capture(lambda x: (x @ x.T @ x).tanh() * scale, (torch.randn(64, 64, device="cuda"),), pool=pool)
     for step in range(4):
         x = torch.randn(8, 16, device="cuda")
         for modules in (blocks, twins):
             torch.manual_seed(step)
             nn.Sequential(*modules)(x).square().sum().backward()
-        other(torch.randn(64, 64, device="cuda"))
+        unrelated(torch.randn(64, 64, device="cuda"))
         pairs = zip(nn.ModuleList(blocks).parameters(), nn.ModuleList(twins).parameters(), strict=True)
         assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
         if not accumulate:
@@ -63,10 +63,10 @@ def test_gradients_of_a_captured_step_survive_another_capture_in_its_pool() -> N
 
     x = torch.randn(16, 32, device="cuda")
     graphed = capture(step, (x,), pool=pool)
-    other = capture(lambda x: (x @ x.T).tanh() @ x, (torch.randn(128, 128, device="cuda"),), pool=pool)
+    unrelated = capture(lambda x: (x @ x.T).tanh() @ x, (torch.randn(128, 128, device="cuda"),), pool=pool)
     graphed(x)
     kept = layer.weight.grad.clone()
-    other(torch.randn(128, 128, device="cuda"))
+    unrelated(torch.randn(128, 128, device="cuda"))
     assert torch.equal(layer.weight.grad, kept)
 
 
@@ -78,8 +78,8 @@ def test_dropout_in_a_checkpointed_region_is_refused() -> None:
         make_graphed_callables(lambda x: checkpoint(inner, x, use_reentrant=False), (sample,))
 
 
-def test_a_whole_step_over_modules_that_were_graphed_before() -> None:
-    """The leaves that stood in for the modules' parameters are no longer part of the program."""
+def test_a_whole_step_over_graphed_modules_equals_eager() -> None:
+    """The leaves that replaced the parameters while the modules were captured are no longer part of the program."""
     blocks, pool = [nn.Linear(8, 8).cuda() for _ in range(2)], GraphPool()
     make_graphed_callables(tuple(blocks), ((torch.randn(4, 8, device="cuda", requires_grad=True),),) * 2, pool=pool)
     model = nn.Sequential(*blocks)
@@ -113,7 +113,7 @@ def test_compute_sanitizer_is_clean() -> None:
 
 
 def test_a_monitor_that_autograd_keeps_does_not_count_as_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd's thread frees what a captured backward ran under, its monitor included, at a time of its own."""
+    """Autograd's thread frees the dispatch modes of a captured backward, and so the monitor, at some later time."""
     kept: list[CaptureMonitor] = []
 
     class KeptMonitor(CaptureMonitor):

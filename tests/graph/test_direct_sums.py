@@ -1,4 +1,4 @@
-"""Gradients that a function adds to their sum by itself: autograd's stand-ins for them are never added up."""
+"""Direct sums: a function adds gradients to their buffers itself, and autograd never adds up the placeholders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollgraph.policy.train_graphs import add_gradients
 
 
 class AddsItself(torch.autograd.Function):
-    """`x * weight`, whose backward adds the gradient of the weight where it is summed."""
+    """`x * weight`, whose backward adds the gradient of the weight to its direct sum, if it has one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class AddsItself(torch.autograd.Function):
 
 
 class Repeated(nn.Module):
-    """One weight that is used several times: by functions that add its gradient themselves, or that do not."""
+    """One weight with several uses: "d" adds its gradient to a direct sum, "p" leaves it to autograd."""
 
     def __init__(self, uses: str, recomputed: bool = False) -> None:
         super().__init__()
@@ -80,13 +80,13 @@ def test_each_gradient_is_added_once(uses: str, way: str, recomputed: bool) -> N
             module(x).sum().backward()
         else:
             add_gradients(module(x).sum(), buffers)
-    found = buffers[module.weight].double()
-    assert ((found - 2 * expected).abs() <= 1e-5 * expected.abs()).all()
+    total = buffers[module.weight].double()
+    assert ((total - 2 * expected).abs() <= 1e-5 * expected.abs()).all()
     assert direct_sum_of(module.weight) is None
 
 
-def test_a_hook_that_no_gradient_would_reach_is_refused() -> None:
-    """The backward graph adds the gradient to its buffer, so that nothing leaves for the hook to see."""
+def test_a_hook_that_would_see_no_gradient_is_refused() -> None:
+    """The backward graph adds the gradient to its buffer, so the hook would never see it."""
     module = nn.Linear(3, 2)
     seen: list[Tensor] = []
     hook = module.weight.register_hook(seen.append)
@@ -102,8 +102,8 @@ def test_a_hook_that_no_gradient_would_reach_is_refused() -> None:
     assert torch.equal(buffers[module.weight], torch.full((2, 3), 4.0))
 
 
-def test_stand_ins_are_not_added_up() -> None:
-    """As many additions as functions that add a gradient by themselves: the stand-ins of three are one."""
+def test_placeholders_are_not_added_up() -> None:
+    """Three gradients take three additions, and their placeholders none."""
     module = Repeated("ddd")
     buffers: dict[Tensor, Tensor] = {module.weight: torch.zeros(3)}
     loss = module(torch.ones(4, 3)).sum()
@@ -112,16 +112,16 @@ def test_stand_ins_are_not_added_up() -> None:
     assert additions.count == 3
 
 
-def test_a_sum_stands_in_once_in_each_backward() -> None:
+def test_a_sum_gives_one_placeholder_in_each_backward() -> None:
     parameter = nn.Parameter(torch.ones(2, 3))
     for _ in range(2):
         with direct_sums({parameter: torch.zeros(2, 3)}) as sums:
-            stand_in = sums[parameter].placeholder()
-            assert stand_in is not None
-            assert stand_in.shape == (2, 3)
-            assert not stand_in.any()
+            placeholder = sums[parameter].placeholder()
+            assert placeholder is not None
+            assert placeholder.shape == (2, 3)
+            assert not placeholder.any()
             assert sums[parameter].placeholder() is None
-            sums[parameter].add(stand_in)
+            sums[parameter].add(placeholder)
             assert not sums[parameter].buffer().any()
 
 

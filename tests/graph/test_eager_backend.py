@@ -30,7 +30,7 @@ def test_a_callable_returns_the_constants_of_its_own_run() -> None:
         assert returned == module.runs
 
 
-def test_a_schedule_with_equal_microbatches() -> None:
+def test_equal_microbatches_of_a_schedule_add_up_their_gradients() -> None:
     layer = nn.Linear(4, 4)
     twin = copy.deepcopy(layer)
     sample = (torch.randn(2, 4, requires_grad=True),)

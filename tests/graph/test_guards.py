@@ -14,29 +14,29 @@ from tests.graph.hook_logs import layers, sample
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_guards_run_at_every_replay_and_nothing_pauses_them(backend: str, device: torch.device, whole: bool) -> None:
-    (layer,), asked, reason = layers(1), [], [None]
+    (layer,), calls, reason = layers(1), [], [None]
     twin = copy.deepcopy(layer)
-    hooks = GraphHooks(pre_forward=[lambda *_: asked.append("hook")], when=("replay",))
+    hooks = GraphHooks(pre_forward=[lambda *_: calls.append("hook")], when=("replay",))
 
     def guard() -> str | None:
-        asked.append("guard")
+        calls.append("guard")
         return reason[0]
 
     pool, x = GraphPool(), sample().detach()
     take = capture if whole else graph
     graphed = take(layer, (x,), backend=backend, hooks=hooks, guards=[guard], pool=pool)
-    assert asked == [], "not at capture"
+    assert calls == [], "not at capture"
     graphed(x)
-    assert asked == ["guard", "hook"]
+    assert calls == ["guard", "hook"]
     with hooks.paused():
         graphed(x)
-    assert asked == ["guard", "hook", "guard"]
+    assert calls == ["guard", "hook", "guard"]
     reason[0] = "weights of step 3, not gathered"
     rng, replays = torch.get_rng_state(), pool.report().replays
     for context in (hooks.paused, torch.enable_grad):
         with context(), pytest.raises(StaleGraph, match="weights of step 3"):
             graphed(x)
-    assert "hook" not in asked[3:], "a refused replay runs no hook"
+    assert "hook" not in calls[3:], "a refused replay runs no hook"
     assert torch.equal(torch.get_rng_state(), rng)
     assert pool.report().replays == replays
     assert layer.weight.grad is None
@@ -45,15 +45,15 @@ def test_guards_run_at_every_replay_and_nothing_pauses_them(backend: str, device
     assert torch.equal(graphed(x), twin(x))
 
 
-def test_guards_of_several_callables_and_their_order(backend: str, device: torch.device) -> None:
-    pair, asked = tuple(layers(2)), []
-    guards = [lambda: asked.append(1), lambda: asked.append(2)]
+def test_all_guards_run_in_order_for_each_callable(backend: str, device: torch.device) -> None:
+    pair, calls = tuple(layers(2)), []
+    guards = [lambda: calls.append(1), lambda: calls.append(2)]
     graph(pair, ((sample(),), (sample(),)), backend=backend, guards=guards)
     pair[1](pair[0](sample()))
-    assert asked == [1, 2, 1, 2]
+    assert calls == [1, 2, 1, 2]
 
 
-def test_guard_that_raises_changes_nothing(backend: str, device: torch.device) -> None:
+def test_a_guard_that_raises_changes_nothing(backend: str, device: torch.device) -> None:
     (layer,) = layers(1)
 
     def guard() -> str | None:
@@ -67,7 +67,7 @@ def test_guard_that_raises_changes_nothing(backend: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("policy", ["eager", "recapture"])
-def test_a_guard_is_not_a_mismatch_to_act_on(backend: str, device: torch.device, policy: str) -> None:
+def test_on_mismatch_does_not_apply_to_guards(backend: str, device: torch.device, policy: str) -> None:
     """Running eagerly on stale weights is as wrong as replaying on them."""
     (layer,) = layers(1)
     graph(layer, (sample(),), backend=backend, guards=[lambda: "stale"], on_mismatch=policy)
@@ -76,10 +76,10 @@ def test_a_guard_is_not_a_mismatch_to_act_on(backend: str, device: torch.device,
 
 
 @pytest.mark.parametrize("step", ["forward", "backward"])
-def test_own_guards_come_after_the_hooks_and_again_before_the_backward(
+def test_guards_run_after_the_hooks_and_again_before_the_backward(
     backend: str, device: torch.device, step: str
 ) -> None:
-    """A slot that three layers take turns in: without the hook that fills it again, a replay would read another one."""
+    """Three layers take turns in one slot: without the hook that refills it, a replay would read another layer."""
     modules, held = layers(3), [-1]
     skipped: list[tuple[str, int]] = []
 
@@ -117,7 +117,7 @@ def test_own_guards_come_after_the_hooks_and_again_before_the_backward(
     assert all(torch.equal(module.weight.grad, before) for module, before in zip(modules, expected, strict=True))
 
 
-def test_a_backward_that_a_guard_refused_can_run_once_the_reason_is_gone(backend: str, device: torch.device) -> None:
+def test_a_backward_refused_by_a_guard_can_run_later(backend: str, device: torch.device) -> None:
     (layer,), reason = layers(1), [None]
     twin = copy.deepcopy(layer)
     pool = GraphPool()
@@ -133,7 +133,7 @@ def test_a_backward_that_a_guard_refused_can_run_once_the_reason_is_gone(backend
     assert pool.arena.open_intervals() == []
 
 
-def test_lists_of_guards_are_as_many_as_callables(backend: str, device: torch.device) -> None:
+def test_each_callable_needs_its_list_of_guards(backend: str, device: torch.device) -> None:
     with pytest.raises(CaptureError, match="3 lists of guards for 2 callables"):
         graph(tuple(layers(2)), ((sample(),),) * 2, backend=backend, guards=[[], [], []])
     with pytest.raises(CaptureError, match="either functions"):

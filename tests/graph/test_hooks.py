@@ -18,7 +18,7 @@ from tests.graph.hook_logs import ALL, KINDS, Log, layers, passes, sample
 # -- order and arguments ---------------------------------------------------------------------------
 
 
-def test_order_for_one_callable(backend: str, device: torch.device) -> None:
+def test_hooks_of_one_callable_run_in_order(backend: str, device: torch.device) -> None:
     log, (layer,) = Log(), layers(1)
     graph(layer, (sample(),), 2, backend=backend, hooks=log.hooks("a"))
     assert log.take() == passes("a") * 3, "two warm-ups and the capture"
@@ -29,7 +29,7 @@ def test_order_for_one_callable(backend: str, device: torch.device) -> None:
         assert log.take() == ["a:pre_backward", "a:post_backward"]
 
 
-def test_order_for_several_callables(backend: str, device: torch.device) -> None:
+def test_hooks_of_several_callables_run_in_order(backend: str, device: torch.device) -> None:
     log, (a, b) = Log(), layers(2)
     graph((a, b), ((sample(),), (sample(),)), 1, backend=backend, hooks=[log.hooks("a"), log.hooks("b")])
     warm, forward, backward = passes("a") + passes("b"), KINDS[:2], KINDS[2:]
@@ -39,7 +39,7 @@ def test_order_for_several_callables(backend: str, device: torch.device) -> None
     assert log.take() == recorded
 
 
-def test_order_under_a_schedule(backend: str, device: torch.device) -> None:
+def test_hooks_run_in_the_order_of_a_schedule(backend: str, device: torch.device) -> None:
     """The order is 1F1B over two chunks and two microbatches."""
     log, (a, b) = Log(), layers(2)
     order = [1, 1, 2, -2, -1, 2, -2, -1]
@@ -70,7 +70,7 @@ def test_order_under_a_schedule(backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("when", [(), ("warmup",), ("capture",), ("replay",), ("warmup", "replay"), ALL])
-def test_when(backend: str, device: torch.device, when: tuple[str, ...]) -> None:
+def test_hooks_run_in_the_chosen_moments_only(backend: str, device: torch.device, when: tuple[str, ...]) -> None:
     log, (layer,) = Log(), layers(1)
     graph(layer, (sample(),), 1, backend=backend, hooks=log.hooks("a", when))
     assert log.take() == passes("a") * len({"warmup", "capture"} & set(when))
@@ -78,11 +78,11 @@ def test_when(backend: str, device: torch.device, when: tuple[str, ...]) -> None
     assert log.take() == (passes("a") if "replay" in when else [])
 
 
-def test_default_is_warmup_and_capture(backend: str, device: torch.device) -> None:
+def test_hooks_run_in_warmup_and_capture_by_default(backend: str, device: torch.device) -> None:
     assert tuple(GraphHooks().when) == ("warmup", "capture")
 
 
-def test_same_arguments_in_all_moments(backend: str, device: torch.device) -> None:
+def test_hooks_get_the_same_arguments_in_all_moments(backend: str, device: torch.device) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -109,7 +109,7 @@ def test_same_arguments_in_all_moments(backend: str, device: torch.device) -> No
     assert "tensor" not in backward, "a backward hook gets no tensor it could pin"
 
 
-def test_captured_function_has_forward_hooks_only(backend: str, device: torch.device) -> None:
+def test_a_captured_function_has_forward_hooks_only(backend: str, device: torch.device) -> None:
     log, (layer,) = Log(), layers(1)
     hooks = log.hooks("f")
     with pytest.raises(CaptureError, match="backward"):
@@ -131,11 +131,11 @@ def test_hooks_are_never_recorded(backend: str, device: torch.device) -> None:
     graph(layer, (sample(),), 3, backend=backend, hooks=hooks)
     ran = counter.item()
     layer(sample()).sum().backward()
-    assert counter.item() == ran, "what a hook does is not replayed"
-    assert ran == 16, "and is no part of what a capture rolls back"
+    assert counter.item() == ran, "a replay does not repeat the writes of a hook"
+    assert ran == 16, "and a capture does not roll them back"
 
 
-def test_the_output_in_post_forward_is_the_real_one(backend: str, device: torch.device) -> None:
+def test_post_forward_gets_the_output_that_the_caller_gets(backend: str, device: torch.device) -> None:
     (layer,), seen = layers(1), []
     hooks = GraphHooks(post_forward=[lambda m, args, kwargs, out: seen.append(out.detach().clone())], when=ALL)
     twin = copy.deepcopy(layer)
@@ -164,7 +164,7 @@ def test_lengths_and_kinds_are_checked(backend: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_return_value_is_an_error_at_replay_too(backend: str, device: torch.device, kind: str) -> None:
+def test_a_return_value_is_an_error_at_replay_too(backend: str, device: torch.device, kind: str) -> None:
     (layer,) = layers(1)
     hooks = GraphHooks(**{kind: [lambda *_: 0]}, when=("replay",))
     graph(layer, (sample(),), backend=backend, hooks=hooks)
@@ -175,7 +175,7 @@ def test_return_value_is_an_error_at_replay_too(backend: str, device: torch.devi
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exception_at_replay_keeps_its_type_and_the_graph(backend: str, device: torch.device, kind: str) -> None:
+def test_an_exception_at_replay_keeps_its_type_and_the_graph(backend: str, device: torch.device, kind: str) -> None:
     (layer,), fail = layers(1), [True]
     twin = copy.deepcopy(layer)
 
@@ -199,7 +199,7 @@ def test_exception_at_replay_keeps_its_type_and_the_graph(backend: str, device: 
     assert pool.arena.open_intervals() == []
 
 
-def test_interrupt_in_a_hook_is_not_wrapped(backend: str, device: torch.device) -> None:
+def test_an_interrupt_in_a_hook_is_not_wrapped(backend: str, device: torch.device) -> None:
     def hook(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -233,7 +233,7 @@ def test_paused_nests_and_survives_exceptions(backend: str, device: torch.device
     y = layer(sample())
     with hooks.paused():
         y.sum().backward()
-    assert log.take() == ["a:pre_forward", "a:post_forward"], "each pass asks when it runs"
+    assert log.take() == ["a:pre_forward", "a:post_forward"], "each pass checks the pause when it runs"
 
 
 def test_pausing_hooks_does_not_affect_callables_without_hooks(backend: str, device: torch.device) -> None:
@@ -246,7 +246,7 @@ def test_pausing_hooks_does_not_affect_callables_without_hooks(backend: str, dev
     assert log.take() == passes("a")
 
 
-# -- what hooks may hold on to ---------------------------------------------------------------------
+# -- references that hooks keep --------------------------------------------------------------------
 
 
 def test_backward_hooks_keep_no_tensor_alive(backend: str, device: torch.device) -> None:
@@ -264,7 +264,7 @@ def test_backward_hooks_keep_no_tensor_alive(backend: str, device: torch.device)
     assert inner() is None
 
 
-def test_raw_output_is_not_kept_after_capture(backend: str, device: torch.device) -> None:
+def test_outputs_of_warmup_and_capture_are_not_kept(backend: str, device: torch.device) -> None:
     (layer,), seen = layers(1), []
     hooks = GraphHooks(post_forward=[lambda m, a, k, out: seen.append(weakref.ref(out))])
     graph(layer, (sample(),), backend=backend, hooks=hooks)

@@ -82,7 +82,7 @@ READS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_host_reads_are_refused_with_their_place(backend: str, device: torch.device, name: str) -> None:
+def test_host_reads_are_refused_with_their_line(backend: str, device: torch.device, name: str) -> None:
     operation, read = READS[name]
 
     class Reader(nn.Module):
@@ -113,7 +113,7 @@ def test_print_is_refused(backend: str, device: torch.device, capsys: pytest.Cap
 
 @pytest.mark.parametrize("name", ["apply_", "map_", "map2_"])
 def test_a_refused_host_write_changes_nothing(name: str) -> None:
-    """Warm-up ran it for real, without the dispatcher."""
+    """A host write bypasses the dispatcher, so the undo log would not see it."""
     outside = torch.ones(4)
     others = (outside.clone(),) * {"apply_": 0, "map_": 1, "map2_": 2}[name]
 

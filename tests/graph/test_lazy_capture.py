@@ -42,9 +42,9 @@ def lazily(fn: Callable[..., Any], pool: GraphPool | None = None, **options: Any
     return capture_lazily(fn, pool=pool or GraphPool(), backend="tape", **options)
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
+def assert_same(tensors: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(tensors) == len(expected)
+    for a, b in zip(tensors, expected, strict=True):
         assert torch.equal(a, b)
 
 
@@ -52,7 +52,7 @@ def inputs(seed: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def test_every_call_equals_eager_bit_for_bit_and_the_first_one_is_the_only_recording() -> None:
+def test_every_call_equals_eager_and_only_the_first_one_records() -> None:
     eager, results = Program(), []
     for seed in range(4):
         results.append((eager.step(inputs(seed)), [tensor.clone() for tensor in eager.state()]))
@@ -74,7 +74,7 @@ def test_every_call_equals_eager_bit_for_bit_and_the_first_one_is_the_only_recor
     assert graphed.record.replays == 3
 
 
-def test_a_first_call_that_raises_is_rolled_back_and_can_be_made_again() -> None:
+def test_a_first_call_that_raises_is_rolled_back_and_can_be_repeated() -> None:
     program, fails = Program(), [True]
 
     def step(x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def test_a_function_that_needs_warm_up_gets_it_and_equals_eager(make: Callable[.
 
 
 @pytest.mark.parametrize("make", [with_a_generator, with_a_cache])
-def test_what_needs_warm_up_but_wrote_unsaved_memory_is_refused(make: Callable[..., Any]) -> None:
+def test_warm_up_is_refused_after_a_write_to_unsaved_memory(make: Callable[..., Any]) -> None:
     """Warm-up would write that memory several times, and nothing restores it."""
     program, pool = Program(), GraphPool()
     pool.leave_unsaved(program.total)
@@ -195,8 +195,8 @@ def test_warm_up_of_a_first_call_changes_unsaved_memory_once() -> None:
 
 
 @pytest.mark.parametrize("keep", [lambda h: h, lambda h: h.detach(), lambda h: h.view(-1)[:]])
-def test_state_that_is_kept_from_a_result_is_refused(keep: Callable[[Tensor], Tensor]) -> None:
-    """Eager begins the next call with it; a replay would begin with that of the first call."""
+def test_a_result_kept_as_state_is_refused(keep: Callable[[Tensor], Tensor]) -> None:
+    """In eager, the next call starts from it; a replay would start from that of the first call."""
     state = [torch.zeros(12)]
 
     def step(x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def test_unsaved_memory_keeps_what_the_first_call_wrote() -> None:
     assert torch.equal(program.total, twin.total)
 
 
-def test_a_written_argument_is_refused_and_nothing_has_changed() -> None:
+def test_a_written_argument_is_refused_and_nothing_changes() -> None:
     program = Program()
 
     def step(x: Tensor) -> Tensor:
@@ -247,9 +247,9 @@ def test_an_argument_in_memory_that_the_function_writes_is_refused(use: Callable
         return use(x)
 
     graphed = lazily(step)
-    for lies_there in (buffer, buffer[1:3]):
+    for argument in (buffer, buffer[1:3]):
         with pytest.raises(ReplayMismatch, match="argument 0 lies in memory that the function writes"):
-            graphed(lies_there)
+            graphed(argument)
         assert not buffer.any()
     assert torch.equal(lazily(step, on_mismatch="eager")(buffer[:2]), use(torch.ones(2)))
     assert torch.equal(buffer, torch.ones(4))
@@ -260,7 +260,7 @@ def test_an_argument_in_memory_that_the_function_writes_is_refused(use: Callable
     assert torch.equal(graphed(inputs(0)), use(inputs(0)))
 
 
-def test_a_rollback_restores_memory_that_two_tensors_have_over_one_array() -> None:
+def test_a_rollback_restores_an_array_that_two_tensors_share() -> None:
     array = np.zeros(4, np.float32)
     first, second = torch.from_numpy(array), torch.from_numpy(array)
 
@@ -275,18 +275,18 @@ def test_a_rollback_restores_memory_that_two_tensors_have_over_one_array() -> No
 
 
 @pytest.mark.parametrize(
-    "over",
+    "make_tensor",
     [
         lambda memory: torch.frombuffer(memory, dtype=torch.float32),
         lambda memory: torch.asarray(memory, dtype=torch.float32),
         lambda memory: torch.utils.dlpack.from_dlpack(np.frombuffer(memory, np.float32)),
     ],
 )
-def test_memory_that_pytorch_did_not_make_is_refused(over: Callable[[bytearray], Tensor]) -> None:
-    """Eager makes such a tensor anew in each call; a replay would go on with the one of the first call."""
+def test_memory_that_pytorch_did_not_allocate_is_refused(make_tensor: Callable[[bytearray], Tensor]) -> None:
+    """Eager creates such a tensor in each call; a replay would keep using that of the first call."""
 
     def step(x: Tensor) -> Tensor:
-        count = over(bytearray(16))
+        count = make_tensor(bytearray(16))
         count += 1
         return x * count
 
@@ -302,7 +302,7 @@ def test_guards_refuse_a_first_call_before_anything_runs() -> None:
     assert float(program.total) == 0
 
 
-def test_other_graphs_of_the_pool_run_their_original_code_in_a_first_call() -> None:
+def test_a_first_call_runs_the_original_code_of_other_graphs() -> None:
     pool = GraphPool()
     double = capture(lambda x: x * 2, (inputs(0),), pool=pool, name="double")
     graphed = lazily(lambda x: double(x) + 1, pool)
@@ -312,7 +312,7 @@ def test_other_graphs_of_the_pool_run_their_original_code_in_a_first_call() -> N
     assert double.enabled
 
 
-def test_a_first_call_leaves_those_of_other_graphs_and_of_itself_for_later() -> None:
+def test_a_first_call_captures_no_first_calls_inside_it() -> None:
     pool = GraphPool()
     double = lazily(lambda x: x * 2, pool, name="double")
 
@@ -328,7 +328,7 @@ def test_a_first_call_leaves_those_of_other_graphs_and_of_itself_for_later() -> 
     assert double.record.captures == 1
 
 
-def test_a_pool_switches_off_what_it_has_not_captured() -> None:
+def test_a_pool_switches_off_functions_that_are_not_captured_yet() -> None:
     pool = GraphPool()
     graphed = lazily(lambda x: x * 2, pool)
     with pool.disabled():
@@ -340,12 +340,12 @@ def test_a_pool_switches_off_what_it_has_not_captured() -> None:
 
 def test_one_of_several_threads_makes_the_first_call() -> None:
     pool, runs, total = GraphPool(), [], torch.zeros(())
-    other = capture(lambda x: x + 1, (inputs(0),), pool=pool, backend="tape")
+    captured = capture(lambda x: x + 1, (inputs(0),), pool=pool, backend="tape")
     barrier = threading.Barrier(4)
 
     def add(x: Tensor) -> None:
         runs.append(x)
-        time.sleep(0.05)  # for the others to come
+        time.sleep(0.05)  # so that the other threads arrive
         total.add_(x)
 
     def call() -> None:
@@ -361,7 +361,7 @@ def test_one_of_several_threads_makes_the_first_call() -> None:
     assert float(total) == 4
     assert len(runs) == graphed.record.captures == 1
     assert len(pool.graphs) == 2
-    assert other.enabled
+    assert captured.enabled
 
 
 def test_a_first_call_inside_another_capture_is_refused() -> None:
@@ -371,7 +371,7 @@ def test_a_first_call_inside_another_capture_is_refused() -> None:
         capture(lambda x: inner(x) + 1, (inputs(0),), backend="tape")
 
 
-def test_only_graphs_that_exist_are_in_the_report_and_a_reset_one_runs_eagerly() -> None:
+def test_the_report_lists_captured_graphs_only_and_a_reset_runs_eagerly() -> None:
     pool = GraphPool()
     graphed, unused = lazily(torch.neg, pool, name="used"), lazily(torch.abs, pool, name="unused")
     graphed(inputs(0))
@@ -384,7 +384,7 @@ def test_only_graphs_that_exist_are_in_the_report_and_a_reset_one_runs_eagerly()
     assert not pool.graphs
 
 
-def test_an_explicit_capture_comes_before_the_first_call() -> None:
+def test_an_explicit_capture_leaves_only_replays_to_calls() -> None:
     program = Program()
     graphed = lazily(program.step)
     before = [tensor.clone() for tensor in program.state()]

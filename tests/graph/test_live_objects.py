@@ -14,12 +14,12 @@ from torch import nn
 from rollgraph.graph import capture
 from rollgraph.graph.state.transaction import _MAX_IDLE_COLLECTIONS, LiveObjects, ProgramObjects, _live_objects
 
-WALKS: list[Any] = []  # a list of generations asked for, while one is being kept
-_keeping = [False]
+WALKS: list[Any] = []  # the generation of each call of gc.get_objects, while _recording is on
+_recording = [False]
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "gc.get_objects" and _keeping[0]:
+    if event == "gc.get_objects" and _recording[0]:
         WALKS.append(arguments[0])
 
 
@@ -27,16 +27,16 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 def full_walks() -> Iterator[list[Any]]:
     """Every search over all objects of the process, as the interpreter's audit events report it."""
     if not hasattr(sys, "_rollgraph_audited"):
-        sys.addaudithook(_audit)  # for good: an audit hook cannot be taken back
+        sys.addaudithook(_audit)  # for good: an audit hook cannot be removed
         sys._rollgraph_audited = True  # type: ignore[attr-defined]
     WALKS.clear()
-    _keeping[0] = True
+    _recording[0] = True
     yield WALKS
-    _keeping[0] = False
+    _recording[0] = False
 
 
-def holds(things: list[Any], wanted: Any) -> bool:
-    return any(thing is wanted for thing in things)
+def holds(objects: list[Any], target: Any) -> bool:
+    return any(item is target for item in objects)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="this collector has no generations")
@@ -51,7 +51,7 @@ def test_many_captures_search_all_objects_once(full_walks: list[Any]) -> None:
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="this collector has no generations")
 def test_a_search_that_finds_thousands_of_tensors_is_not_repeated(full_walks: list[Any]) -> None:
-    """Noting them causes collections of its own."""
+    """Although recording so many tensors triggers garbage collections itself."""
     gc.unfreeze()
     _live_objects._stop_tracking()
     tensors = [torch.empty(0) for _ in range(20_000)]
@@ -64,7 +64,7 @@ def test_a_search_that_finds_thousands_of_tensors_is_not_repeated(full_walks: li
 
 
 @pytest.mark.parametrize("collect", [None, 0, 1, 2])
-def test_what_is_made_after_a_capture_is_found_by_the_next(collect: int | None) -> None:
+def test_objects_created_after_a_capture_are_found_by_the_next(collect: int | None) -> None:
     ProgramObjects()
     model = nn.Linear(2, 2)
     leaf = torch.zeros(3, requires_grad=True)
@@ -72,11 +72,11 @@ def test_what_is_made_after_a_capture_is_found_by_the_next(collect: int | None) 
     if collect is not None:
         for _ in range(3):  # into the oldest generation
             gc.collect(collect)
-    found = ProgramObjects()
-    assert holds(found.modules, model)
-    assert holds(found.leaves, leaf)
-    assert holds(found.leaves, model.weight)
-    assert holds(found.optimizers, optimizer)
+    program = ProgramObjects()
+    assert holds(program.modules, model)
+    assert holds(program.leaves, leaf)
+    assert holds(program.leaves, model.weight)
+    assert holds(program.optimizers, optimizer)
 
 
 def test_a_tensor_that_becomes_trainable_later_is_found() -> None:
@@ -86,7 +86,7 @@ def test_a_tensor_that_becomes_trainable_later_is_found() -> None:
     assert holds(ProgramObjects().leaves, tensor)
 
 
-def test_a_class_made_later_is_found() -> None:
+def test_an_object_of_a_class_defined_later_is_found() -> None:
     ProgramObjects()
 
     class New(nn.Module):
@@ -96,7 +96,7 @@ def test_a_class_made_later_is_found() -> None:
     assert holds(ProgramObjects().modules, module)
 
 
-def test_what_was_frozen_and_thawed_is_found() -> None:
+def test_an_object_frozen_and_thawed_is_found() -> None:
     leaf = torch.zeros(3, requires_grad=True)
     gc.freeze()
     ProgramObjects()
@@ -104,7 +104,7 @@ def test_what_was_frozen_and_thawed_is_found() -> None:
     assert holds(ProgramObjects().leaves, leaf)
 
 
-def test_what_was_frozen_and_thawed_between_two_captures_is_found() -> None:
+def test_an_object_frozen_and_thawed_between_two_captures_is_found() -> None:
     gc.unfreeze()
     ProgramObjects()
     leaf = torch.zeros(3, requires_grad=True)
@@ -125,7 +125,7 @@ def test_callbacks_cleared_by_other_code_are_noticed() -> None:
         gc.callbacks[:] = before
 
 
-def test_nothing_dead_is_kept_alive_or_returned() -> None:
+def test_dead_objects_are_neither_kept_alive_nor_returned() -> None:
     module = nn.Linear(2, 2)
     count = len(ProgramObjects().modules)
     del module

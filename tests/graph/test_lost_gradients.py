@@ -19,7 +19,7 @@ from rollgraph.graph import (
 from tests.graph.refusals import Net, gradients, graph, refused
 
 
-def _raises_or_gives(x: Tensor, expected: Tensor, call: Callable[[], None]) -> None:
+def _assert_gradient_or_refusal(x: Tensor, expected: Tensor, call: Callable[[], None]) -> None:
     try:
         call()
     except ReplayMismatch:
@@ -30,12 +30,16 @@ def _raises_or_gives(x: Tensor, expected: Tensor, call: Callable[[], None]) -> N
 
 
 @pytest.mark.parametrize("case", ["module", "frozen module", "function without a backward", "other output"])
-def test_an_input_that_newly_requires_grad_never_gets_none(backend: str, device: torch.device, case: str) -> None:
+def test_an_input_that_newly_requires_grad_gets_a_gradient_or_an_error(
+    backend: str, device: torch.device, case: str
+) -> None:
     w, x = torch.ones(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     if case == "other output":  # only the output of the newly differentiable input reaches the loss
         sample = (torch.randn(3, 4, requires_grad=True), torch.randn(3, 4))
         function = graph("callable", lambda a, b: (a * 2, b * 2), *sample, backend=backend)
-        _raises_or_gives(x, torch.full_like(x, 2), lambda: (function(w, x)[1] * w).sum().backward(inputs=[x, w]))
+        _assert_gradient_or_refusal(
+            x, torch.full_like(x, 2), lambda: (function(w, x)[1] * w).sum().backward(inputs=[x, w])
+        )
         return
     target: Any = nn.Linear(4, 4) if "module" in case else (lambda x: x * 2)
     if case == "frozen module":
@@ -43,7 +47,7 @@ def test_an_input_that_newly_requires_grad_never_gets_none(backend: str, device:
     eager = copy.deepcopy(target)
     (expected,) = torch.autograd.grad(eager(x).sum(), x)
     graphed = graph("callable", target, torch.randn(3, 4), backend=backend)
-    _raises_or_gives(x, expected, lambda: (graphed(x) * w).sum().backward())
+    _assert_gradient_or_refusal(x, expected, lambda: (graphed(x) * w).sum().backward())
     assert torch.equal(graphed(x.detach()), eager(x))
 
 
@@ -90,7 +94,7 @@ def test_a_parameter_without_a_gradient_in_warm_up_is_not_dropped(
     backend: str, device: torch.device, warmup: int, skip: int
 ) -> None:
     net, x = LateParameter(skip), torch.randn(3)
-    if skip == warmup:  # no run showed its gradient, and capture says so
+    if skip == warmup:  # no warm-up run had its gradient, so the capture is refused
         with pytest.raises(CaptureError, match="warm-up runs"):
             make_graphed_callables(net, (x,), num_warmup_iters=warmup, allow_unused_input=True, backend=backend)
         return

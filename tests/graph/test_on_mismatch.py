@@ -1,4 +1,4 @@
-"""What `on_mismatch` does with a call that does not fit: raise, run eagerly, or capture again."""
+"""`on_mismatch`, for a call that does not match the capture: raise, run eagerly, or capture again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_an_unknown_policy_is_refused(backend: str, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("how", ["callable", "capture"])
-def test_eager_is_counted_with_its_reason(backend: str, device: torch.device, how: str) -> None:
+def test_an_eager_run_is_counted_with_its_reason(backend: str, device: torch.device, how: str) -> None:
     pool, net = GraphPool(), nn.Linear(4, 4)
     eager, x = copy.deepcopy(net), torch.randn(3, 4)
     make = make_graphed_callables if how == "callable" else capture
@@ -82,7 +82,7 @@ def test_recapture_follows_a_moved_parameter(backend: str, device: torch.device,
     assert not record.eager_runs
 
 
-def test_recapture_in_the_middle_of_a_chain_with_open_intervals(backend: str, device: torch.device) -> None:
+def test_recapture_in_a_chain_with_open_intervals_equals_eager(backend: str, device: torch.device) -> None:
     pool = GraphPool()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5)) for _ in range(3)))
     eager = copy.deepcopy(model)

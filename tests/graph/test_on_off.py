@@ -1,4 +1,4 @@
-"""Switching graphs off and on, and that a graph is outside the module tree."""
+"""Switching graphs off and on, copies and resets of graphed models; graphs stay outside the module tree."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def gradients(model: nn.Module, x: Tensor | None = None) -> list[Tensor]:
 # -- on and off ------------------------------------------------------------------------------------
 
 
-def test_pool_off_and_on_any_number_of_times(backend: str, device: torch.device) -> None:
+def test_a_pool_switches_off_and_on_any_number_of_times(backend: str, device: torch.device) -> None:
     model, pool = graphed(backend)
     expected = gradients(Model())
     for _ in range(5):
@@ -80,7 +80,7 @@ def test_pool_off_and_on_any_number_of_times(backend: str, device: torch.device)
     assert [b.calls for b in model.blocks] == [3 + 1 + 15] * 3
 
 
-def test_a_model_a_callable_and_nothing_else(backend: str, device: torch.device) -> None:
+def test_a_switch_affects_the_chosen_model_or_callable_only(backend: str, device: torch.device) -> None:
     (first, pool), second = graphed(backend, 2), Model(1)
     graph(tuple(second.blocks), ((sample(),),), pool=pool, backend=backend)
     pool.disable(first)
@@ -107,12 +107,12 @@ def test_a_captured_function_switches_too(backend: str, device: torch.device) ->
         return x * 2
 
     double = capture(function, (sample().detach(),), pool=pool, backend=backend)
-    x, made = sample().detach(), len(calls)
+    x, before = sample().detach(), len(calls)
     with pool.disabled():
         assert torch.equal(double(x * 3), x * 6)
-        assert torch.equal(double(x[:1]), x[:1] * 2), "and takes anything the original takes"
+        assert torch.equal(double(x[:1]), x[:1] * 2), "any input that the original takes"
     assert torch.equal(double(x), x * 2)
-    assert len(calls) == made + 2
+    assert len(calls) == before + 2
     assert (double.record.replays, dict(double.record.eager_runs)) == (1, {"disabled": 2})
     model = Model(1)
     whole = capture(model, (x,), pool=pool, backend=backend)
@@ -120,7 +120,7 @@ def test_a_captured_function_switches_too(backend: str, device: torch.device) ->
         assert (double.enabled, whole.enabled) == (True, False)
 
 
-def test_disabled_restores_the_state_it_found(backend: str, device: torch.device) -> None:
+def test_disabled_restores_the_previous_state(backend: str, device: torch.device) -> None:
     """Even if the graphs were disabled before, under an exception, and nested."""
     model, pool = graphed(backend)
     pool.graphs[1].disable()
@@ -155,21 +155,21 @@ def test_modules_come_and_go_while_graphs_are_off(backend: str, device: torch.de
     assert pool.report().captures == 3
 
 
-def test_backward_belongs_to_its_forward(backend: str, device: torch.device) -> None:
-    """Switched in between, a graphed forward has a graphed backward, and an eager forward an eager one."""
+def test_a_backward_is_graphed_if_its_forward_was(backend: str, device: torch.device) -> None:
+    """Also if graphs are switched off or on in between."""
     model, pool = graphed(backend)
     expected = gradients(Model())
-    for first, then in ((pool.enable, pool.disable), (pool.disable, pool.enable)):
+    for before, after in ((pool.enable, pool.disable), (pool.disable, pool.enable)):
         model.zero_grad()
-        first()
+        before()
         loss = model(sample()).square().sum()
-        then()
+        after()
         loss.backward()
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
     assert [g.record.backward_replays for g in pool.graphs] == [1, 1, 1]
 
 
-def test_training_mode_goes_both_ways(backend: str, device: torch.device) -> None:
+def test_the_other_training_mode_runs_the_original(backend: str, device: torch.device) -> None:
     model, pool = graphed(backend, 1)
     x = torch.ones(5, 4)
     model.eval()
@@ -180,10 +180,10 @@ def test_training_mode_goes_both_ways(backend: str, device: torch.device) -> Non
     assert replays(pool) == [1]
 
 
-# -- outside the module tree ------------------------------------------------------------------
+# -- outside the module tree -----------------------------------------------------------------------
 
 
-def test_the_tree_and_the_state_are_those_of_the_model(backend: str, device: torch.device) -> None:
+def test_the_module_tree_and_state_are_those_of_the_model(backend: str, device: torch.device) -> None:
     model, pool = graphed(backend)
     plain = Model()
     assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
@@ -200,7 +200,7 @@ def test_the_tree_and_the_state_are_those_of_the_model(backend: str, device: tor
         for parameter in plain.parameters():
             parameter.mul_(1.5)
     model.load_state_dict(plain.state_dict())
-    assert torch.equal(model(sample()), plain(sample())), "loading copies into what the graph is bound to"
+    assert torch.equal(model(sample()), plain(sample())), "loading copies into the tensors that the graph is bound to"
     assert replays(pool) == [1, 1, 1]
 
 
@@ -243,7 +243,7 @@ def test_a_copy_runs_its_own_weights_ungraphed(backend: str, device: torch.devic
     assert original(sample()).any()
 
 
-def test_copies_of_copies_and_of_a_disabled_model(backend: str, device: torch.device) -> None:
+def test_copies_of_copies_and_of_a_disabled_model_are_ungraphed(backend: str, device: torch.device) -> None:
     model, pool = graphed(backend, 1)
     with pool.disabled():
         twin = copy.deepcopy(copy.deepcopy(model))
@@ -252,7 +252,7 @@ def test_copies_of_copies_and_of_a_disabled_model(backend: str, device: torch.de
     assert twin.blocks[0].forward.__self__ is twin.blocks[0]
 
 
-def test_deepcopy_of_a_list_with_module_and_graph(backend: str, device: torch.device) -> None:
+def test_a_deepcopied_list_of_graph_and_module_uses_the_new_weights(backend: str, device: torch.device) -> None:
     """The copy may reach the graph before the module that it belongs to."""
     model, _ = graphed(backend, 1)
     block = model.blocks[0]
@@ -287,7 +287,7 @@ def test_reset_puts_the_original_back(backend: str, device: torch.device) -> Non
     assert "forward" in vars(model.blocks[0]), "an old graph's reset does not remove its successor"
 
 
-def test_reset_of_a_forward_that_was_an_attribute(backend: str, device: torch.device) -> None:
+def test_reset_restores_a_forward_that_was_an_attribute(backend: str, device: torch.device) -> None:
     block = Block()
     patched = lambda x: block.layer(x) * 3  # noqa: E731
     block.forward = patched
@@ -299,7 +299,7 @@ def test_reset_of_a_forward_that_was_an_attribute(backend: str, device: torch.de
     assert torch.equal(block(sample()), expected)
 
 
-def test_reset_of_a_captured_function(backend: str, device: torch.device) -> None:
+def test_a_reset_captured_function_runs_the_original(backend: str, device: torch.device) -> None:
     pool, x = GraphPool(), sample().detach()
     double = capture(lambda x: x * 2, (x,), pool=pool, backend=backend)
     double.reset()
@@ -315,7 +315,7 @@ def test_graphing_twice_is_refused(backend: str, device: torch.device) -> None:
         graph(model.blocks[0], (sample(),), backend=backend)
 
 
-def test_assignment_into_a_sequential(backend: str, device: torch.device) -> None:
+def test_a_graphed_layer_can_be_assigned_into_a_sequential(backend: str, device: torch.device) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     twin = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Modes that see operations leave PyTorch's compiler alone: they neither import it nor are they compiled by it."""
+"""Dispatch modes leave PyTorch's compiler alone: they do not import it and are not compiled by it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Names(OperationMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_sees_the_operations_of_compiled_code_and_is_not_compiled_into_it() -> None:
+def test_a_mode_sees_compiled_operations_and_is_not_compiled_itself() -> None:
     graphs: list[list[str]] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
@@ -63,4 +63,4 @@ def test_a_mode_sees_the_operations_of_compiled_code_and_is_not_compiled_into_it
     with Names() as names:
         assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
     assert "mul.Tensor" in names.seen
-    assert graphs[len(alone) :] in ([], alone)  # at most the same once more, and nothing of the mode itself
+    assert graphs[len(alone) :] in ([], alone)  # compiled once more at most, without the mode's own operations

@@ -21,7 +21,7 @@ OPTIMIZERS = pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw", "adamw
     ("kind", "zero"),
     [("sgd", None), ("sgd", False), ("momentum", True), ("adamw", None), ("adamw, tensor lr", True)],
 )
-def test_a_captured_step_is_eagers_step(backend: str, device: torch.device, kind: str, zero: bool | None) -> None:
+def test_a_captured_step_equals_eagers(backend: str, device: torch.device, kind: str, zero: bool | None) -> None:
     program, twin, graphed = twins(kind, zero, backend=backend)
     assert all(p.grad is None for p in program.model.parameters())
     for _ in range(3):
@@ -29,7 +29,7 @@ def test_a_captured_step_is_eagers_step(backend: str, device: torch.device, kind
 
 
 @OPTIMIZERS
-def test_a_learning_rate_changed_after_capture(backend: str, device: torch.device, kind: str) -> None:
+def test_a_changed_learning_rate_is_followed_or_refused(backend: str, device: torch.device, kind: str) -> None:
     program, twin, graphed = twins(kind, True, backend=backend)
     run(program, graphed, twin)
     for p in (program, twin):
@@ -39,15 +39,17 @@ def test_a_learning_rate_changed_after_capture(backend: str, device: torch.devic
     for p in (program, twin):
         lr = p.optimizer.param_groups[0]["lr"]
         p.optimizer.param_groups[0]["lr"] = lr.fill_(0.1) if isinstance(lr, Tensor) else 0.1
-    run(program, graphed, twin)  # put back: fits again
+    run(program, graphed, twin)  # restored: matches again
 
 
 @pytest.mark.parametrize(
-    ("kind", "then"),
+    ("kind", "change"),
     [("sgd", "nothing"), ("sgd", "another rate in it"), ("sgd", "another rate later"), ("momentum", "nothing"),
      ("adamw", "nothing"), ("adamw, tensor lr", "another rate in it")],
 )  # fmt: skip
-def test_an_optimizer_state_loaded_after_capture(backend: str, device: torch.device, kind: str, then: str) -> None:
+def test_a_loaded_optimizer_state_is_followed_or_refused(
+    backend: str, device: torch.device, kind: str, change: str
+) -> None:
     program, twin, graphed = twins(kind, True, backend=backend)
     run(program, graphed, twin)
     state = copy.deepcopy(twin.optimizer.state_dict())
@@ -55,17 +57,17 @@ def test_an_optimizer_state_loaded_after_capture(backend: str, device: torch.dev
         for value in entry.values():
             if isinstance(value, Tensor):
                 value.add_(1)
-    if then == "another rate in it":
+    if change == "another rate in it":
         state["param_groups"][0]["lr"] = state["param_groups"][0]["lr"] * 5
     for p in (program, twin):
         p.optimizer.load_state_dict(copy.deepcopy(state))
-        if then == "another rate later":
+        if change == "another rate later":
             p.optimizer.param_groups[0]["lr"] = p.optimizer.param_groups[0]["lr"] * 5
     followed_or_refused(program, graphed, twin, "")
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_parameter_group_added_after_capture(backend: str, device: torch.device, kind: str) -> None:
+def test_an_added_parameter_group_is_followed_or_refused(backend: str, device: torch.device, kind: str) -> None:
     program, twin, graphed = twins(kind, False, backend=backend)
     run(program, graphed, twin)
     extras = []
@@ -85,7 +87,7 @@ def test_a_parameter_group_added_after_capture(backend: str, device: torch.devic
     assert torch.equal(*extras)
 
 
-def test_a_hyper_parameter_changed_after_capture(backend: str, device: torch.device) -> None:
+def test_a_changed_hyper_parameter_is_followed_or_refused(backend: str, device: torch.device) -> None:
     program, twin, graphed = twins("momentum", True, backend=backend)
     for p in (program, twin):
         p.optimizer.param_groups[0]["momentum"] = 0.5
@@ -114,7 +116,7 @@ def test_recapture_policy_follows_every_change(backend: str, device: torch.devic
     assert not graphed.record.eager_runs
 
 
-# -- optimizers of the program's own ---------------------------------------------------------------
+# -- custom optimizers -----------------------------------------------------------------------------
 
 
 class Sign(torch.optim.Optimizer):
@@ -141,7 +143,7 @@ def signed(backend: str) -> tuple[Program, Program, Any]:
     return program, twin, capture(program.step, (torch.randn(3, 4),), backend=backend)
 
 
-def test_attributes_of_a_custom_optimizer(backend: str, device: torch.device) -> None:
+def test_changed_attributes_of_a_custom_optimizer_are_followed_or_refused(backend: str, device: torch.device) -> None:
     program, twin, graphed = signed(backend)
     run(program, graphed, twin)
     program.optimizer.tokens_seen += 100
@@ -160,7 +162,9 @@ def test_attributes_of_a_custom_optimizer(backend: str, device: torch.device) ->
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("change", ["appended", "removed", "replaced"])
-def test_parameters_of_a_group_changed_in_place(backend: str, device: torch.device, kind: str, change: str) -> None:
+def test_a_parameter_list_changed_in_place_is_refused(
+    backend: str, device: torch.device, kind: str, change: str
+) -> None:
     program, twin, graphed = twins(kind, True, backend=backend)
     run(program, graphed, twin)
     entries = program.optimizer.param_groups[0]["params"]
@@ -174,7 +178,7 @@ def test_parameters_of_a_group_changed_in_place(backend: str, device: torch.devi
         graphed(torch.randn(3, 4))
 
 
-def test_a_hook_added_to_an_optimizer_is_found(backend: str, device: torch.device) -> None:
+def test_a_hook_added_to_an_optimizer_is_refused(backend: str, device: torch.device) -> None:
     program, twin, graphed = twins("sgd", True, backend=backend)
     run(program, graphed, twin)
     program.optimizer.register_step_post_hook(lambda *args: None)

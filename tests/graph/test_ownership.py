@@ -17,7 +17,7 @@ from tests.graph.chains import block, chain, equal_gradients, leaf
 # -- open intervals --------------------------------------------------------------------------------
 
 
-def test_nested_order_and_several_rounds(backend: str, device: torch.device) -> None:
+def test_backwards_in_nested_order_equal_eager_in_every_round(backend: str, device: torch.device) -> None:
     pool = GraphPool()
     blocks, twins = chain(3, backend, pool)
     for _ in range(3):
@@ -28,7 +28,7 @@ def test_nested_order_and_several_rounds(backend: str, device: torch.device) -> 
         assert pool.arena.open_intervals() == []
 
 
-def test_separate_backwards_innermost_first(backend: str, device: torch.device) -> None:
+def test_separate_backwards_run_innermost_first(backend: str, device: torch.device) -> None:
     pool = GraphPool()
     blocks, twins = chain(3, backend, pool)
     x = torch.randn(3, 4)
@@ -81,7 +81,7 @@ def test_a_detached_output_leaves_nothing_open(backend: str, device: torch.devic
     assert not torch.equal(kept[0], kept[1])
 
 
-def test_an_exception_between_forward_and_backward(backend: str, device: torch.device) -> None:
+def test_an_exception_between_forward_and_backward_closes_the_interval(backend: str, device: torch.device) -> None:
     pool = GraphPool()
     blocks, twins = chain(2, backend, pool)
 
@@ -100,7 +100,7 @@ def test_an_exception_between_forward_and_backward(backend: str, device: torch.d
     assert equal_gradients(blocks, twins)
 
 
-def test_an_exception_in_the_users_backward(backend: str, device: torch.device) -> None:
+def test_an_exception_in_the_users_backward_leaves_graphs_usable(backend: str, device: torch.device) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def test_two_pools_are_independent(backend: str, device: torch.device) -> None:
     assert equal_gradients([a, b], [twin_a, twin_b])
 
 
-def test_two_models_in_one_process(backend: str, device: torch.device) -> None:
+def test_two_models_in_one_process_do_not_interfere(backend: str, device: torch.device) -> None:
     pools = (GraphPool(), GraphPool())
     models = [chain(2, backend, pool) for pool in pools]
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_two_models_in_one_process(backend: str, device: torch.device) -> None:
     pools[0].reset()
     assert nn.Sequential(*models[0][0])(torch.randn(7, 4)).shape == (7, 4)
     x = torch.randn(3, 4)
-    assert torch.equal(models[1][0][0](x), models[1][1][0](x))  # one pool's reset is not the other's
+    assert torch.equal(models[1][0][0](x), models[1][1][0](x))  # the reset of one pool leaves the other alone
     assert pools[1].report().replays == 5
 
 
@@ -196,7 +196,7 @@ def test_reset_of_a_pool_frees_it_for_new_captures(backend: str, device: torch.d
     assert torch.equal(graphed(x), twin(x))
     (again,), (twin_again,) = chain(1, backend, pool)
     x = torch.randn(3, 4)
-    assert torch.equal(again(x), twin_again(x))  # although `out` of a graph that is gone is still around
+    assert torch.equal(again(x), twin_again(x))  # although `out` of the reset graph is still alive
 
 
 # -- static outputs ----------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_a_parameter_shared_by_two_graphs_gets_both_gradients(
         assert torch.equal(shift.grad, torch.full((4,), 4.0))
 
 
-def test_tied_weights_over_two_graphs(backend: str, device: torch.device) -> None:
+def test_tied_weights_over_two_graphs_get_both_gradients(backend: str, device: torch.device) -> None:
     blocks = [block(), block()]
     blocks[1][0].weight = blocks[0][0].weight
     twins = copy.deepcopy(blocks)
@@ -323,7 +323,7 @@ def test_tied_weights_over_two_graphs(backend: str, device: torch.device) -> Non
         assert equal_gradients(blocks, twins)
 
 
-# -- whose memory ----------------------------------------------------------------------------------
+# -- memory of the program --------------------------------------------------------------------------
 
 
 def test_samples_and_inputs_are_never_written_to(backend: str, device: torch.device) -> None:
@@ -364,7 +364,7 @@ def test_results_survive_memory_pressure(backend: str, device: torch.device) -> 
     hidden = {"shift": torch.randn(4)}
     shift = hidden["shift"].clone()
     shifted = capture(lambda x: (x + hidden["shift"]).exp().sum(0), (torch.randn(3, 4),), pool=pool, backend=backend)
-    hidden.clear()  # the user drops it, but the graph still refers to it
+    hidden.clear()  # the program drops it, but the graph still refers to it
     for _ in range(2):
         x = torch.randn(3, 4)
         for modules in (blocks, twins):

@@ -1,4 +1,4 @@
-"""Memory of a pool beside its recordings: tensors that other graphs overwrite, and captures that save no copy of it."""
+"""Memory of a pool besides its recordings: allocations that graphs overwrite, and memory that captures do not save."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_capture_leaves_unsaved_memory_as_warm_up_left_it(backend: str, device
     assert (unsaved[0].item(), saved[0].item()) == (before + 1, 1)
 
 
-def test_nothing_of_unsaved_memory_is_copied(backend: str, device: torch.device) -> None:
+def test_unsaved_memory_is_not_copied(backend: str, device: torch.device) -> None:
     large = torch.zeros(1000)
     pool = GraphPool()
     pool.leave_unsaved(large)
@@ -62,7 +62,7 @@ def test_allocated_memory_serves_graphs_that_are_captured_later(backend: str, de
     assert not pool.arena.unsaved
 
 
-def test_warm_up_in_the_pool_refuses_a_function_that_keeps_what_it_makes(backend: str, device: torch.device) -> None:
+def test_warm_up_in_the_pool_refuses_a_function_that_keeps_tensors(backend: str, device: torch.device) -> None:
     kept: list[Tensor] = []
 
     def lazy(x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def test_warm_up_in_the_pool_refuses_a_function_that_keeps_what_it_makes(backend
     assert torch.equal(graph(torch.ones(5)), torch.full((5,), 2.0))
 
 
-def test_a_gradient_that_the_capture_would_own_is_refused_too(backend: str, device: torch.device) -> None:
+def test_warm_up_in_the_pool_refuses_a_function_that_makes_gradients(backend: str, device: torch.device) -> None:
     weight = torch.ones(3, requires_grad=True)
 
     def backward(x: Tensor) -> None:
@@ -94,10 +94,10 @@ SIDE = 2048  # a matrix of 16 MiB
 
 def deep(x: Tensor) -> Tensor:
     """Needs about ten matrices at once."""
-    found = [x @ x]
+    products = [x @ x]
     for _ in range(9):
-        found.append(found[-1] @ x)
-    return torch.stack(found).sum()
+        products.append(products[-1] @ x)
+    return torch.stack(products).sum()
 
 
 def inside(tensor: Tensor, pool: GraphPool) -> bool:
@@ -105,7 +105,7 @@ def inside(tensor: Tensor, pool: GraphPool) -> bool:
 
 
 @pytest.mark.gpu
-def test_allocated_memory_is_what_earlier_captures_left_free() -> None:
+def test_allocations_reuse_memory_that_earlier_captures_left_free() -> None:
     device = torch.device("cuda:0")
     x = torch.randn(SIDE, SIDE, device=device) / SIDE
     matrix = x.nbytes
@@ -133,7 +133,7 @@ def test_allocated_memory_is_what_earlier_captures_left_free() -> None:
 
 
 @pytest.mark.gpu
-def test_warm_up_and_recording_need_the_same_memory_once() -> None:
+def test_warm_up_in_the_pool_needs_no_memory_beside_the_recording() -> None:
     device = torch.device("cuda:0")
     x = torch.randn(SIDE, SIDE, device=device) / SIDE
     peaks: dict[bool, int] = {}

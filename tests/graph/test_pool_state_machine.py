@@ -1,4 +1,4 @@
-"""Any program over one pool: exactly what the contract allows is accepted, and equals eager."""
+"""Any program over one pool: a call is accepted exactly if the contract allows it, and then equals eager."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ class Pending:
 
 
 class Programs(RuleBasedStateMachine):
-    """Any order of forward, backward, drop, disable and enable. Exactly what the contract allows is accepted and
-    equals eager, bit for bit; whatever is refused changed nothing and can be done later."""
+    """Any order of forward, backward, drop, disable and enable.
+
+    A call is accepted exactly if the contract allows it, and then equals eager bit for bit. A refused call changes
+    nothing and can be repeated later.
+    """
 
     backend: str
     pool: GraphPool | None = None
@@ -67,17 +70,17 @@ class Programs(RuleBasedStateMachine):
         gradients = [torch.empty(0) if p.grad is None else p.grad.clone() for p in parameters]
         return [*gradients, *(p.out.detach().clone() for p in self.pending), torch.get_rng_state()]
 
-    @rule(action=st.sampled_from(ACTIONS), i=st.integers(0, 2), flag=st.booleans(), place=st.integers(0, 11))
-    def act(self, action: str, i: int, flag: bool, place: int) -> None:
+    @rule(action=st.sampled_from(ACTIONS), i=st.integers(0, 2), flag=st.booleans(), choice=st.integers(0, 11))
+    def act(self, action: str, i: int, flag: bool, choice: int) -> None:
         """A single weighted rule, because hypothesis omits whole rules from a run, and then little would happen."""
         if action in ("backward", "drop") and not self.pending:
             action = "forward"
         if action == "forward":
             self.forward(i, through=flag)
         elif action == "backward":
-            self.backward(self.pending[place % len(self.pending)])
+            self.backward(self.pending[choice % len(self.pending)])
         elif action == "drop":
-            del self.pending[place % len(self.pending)]
+            del self.pending[choice % len(self.pending)]
         elif action == "switch":
             self.switch(flag)
         elif action == "zero":
@@ -141,7 +144,7 @@ class Programs(RuleBasedStateMachine):
         assert len(self._intervals()) == len(self._open())
 
 
-def test_any_program_over_one_pool(backend: str, device: torch.device) -> None:
+def test_every_program_over_one_pool_equals_eager_or_is_refused(backend: str, device: torch.device) -> None:
     class Machine(Programs):
         pass
 
@@ -150,7 +153,7 @@ def test_any_program_over_one_pool(backend: str, device: torch.device) -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
 
 
-def test_large_gradients_leave_as_they_are_made(backend: str, device: torch.device) -> None:
+def test_large_gradients_move_during_the_backward_and_stay_exact(backend: str, device: torch.device) -> None:
     """Gradients above a MiB move inside the backward itself: one used twice, one of an input, and a small one."""
     model = nn.ModuleDict({"shared": nn.Linear(600, 600), "last": nn.Linear(600, 8)})
 

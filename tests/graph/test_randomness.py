@@ -40,7 +40,7 @@ def _fork(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_same_seed_same_draws_fresh_each_time(backend: str, device: torch.device, name: str) -> None:
+def test_equal_seeds_give_equal_draws_and_each_replay_new_ones(backend: str, device: torch.device, name: str) -> None:
     if backend == "cuda" and name in ("randperm", "fork", "multinomial"):
         pytest.skip("CUDA: reads on the host, or forks the CPU's generator only")
     function, x = DRAWS[name], example()
@@ -49,10 +49,10 @@ def test_same_seed_same_draws_fresh_each_time(backend: str, device: torch.device
         seen = []
         for seed in (0, 1, 0):
             torch.manual_seed(seed)
-            mine = [graphed(x).clone() for _ in range(3)] + [torch.rand(2)]
+            draws = [graphed(x).clone() for _ in range(3)] + [torch.rand(2)]
             torch.manual_seed(seed)
-            assert all(map(torch.equal, mine, [function(x) for _ in range(3)] + [torch.rand(2)]))
-            seen.append(mine)
+            assert all(map(torch.equal, draws, [function(x) for _ in range(3)] + [torch.rand(2)]))
+            seen.append(draws)
         assert not torch.equal(seen[0][0], seen[0][1]), "a replay draws fresh numbers"
         assert torch.equal(seen[0][0], seen[2][0])
         assert not torch.equal(seen[0][0], seen[1][0])
@@ -66,29 +66,33 @@ def test_two_graphs_and_eager_code_share_a_stream(backend: str, device: torch.de
     a, b = capture(first, (x,), backend=backend, pool=pool), capture(second, (x,), backend=backend, pool=pool)
     torch.manual_seed(4)
     state = None
-    mine = []
+    graphed_draws = []
     for i in range(3):
-        mine += [a(x).clone(), torch.rand(3), b(x).clone(), b(x).clone(), torch.randn(2), a(x).clone()]
+        graphed_draws += [a(x).clone(), torch.rand(3), b(x).clone(), b(x).clone(), torch.randn(2), a(x).clone()]
         if i == 0:
             state = torch.cuda.get_rng_state() if x.is_cuda else torch.get_rng_state()
     torch.manual_seed(4)
-    ours = []
+    eager_draws = []
     for _ in range(3):
-        ours += [first(x), torch.rand(3), second(x), second(x), torch.randn(2), first(x)]
-    assert all(map(torch.equal, mine, ours))
+        eager_draws += [first(x), torch.rand(3), second(x), second(x), torch.randn(2), first(x)]
+    assert all(map(torch.equal, graphed_draws, eager_draws))
     (torch.cuda.set_rng_state if x.is_cuda else torch.set_rng_state)(state)  # a checkpoint was resumed
-    assert torch.equal(a(x), mine[6])
+    assert torch.equal(a(x), graphed_draws[6])
 
 
-def test_a_generator_of_the_users_own(backend: str, device: torch.device) -> None:
+def test_a_generator_of_the_user_gives_the_draws_of_eager(backend: str, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(3)
     before = generator.get_state()
     graphed = capture(lambda: torch.rand(4, generator=generator), (), backend=backend)
     assert torch.equal(generator.get_state(), before)
-    mine = [graphed().clone(), graphed().clone(), torch.rand(2, generator=generator)]
+    graphed_draws = [graphed().clone(), graphed().clone(), torch.rand(2, generator=generator)]
     generator.manual_seed(3)
-    ours = [torch.rand(4, generator=generator), torch.rand(4, generator=generator), torch.rand(2, generator=generator)]
-    assert all(map(torch.equal, mine, ours))
+    eager_draws = [
+        torch.rand(4, generator=generator),
+        torch.rand(4, generator=generator),
+        torch.rand(2, generator=generator),
+    ]
+    assert all(map(torch.equal, graphed_draws, eager_draws))
 
 
 def _seed_first(x: Tensor, _: torch.Generator) -> Tensor:

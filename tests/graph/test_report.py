@@ -1,4 +1,4 @@
-"""The report says what was captured, what was replayed, and what ran eagerly and why."""
+"""The report counts captures, replays and eager runs, with the reasons of the latter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def double(x: Tensor, scale: int = 2) -> Tensor:
     return x * scale
 
 
-def test_counts(backend: str, device: torch.device) -> None:
+def test_captures_replays_and_eager_runs_are_counted(backend: str, device: torch.device) -> None:
     pool, layer, x = GraphPool(), nn.Linear(4, 4), sample().detach()
     graph(layer, (sample(),), pool=pool, backend=backend)
     twice = capture(double, (x,), pool=pool, backend=backend)
@@ -50,7 +50,7 @@ def test_counts(backend: str, device: torch.device) -> None:
         assert report.pool_bytes >= first.bytes_owned + second.bytes_owned - x.nbytes
 
 
-def test_policies_are_counted(backend: str, device: torch.device) -> None:
+def test_runs_are_counted_under_each_policy(backend: str, device: torch.device) -> None:
     pool = GraphPool()
     eager = capture(double, (sample().detach(),), pool=pool, backend=backend, on_mismatch="eager", name="e")
     again = capture(double, (sample().detach(),), pool=pool, backend=backend, on_mismatch="recapture", name="r")
@@ -75,7 +75,7 @@ def test_a_refused_capture_is_not_in_the_report(backend: str, device: torch.devi
     assert "0 graphs" in str(pool.report())
 
 
-def test_eager_backend_says_so(device: torch.device) -> None:
+def test_the_eager_backend_is_reported_as_eager_runs(device: torch.device) -> None:
     pool, layer = GraphPool(), nn.Linear(4, 4)
     graph(layer, (sample(),), pool=pool, backend="eager")
     layer(sample()).sum().backward()
@@ -85,7 +85,7 @@ def test_eager_backend_says_so(device: torch.device) -> None:
     assert pool.report().pool_bytes == 0
 
 
-def test_eager_backend_keeps_no_autograd_graph(device: torch.device) -> None:
+def test_the_eager_backend_keeps_no_autograd_graph(device: torch.device) -> None:
     """It would tie the parameters to the stream of that call, and a later CUDA capture would fail."""
     layer, losses = nn.Linear(4, 4), []
 
@@ -99,7 +99,7 @@ def test_eager_backend_keeps_no_autograd_graph(device: torch.device) -> None:
     assert [loss() for loss in losses] == [None]
 
 
-def test_table(backend: str, device: torch.device) -> None:
+def test_the_report_prints_as_a_table(backend: str, device: torch.device) -> None:
     pool = GraphPool()
     twice = capture(double, (sample().detach(),), {"scale": 2}, pool=pool, backend=backend)
     capture(double, (sample().detach(),), pool=pool, backend=backend)
@@ -118,7 +118,7 @@ def test_table(backend: str, device: torch.device) -> None:
     assert lines[-1].startswith("2 graphs, 2 captures, 1 replays, 1 eager runs, ")
 
 
-def test_json(backend: str, device: torch.device) -> None:
+def test_the_report_exports_json(backend: str, device: torch.device) -> None:
     pool, layer = GraphPool(), nn.Linear(4, 4)
     pool.notes.append("about all of them")
     graph(layer, (sample(),), pool=pool, backend=backend)

@@ -1,4 +1,4 @@
-"""Everything that a function writes in warm-up is found and restored, and replays write it again."""
+"""Everything that a function writes in warm-up is rolled back, and replays write it again."""
 
 from __future__ import annotations
 
@@ -134,7 +134,9 @@ OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("primed", [False, True])
-def test_optimizers(backend: str, device: torch.device, name: str, primed: bool) -> None:
+def test_optimizer_steps_are_rolled_back_and_replayed(
+    backend: str, device: torch.device, name: str, primed: bool
+) -> None:
     gpu = backend == "cuda"
     if name == ("adagrad" if gpu else "nadam"):
         pytest.skip("PyTorch has no implementation that reads nothing on the host here")
@@ -166,7 +168,7 @@ def test_optimizers(backend: str, device: torch.device, name: str, primed: bool)
             assert torch.equal(a, b), f"parameters after step {i}"
 
 
-def test_dampening_is_refused_until_it_ran_once(backend: str, device: torch.device) -> None:
+def test_dampening_is_refused_before_the_first_step(backend: str, device: torch.device) -> None:
     layer = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9, dampening=0.5)
 
@@ -197,7 +199,7 @@ class CountingOptimizer(torch.optim.Optimizer):
             parameter.sub_(parameter.grad, alpha=0.1 / state["step"])
 
 
-# Rebinding what is registered: no operation writes it, so it must be refused, or put back and replayed right.
+# Rebinding registered state: no operation writes it, so a capture must refuse it, or restore and replay it correctly.
 
 
 def _rebind_buffer(m: State, x: Tensor) -> None:

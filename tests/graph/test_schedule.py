@@ -1,4 +1,4 @@
-"""Orders: every small one, legal or not, then random and well-known large ones."""
+"""Pipeline orders: every small one, legal or not, then random and well-known large ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.graph.schedule_reference import (
 
 @pytest.mark.parametrize(
     ("chunks", "microbatches", "count"),
-    # Catalan(m)^c * (2mc)! / (2m)!^c: the enumeration itself is right.
+    # Catalan(m)^c * (2mc)! / (2m)!^c orders: checks the enumeration itself.
     [
         (1, 1, 1),
         (1, 2, 2),
@@ -47,7 +47,7 @@ from tests.graph.schedule_reference import (
         (4, 1, 2520),
     ],
 )
-def test_every_legal_order_of_a_size(chunks: int, microbatches: int, count: int) -> None:
+def test_every_legal_order_of_a_size_has_a_sound_and_optimal_plan(chunks: int, microbatches: int, count: int) -> None:
     orders = set(legal_orders(chunks, microbatches))
     assert len(orders) == count
     for order in orders:
@@ -58,7 +58,7 @@ def test_every_legal_order_of_a_size(chunks: int, microbatches: int, count: int)
 
 
 @pytest.mark.slow
-def test_every_legal_order_of_two_chunks_and_three_microbatches() -> None:
+def test_every_order_of_two_chunks_and_three_microbatches_is_planned() -> None:
     """Too many to check everything: only steps and plan, with one layer per chunk."""
     count = 0
     for order in legal_orders(2, 3):
@@ -96,16 +96,16 @@ def test_accepts_exactly_the_legal_orders(alphabet: Sequence[int], lengths: rang
 
 
 def assert_points_into(order: Sequence[int], error: OrderError) -> None:
-    """An error about an order quotes a position and what is there (an empty order has none)."""
+    """An error about an order quotes a position and the entry there (an empty order has none)."""
     if not order:
         assert "empty" in str(error)
         return
-    found = re.match(r"order\[(\d+)\] = (-?\d+): ", str(error))
-    assert found, error
-    assert order[int(found[1])] == int(found[2])
+    match = re.match(r"order\[(\d+)\] = (-?\d+): ", str(error))
+    assert match, error
+    assert order[int(match[1])] == int(match[2])
 
 
-def test_a_backward_too_early_is_reported_where_it_is() -> None:
+def test_a_backward_that_is_too_early_is_reported_at_its_position() -> None:
     """The prefix before the position can still become legal, the prefix with it cannot."""
     for order in product((1, -1), repeat=7):
         with pytest.raises(OrderError) as caught:  # an odd length is never legal
@@ -134,7 +134,7 @@ def test_forward_only_accepts_exactly_equal_counts(length: int) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
-def test_random_large_orders(data: st.DataObject) -> None:
+def test_random_large_orders_have_a_sound_and_optimal_plan(data: st.DataObject) -> None:
     chunks = data.draw(st.integers(1, 4))
     microbatches = data.draw(st.integers(1, 6))
     layers = data.draw(st.lists(st.integers(1, 3), min_size=chunks, max_size=chunks))
@@ -147,10 +147,10 @@ def test_random_large_orders(data: st.DataObject) -> None:
     check_schedule(order, layers)
 
 
-# -- Orders that people run ----------
+# -- Well-known orders ----------
 
 
-def test_the_transformer_engine_example() -> None:
+def test_the_transformer_engine_example_is_parsed_and_planned() -> None:
     schedule = check_schedule(TE_ORDER, [1, 1])
     assert schedule.microbatches == 3
     runs = [("F" if s.kind == "forward" else "B", s.chunk, s.microbatch) for s in schedule.steps]
@@ -175,7 +175,7 @@ def test_layers_run_forward_in_order_and_backward_in_reverse() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
-def test_one_f_one_b(stages: int, microbatches: int) -> None:
+def test_one_f_one_b_needs_slots_for_the_microbatches_in_flight(stages: int, microbatches: int) -> None:
     for rank in range(stages):
         schedule = check_schedule(one_f_one_b(stages, rank, microbatches), [2])
         slots = assign_slots(schedule.live_ranges(), layer_keys(schedule))
@@ -184,7 +184,7 @@ def test_one_f_one_b(stages: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(2, 4, 2), (2, 8, 3), (4, 8, 2), (4, 4, 3)])
-def test_interleaved_one_f_one_b(stages: int, microbatches: int, chunks: int) -> None:
+def test_interleaved_one_f_one_b_needs_slots_for_its_warm_up(stages: int, microbatches: int, chunks: int) -> None:
     for rank in range(stages):
         schedule = check_schedule(interleaved(stages, rank, microbatches, chunks), [1] * chunks)
         slots = assign_slots(schedule.live_ranges(), [0] * schedule.entries)
@@ -203,7 +203,7 @@ def test_gradient_accumulation_shares_everything_between_microbatches() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_sequential(count: int) -> None:
+def test_sequential_runs_backwards_in_reverse_order(count: int) -> None:
     schedule = sequential(count)
     assert schedule.layers_per_chunk == (count,)
     assert (schedule.microbatches, schedule.entries, schedule.callables) == (1, count, count)
@@ -275,14 +275,14 @@ def test_schedules_are_values() -> None:
 # -- The file itself ----------
 
 
-def test_the_example_in_the_header_is_true() -> None:
+def test_the_doctests_of_the_module_pass() -> None:
     result = doctest.testmod(module)
     assert result.attempted >= 5
     assert result.failed == 0
 
 
-def test_decides_without_tensors() -> None:
-    """The file is pure Python: besides the standard library it imports only the error that it raises."""
+def test_the_module_is_pure_python() -> None:
+    """Besides the standard library, it imports only the error that it raises."""
     tree = ast.parse(Path(module.__file__).read_text())
     imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     imported |= {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}

@@ -60,7 +60,7 @@ def test_errors_name_the_position(order: list[Any], message: str) -> None:
         ([3, 1], "order[0] = 3: but chunk 2 never runs"),
     ],
 )
-def test_forward_only_errors(order: list[int], message: str) -> None:
+def test_errors_of_forward_only_orders_name_the_position(order: list[int], message: str) -> None:
     with pytest.raises(OrderError) as caught:
         parse_order(order, 12, forward_only=True)
     assert str(caught.value) == message
@@ -84,7 +84,7 @@ def test_forward_only_errors(order: list[int], message: str) -> None:
         (4, 3, "layers_per_chunk = (3, 3) adds up to 6, not to 4 callables"),
     ],
 )
-def test_layer_errors(callables: int, layers: Any, message: str) -> None:
+def test_errors_of_layer_counts_name_the_value(callables: int, layers: Any, message: str) -> None:
     with pytest.raises(OrderError) as caught:
         parse_order([1, 2, -2, -1], callables, layers)
     assert str(caught.value) == message

@@ -50,7 +50,9 @@ class Sharded:
 
 @pytest.mark.parametrize("repoint", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
-def test_fully_sharded_parameters(backend: str, device: torch.device, repoint: bool, count: int) -> None:
+def test_hooks_gather_and_free_parameters_around_modules(
+    backend: str, device: torch.device, repoint: bool, count: int
+) -> None:
     torch.manual_seed(2)
     blocks = [nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(count)]
     twins = copy.deepcopy(blocks)
@@ -58,7 +60,7 @@ def test_fully_sharded_parameters(backend: str, device: torch.device, repoint: b
     sharded = [Sharded(block, repoint) for block in blocks]
     samples = tuple((sample(),) for _ in blocks)
     graph(tuple(blocks), samples, backend=backend, hooks=[s.hooks() for s in sharded])
-    assert all(torch.isnan(f).all() for s in sharded for f in s.full), "the hooks had the last word in capture"
+    assert all(torch.isnan(f).all() for s in sharded for f in s.full), "the last hooks of the capture freed them"
     for step in range(4):
         x, y = ((sample() * (step + 1)).detach().requires_grad_() for _ in range(2))
         before = [s.gathers for s in sharded]
@@ -73,7 +75,7 @@ def test_fully_sharded_parameters(backend: str, device: torch.device, repoint: b
         for block, twin in zip(blocks, twins, strict=True):
             for p, q in zip(block.parameters(), twin.parameters(), strict=True):
                 assert torch.equal(p.grad, q.grad)
-                assert repoint or torch.isnan(p).all(), "sharded again outside"
+                assert repoint or torch.isnan(p).all(), "parameters are sharded outside the hooks"
         for s in sharded:
             s.step()
         optimizer.step()
@@ -81,8 +83,10 @@ def test_fully_sharded_parameters(backend: str, device: torch.device, repoint: b
 
 
 @pytest.mark.parametrize("repoint", [False, True])
-def test_without_the_hooks_at_replay_the_poison_shows(backend: str, device: torch.device, repoint: bool) -> None:
-    """Shows that the test above can fail: parameters are not un-sharded without hooks."""
+def test_a_replay_without_the_hooks_reads_poison_or_is_refused(
+    backend: str, device: torch.device, repoint: bool
+) -> None:
+    """The test above can fail: without hooks, parameters stay sharded."""
     block = nn.Linear(4, 4)
     sharded = Sharded(block, repoint)
     graph(block, (sample(),), backend=backend, hooks=sharded.hooks(("warmup", "capture")))
@@ -93,8 +97,7 @@ def test_without_the_hooks_at_replay_the_poison_shows(backend: str, device: torc
         assert torch.isnan(block(sample())).all()
 
 
-def test_sharded_function(backend: str, device: torch.device) -> None:
-    """The same around a whole captured step."""
+def test_hooks_gather_and_free_parameters_around_a_captured_step(backend: str, device: torch.device) -> None:
     block = nn.Linear(4, 4)
     twin = copy.deepcopy(block)
     sharded = Sharded(block, repoint=False)
@@ -113,7 +116,7 @@ def test_sharded_function(backend: str, device: torch.device) -> None:
         assert torch.isnan(block.weight).all()
 
 
-def test_moments_by_kind() -> None:
+def test_each_kind_of_hook_can_have_its_own_moments() -> None:
     calls: list[str] = []
     hooks = GraphHooks(
         pre_forward=[lambda *_: calls.append("before")],

@@ -235,7 +235,9 @@ def _bias_removed(net: Net) -> None:
     [_data_clone, _data_same_address_other_strides, _assign, _new_parameter, _new_buffer, _to_double_and_back,
      _new_sub_module, _bias_added, _bias_removed],
 )  # fmt: skip
-def test_a_moved_parameter_is_found(backend: str, device: torch.device, how: str, move: Callable[[Net], None]) -> None:
+def test_a_moved_parameter_is_refused(
+    backend: str, device: torch.device, how: str, move: Callable[[Net], None]
+) -> None:
     net, x = Net(), torch.randn(3, 4)
     graphed = graph(how, net, torch.randn(3, 4), backend=backend)
     move(net)
@@ -263,7 +265,7 @@ def test_a_parameter_put_back_is_accepted_again(backend: str, device: torch.devi
 
 @BOTH
 def test_values_loaded_in_place_are_seen(backend: str, device: torch.device, how: str) -> None:
-    net, other, x = Net(), Net(), torch.randn(3, 4)
+    net, source, x = Net(), Net(), torch.randn(3, 4)
     graphed = graph(how, net, torch.randn(3, 4), backend=backend)
-    net.load_state_dict(other.state_dict())
-    assert torch.equal(graphed(x), other(x))
+    net.load_state_dict(source.state_dict())
+    assert torch.equal(graphed(x), source(x))

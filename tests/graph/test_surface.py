@@ -1,4 +1,4 @@
-"""Surfaces: which calls fit, and what the refusal of others says."""
+"""Surfaces: which calls match the capture, and the messages that refuse the others."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def test_constants_compare_by_type_and_value(device: torch.device) -> None:
     for i, frozen in enumerate(pool):
         surface = Surface((frozen,), {})
         assert list(surface.bind((frozen,), {})) == []
-        for j, given_ in enumerate(pool):
+        for j, called in enumerate(pool):
             if i != j:
-                refusal(surface, given_)
+                refusal(surface, called)
     assert list(Surface((nan,), {}).bind((float("nan"),), {})) == []
 
 
@@ -166,12 +166,12 @@ def test_autocast_to_another_dtype_is_refused(backend: str, device: torch.device
         graphed(x)
 
 
-# -- strides may differ, values may not ------------------------------------------------------------
+# -- strides may differ ----------------------------------------------------------------------------
 
 
 @st.composite
 def _views(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
-    """A shape, and how to make a tensor of it with unusual strides."""
+    """A shape, and a function that makes a tensor of it with unusual strides."""
     shape = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
     order = draw(st.permutations(range(len(shape))))
     steps = [draw(st.sampled_from([0, 1, 2])) for _ in shape]  # 0: expanded
@@ -208,13 +208,13 @@ def test_any_strides_are_copied_exactly(device: torch.device, first: Any, second
 @given(st.data())
 def test_any_view_of_the_static_tensor_is_read_before_it_is_written(device: torch.device, data: st.DataObject) -> None:
     static = StaticTensors([torch.randn(3, 3)])
-    own = static.tensors[0]
+    tensor = static.tensors[0]
     offset, strides = data.draw(st.integers(0, 2)), data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     assume(offset + 2 * sum(strides) < 9)
-    view = own.as_strided((3, 3), strides, offset)
+    view = tensor.as_strided((3, 3), strides, offset)
     expected = view.clone()
     static.fill([view])
-    assert torch.equal(own, expected)
+    assert torch.equal(tensor, expected)
 
 
 def _expanded(x: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def _expanded(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("view", [_expanded, lambda x: x.t().contiguous().t(), lambda x: x.repeat(1, 2)[:, ::2]])
-def test_strided_inputs_and_gradients_give_eagers_values(backend: str, device: torch.device, view: Any) -> None:
+def test_strided_inputs_and_gradients_equal_eagers(backend: str, device: torch.device, view: Any) -> None:
     """The values are integers, so that sums are exact in whatever order a kernel adds."""
 
     def integers() -> Tensor:
@@ -288,7 +288,7 @@ def _same_plan(left: Any, right: Any) -> bool:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(_TREES, max_size=3), st.lists(_TREES, max_size=3))
-def test_a_surface_accepts_its_own_plan_and_no_other(device: torch.device, plan: Any, other: Any) -> None:
+def test_a_surface_accepts_its_own_plan_and_no_other(device: torch.device, plan: Any, other_plan: Any) -> None:
     args = tuple(map(_build, plan))
     surface = Surface(args, {})
     called = tuple(map(_build, plan))
@@ -300,5 +300,5 @@ def test_a_surface_accepts_its_own_plan_and_no_other(device: torch.device, plan:
     expected, expected_tree = pytree.tree_flatten(called)
     assert tree == expected_tree
     assert all(a is b for a, b in zip(leaves, expected, strict=True))
-    if not _same_plan(plan, other):
-        refusal(surface, *map(_build, other))
+    if not _same_plan(plan, other_plan):
+        refusal(surface, *map(_build, other_plan))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollgraph.graph import CaptureError, GraphPool, capture
 from rollgraph.graph import make_graphed_callables as graph
-from tests.graph.comparisons import equal, example, other
+from tests.graph.comparisons import equal, example, second_example
 
 # -- what can be recorded --------------------------------------------------------------------------
 
@@ -118,13 +118,13 @@ def test_replay_equals_eager(backend: str, device: torch.device, name: str) -> N
         pytest.skip("copies from the host")
     with torch.no_grad():
         graphed = capture(function, (example(),), backend=backend)
-        for make in (other, example, other):
-            given = make()
-            assert equal(graphed(given), function(make()))
-            assert torch.equal(given, make()), "the caller's own input is never written"
+        for make in (second_example, example, second_example):
+            x = make()
+            assert equal(graphed(x), function(make()))
+            assert torch.equal(x, make()), "the caller's input is never written"
 
 
-def test_zeros_without_memory_get_some() -> None:
+def test_zeros_without_memory_are_materialized() -> None:
     """Autograd's derivatives make such zeros, and a replay would have no memory to write them to."""
 
     def function(x: Tensor) -> Any:
@@ -132,11 +132,11 @@ def test_zeros_without_memory_get_some() -> None:
         return zeros, zeros[1:], zeros + x
 
     graphed = capture(function, (example(),), backend="tape")
-    assert equal(graphed(other()), function(other()))
+    assert equal(graphed(second_example()), function(second_example()))
 
 
 @pytest.mark.parametrize("name", ["resize_", "set_", "sparse", "external t_", "external resize_"])
-def test_what_cannot_be_recorded_is_refused(name: str) -> None:
+def test_an_operation_that_cannot_be_recorded_is_refused(name: str) -> None:
     outside = torch.zeros(4, 2)
     function: Callable[[Tensor], Any] = {
         "resize_": lambda x: x.clone().resize_(9, 9),
@@ -152,7 +152,7 @@ def test_what_cannot_be_recorded_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "tensor"])
-def test_intermediate_whose_data_was_replaced(backend: str, device: torch.device, kind: str) -> None:
+def test_an_intermediate_with_replaced_data_reads_the_new_memory(backend: str, device: torch.device, kind: str) -> None:
     """`.data =` dispatches nothing; the operations after it must still read the new memory."""
 
     def step(x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def test_intermediate_whose_data_was_replaced(backend: str, device: torch.device
 
     with torch.no_grad():
         graphed = capture(step, (example(),), backend=backend)
-        assert torch.equal(graphed(other()), step(other()))
+        assert torch.equal(graphed(second_example()), step(second_example()))
 
 
 def test_outputs_alias_parameters(backend: str, device: torch.device) -> None:
@@ -176,7 +176,7 @@ def test_outputs_alias_parameters(backend: str, device: torch.device) -> None:
     assert [whole[0].item(), part[0].item(), double[0].item()] == [5, 5, 10]
 
 
-def test_no_inputs_and_no_outputs(backend: str, device: torch.device) -> None:
+def test_a_function_may_have_neither_inputs_nor_outputs(backend: str, device: torch.device) -> None:
     total = torch.zeros(())
     graphed = capture(lambda: (total.add_(1), None)[1], (), backend=backend)
     assert total.item() == 0
@@ -205,7 +205,7 @@ def test_addresses_are_static_and_python_is_not_replayed(backend: str, device: t
     assert len(calls) == 3
 
 
-def test_flag_written_in_place_is_seen(backend: str, device: torch.device) -> None:
+def test_a_flag_written_in_place_is_seen(backend: str, device: torch.device) -> None:
     """A replay reads the flag from memory, so it sees the new value."""
     flag, rate = torch.zeros((), dtype=torch.bool), torch.tensor(1.0)
     graphed = capture(lambda x: torch.where(flag, x * rate, -x), (example(),), backend=backend)
@@ -220,17 +220,17 @@ def test_the_next_replay_overwrites_outputs_but_not_copies(backend: str, device:
     graphed = capture(lambda x: x * 2, (example(),), backend=backend)
     first = graphed(example())
     kept = first.clone()
-    graphed(other())
-    assert torch.equal(first, other() * 2)
+    graphed(second_example())
+    assert torch.equal(first, second_example() * 2)
     assert torch.equal(kept, example() * 2)
 
 
-def test_replay_feeds_on_its_own_output(backend: str, device: torch.device) -> None:
+def test_a_replay_may_read_its_own_last_output(backend: str, device: torch.device) -> None:
     graphed = capture(lambda x: x.t() * 0.5 + 1, (example(),), backend=backend)
-    mine, ours = example(), example()
+    replayed, expected = example(), example()
     for _ in range(4):
-        mine, ours = graphed(mine), ours.t() * 0.5 + 1
-        assert torch.equal(mine, ours)
+        replayed, expected = graphed(replayed), expected.t() * 0.5 + 1
+        assert torch.equal(replayed, expected)
 
 
 def test_intermediates_are_freed() -> None:
@@ -280,7 +280,7 @@ def test_unused_results_are_not_computed() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1, 4), (3, 4)])
-def test_empty_batches_and_single_rows(backend: str, device: torch.device, shape: tuple[int, int]) -> None:
+def test_empty_batches_and_single_rows_equal_eager(backend: str, device: torch.device, shape: tuple[int, int]) -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU())
     twin = copy.deepcopy(layer)
     graph(layer, (torch.zeros(shape).requires_grad_(),), backend=backend)
@@ -294,14 +294,14 @@ def test_empty_batches_and_single_rows(backend: str, device: torch.device, shape
 
 
 @pytest.mark.parametrize("name", ["scalar", "transposed", "expanded", "mixed", "aliases", "integers", "strided"])
-def test_differentiable_outputs_of_every_kind(backend: str, device: torch.device, name: str) -> None:
+def test_differentiable_outputs_of_every_kind_equal_eager(backend: str, device: torch.device, name: str) -> None:
     layer = nn.Linear(4, 4)
     twin = copy.deepcopy(layer)
     graphed = graph(lambda x: OUTPUTS[name](layer(x)), (example(),), backend=backend)
-    for make in (other, example):
-        mine, ours = graphed(make()), OUTPUTS[name](twin(make()))
-        assert equal(mine, ours)
-        for tree in (mine, ours):
+    for make in (second_example, example):
+        replayed, expected = graphed(make()), OUTPUTS[name](twin(make()))
+        assert equal(replayed, expected)
+        for tree in (replayed, expected):
             leaves = [t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and t.requires_grad]
             if leaves:
                 sum((t * t).sum() for t in leaves).backward()
@@ -313,7 +313,7 @@ def test_differentiable_outputs_of_every_kind(backend: str, device: torch.device
 # -- memory of a recording -------------------------------------------------------------------------
 
 
-def test_a_recording_holds_no_intermediate_longer_than_the_function_does() -> None:
+def test_recording_frees_an_intermediate_when_the_function_does() -> None:
     freed: list[bool] = []
 
     def step(x: Tensor) -> Tensor:
@@ -329,8 +329,8 @@ def test_a_recording_holds_no_intermediate_longer_than_the_function_does() -> No
     assert len(freed) >= 2  # of the warm-up and of the recording
 
 
-def test_tensors_that_follow_each_other_at_one_address_are_told_apart() -> None:
-    """Each part is freed before the next one is made, which is then likely to be the same Python object."""
+def test_successive_tensors_at_one_address_are_told_apart() -> None:
+    """Each part is freed before the next one is created, which then often reuses its Python object."""
 
     def step(x: Tensor) -> Tensor:
         x = x.clone()

@@ -19,7 +19,7 @@ from tests.graph.refusals import BOTH, graph
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run in threads that start together, and raise here what one of them raised."""
+    """Run `work` in threads that start together; raise the first exception of any of them."""
     barrier, errors = threading.Barrier(count), []
 
     def run(index: int) -> None:

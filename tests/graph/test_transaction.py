@@ -37,7 +37,9 @@ from tests.graph.process_state import (
 
 @pytest.mark.parametrize("primed", [False, True])
 @pytest.mark.parametrize("collector", [False, True])
-def test_successful_capture_changes_nothing(backend: str, device: torch.device, primed: bool, collector: bool) -> None:
+def test_a_successful_capture_changes_nothing(
+    backend: str, device: torch.device, primed: bool, collector: bool
+) -> None:
     trainer, generator = Trainer(device), torch.Generator(device)
     noise = torch.zeros(5, 4)
 
@@ -61,9 +63,7 @@ def test_successful_capture_changes_nothing(backend: str, device: torch.device, 
 
 
 @pytest.mark.parametrize("gradients", ["none", "present"])
-def test_successful_graphing_of_modules_changes_only_their_forward(
-    backend: str, device: torch.device, gradients: str
-) -> None:
+def test_graphing_modules_changes_only_their_forward(backend: str, device: torch.device, gradients: str) -> None:
     trainer = Trainer(device)
     if gradients == "present":
         trainer.step(inputs())
@@ -77,7 +77,7 @@ def test_successful_graphing_of_modules_changes_only_their_forward(
     assert_same(before, after)
 
 
-def test_modes_found_on_entry_are_left_in_place(backend: str, device: torch.device) -> None:
+def test_a_capture_keeps_the_modes_of_its_caller(backend: str, device: torch.device) -> None:
     model = make_model().eval()
     with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
         before = photograph(model)
@@ -89,16 +89,18 @@ def test_modes_found_on_entry_are_left_in_place(backend: str, device: torch.devi
         assert_same(before, photograph(model))
 
 
-# -- failure, everywhere ---------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
-# Of the runs of a capture, `make test` lets the first and the last fail: a warm-up, and what is recorded.
+# Of the runs of a capture, `make test` lets the first and the last fail: the first warm-up and the recording.
 FIRST_AND_LAST = [1, *(pytest.param(number, marks=pytest.mark.slow) for number in range(2, WARMUP + 1)), WARMUP + 1]
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("number", FIRST_AND_LAST)
-def test_function_that_fails(backend: str, device: torch.device, which: str, number: int) -> None:
+def test_a_function_that_fails_leaves_nothing_changed(
+    backend: str, device: torch.device, which: str, number: int
+) -> None:
     trainer, twin = Trainer(device), Trainer(device)
     trainer.model[3].set(which, number)
     before = photograph(trainer.model, trainer.optimizer)
@@ -117,7 +119,9 @@ def test_function_that_fails(backend: str, device: torch.device, which: str, num
 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("number", FIRST_AND_LAST)
-def test_module_that_fails_among_others(backend: str, device: torch.device, which: str, number: int) -> None:
+def test_a_module_that_fails_among_others_leaves_nothing_changed(
+    backend: str, device: torch.device, which: str, number: int
+) -> None:
     trainer, twin = Trainer(device), Trainer(device)
     trainer.model[3].set(which, number)
     pool = GraphPool()
@@ -136,7 +140,7 @@ def test_module_that_fails_among_others(backend: str, device: torch.device, whic
 
 
 @pytest.mark.parametrize("others", [1, 3])
-def test_last_of_several_callables_fails(backend: str, device: torch.device, others: int) -> None:
+def test_a_failure_of_the_last_callable_leaves_nothing_changed(backend: str, device: torch.device, others: int) -> None:
     layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(others)]
     trainer, twin = (Trainer(device, lambda: nn.Sequential(*copy.deepcopy(layers), Bomb())) for _ in range(2))
     trainer.model[-1].set("backward", WARMUP + 1)
@@ -151,7 +155,9 @@ def test_last_of_several_callables_fails(backend: str, device: torch.device, oth
 @pytest.mark.parametrize("kind", ["pre_forward", "post_forward", "pre_backward", "post_backward"])
 @pytest.mark.parametrize("moment", ["warmup", "capture"])
 @pytest.mark.parametrize("returns", [False, True])
-def test_hook_that_fails(backend: str, device: torch.device, kind: str, moment: str, returns: bool) -> None:
+def test_a_hook_that_fails_leaves_nothing_changed(
+    backend: str, device: torch.device, kind: str, moment: str, returns: bool
+) -> None:
     trainer, twin = Trainer(device), Trainer(device)
 
     def hook(*_: Any) -> Any:
@@ -163,7 +169,7 @@ def test_hook_that_fails(backend: str, device: torch.device, kind: str, moment: 
     hooks = [None] * 4 + [GraphHooks(**{kind: [hook]}, when=(moment,))]
     with pytest.raises(HookError, match=kind) as caught:
         graph_layers(trainer, backend, hooks=hooks)
-    assert "hook_that_fails" in str(caught.value), "names the hook"
+    assert "a_hook_that_fails" in str(caught.value), "names the hook"
     assert moment in str(caught.value) or returns
     assert_same(before, photograph(trainer.model, trainer.optimizer))
     if kind.endswith("forward"):
@@ -175,7 +181,7 @@ def test_hook_that_fails(backend: str, device: torch.device, kind: str, moment: 
 
 
 @pytest.mark.parametrize("which", ["pre_warmup_hook", "post_warmup_hook"])
-def test_warmup_hook_that_fails(backend: str, device: torch.device, which: str) -> None:
+def test_a_warmup_hook_that_fails_leaves_nothing_changed(backend: str, device: torch.device, which: str) -> None:
     trainer, twin = Trainer(device), Trainer(device)
 
     def hook(target: Any) -> None:
@@ -192,7 +198,9 @@ def test_warmup_hook_that_fails(backend: str, device: torch.device, which: str) 
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("number", FIRST_AND_LAST)
 @pytest.mark.parametrize("whole", [True, False])
-def test_keyboard_interrupt(backend: str, device: torch.device, which: str, number: int, whole: bool) -> None:
+def test_a_keyboard_interrupt_leaves_nothing_changed(
+    backend: str, device: torch.device, which: str, number: int, whole: bool
+) -> None:
     trainer, twin = Trainer(device), Trainer(device)
     trainer.model[3].set(which, number, KeyboardInterrupt)
     before = photograph(trainer.model, trainer.optimizer)
@@ -203,7 +211,9 @@ def test_keyboard_interrupt(backend: str, device: torch.device, which: str, numb
 
 
 @pytest.mark.parametrize("run_number", [1, 2, 3, 4, 5])
-def test_optimizer_step_that_fails(backend: str, device: torch.device, run_number: int) -> None:
+def test_an_optimizer_step_that_fails_leaves_nothing_changed(
+    backend: str, device: torch.device, run_number: int
+) -> None:
     """The steps are warm-up 1, the one that creates state, warm-up 2 and 3, and the recorded one."""
     trainer, twin, calls = Trainer(device), Trainer(device), []
 
@@ -221,7 +231,7 @@ def test_optimizer_step_that_fails(backend: str, device: torch.device, run_numbe
     assert_goes_on(trainer, twin, backend)
 
 
-def test_host_read_inside_a_model(backend: str, device: torch.device) -> None:
+def test_a_host_read_inside_a_model_leaves_nothing_changed(backend: str, device: torch.device) -> None:
     trainer, twin = Trainer(device), Trainer(device)
 
     class Peek(nn.Module):
@@ -246,7 +256,7 @@ def test_host_read_inside_a_model(backend: str, device: torch.device) -> None:
     assert_goes_on(trainer, twin, backend)
 
 
-def test_host_read_in_backward(backend: str, device: torch.device) -> None:
+def test_a_host_read_in_backward_leaves_nothing_changed(backend: str, device: torch.device) -> None:
     class Read(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -278,8 +288,8 @@ def test_a_failed_recapture_keeps_the_existing_graphs(backend: str, device: torc
     assert (step.record.captures, step.record.replays) == (1, 3)
 
 
-def test_what_the_first_run_computes_in_its_context_is_not_kept(backend: str, device: torch.device) -> None:
-    """In that context a function may compute anything: neither its writes nor its results are in the graph."""
+def test_results_of_the_first_run_in_its_context_are_discarded(backend: str, device: torch.device) -> None:
+    """In that context, a function may compute anything: neither its writes nor its results become part of the graph."""
     wrong: list[bool] = []
     weight = torch.ones(3, device=device, requires_grad=True)
     total = torch.zeros(3, device=device)
@@ -326,7 +336,7 @@ def test_an_error_in_the_first_run_leaves_its_context(backend: str, device: torc
     assert left == [True]
 
 
-def test_a_context_in_place_of_a_function_that_makes_one_is_refused(backend: str, device: torch.device) -> None:
+def test_first_run_must_be_a_function_that_returns_a_context(backend: str, device: torch.device) -> None:
     runs: list[Tensor] = []
     with pytest.raises(
         CaptureError, match="first_run must be a function that makes a context manager, got nullcontext"

@@ -1,3 +1,5 @@
+"""Metrics on their way to the sinks: tensors become floats, in order."""
+
 from __future__ import annotations
 
 import io
@@ -22,6 +24,6 @@ def test_tensors_and_numbers_arrive_in_order_and_as_floats(tmp_path: Path) -> No
     assert stream.getvalue().splitlines()[1] == "step    1  loss 0.2500  tokens/s 1.23e+05"
 
 
-def test_a_tensor_of_several_numbers_is_named() -> None:
+def test_a_tensor_of_several_numbers_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="ratio"):
         to_host({"loss": torch.zeros(()), "ratio": torch.zeros(3)})

@@ -1,3 +1,5 @@
+"""Suggested commands can be pasted into the shell that started rollgraph."""
+
 from __future__ import annotations
 
 import shutil
@@ -8,7 +10,7 @@ import pytest
 from rollgraph.log.streams import command_line
 
 
-def test_a_command_can_be_pasted_where_rollgraph_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suggested_command_starts_rollgraph_as_this_one_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: f"/somewhere/{program}")
     monkeypatch.setattr(sys, "argv", ["/somewhere/rollgraph", "train"])
     assert command_line("rollgraph", "samples", "my run") == "rollgraph samples 'my run'"

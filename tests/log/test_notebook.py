@@ -37,7 +37,7 @@ def run_notebook(source: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_notebook_gets_one_picture_that_is_updated_and_notes_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_updates_one_panel_and_shows_notes_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     source = str(Path(rollgraph.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([source, *sys.path]))
     picture, note = run_notebook(RUN_CELL)
@@ -50,7 +50,7 @@ def test_a_notebook_gets_one_picture_that_is_updated_and_notes_below_it(monkeypa
     assert "\x1b" not in text + picture["data"]["text/html"]
 
 
-def test_ipython_in_a_terminal_or_a_pipe_is_no_notebook() -> None:
+def test_ipython_outside_of_a_kernel_is_no_notebook() -> None:
     """The module may be imported anywhere, and a shell in a terminal has no outputs to update."""
     pytest.importorskip("IPython")
     code = (

@@ -1,3 +1,5 @@
+"""Samples as text: a line, a card, and one sample of each group."""
+
 from __future__ import annotations
 
 import doctest
@@ -24,11 +26,11 @@ def make_row(**changes: Any) -> dict[str, Any]:
     return row | changes
 
 
-def test_the_example_holds() -> None:
+def test_the_doctest_passes() -> None:
     assert doctest.testmod(samples).failed == 0
 
 
-def test_a_sample_in_a_few_words_is_one_line_however_long_its_texts_are() -> None:
+def test_a_summary_is_one_line_however_long_the_texts_are() -> None:
     assert format_one_line(make_row()) == "93+56= → 149 (1)"
     text = format_one_line(make_row(prompt="What\nis\t it? " * 20, completion="\x1b[31mred\n" * 20, reward=0.25))
     assert text.startswith("What is it? ")
@@ -65,10 +67,10 @@ def test_wide_characters_take_two_columns() -> None:
     assert cell_len(format_one_line(row)) < WIDTH
 
 
-def test_the_number_of_tokens_is_a_phrase() -> None:
+def test_one_token_is_singular() -> None:
     assert format_sample(make_row(tokens=1))[-1].endswith("stop, after 1 token")
 
 
-def test_one_sample_of_each_prompt_is_the_first() -> None:
-    rows = [make_row(group=group, completion=str(place)) for group in (4, 2) for place in range(3)]
+def test_the_first_sample_of_each_group_is_chosen() -> None:
+    rows = [make_row(group=group, completion=str(index)) for group in (4, 2) for index in range(3)]
     assert first_of_each_group(rows) == [rows[0], rows[3]]

@@ -1,3 +1,5 @@
+"""The samples that a run writes: which groups, and every field of a row."""
+
 from __future__ import annotations
 
 import datetime
@@ -18,7 +20,7 @@ def make_rollouts(groups: int, size: int = 2) -> list[Rollout]:
     rollouts = []
     for group in range(groups):
         prompt = Prompt(id=10 + group, tokens=(48, 43), text="0+", columns={"answer": "2", "day": datetime.date.max})
-        for place in range(size):
+        for index in range(size):
             rollouts.append(
                 Rollout(
                     prompt,
@@ -26,8 +28,8 @@ def make_rollouts(groups: int, size: int = 2) -> list[Rollout]:
                     sampled=[True, False, True],
                     logprobs=[-0.1, 0.0, -0.2],
                     text="2=€\n",
-                    reward=place - 0.25,
-                    rewards={"exact": float(place), "short": -0.5},
+                    reward=index - 0.25,
+                    rewards={"exact": float(index), "short": -0.5},
                     group=group,
                 )
             )
@@ -49,17 +51,17 @@ def write_steps(folder: Path, steps: range, **options: Any) -> list[bool]:
     return [bool(writer.write(step, rollouts, advantages)) for step in steps]
 
 
-def test_whole_groups_from_anywhere_in_a_step(tmp_path: Path) -> None:
-    """They differ from step to step, and follow from the seed: a resumed run writes those of an undisturbed one."""
+def test_whole_groups_are_drawn_from_anywhere_in_a_step(tmp_path: Path) -> None:
+    """They differ between steps and follow from the seed, so a resumed run writes those of an undisturbed one."""
     assert write_steps(tmp_path / "whole", range(5)) == [True, False, True, False, True]
     rows = rows_of(tmp_path / "whole")
     groups: dict[int, list[int]] = {}
     for row in rows:
-        assert row["advantage"] == 2 * row["group"] + row["rewards"]["exact"]  # its own
+        assert row["advantage"] == 2 * row["group"] + row["rewards"]["exact"]  # that of this rollout
         groups.setdefault(row["step"], []).append(row["group"])
-    assert all(len(found) == 4 and len(set(found)) == 2 for found in groups.values())
-    assert len({tuple(found) for found in groups.values()}) == 3
-    assert max(max(found) for found in groups.values()) > 2  # not the first ones
+    assert all(len(ids) == 4 and len(set(ids)) == 2 for ids in groups.values())
+    assert len({tuple(ids) for ids in groups.values()}) == 3
+    assert max(max(ids) for ids in groups.values()) > 2  # not the first ones
     write_steps(tmp_path / "halves", range(4))
     write_steps(tmp_path / "halves", range(3, 5), resume_at=3)
     assert rows_of(tmp_path / "halves") == rows
@@ -67,7 +69,7 @@ def test_whole_groups_from_anywhere_in_a_step(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "other") != rows
 
 
-def test_a_row_has_all_that_was_known_of_a_rollout(tmp_path: Path) -> None:
+def test_a_row_has_every_field_of_a_rollout(tmp_path: Path) -> None:
     make_writer(tmp_path).write(0, make_rollouts(1), [-1.0, 1.0])
     assert rows_of(tmp_path)[1] == {
         "step": 0,
@@ -108,14 +110,14 @@ def test_validations_show_the_same_prompts_each_time(tmp_path: Path) -> None:
     assert rows_of(tmp_path) == []
 
 
-def test_no_samples_where_every_is_0(tmp_path: Path) -> None:
+def test_no_samples_are_written_if_every_is_0(tmp_path: Path) -> None:
     writer = make_writer(tmp_path, every=0)
     assert not writer.write(0, make_rollouts(1), [1.0, 0.0])
     assert not writer.write_validation(0, make_rollouts(1))
     assert not (tmp_path / "samples.jsonl").exists()
 
 
-def test_groups_that_were_dropped_are_drawn_like_those_that_were_kept(tmp_path: Path) -> None:
+def test_dropped_groups_are_drawn_like_kept_ones(tmp_path: Path) -> None:
     writer = make_writer(tmp_path, every=1, groups=6)
     rollouts = make_rollouts(16)
     kept, dropped = rollouts[:16], rollouts[16:]
@@ -128,8 +130,8 @@ def test_groups_that_were_dropped_are_drawn_like_those_that_were_kept(tmp_path: 
         assert (row["split"] == "dropped") == (row["group"] >= 8) == (row["advantage"] is None)
 
 
-def test_half_of_a_surrogate_pair_is_written_as_json_spells_it(tmp_path: Path) -> None:
-    """Data and what rewards log can hold it, for example half an emoji, and it must not end a run."""
+def test_half_a_surrogate_pair_is_written_as_a_json_escape(tmp_path: Path) -> None:
+    """Prompts and values that rewards log can contain one, such as half an emoji; it must not end a run."""
     (rollout,) = make_rollouts(1, size=1)
     rollout.extra = {"judge": "cut \ud83d"}
     make_writer(tmp_path).write(0, [rollout], [0.0])
@@ -137,7 +139,7 @@ def test_half_of_a_surrogate_pair_is_written_as_json_spells_it(tmp_path: Path) -
     assert row["extra"] == {"judge": "cut \ud83d"}
 
 
-def test_values_of_tokens_and_why_some_are_absent(tmp_path: Path) -> None:
+def test_token_values_are_written_or_their_absence_is_explained(tmp_path: Path) -> None:
     writer = make_writer(tmp_path, texts=lambda ids: [chr(id) for id in ids], token_value_limit=3)
     rollouts = make_rollouts(2, size=1)
     rollouts[0].reference_logprobs = [-0.35, 0.0, -0.1]
@@ -163,7 +165,7 @@ def test_values_of_tokens_and_why_some_are_absent(tmp_path: Path) -> None:
     assert "failures" not in trained
 
 
-def test_long_completions_have_no_values_of_tokens(tmp_path: Path) -> None:
+def test_long_completions_have_no_token_values(tmp_path: Path) -> None:
     writer = make_writer(tmp_path, texts=lambda ids: [str(id) for id in ids], token_value_limit=2)
     writer.write(0, make_rollouts(1), [0.0, 0.0])
     assert {str(row["token_values"]) for row in rows_of(tmp_path)} == {

@@ -1,3 +1,5 @@
+"""The sinks of metrics, with stand-ins for the optional packages and with the real ones."""
+
 from __future__ import annotations
 
 import importlib
@@ -21,35 +23,35 @@ import json, pathlib
 class SummaryWriter:
     def __init__(self, logdir, purge_step=None, flush_secs=120):
         pathlib.Path(logdir).mkdir(parents=True, exist_ok=True)
-        self.file = open(pathlib.Path(logdir) / "told.jsonl", "a")
-        self.tell("open", purge_step)
-    def tell(self, *what): print(json.dumps(what), file=self.file, flush=True)
-    def add_scalar(self, tag, scalar_value, global_step=None): self.tell(tag, scalar_value, global_step)
-    def close(self): self.tell("close"); self.file.close()
+        self.file = open(pathlib.Path(logdir) / "calls.jsonl", "a")
+        self.record("open", purge_step)
+    def record(self, *call): print(json.dumps(call), file=self.file, flush=True)
+    def add_scalar(self, tag, scalar_value, global_step=None): self.record(tag, scalar_value, global_step)
+    def close(self): self.record("close"); self.file.close()
 """,
     "wandb": """
 import json, pathlib
 class Run:
-    def __init__(self, folder): self.file = open(pathlib.Path(folder) / "told.jsonl", "a")
-    def tell(self, *what): print(json.dumps(what), file=self.file, flush=True)
-    def define_metric(self, name, step_metric=None): self.tell(name, step_metric)
-    def log(self, data, step=None): self.tell(data, step)
-    def finish(self): self.tell("finish"); self.file.close()
+    def __init__(self, folder): self.file = open(pathlib.Path(folder) / "calls.jsonl", "a")
+    def record(self, *call): print(json.dumps(call), file=self.file, flush=True)
+    def define_metric(self, name, step_metric=None): self.record(name, step_metric)
+    def log(self, data, step=None): self.record(data, step)
+    def finish(self): self.record("finish"); self.file.close()
 def init(dir=None, id=None, resume=None, config=None, project=None):
-    run = Run(dir); run.tell("init", id, resume, config, project)
+    run = Run(dir); run.record("init", id, resume, config, project)
     return run
 """,
     "mlflow": """
 import json, types
-told = []
-def set_tracking_uri(uri): told.append(("uri", uri))
-def set_experiment(name): told.append(("experiment", name))
+calls = []
+def set_tracking_uri(uri): calls.append(("uri", uri))
+def set_experiment(name): calls.append(("experiment", name))
 def start_run(run_id=None, run_name=None):
-    told.append(("start", run_id, run_name))
+    calls.append(("start", run_id, run_name))
     return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id or "new"))
-def log_dict(dictionary, artifact_file): told.append((artifact_file, dictionary))
-def log_metrics(metrics, step=None): told.append((metrics, step))
-def end_run(): told.append(("end",))
+def log_dict(dictionary, artifact_file): calls.append((artifact_file, dictionary))
+def log_metrics(metrics, step=None): calls.append((metrics, step))
+def end_run(): calls.append(("end",))
 """,
 }
 
@@ -74,9 +76,7 @@ def install_only(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     monkeypatch.setattr("rollgraph.log.metrics._is_installed", lambda package: package in packages)
 
 
-def test_tensorboard_is_left_out_with_a_note_unless_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tensorboard_is_a_note_unless_it_is_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_only(monkeypatch)
     notes: list[str] = []
     sinks = make_sinks(LogConfig(), tmp_path, note=notes.append)
@@ -98,7 +98,7 @@ def test_all_missing_packages_are_named_at_once(tmp_path: Path, monkeypatch: pyt
         make_sinks(LogConfig(sinks=("wandb", "mlflow")), tmp_path)
 
 
-def test_tensorboard_with_the_real_package(tmp_path: Path) -> None:
+def test_the_real_tensorboard_reads_a_resumed_run(tmp_path: Path) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for attempt, (resume_at, steps) in enumerate(((-1, (-1, 0)), (-1, (-1, 0, 1, 2)), (1, (1,)))):
         (sink,) = make_sinks(LogConfig(sinks=("tensorboard",)), tmp_path, resume_at=resume_at)
@@ -116,8 +116,8 @@ def test_tensorboardx_takes_the_place_of_tensorboard(tmp_path: Path, monkeypatch
     for sink in sinks:
         sink.write(4, {"reward": 0.5, "kl": 0.1})
     close_sinks(sinks)
-    told = [["open", 4], ["reward", 0.5, 4], ["kl", 0.1, 4], ["close"]]
-    assert lines(tmp_path / "tensorboard" / "told.jsonl") == told
+    calls = [["open", 4], ["reward", 0.5, 4], ["kl", 0.1, 4], ["close"]]
+    assert lines(tmp_path / "tensorboard" / "calls.jsonl") == calls
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -126,7 +126,7 @@ def test_a_resumed_wandb_run_has_the_same_id(tmp_path: Path) -> None:
         sinks = make_sinks(LogConfig(sinks=("wandb",), wandb={"project": "p"}), tmp_path, run_config={"seed": 7})
         sinks[0].write(step, {"reward": 0.5})
         close_sinks(sinks)
-    first, axis, log, finish, second, _, later, _ = lines(tmp_path / "told.jsonl")
+    first, axis, log, finish, second, _, later, _ = lines(tmp_path / "calls.jsonl")
     assert first == second == ["init", first[1], "allow", {"seed": 7}, "p"]
     assert len(first[1]) == 12
     assert (axis, finish) == (["*", "step"], ["finish"])
@@ -140,15 +140,15 @@ def test_a_resumed_mlflow_run_goes_on(tmp_path: Path) -> None:
         sinks = make_sinks(log, tmp_path, run_config={"seed": 7})
         sinks[0].write(step, {"validation/pass@4": 0.5})
         close_sinks(sinks)
-    where = [("uri", "u"), ("experiment", "e")]
-    assert importlib.import_module("mlflow").told == [
-        *(*where, ("start", None, "n"), ("config.json", {"seed": 7}), ({"validation/pass_4": 0.5}, 0), ("end",)),
-        *(*where, ("start", "new", "n"), ({"validation/pass_4": 0.5}, 1), ("end",)),
+    set_up = [("uri", "u"), ("experiment", "e")]
+    assert importlib.import_module("mlflow").calls == [
+        *(*set_up, ("start", None, "n"), ("config.json", {"seed": 7}), ({"validation/pass_4": 0.5}, 0), ("end",)),
+        *(*set_up, ("start", "new", "n"), ({"validation/pass_4": 0.5}, 1), ("end",)),
     ]
 
 
-def test_wandb_with_the_real_package(tmp_path: Path) -> None:
-    """In offline mode, each half of the run has its own file, to be synced later."""
+def test_the_real_wandb_writes_both_parts_of_a_resumed_run(tmp_path: Path) -> None:
+    """In offline mode, each part of the run has its own file, to be synced later."""
     wandb = pytest.importorskip("wandb")
     options = {"mode": "offline", "project": "p", "settings": wandb.Settings(console="off", silent=True)}
     for step in (0, 1):
@@ -161,7 +161,7 @@ def test_wandb_with_the_real_package(tmp_path: Path) -> None:
     assert all(b"validation/pass@4" in path.read_bytes() for path in written)
 
 
-def test_mlflow_with_the_real_package(tmp_path: Path) -> None:
+def test_the_real_mlflow_resumes_a_run(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     mlflow.set_tracking_uri(uri)
@@ -183,7 +183,7 @@ def test_unknown_options_of_mlflow_are_named(tmp_path: Path) -> None:
         make_sinks(LogConfig(sinks=("mlflow",), mlflow={"name": "n"}), tmp_path)
 
 
-def test_every_sink_is_closed_although_one_fails() -> None:
+def test_every_sink_is_closed_even_if_one_fails() -> None:
     closed = []
 
     class Failing:
@@ -236,12 +236,12 @@ def test_damaged_lines_are_reported_by_number(tmp_path: Path, capsys: pytest.Cap
     ]
     (tmp_path / "samples.jsonl").write_bytes(b'{"step": 0}\n' + b"\0" * 5000)
     SampleWriter(tmp_path, every=1, groups=1, resume_at=1)
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "samples.jsonl:2: the last line was cut off" in told
-    assert len(told) < 800
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "samples.jsonl:2: the last line was cut off" in message
+    assert len(message) < 800
 
 
-def test_of_many_damaged_lines_the_first_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+def test_the_first_damaged_lines_are_shown_and_all_are_counted(tmp_path: Path) -> None:
     path, notes = tmp_path / "metrics.jsonl", list[str]()
     odd = ['{"step": Infinity}', "[" * 100_000, '{"step": null}', "{}", "[1]", '{"step": "x"}', '"step"', "\0"]
     path.write_text("".join(f"{line}\n" for line in odd) + '{"step": 0}\n')
@@ -252,13 +252,13 @@ def test_of_many_damaged_lines_the_first_are_shown_and_all_are_counted(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-@pytest.mark.parametrize("there", [True, False])
-def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, there: bool) -> None:
-    run, mine = tmp_path / "run", tmp_path / "mine.jsonl"
+@pytest.mark.parametrize("exists", [True, False])
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, exists: bool) -> None:
+    run, target = tmp_path / "run", tmp_path / "target.jsonl"
     run.mkdir()
-    (run / name).symlink_to(mine)
-    if there:
-        mine.write_text("years of work")
+    (run / name).symlink_to(target)
+    if exists:
+        target.write_text("years of work")
 
     def write(resume_at: int | None) -> None:
         if name == "metrics.jsonl":
@@ -269,12 +269,12 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, there: boo
     for resume_at in (None, 0, 5):
         with pytest.raises(FileError, match=rf"{name}: is a link; links are not written through"):
             write(resume_at)
-    assert mine.exists() == there
-    if there:
-        assert mine.read_text() == "years of work"
+    assert target.exists() == exists
+    if exists:
+        assert target.read_text() == "years of work"
 
 
-def test_a_resume_does_not_write_through_a_link_of_its_temporary_file(tmp_path: Path) -> None:
+def test_a_resume_does_not_write_through_a_link_at_its_temporary_file(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("years of work")
     (tmp_path / ".metrics.jsonl.tmp").symlink_to(tmp_path / "mine")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
@@ -287,12 +287,12 @@ def test_a_resume_does_not_write_through_a_link_of_its_temporary_file(tmp_path: 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_damaged_run_id_does_not_start_a_second_run(tmp_path: Path, name: str) -> None:
-    path, mine = tmp_path / "run" / f"{name}_run.txt", tmp_path / "mine"
+    path, target = tmp_path / "run" / f"{name}_run.txt", tmp_path / "target"
     log = LogConfig(sinks=(name,))
     path.parent.mkdir()
-    path.with_name(f"{path.name}.sha256").symlink_to(mine)
+    path.with_name(f"{path.name}.sha256").symlink_to(target)
     close_sinks(make_sinks(log, path.parent))
-    assert not mine.exists()
+    assert not target.exists()
     whole = path.read_text()
     path.write_text(("f" if whole[0] != "f" else "e") + whole[1:])
     with pytest.raises(SinkError, match=rf"{path.name} is damaged: its checksum differs"):
@@ -301,7 +301,7 @@ def test_a_damaged_run_id_does_not_start_a_second_run(tmp_path: Path, name: str)
     close_sinks(make_sinks(log, path.parent))
 
 
-def test_there_may_be_nothing_to_truncate(tmp_path: Path) -> None:
+def test_truncating_an_absent_file_does_nothing(tmp_path: Path) -> None:
     assert truncate_jsonl(tmp_path / "absent.jsonl", 3) == 0
     assert not (tmp_path / "absent.jsonl").exists()
 
@@ -312,7 +312,7 @@ def make_rollout(reward: float) -> Rollout:
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_a_package_that_is_broken_is_named_before_a_run_begins(tmp_path: Path) -> None:
+def test_a_broken_package_is_named_before_a_run_begins(tmp_path: Path) -> None:
     (tmp_path / "packages" / "mlflow" / "__init__.py").write_text("raise RuntimeError('wrong version of something')")
     with pytest.raises(SinkError, match=r"log\.sinks: mlflow cannot be imported: RuntimeError: wrong version"):
         check_sinks(LogConfig(sinks=("jsonl", "mlflow")))

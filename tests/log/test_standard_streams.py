@@ -40,7 +40,7 @@ def in_terminal(arguments: list[str]) -> int:
 
 @contextmanager
 def terminal() -> Iterator[tuple[int, str, Callable[[], None]]]:
-    """A descriptor that reads what is written to a terminal, the path of the terminal, and what closes it."""
+    """A descriptor that reads the output of a terminal, the path of the terminal, and a function that closes it."""
     reader, writer = os.openpty()
     os.set_blocking(reader, False)
     is_open = True
@@ -98,7 +98,7 @@ def test_printing_to_a_closed_terminal_raises_nothing(monkeypatch: pytest.Monkey
         with survive_closed_terminal():
             outer = sys.stdout
             with survive_closed_terminal():
-                assert sys.stdout is outer  # once is enough
+                assert sys.stdout is outer  # nothing to replace twice
             print("read", flush=True)
             assert drain(reader) == b"read\r\n"
             close()
@@ -109,7 +109,7 @@ def test_printing_to_a_closed_terminal_raises_nothing(monkeypatch: pytest.Monkey
         assert sys.stdout is stream
 
 
-def test_streams_that_are_no_terminals_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_other_than_terminals_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
     with survive_closed_terminal():
         assert (sys.stdout, sys.stderr) == before
@@ -117,7 +117,7 @@ def test_streams_that_are_no_terminals_stay_as_they_are(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "kept\n"
 
 
-def test_what_nobody_can_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_to_a_closed_standard_error_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal() as (_, name, close), open(name, "w") as stream:
         monkeypatch.setattr("rollgraph.log.streams.STANDARD_ERROR", stream.fileno())
         close()

@@ -1,3 +1,5 @@
+"""The progress display in a terminal, and as plain lines."""
+
 from __future__ import annotations
 
 import contextlib
@@ -44,7 +46,7 @@ def run_some(view: ProgressDisplay, steps: int = 3) -> None:
         view.step(step, {**VALUES, "reward": 0.1 * step}, SECONDS)
 
 
-def test_a_pager_that_was_closed_does_not_end_a_run() -> None:
+def test_a_closed_pager_does_not_end_a_run() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:
@@ -53,7 +55,7 @@ def test_a_pager_that_was_closed_does_not_end_a_run() -> None:
             view.note(text)
 
 
-def test_plain_is_one_line_for_a_step() -> None:
+def test_plain_prints_one_line_per_step() -> None:
     with make_display("plain", 100, stream := io.StringIO()) as view:
         run_some(view, 2)
         view.step(2, {"reward": 0.3, "validation/reward": 0.25}, {})
@@ -64,7 +66,7 @@ def test_plain_is_one_line_for_a_step() -> None:
     ]
 
 
-def test_samples_are_as_many_as_fit_and_the_last_lines_are_below_everything() -> None:
+def test_samples_that_fit_are_shown_and_the_last_lines_come_last() -> None:
     samples = ["1+1= → 3 (0)", "long " * 20, "2+2= → 4 (1)"]
     last = ["reward: 0.1, then 0.9", f"next: rollgraph samples {'x' * 100}"]
     with make_display("plain", 3, stream := io.StringIO()) as view:
@@ -82,7 +84,7 @@ def test_samples_are_as_many_as_fit_and_the_last_lines_are_below_everything() ->
     assert "long" not in console.export_text()
 
 
-def test_plain_shows_set_up_in_few_lines_and_a_long_step_once_in_a_while() -> None:
+def test_plain_prints_few_lines_for_set_up_and_long_steps() -> None:
     now = [0.0]
     view = PlainDisplay(100, stream := io.StringIO(), lambda: now[0])
     view.phase("read data", 0, 0)
@@ -123,7 +125,7 @@ def test_plain_shows_set_up_in_few_lines_and_a_long_step_once_in_a_while() -> No
 
 
 @pytest.mark.parametrize("progress", ["auto", "live", "plain"])
-def test_no_control_codes_where_there_is_no_terminal(progress: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_no_control_codes_without_a_terminal(progress: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     with make_display(progress, 3, stream := io.StringIO()) as view:  # type: ignore[arg-type]
@@ -134,20 +136,20 @@ def test_no_control_codes_where_there_is_no_terminal(progress: str, monkeypatch:
     assert "[bold]as it is[/bold]" in stream.getvalue()
 
 
-def test_plain_writes_what_the_stream_can_encode() -> None:
+def test_plain_replaces_characters_that_the_stream_cannot_encode() -> None:
     stream = io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii")
     make_display("plain", 3, stream).note("naïve → done")
     assert raw.getvalue() == b"na?ve ? done\n"
 
 
-def test_none_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_none_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with make_display("none", 3) as view:
         view.note("nothing")
         run_some(view)
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_picture_shows_phases_numbers_and_the_last_validation() -> None:
+def test_the_panel_shows_phases_metrics_and_the_last_validation() -> None:
     view = LiveDisplay(100, record())
     run_some(view)
     view.step(3, {**VALUES, "validation/reward": 0.51, "validation/pass@4": 0.7}, SECONDS)
@@ -165,8 +167,8 @@ def test_the_picture_shows_phases_numbers_and_the_last_validation() -> None:
     assert "validation at 4:   reward 0.51   pass@4 0.7" in lines
 
 
-def test_what_goes_on_before_the_first_step_is_true() -> None:
-    """A capture is no step, and samples of a warm start are not those of the first step."""
+def test_the_panel_names_the_phase_before_the_first_step() -> None:
+    """A capture is no step, and the samples of a warm start are not those of the first step."""
     now = [0.0]
     view = ProgressPanel(100, lambda: now[0])
     assert "starting" in picture(view, 80)
@@ -235,7 +237,7 @@ def test_only_phases_with_progress_have_a_bar() -> None:
 
 
 @pytest.mark.parametrize("width", [100, 60, 40, 20, 8])
-def test_fits_into_narrow_terminals(width: int) -> None:
+def test_the_panel_fits_into_narrow_terminals(width: int) -> None:
     view = LiveDisplay(100, record(width))
     run_some(view, 300)
     view.step(300, {**VALUES, "validation/reward": 0.51}, SECONDS)
@@ -246,7 +248,7 @@ def test_fits_into_narrow_terminals(width: int) -> None:
         assert "generate ━" in shown
 
 
-def test_live_output_leaves_the_cursor_visible_also_after_an_exception() -> None:
+def test_live_output_leaves_the_cursor_visible_after_an_exception() -> None:
     console = record(height=5)  # shorter than the picture
 
     def break_inside() -> None:
@@ -278,7 +280,7 @@ def read_all(terminal: int) -> bytes:
     return seen
 
 
-def test_a_real_terminal_gets_the_live_view_and_a_pipe_does_not() -> None:
+def test_a_terminal_gets_the_live_display_and_a_pipe_gets_lines() -> None:
     code = (
         "from rollgraph.log import make_display\n"
         "with make_display('auto', 2) as view:\n"
@@ -319,5 +321,5 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         ([float("nan")], " "),
     ],
 )
-def test_sparkline(values: list[float], line: str) -> None:
+def test_a_sparkline_has_one_bar_per_value(values: list[float], line: str) -> None:
     assert sparkline(values) == line

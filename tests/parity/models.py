@@ -202,20 +202,20 @@ def lstm(m: Any, x: Tensor) -> Tensor:
     return torch.cat([m.head(y).flatten(), h.flatten(), c.flatten()])
 
 
-@body(cell=lambda: nn.GRUCell(WIDTH, WIDTH), other=lambda: nn.LSTMCell(WIDTH, WIDTH))
+@body(cell=lambda: nn.GRUCell(WIDTH, WIDTH), lstm=lambda: nn.LSTMCell(WIDTH, WIDTH))
 def cells(m: Any, x: Tensor) -> Tensor:
     h, state = x[:, 0], None
     for t in range(TIME):
         h = m.cell(x[:, t], h)
-        state = m.other(h, state)
+        state = m.lstm(h, state)
     return state[0] + state[1] + h
 
 
 @body(inner=linear)
 def reductions(m: Any, x: Tensor) -> Tensor:
     y = m.inner(x)
-    values, places = y.topk(3, -1)
-    z = y.cumsum(1).gather(-1, places) + values.logsumexp(-1, keepdim=True)
+    values, indices = y.topk(3, -1)
+    z = y.cumsum(1).gather(-1, indices) + values.logsumexp(-1, keepdim=True)
     z = torch.where(z > 0, z, z * 0.1) + torch.einsum("btd,bsd->bts", y, y).sort(-1).values[..., :3]
     # CUDA's median is not deterministic.
     middle = y.amax(-1, keepdim=True) if y.is_cuda else y.median(-1, keepdim=True).values
@@ -280,11 +280,11 @@ def constants(m: Any, x: Tensor) -> Tensor:
 
 @body(inner=linear)
 def other_constants(m: Any, x: Tensor) -> Tensor:
-    """No operation announces these constructors, but each replay must still create their values anew."""
-    made = [torch.as_tensor([1.0] * WIDTH), torch.asarray([2.0] * WIDTH), x.new_tensor([3.0] * WIDTH)]
-    for constant in made:
+    """No operation marks these constructors, but each replay must still start from their original values."""
+    tensors = [torch.as_tensor([1.0] * WIDTH), torch.asarray([2.0] * WIDTH), x.new_tensor([3.0] * WIDTH)]
+    for constant in tensors:
         constant.add_(x.detach()[0, 0])
-    return m.inner(x) * torch.stack(made).sum(0)
+    return m.inner(x) * torch.stack(tensors).sum(0)
 
 
 @body(inner=linear, average=lambda: torch.zeros(WIDTH), calls=lambda: torch.zeros((), dtype=torch.long))

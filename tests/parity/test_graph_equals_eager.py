@@ -1,6 +1,6 @@
 """A graph equals eager, bit for bit: outputs, gradients, parameters, buffers and the random stream.
 
-Each program is written once and run on two copies of a model, eagerly and graphed. A trace holds all it computed.
+Each program runs on two copies of a model, eagerly and graphed. A trace holds everything that it computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 }
 # CUDA cannot set a generator's state during capture, so a checkpoint cannot draw its mask again there.
 REWINDS_RNG = {"checkpointed", "checkpointed_dropout", "nested_checkpoint", "autocast_checkpoint"}
-NOT_THE_SAME_TWICE = {"reductions", "lstm"}  # CUDA's cumsum is not deterministic; cuDNN's LSTM draws once per process
+NONDETERMINISTIC = {"reductions", "lstm"}  # CUDA's cumsum is not deterministic; cuDNN's LSTM draws once per process
 HOST_VALUES = {"constants", "other_constants"}  # CUDA cannot copy a Python list to the device during capture
 
 
@@ -120,8 +120,8 @@ def train(
 
 
 def skip_if_not_promised(name: str, backend: str) -> None:
-    if backend == "cuda" and name in REWINDS_RNG | HOST_VALUES | NOT_THE_SAME_TWICE:
-        pytest.skip("CUDA: sets a generator's state, copies from the host, or is not the same twice in eager either")
+    if backend == "cuda" and name in REWINDS_RNG | HOST_VALUES | NONDETERMINISTIC:
+        pytest.skip("CUDA: sets a generator's state, copies from the host, or is not deterministic in eager either")
 
 
 def combine(names: Iterable[str], settings: Iterable[Any]) -> list[Any]:
@@ -136,7 +136,7 @@ def combine(names: Iterable[str], settings: Iterable[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "optimizer"), combine(MODELS, OPTIMIZERS))
-def test_whole_step(name: str, optimizer: str, backend: str, device: torch.device) -> None:
+def test_a_whole_step_equals_eager(name: str, optimizer: str, backend: str, device: torch.device) -> None:
     set_to_none = optimizer in ("sgd", "adamw-warm")
     skip_if_not_promised(name, backend)
     (graphed, eager), inputs = twins(MODELS[name]), batches()
@@ -145,9 +145,11 @@ def test_whole_step(name: str, optimizer: str, backend: str, device: torch.devic
 
 
 @pytest.mark.parametrize(("name", "setting"), combine(MODELS, itertools.product(["backward", "module"], [True, False])))
-def test_optimizer_outside(name: str, setting: tuple[str, bool], backend: str, device: torch.device) -> None:
-    how, set_to_none = setting
+def test_graphs_without_the_optimizer_equal_eager(
+    name: str, setting: tuple[str, bool], backend: str, device: torch.device
+) -> None:
     """All three ways to capture agree, because each equals the same eager program."""
+    how, set_to_none = setting
     skip_if_not_promised(name, backend)
     (graphed, eager), inputs = twins(MODELS[name]), batches()
     expected = train(eager, inputs, how, "momentum", set_to_none)
@@ -155,8 +157,8 @@ def test_optimizer_outside(name: str, setting: tuple[str, bool], backend: str, d
 
 
 @pytest.mark.parametrize("name", ["mlp", "dropout", "checkpointed_dropout", "batch_norm", "in_place"])
-def test_layers_as_graphs_of_one_pool(name: str, backend: str, device: torch.device) -> None:
-    """Scenario 1: a chain of graphed layers and one graph of all of them both equal eager."""
+def test_layers_as_graphs_of_one_pool_equal_eager(name: str, backend: str, device: torch.device) -> None:
+    """A chain of graphed layers and one graph of all of them both equal eager."""
     skip_if_not_promised(name, backend)
 
     def build() -> nn.Sequential:
@@ -211,7 +213,7 @@ def test_bf16_parameters_accumulate_into_fp32_buffers(
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("name", ["mlp", "sdpa", "tied", "layer_norm", "checkpointed", "constants"])
-def test_autocast_around(name: str, cache: bool, backend: str, device: torch.device) -> None:
+def test_graphs_under_autocast_equal_eager(name: str, cache: bool, backend: str, device: torch.device) -> None:
     """The caller enters autocast, around the captured function and around the graphed module."""
     skip_if_not_promised(name, backend)
     model, inputs, results = MODELS[name](), batches(2), []
@@ -249,8 +251,8 @@ def test_autocast_around(name: str, cache: bool, backend: str, device: torch.dev
 # -- gradients --------------------------------------------------------------------------------------
 
 
-def test_gradient_kept_by_the_user_survives(backend: str, device: torch.device) -> None:
-    """Scenario 2: this includes the gradient of an input, and a gradient that is the incoming one itself."""
+def test_a_gradient_kept_by_the_user_survives(backend: str, device: torch.device) -> None:
+    """Including the gradient of an input, and a gradient that is the incoming one itself."""
     model = Fn(lambda m, x: m.inner(x) + m.bias, inner=linear(), bias=nn.Parameter(torch.randn(BATCH, TIME, WIDTH)))
     x = torch.randn(BATCH, TIME, WIDTH, requires_grad=True)
     make_graphed_callables(model, (x,), backend=backend)
@@ -267,7 +269,7 @@ def test_gradient_kept_by_the_user_survives(backend: str, device: torch.device) 
 
 
 def test_accumulation_is_exact(backend: str, device: torch.device) -> None:
-    """Scenario 2: gradients of 1 and 2 add up to 3, whichever parameters had a gradient before."""
+    """Gradients of 1 and 2 add up to 3, whichever parameters had a gradient before."""
     for first_has_gradient in (True, False):
         weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
         f = make_graphed_callables(lambda x: x * weight + bias, (torch.ones(3),), backend=backend)  # noqa: B023
@@ -278,7 +280,7 @@ def test_accumulation_is_exact(backend: str, device: torch.device) -> None:
         assert torch.equal(bias.grad, torch.full((3,), 2.0))
 
 
-def test_parameter_shared_by_two_graphs(backend: str, device: torch.device) -> None:
+def test_a_parameter_shared_by_two_graphs_gets_both_gradients(backend: str, device: torch.device) -> None:
     """In the later graph, its gradient is the incoming buffer, and must stay there while the earlier graph runs."""
 
     def run(graphed: bool) -> Trace:
@@ -298,7 +300,7 @@ def test_parameter_shared_by_two_graphs(backend: str, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("how", ["backward", "module"])
-def test_tensor_hook_of_a_parameter_runs_once(how: str, backend: str, device: torch.device) -> None:
+def test_a_tensor_hook_of_a_parameter_runs_once(how: str, backend: str, device: torch.device) -> None:
     def build() -> nn.Module:
         model = mlp()
         model[0].weight.register_hook(lambda g: g * 2)
@@ -312,8 +314,8 @@ def test_tensor_hook_of_a_parameter_runs_once(how: str, backend: str, device: to
     assert_same(train(graphed, inputs, how, backend=backend), train(eager, inputs, how))
 
 
-def test_output_that_nobody_differentiates(backend: str, device: torch.device) -> None:
-    """A parameter that only feeds an unused output has no gradient in eager, so weight decay must not see one."""
+def test_a_parameter_of_an_unused_output_has_no_gradient(backend: str, device: torch.device) -> None:
+    """As in eager; otherwise, the optimizer would apply weight decay to it."""
     graphed, eager = twins(lambda: Fn(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear()))
     make_graphed_callables(graphed, (torch.randn(2, WIDTH),), backend=backend)
     results = []
@@ -326,7 +328,7 @@ def test_output_that_nobody_differentiates(backend: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_switched_off_and_on(set_to_none: bool, backend: str, device: torch.device) -> None:
+def test_a_graph_switched_off_and_on_equals_eager(set_to_none: bool, backend: str, device: torch.device) -> None:
     """A call that runs eagerly creates its own gradients, and the graph must continue from them."""
     (graphed, eager), inputs, results = twins(mlp), batches(), []
     for model in (graphed, eager):
@@ -350,8 +352,8 @@ def test_switched_off_and_on(set_to_none: bool, backend: str, device: torch.devi
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_autograd_grad(set_to_none: bool, backend: str, device: torch.device) -> None:
-    """torch.autograd.grad works through a graph, with and without existing gradients."""
+def test_autograd_grad_works_through_a_graph(set_to_none: bool, backend: str, device: torch.device) -> None:
+    """With and without existing gradients."""
     graphed, eager = twins(mlp)
     sample = torch.randn(3, WIDTH, requires_grad=True)
     make_graphed_callables(graphed, (sample,), backend=backend)
@@ -360,9 +362,9 @@ def test_autograd_grad(set_to_none: bool, backend: str, device: torch.device) ->
         trace: Trace = []
         for _ in range(3):
             x = torch.ones(3, WIDTH, requires_grad=True)
-            found = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+            gradients = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
             model(x).sum().backward()
-            trace += [*found, *state(model)]
+            trace += [*gradients, *state(model)]
             model.zero_grad(set_to_none)
         results.append(trace)
     assert_same(*results)
@@ -375,8 +377,8 @@ ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
 
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("make", [mlp, dropping, MODELS["batch_norm"], MODELS["checkpointed_dropout"]])
-def test_interleaved_schedule(make: Any, reuse: bool, backend: str, device: torch.device) -> None:
-    """Scenario 4: run two rounds, with gradients accumulating between them."""
+def test_an_interleaved_schedule_equals_eager(make: Any, reuse: bool, backend: str, device: torch.device) -> None:
+    """Run two rounds, with gradients accumulating between them."""
     if make is MODELS["checkpointed_dropout"]:
         skip_if_not_promised("checkpointed_dropout", backend)
     chunks, inputs, results = nn.ModuleList([make(), make(), make()]), batches(6), []
@@ -405,25 +407,29 @@ def test_interleaved_schedule(make: Any, reuse: bool, backend: str, device: torc
 
 def pipeline(calls: dict[tuple[int, int], list[Any]], inputs: list[Tensor]) -> Trace:
     """Run ORDER, handing activations and gradients from chunk to chunk as a pipeline sends them."""
-    done: dict[int, int] = dict.fromkeys((1, 2, -1, -2), 0)
-    given: dict[tuple[int, int], Tensor] = {}
-    made: dict[tuple[int, int], Tensor] = {}
+    counts: dict[int, int] = dict.fromkeys((1, 2, -1, -2), 0)
+    chunk_inputs: dict[tuple[int, int], Tensor] = {}
+    chunk_outputs: dict[tuple[int, int], Tensor] = {}
     trace: Trace = []
     for step in ORDER:
-        chunk, microbatch = abs(step), done[step]
-        done[step] += 1
+        chunk, microbatch = abs(step), counts[step]
+        counts[step] += 1
         key = (chunk, microbatch)
         if step > 0:
-            source = inputs[microbatch] if chunk == 1 else made[1, microbatch]
-            given[key] = y = source.detach().clone().requires_grad_()
+            source = inputs[microbatch] if chunk == 1 else chunk_outputs[1, microbatch]
+            chunk_inputs[key] = y = source.detach().clone().requires_grad_()
             for layer in calls[key]:
                 y = layer(y)
-            made[key] = y
+            chunk_outputs[key] = y
             trace += copies(y)
         else:
-            gradient = torch.ones_like(made[key]) * (microbatch + 1) if chunk == 2 else given[2, microbatch].grad
-            made[key].backward(gradient)
-            trace += copies(given[key].grad)
+            gradient = (
+                torch.ones_like(chunk_outputs[key]) * (microbatch + 1)
+                if chunk == 2
+                else chunk_inputs[2, microbatch].grad
+            )
+            chunk_outputs[key].backward(gradient)
+            trace += copies(chunk_inputs[key].grad)
     return trace
 
 
@@ -434,8 +440,8 @@ def chain(count: int = 4) -> nn.ModuleList:
     return nn.ModuleList(Fn(lambda m, x, mask: m.inner(x).tanh() * mask, inner=linear()) for _ in range(count))
 
 
-def test_one_tensor_fed_to_many_graphs(backend: str, device: torch.device) -> None:
-    """Scenario 5: every graph reads the right values, and what one saved for its backward survives the next."""
+def test_many_graphs_can_read_one_tensor(backend: str, device: torch.device) -> None:
+    """Every graph reads the right values, and what one saved for its backward survives the next."""
     graphed, eager = chain(), None
     eager = copy.deepcopy(graphed)
     x, mask = torch.randn(3, WIDTH, requires_grad=True), torch.rand(3, WIDTH)
@@ -455,8 +461,8 @@ def test_one_tensor_fed_to_many_graphs(backend: str, device: torch.device) -> No
     assert_same(*results)
 
 
-def test_order_of_captures_in_one_pool(backend: str, device: torch.device) -> None:
-    """Scenario 6: layers captured together replay 0..N-1 forward and N-1..0 backward; captured singly they cannot."""
+def test_graphs_of_one_pool_replay_in_their_order_of_capture(backend: str, device: torch.device) -> None:
+    """Layers captured together replay 0..N-1 forward and N-1..0 backward; layers captured one by one cannot."""
     together, apart, mask = chain(2), chain(2), torch.ones(3, WIDTH)
     sample = (torch.randn(3, WIDTH, requires_grad=True), mask)
     make_graphed_callables(tuple(together), (sample, sample), backend=backend)
@@ -472,8 +478,8 @@ def test_order_of_captures_in_one_pool(backend: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("make", [mlp, dropping])
-def test_graphed_checkpointed_child(make: Any, backend: str, device: torch.device) -> None:
-    """Scenario 7: a function finds its parameters behind the checkpoint, and gradients are right in every replay."""
+def test_a_graphed_checkpoint_of_a_module_equals_eager(make: Any, backend: str, device: torch.device) -> None:
+    """A function finds its parameters behind the checkpoint, and gradients are right in every replay."""
     skip_if_not_promised("checkpointed_dropout", backend)
     graphed, eager = twins(make)
 
@@ -494,8 +500,8 @@ def test_graphed_checkpointed_child(make: Any, backend: str, device: torch.devic
 
 
 @pytest.mark.parametrize("how", ["capture", "module"])
-def test_flag_written_in_place_is_seen(how: str, backend: str, device: torch.device) -> None:
-    """Scenario 8: the flag is not an argument, and its address is stable."""
+def test_a_flag_written_in_place_is_seen(how: str, backend: str, device: torch.device) -> None:
+    """The flag is not an argument, and its address is stable."""
     flag = torch.zeros((), dtype=torch.bool)
 
     def f(x: Tensor) -> Tensor:
@@ -513,8 +519,8 @@ def test_flag_written_in_place_is_seen(how: str, backend: str, device: torch.dev
 # -- randomness -------------------------------------------------------------------------------------
 
 
-def test_random_stream_interleaved_and_resumed(backend: str, device: torch.device) -> None:
-    """Scenario 9: two graphs alternate with eager code, and a state is saved midway and loaded again."""
+def test_the_random_stream_equals_eager_interleaved_and_resumed(backend: str, device: torch.device) -> None:
+    """Two graphs alternate with eager code, and a state is saved midway and loaded again."""
     layers = nn.ModuleList([dropping(), dropping()])
     results = []
     for graphed in (True, False):
@@ -537,7 +543,7 @@ def test_random_stream_interleaved_and_resumed(backend: str, device: torch.devic
     assert_same(*results)
 
 
-def test_generator_of_the_user_follows_its_stream(backend: str, device: torch.device) -> None:
+def test_a_generator_of_the_user_follows_its_stream(backend: str, device: torch.device) -> None:
     ours, theirs = (torch.Generator(device).manual_seed(7) for _ in range(2))
     x = torch.zeros(5)
     f = capture(lambda x: x + torch.rand(5, generator=ours), (x,), backend=backend)
@@ -547,7 +553,7 @@ def test_generator_of_the_user_follows_its_stream(backend: str, device: torch.de
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_generator_seeded_inside_draws_the_same_or_is_refused(fresh: bool, backend: str, device: torch.device) -> None:
+def test_a_generator_seeded_inside_equals_eager_or_is_refused(fresh: bool, backend: str, device: torch.device) -> None:
     kept = torch.Generator(device)
 
     def f(x: Tensor) -> Tensor:
@@ -588,12 +594,12 @@ CONSTRUCTORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
-def test_constant_made_inside_is_made_anew(name: str, backend: str, device: torch.device) -> None:
+def test_a_constant_created_inside_equals_eager_or_is_refused(name: str, backend: str, device: torch.device) -> None:
     make = CONSTRUCTORS[name]
     equals_eager_or_refuses(lambda x: make(x).to(x.device).add_(x), backend, torch.ones(3), torch.full((3,), 2.0))
 
 
-def test_argument_written_in_place(backend: str, device: torch.device) -> None:
+def test_an_argument_written_in_place_equals_eager_or_is_refused(backend: str, device: torch.device) -> None:
     equals_eager_or_refuses(lambda x: x.mul_(2) + 1, backend, torch.ones(3), torch.full((3,), 2.0))
 
 
@@ -602,7 +608,7 @@ def head_and_tail(x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return x * 2, [x + 1, x + 2]
 
 
-def test_operation_with_a_list_among_its_results(backend: str, device: torch.device) -> None:
+def test_an_operation_that_returns_a_list_equals_eager_or_is_refused(backend: str, device: torch.device) -> None:
     def f(x: Tensor) -> Tensor:
         head, (one, two) = head_and_tail(x)
         return head + one * two

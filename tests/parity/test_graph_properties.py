@@ -155,7 +155,7 @@ def run_modules(model: nn.Sequential, program: list[str], pool: GraphPool | None
 
 @few
 @given(recipe=stacks, program=programs, layered=st.booleans(), seed=st.integers(0, 99))
-def test_random_modules(
+def test_random_modules_equal_eager(
     recipe: Recipe, program: list[str], layered: bool, seed: int, backend: str, device: torch.device
 ) -> None:
     torch.manual_seed(seed)
@@ -174,7 +174,7 @@ def test_random_modules(
 
 @few
 @given(recipe=stacks, program=programs, warm=st.booleans(), seed=st.integers(0, 99))
-def test_random_training_steps(
+def test_random_training_steps_equal_eager(
     recipe: Recipe, program: list[str], warm: bool, seed: int, backend: str, device: torch.device
 ) -> None:
     """Whole steps are switched off and on, with refused calls in between and gradients zeroed inside."""
@@ -251,7 +251,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 class OverTree(nn.Module):
-    """Scales every tensor by a weight and by the constants, and returns the same tree with a sum beside it."""
+    """Scales every tensor by a weight and by the constants, and returns the same tree and a sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,8 +259,8 @@ class OverTree(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = dict(sorted(kwargs.items()))  # masks are drawn in this order
-        found = torch.utils._pytree.tree_leaves((args, kwargs))
-        scale = sum((leaf for leaf in found if isinstance(leaf, (int, float))), 1.0)
+        values = torch.utils._pytree.tree_leaves((args, kwargs))
+        scale = sum((leaf for leaf in values if isinstance(leaf, (int, float))), 1.0)
         out = torch.utils._pytree.tree_map_only(
             Tensor, lambda t: F.dropout(t * self.weight, 0.2) * scale, (args, kwargs)
         )
@@ -270,7 +270,9 @@ class OverTree(nn.Module):
 @pytest.mark.slow
 @few
 @given(args=st.lists(trees, min_size=1, max_size=3), kwargs=st.dictionaries(st.sampled_from("xyz"), trees, max_size=2))
-def test_random_input_trees(args: list[Any], kwargs: dict[str, Any], backend: str, device: torch.device) -> None:
+def test_random_input_trees_equal_eager(
+    args: list[Any], kwargs: dict[str, Any], backend: str, device: torch.device
+) -> None:
     torch.manual_seed(0)
     graphed, eager = OverTree(), OverTree()
     sample, keywords = tuple(plant(args)), plant(kwargs)
@@ -279,27 +281,27 @@ def test_random_input_trees(args: list[Any], kwargs: dict[str, Any], backend: st
     for model in (graphed, eager):
         trace: list[Tensor | None] = []
         torch.manual_seed(1)
-        for given_args, given_kwargs in calls:
-            given_args, given_kwargs = copy.deepcopy((given_args, given_kwargs))
-            out = model(*given_args, **dict(reversed(given_kwargs.items())))
+        for call_args, call_kwargs in calls:
+            call_args, call_kwargs = copy.deepcopy((call_args, call_kwargs))
+            out = model(*call_args, **dict(reversed(call_kwargs.items())))
             sum(t.square().sum() for t in tensors(out)).backward()
-            shape = (tuple(given_args), dict(sorted(given_kwargs.items())))
+            shape = (tuple(call_args), dict(sorted(call_kwargs.items())))
             assert torch.utils._pytree.tree_structure(out["tree"]) == torch.utils._pytree.tree_structure(shape)
-            trace += copies(*tensors(out), *(t.grad for t in tensors((given_args, given_kwargs))), model.weight.grad)
+            trace += copies(*tensors(out), *(t.grad for t in tensors((call_args, call_kwargs))), model.weight.grad)
         results.append([*trace, torch.rand(2)])
     assert_same(*results)
 
 
 @pytest.mark.slow
 @few
-@given(tree=trees, other=trees)
-def test_another_tree_is_refused(tree: Any, other: Any, backend: str, device: torch.device) -> None:
+@given(tree=trees, other_tree=trees)
+def test_another_tree_is_refused(tree: Any, other_tree: Any, backend: str, device: torch.device) -> None:
     """A call fits if and only if its tree, shapes and constants match those of the capture."""
 
     def f(tree: Any, x: Tensor) -> Tensor:
         return sum((t.sum() for t in tensors(tree)), x.sum())
 
-    x, first, second = torch.ones(2), plant(tree), plant(other)
+    x, first, second = torch.ones(2), plant(tree), plant(other_tree)
     graphed = make_graphed_callables((f,), ((first, x),), backend=backend)[0]
 
     def shape(tree: Any) -> Any:

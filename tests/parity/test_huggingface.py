@@ -1,4 +1,4 @@
-"""Our decoder computes Hugging Face's logits, for folders that transformers wrote and for folders that we wrote.
+"""The decoder's logits equal those of Hugging Face, for model folders written by transformers and by us.
 
 Biases, norms and window sizes are chosen so that leaving one out would change the logits.
 """
@@ -114,20 +114,20 @@ def sequences(*lengths: int) -> list[Tensor]:
     return [torch.randint(SMALL["vocab_size"], (length,)) for length in lengths]
 
 
-def off(one: Tensor, other: Tensor) -> float:
-    assert one.shape == other.shape
-    return float((one - other).abs().max())
+def max_difference(left: Tensor, right: Tensor) -> float:
+    assert left.shape == right.shape
+    return float((left - right).abs().max())
 
 
 def state(model: Decoder) -> dict[str, Tensor]:
     return {**model.state_dict(), "frequencies": model.frequencies}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-# The others of llama differ in what `test_older_configs_mean_the_same` reads and writes, too.
+# `test_older_configs_mean_the_same` reads and writes the other variants of llama, too.
 QUICK = {
     "llama", "llama, tied", "llama, one key head", "llama, yarn with options", "qwen2", "qwen2, windows",
     "qwen3, wide heads, biases", "qwen3, chosen windows", "mistral, window", "mistral, no window",
@@ -138,7 +138,7 @@ QUICK = {
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 )
 def test_logits_survive_a_round_trip(name: str, tmp_path: Path) -> None:
-    """Compare one sequence, and several with padding; then read a folder that we wrote, as one file and as many."""
+    """Compare one sequence, and several with padding; then read back our folder, with one file and with several."""
     peer = write(name, tmp_path / "theirs")
     model = load_model(tmp_path / "theirs")
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
@@ -146,8 +146,8 @@ def test_logits_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     padding = torch.zeros(6, dtype=torch.long)
     expected = theirs(peer, [*batch, padding])
     assert expected.std() > 0.1  # the logits vary
-    assert off(ours(model, [*batch, padding], empty=2), expected) < 1e-5
-    assert off(ours(model, batch[2:3]), theirs(peer, batch[2:3])) < 1e-5
+    assert max_difference(ours(model, [*batch, padding], empty=2), expected) < 1e-5
+    assert max_difference(ours(model, batch[2:3]), theirs(peer, batch[2:3])) < 1e-5
 
     for folder, shard_bytes in ((tmp_path / "whole", 10**9), (tmp_path / "sharded", 4000)):
         save_model(model, folder, shard_bytes=shard_bytes)
@@ -155,23 +155,23 @@ def test_logits_survive_a_round_trip(name: str, tmp_path: Path) -> None:
         again = load_model(folder)
         assert again.architecture == model.architecture
         assert same(state(again), state(model))
-        assert off(theirs(read(folder), [*batch, padding]), expected) < 1e-5
+        assert max_difference(theirs(read(folder), [*batch, padding]), expected) < 1e-5
 
 
-def test_reads_sharded_folders_of_transformers(tmp_path: Path) -> None:
+def test_sharded_folders_of_transformers_are_read(tmp_path: Path) -> None:
     peer = write("qwen2", tmp_path, max_shard_size="10KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     batch = sequences(20, 9)
-    assert off(ours(load_model(tmp_path), batch), theirs(peer, batch)) < 1e-5
+    assert max_difference(ours(load_model(tmp_path), batch), theirs(peer, batch)) < 1e-5
 
 
 def test_a_model_takes_other_weights_in_place(tmp_path: Path) -> None:
     write("qwen3", tmp_path / "one")
     peer = write("qwen3", tmp_path / "two")
     model, batch = load_model(tmp_path / "one"), sequences(12)
-    assert off(ours(model, batch), theirs(peer, batch)) > 0.1
+    assert max_difference(ours(model, batch), theirs(peer, batch)) > 0.1
     load_weights(model, tmp_path / "two")
-    assert off(ours(model, batch), theirs(peer, batch)) < 1e-5
+    assert max_difference(ours(model, batch), theirs(peer, batch)) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -187,7 +187,7 @@ def test_half_precision_is_read_and_written_unchanged(dtype: torch.dtype, tmp_pa
     assert same(again.state_dict(), peer.state_dict())
     batch = sequences(20)
     wide = load_model(tmp_path / "half", dtype=torch.float32)
-    assert off(ours(wide, batch), theirs(read(tmp_path / "half", dtype=torch.float32), batch)) < 1e-5
+    assert max_difference(ours(wide, batch), theirs(read(tmp_path / "half", dtype=torch.float32), batch)) < 1e-5
 
 
 def test_other_config_fields_are_kept(tmp_path: Path) -> None:
@@ -203,11 +203,11 @@ def test_other_config_fields_are_kept(tmp_path: Path) -> None:
 
 
 def change(path: Path, *without: str, **more: Any) -> dict[str, Any]:
-    """Remove settings from a config.json and add others; return those that were removed."""
+    """Remove settings from a config.json and add others; return the removed ones."""
     config = json.loads(path.read_text())
-    taken = {key: config.pop(key) for key in without}
+    removed = {key: config.pop(key) for key in without}
     path.write_text(json.dumps({**config, **more}))
-    return taken
+    return removed
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("llama, ")])
@@ -219,24 +219,24 @@ def test_older_configs_mean_the_same(name: str, tmp_path: Path) -> None:
     theta, kind = options.pop("rope_theta"), options.pop("rope_type")
     change(config, rope_theta=theta, rope_scaling={"type": kind, **options} if options else None)
     model = load_model(tmp_path / "theirs")
-    assert off(ours(model, batch), theirs(peer, batch)) < 1e-5
+    assert max_difference(ours(model, batch), theirs(peer, batch)) < 1e-5
     save_model(model, tmp_path / "ours")
-    change(tmp_path / "ours" / "config.json", "rope_parameters")  # as if the reader were too old to know it
-    assert off(theirs(read(tmp_path / "ours"), batch), theirs(peer, batch)) < 1e-5
+    change(tmp_path / "ours" / "config.json", "rope_parameters")  # as for a transformers too old to know it
+    assert max_difference(theirs(read(tmp_path / "ours"), batch), theirs(peer, batch)) < 1e-5
 
 
 @pytest.mark.parametrize("theta", [{}, {"rope_theta": 900.0}], ids=["no theta", "a theta"])
 @pytest.mark.parametrize("spelling", ["type", "rope_type"])
 @pytest.mark.parametrize(("kind", "options"), [("linear", {"factor": 3.0}), ("llama3", LLAMA3), ("yarn", YARN)])
-def test_rope_scaling_beside_rope_parameters(
+def test_rope_scaling_beside_rope_parameters_means_the_same(
     kind: str, options: dict[str, Any], spelling: str, theta: dict[str, float], tmp_path: Path
 ) -> None:
     """A user may add the scaling that an older README asks for to a new file."""
     peer, batch = write("llama", tmp_path), sequences(40)
     change(tmp_path / "config.json", rope_scaling={spelling: kind, **options}, **theta)
     expected = theirs(read(tmp_path), batch)
-    assert off(theirs(peer, batch), expected) > 1e-3
-    assert off(ours(load_model(tmp_path), batch), expected) < 1e-5
+    assert max_difference(theirs(peer, batch), expected) > 1e-3
+    assert max_difference(ours(load_model(tmp_path), batch), expected) < 1e-5
 
 
 def test_yarn_frequencies_equal_those_of_transformers() -> None:
@@ -261,9 +261,9 @@ def test_yarn_frequencies_equal_those_of_transformers() -> None:
         )
         expected, scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)
         rope = Rope(theta, "yarn", options)
-        found, ours = rope.frequencies(head_dim, 4096)
-        assert torch.equal(found, expected), (theta, head_dim, options)
-        assert ours == scale
+        frequencies, attention_factor = rope.frequencies(head_dim, 4096)
+        assert torch.equal(frequencies, expected), (theta, head_dim, options)
+        assert attention_factor == scale
         low, high = rope._yarn_range(options["original_max_position_embeddings"], head_dim)
         inverted += low > high
         empty += high - low == pytest.approx(0.001)
@@ -276,14 +276,14 @@ def test_an_original_length_outside_the_rope_options_takes_precedence(name: str,
     peer, batch = write(name, tmp_path), sequences(30)
     change(tmp_path / "config.json", original_max_position_embeddings=16)
     expected = theirs(read(tmp_path), batch)
-    assert off(theirs(peer, batch), expected) > 1e-3
-    assert off(ours(load_model(tmp_path), batch), expected) < 1e-5
+    assert max_difference(theirs(peer, batch), expected) > 1e-3
+    assert max_difference(ours(load_model(tmp_path), batch), expected) < 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, {"use_sliding_window": True}])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_defaults_equal_those_of_transformers(family: str, options: dict[str, Any]) -> None:
-    said = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 40, **options}
-    said |= {"num_attention_heads": 32, "num_hidden_layers": 30}
-    full = getattr(transformers, f"{family}Config")(**said).to_dict()
-    assert Architecture.from_config({"model_type": family.lower(), **said}) == Architecture.from_config(full)
+    fields = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 40, **options}
+    fields |= {"num_attention_heads": 32, "num_hidden_layers": 30}
+    full = getattr(transformers, f"{family}Config")(**fields).to_dict()
+    assert Architecture.from_config({"model_type": family.lower(), **fields}) == Architecture.from_config(full)

@@ -61,9 +61,9 @@ def packed(model: Decoder, batch: list[Tensor], empty: int = 0) -> Tensor:
     return cast(Tensor, model(torch.cat(batch), positions, lengths.cumsum(0).int(), int(lengths.max())))
 
 
-def close(one: Tensor, other: Tensor, tolerance: float = 1e-5) -> None:
-    """CUDA needs a larger tolerance, because it runs in fp32 and chooses a matrix-product kernel by shape."""
-    torch.testing.assert_close(one, other, rtol=0, atol=tolerance * (5 if one.is_cuda else 1e-6))
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> None:
+    """CUDA needs a larger tolerance, because it runs in fp32 and chooses a GEMM kernel by shape."""
+    torch.testing.assert_close(left, right, rtol=0, atol=tolerance * (5 if left.is_cuda else 1e-6))
 
 
 # -- packed ----------------------------------------------------------------------------------------
@@ -84,12 +84,12 @@ def test_packed_equals_alone(architecture: Architecture, empty: int) -> None:
 def test_a_window_has_exactly_its_width(architecture: Architecture) -> None:
     """A token affects later ones exactly as far as the combined windows of all layers reach."""
     model, (ids,) = build(architecture), sequences(24)
-    other = torch.cat([(ids[:1] + 1) % LLAMA.vocabulary, ids[1:]])
+    other_ids = torch.cat([(ids[:1] + 1) % LLAMA.vocabulary, ids[1:]])
     with torch.no_grad():
-        changed = (packed(model, [ids]) != packed(model, [other])).any(1)
+        changed = (packed(model, [ids]) != packed(model, [other_ids])).any(1)
     windows = [architecture.window(layer) for layer in range(architecture.layers)]
     reach = 24 if None in windows else 1 + sum(cast(int, window) - 1 for window in windows)
-    assert changed.tolist() == [place < reach for place in range(24)]
+    assert changed.tolist() == [position < reach for position in range(24)]
 
 
 @every_model
@@ -100,9 +100,9 @@ def test_gradients_do_not_depend_on_neighbours(architecture: Architecture) -> No
     weights = [parameter for name, parameter in model.named_parameters() if name != "lm_head.weight"]
     alone = torch.autograd.grad(packed(model, batch[1:2]), weights, upstream)
     beside = torch.autograd.grad(packed(model, batch)[4:15], weights, upstream)
-    for one, other in zip(alone, beside, strict=True):
-        close(one, other, 1e-4)
-        assert one.abs().max() > 1e-2
+    for gradient, packed_gradient in zip(alone, beside, strict=True):
+        close(gradient, packed_gradient, 1e-4)
+        assert gradient.abs().max() > 1e-2
 
 
 def test_padding_does_not_change_the_rest() -> None:
@@ -124,10 +124,10 @@ def test_a_shared_prompt_equals_a_separate_one(architecture: Architecture, empty
 
     # The row holds another sequence, then the prompt, then three continuations.
     lengths = torch.tensor([0, len(one), len(prompt), *map(len, rest), *[0] * empty]).cumsum(0).int()
-    at = range(len(one), len(one) + len(prompt))
-    seen: list[list[int]] = [list(range(len(one))), list(at)]
+    prompt_range = range(len(one), len(one) + len(prompt))
+    seen: list[list[int]] = [list(range(len(one))), list(prompt_range)]
     for start, ids in zip(lengths[2:].tolist(), rest, strict=False):
-        seen.append([*at, *range(start, start + len(ids))])
+        seen.append([*prompt_range, *range(start, start + len(ids))])
     spare = 5  # keys that belong to no sequence
     keys = PackedKeys(
         torch.tensor([*chain(*seen), *[0] * spare]),
@@ -139,12 +139,14 @@ def test_a_shared_prompt_equals_a_separate_one(architecture: Architecture, empty
     longest = len(prompt) + max(map(len, rest))
     shared = model(torch.cat([one, prompt, *rest]), positions, lengths, longest, keys)
 
-    own = [packed(model, [torch.cat((prompt, ids))]) for ids in rest]
-    expected = torch.cat([packed(model, [one]), own[0][: len(prompt)], *(hidden[len(prompt) :] for hidden in own)])
+    separate = [packed(model, [torch.cat((prompt, ids))]) for ids in rest]
+    expected = torch.cat(
+        [packed(model, [one]), separate[0][: len(prompt)], *(hidden[len(prompt) :] for hidden in separate)]
+    )
     close(shared, expected)
     upstream = torch.randn_like(expected)
-    found, wanted = (torch.autograd.grad(hidden, weights, upstream) for hidden in (shared, expected))
-    for ours, theirs in zip(found, wanted, strict=True):
+    gradients, expected_gradients = (torch.autograd.grad(hidden, weights, upstream) for hidden in (shared, expected))
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3) if ours.is_cuda else close(ours, theirs, 2e-4)
         assert theirs.abs().max() > 1e-1
 
@@ -153,7 +155,7 @@ def test_a_shared_prompt_equals_a_separate_one(architecture: Architecture, empty
 
 
 class Cache:
-    """Pages for several sequences, with blocks in random order. Places that were never written hold `fill`."""
+    """Pages for several sequences, with blocks in random order. Entries that were never written hold `fill`."""
 
     def __init__(self, architecture: Architecture, capacities: list[int], block: int, fill: float = 100.0) -> None:
         a, self.block = architecture, block
@@ -162,15 +164,15 @@ class Cache:
         self.pages = torch.full((a.layers, len(blocks), block, 2, a.kv_heads, a.head_dim), fill)
         # The table is wider than the longest sequence needs; the rest names a block that no sequence owns.
         self.table = blocks[-1].repeat(len(widths), max(widths) + 1).int()
-        for row, own in enumerate(blocks[:-4].split(widths)):
-            self.table[row, : len(own)] = own
+        for row, row_blocks in enumerate(blocks[:-4].split(widths)):
+            self.table[row, : len(row_blocks)] = row_blocks
 
     def slots(self, row: int, positions: Tensor) -> Tensor:
         return self.table[row, positions // self.block] * self.block + (positions % self.block).int()
 
 
 def prefill(model: Decoder, cache: Cache, batch: list[Tensor], starts: list[int], ends: list[int], pad: int) -> None:
-    """Prefill places `starts` to `ends` of each sequence, packed, followed by `pad` rows of padding."""
+    """Prefill positions `starts` to `ends` of each sequence, packed, followed by `pad` rows of padding."""
     spans = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
     padding = torch.zeros(pad, dtype=torch.long)
     ids = torch.cat([*(ids[span] for ids, span in zip(batch, spans, strict=True)), padding])
@@ -181,16 +183,16 @@ def prefill(model: Decoder, cache: Cache, batch: list[Tensor], starts: list[int]
     model.prefill(ids, torch.cat([*spans, padding]), slots, cache.pages, cache.table, cu_seqlens, lengths)
 
 
-def decode(model: Decoder, cache: Cache, batch: list[Tensor], places: list[int]) -> Tensor:
-    """Decode one place of each sequence and return the hidden states."""
-    positions = torch.tensor(places)
-    ids = torch.stack([ids[place] for ids, place in zip(batch, places, strict=True)])
+def decode(model: Decoder, cache: Cache, batch: list[Tensor], indices: list[int]) -> Tensor:
+    """Decode one token of each sequence, at index `indices`, and return the hidden states."""
+    positions = torch.tensor(indices)
+    ids = torch.stack([ids[index] for ids, index in zip(batch, indices, strict=True)])
     slots = torch.cat([cache.slots(row, positions[row : row + 1]) for row in range(len(batch))])
     return model.decode(ids, positions, slots, cache.pages, cache.table, (positions + 1).int())
 
 
 def compare(architecture: Architecture, block: int, fill: float) -> None:
-    """Prefill in two chunks, some of them empty, then decode token by token; compare with one packed forward."""
+    """Prefill each sequence in two chunks, possibly empty, then decode; compare with one packed forward."""
     model, batch = build(architecture), sequences(21, 9, 14)
     expected = packed(model, batch).split([len(ids) for ids in batch])
     cache = Cache(architecture, [len(ids) for ids in batch], block, fill)
@@ -199,9 +201,9 @@ def compare(architecture: Architecture, block: int, fill: float) -> None:
     prefill(model, cache, batch, [0, 0, 0], first, pad=0)
     prefill(model, cache, batch, first, prompts, pad=3)
     for step in range(6):
-        places = [prompt + step for prompt in prompts]
-        hidden = decode(model, cache, batch, places)
-        close(hidden, torch.stack([whole[place] for whole, place in zip(expected, places, strict=True)]))
+        indices = [prompt + step for prompt in prompts]
+        hidden = decode(model, cache, batch, indices)
+        close(hidden, torch.stack([whole[index] for whole, index in zip(expected, indices, strict=True)]))
 
 
 @every_model
@@ -213,8 +215,8 @@ def test_paged_equals_packed(architecture: Architecture, block: int) -> None:
 
 @every_model
 @torch.no_grad()
-def test_unwritten_places_may_hold_anything(architecture: Architecture) -> None:
-    """Such places are in blocks that no sequence owns, and after the end of a sequence in its last block."""
+def test_unwritten_cache_entries_may_hold_anything(architecture: Architecture) -> None:
+    """They are in blocks that no sequence owns, and after the end of a sequence in its last block."""
     compare(architecture, 4, fill=torch.nan)
 
 
@@ -235,15 +237,15 @@ def test_prefill_in_any_chunks_writes_the_same_cache(architecture: Architecture)
 
 @every_model
 @torch.no_grad()
-def test_decode_from_the_first_token(architecture: Architecture) -> None:
+def test_decoding_may_begin_at_the_first_token(architecture: Architecture) -> None:
     """Decode without any prefill, with rows of different lengths in one batch."""
     model, batch = build(architecture), sequences(12, 12)
     expected = packed(model, batch).view(2, 12, -1)
     cache = Cache(architecture, [12, 12], 4)
-    for place in range(12):
-        behind = max(place - 4, 0)  # the second sequence waits at its first token
-        hidden = decode(model, cache, batch, [place, behind])
-        close(hidden, torch.stack([expected[0, place], expected[1, behind]]))
+    for index in range(12):
+        behind = max(index - 4, 0)  # the second sequence waits at its first token
+        hidden = decode(model, cache, batch, [index, behind])
+        close(hidden, torch.stack([expected[0, index], expected[1, behind]]))
 
 
 # -- captured --------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def odd_targets(targets: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("target", "code", "says"),
+    ("target", "code", "message"),
     [
         ("targets:clean", 0, "clean: 1 graph"),
         ("targets.py:module", 0, "clean: 1 graph"),
@@ -111,17 +111,19 @@ def odd_targets(targets: Path) -> Path:
         ("targets", 2, "expected package.module:function"),
     ],
 )
-def test_check(targets: Path, odd_targets: Path, tmp_path: Path, target: str, code: int, says: str) -> None:
+def test_check_prints_the_result_and_exits_with_its_code(
+    targets: Path, odd_targets: Path, tmp_path: Path, target: str, code: int, message: str
+) -> None:
     if target.startswith(("random", "package")):
         target = f"{odd_targets}/{target}"
     done = run_command(targets, tmp_path, "check", target)
     assert done.returncode == code, done.stderr
-    assert says in (done.stdout if code < 2 else done.stderr)
+    assert message in (done.stdout if code < 2 else done.stderr)
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_check_on_cuda_without_a_gpu(targets: Path, tmp_path: Path) -> None:
+def test_check_on_cuda_is_refused_without_a_gpu(targets: Path, tmp_path: Path) -> None:
     """Nothing was checked, so there is no finding; the target is not even built."""
     done = run_command(targets, tmp_path, "check", "targets:raising", "--backend", "cuda")
     assert done.returncode == 2
@@ -130,7 +132,7 @@ def test_check_on_cuda_without_a_gpu(targets: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_check_json(targets: Path, tmp_path: Path) -> None:
+def test_check_prints_json(targets: Path, tmp_path: Path) -> None:
     clean = command(targets, "-m", "rollgraph", "check", "--json", "--replays", "2", "targets:clean")
     report = json.loads(clean.stdout)
     assert report["clean"] is True
@@ -151,7 +153,7 @@ def test_examples_are_clean(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_process(targets: Path) -> None:
+def test_the_environment_variable_covers_a_whole_process(targets: Path) -> None:
     script = (
         "import torch; from rollgraph.graph import capture\n"
         "g = capture(lambda x: x * 2, (torch.ones(2),))\n"

@@ -175,7 +175,7 @@ def recorded_hook() -> Any:
     return graph(torch.randn(2, 4)).clone()
 
 
-def own_generator() -> Any:
+def user_generator() -> Any:
     generator = torch.Generator().manual_seed(1)
     graph = capture(lambda x: x + torch.randn(4, generator=generator), (torch.zeros(4),))
     return [graph(torch.zeros(4)).clone() for _ in range(2)]
@@ -216,11 +216,11 @@ def checkpointed_layers() -> Any:
 
 PROGRAMS = [
     recurrent, residual_chain, graphs_of_one_pool, accumulation, scheduled_rate, inference_mode, autocast,
-    keywords_and_trees, recorded_hook, own_generator, callable_object, checkpointed_layers,
+    keywords_and_trees, recorded_hook, user_generator, callable_object, checkpointed_layers,
 ]  # fmt: skip
 
 
-CPU_ONLY = [autocast, own_generator, checkpointed_layers]
+CPU_ONLY = [autocast, user_generator, checkpointed_layers]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -1,4 +1,4 @@
-"""What the sanitizer finds beyond the gallery, where it places a finding, and what it leaves behind."""
+"""Findings beyond the gallery, the lines that they name, and the end of the sanitizer's block."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollgraph.graph.tape import TapeRecording
 # -- the block -------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_behind() -> None:
+def test_the_block_leaves_nothing_behind() -> None:
     engine = torch.autograd._engine_run_backward
     with sanitize():
         inside = capture(lambda x: x + 1, (torch.zeros(2),))
@@ -78,7 +78,7 @@ def test_backwards_are_compared_too() -> None:
 
 
 @pytest.mark.gpu
-def test_a_replay_that_differs_is_found_on_cuda() -> None:
+def test_a_replay_that_differs_is_reported_on_cuda() -> None:
     scale = [1.0]
 
     def f(x: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def test_a_replay_that_differs_is_found_on_cuda() -> None:
         graph = capture(f, (torch.ones(2, device="cuda"),))
         scale[0] = 2.0
         graph(torch.ones(2, device="cuda"))
-    differs = [found for found in findings if found.kind == "differs"]
-    assert [found.where.line for found in differs] == [f.__code__.co_firstlineno + 2]
+    differs = [finding for finding in findings if finding.kind == "differs"]
+    assert [finding.where.line for finding in differs] == [f.__code__.co_firstlineno + 2]
 
 
 def test_a_nondeterministic_kernel_is_noted_and_not_compared() -> None:
@@ -111,7 +111,7 @@ def test_python_values_that_differ_from_run_to_run_are_constants(draw: str) -> N
     names = {"rng": numpy.random.default_rng(0), "numbers": iter(range(1000)), "own": random.Random(0)}
     with sanitize() as findings:
         capture(eval(f"lambda x: x * {draw}", names), (torch.ones(2),))(torch.ones(2))
-    assert [found.kind for found in findings] == ["constant"]
+    assert [finding.kind for finding in findings] == ["constant"]
 
 
 def test_a_value_that_makes_no_difference_is_a_note() -> None:
@@ -163,13 +163,13 @@ def test_all_host_reads_are_reported_at_once() -> None:
     with sanitize() as findings:
         capture(f, (torch.randn(3),))
     first = f.__code__.co_firstlineno
-    assert [(found.kind, found.where.line) for found in findings] == [
+    assert [(finding.kind, finding.where.line) for finding in findings] == [
         ("host-read", first + 1),
         ("host-read", first + 2),
     ]
 
 
-def test_a_host_read_in_an_optimizer_is_placed_at_the_line_that_steps_it() -> None:
+def test_a_host_read_in_an_optimizer_names_the_line_of_its_step() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -180,14 +180,16 @@ def test_a_host_read_in_an_optimizer_is_placed_at_the_line_that_steps_it() -> No
 
     with sanitize() as findings:
         capture(step, (torch.randn(2, 4),))
-    assert {(found.kind, found.where.line) for found in findings} == {("host-read", step.__code__.co_firstlineno + 3)}
+    assert {(finding.kind, finding.where.line) for finding in findings} == {
+        ("host-read", step.__code__.co_firstlineno + 3)
+    }
 
 
 @pytest.mark.parametrize(("args", "kind"), [((torch.ones(2), 2.0), "constant"), ((torch.ones(3), 1.0), "mismatch")])
 def test_a_refused_call_is_classified_by_its_error(args: Any, kind: str) -> None:
     with sanitize() as findings:
         capture(lambda x, scale: x * scale, (torch.ones(2), 1.0))(*args)
-    assert [found.kind for found in findings] == [kind]
+    assert [finding.kind for finding in findings] == [kind]
 
 
 def test_an_argument_that_the_program_keeps_is_an_escape() -> None:
@@ -199,20 +201,20 @@ def test_an_argument_that_the_program_keeps_is_an_escape() -> None:
 
     with sanitize() as findings:
         capture(f, (torch.ones(2),))
-    assert [(found.kind, found.where.line) for found in findings] == [("escape", f.__code__.co_firstlineno)]
+    assert [(finding.kind, finding.where.line) for finding in findings] == [("escape", f.__code__.co_firstlineno)]
 
 
-def test_a_tensor_back_at_its_address_at_capture_has_not_moved() -> None:
+def test_a_tensor_back_at_its_captured_address_has_not_moved() -> None:
     model = nn.Linear(4, 2)
-    captured, other, third = model.weight.data, torch.zeros(2, 4), torch.zeros(2, 4)
+    captured, second, third = model.weight.data, torch.zeros(2, 4), torch.zeros(2, 4)
     snapshot = ProgramSnapshot(model, [model], [])
     for data, moved in (
         (captured, []),
-        (other, ["Linear.weight"]),
-        (other, []),  # each move is reported once
+        (second, ["Linear.weight"]),
+        (second, []),  # each move is reported once
         (captured, []),
         (third, ["Linear.weight"]),
-        (other, ["Linear.weight"]),
+        (second, ["Linear.weight"]),
     ):
         model.weight.data = data
         assert list(snapshot.moved_tensors()) == moved
@@ -228,7 +230,7 @@ def test_a_tensor_in_a_local_variable_is_not_an_orphan() -> None:
         assert not len(findings), findings
         del mask
         graph(torch.ones(4))
-    assert [found.kind for found in findings] == ["orphan"]
+    assert [finding.kind for finding in findings] == ["orphan"]
 
 
 LINES = {
@@ -273,14 +275,14 @@ def test_a_refused_capture_names_the_line_to_blame(title: str) -> None:
     (marked,) = [i for i, line in enumerate(program.splitlines(), 1) if line.endswith("# <-")]
     with sanitize() as findings:
         capture(names["f"], (torch.ones(2, 2),))
-    (found,) = findings
-    assert (found.kind, found.where.file, found.where.line) == ("refused", "program.py", marked)
+    (finding,) = findings
+    assert (finding.kind, finding.where.file, finding.where.line) == ("refused", "program.py", marked)
 
 
 # -- hooks -----------------------------------------------------------------------------------------
 
 
-def test_hooks_of_every_kind_are_found() -> None:
+def test_hooks_of_every_kind_are_reported() -> None:
     model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
 
     @torch.no_grad()
@@ -299,8 +301,8 @@ def test_hooks_of_every_kind_are_found() -> None:
             capture(lambda x: model(x).sum().backward(), (torch.randn(2, 4),))
     finally:
         handle.remove()
-    assert [found.kind for found in findings] == ["hook"] * 3
-    assert {found.where.module for found in findings} == {"1", "every module", "1.weight"}
+    assert [finding.kind for finding in findings] == ["hook"] * 3
+    assert {finding.where.module for finding in findings} == {"1", "every module", "1.weight"}
 
 
 def through(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,7 +313,7 @@ def through(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def test_a_decorated_hook_is_placed_at_its_def() -> None:
+def test_a_finding_about_a_decorated_hook_names_its_def() -> None:
     @through
     def hook(module: nn.Module, args: Any, output: Tensor) -> None: ...
 

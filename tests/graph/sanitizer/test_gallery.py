@@ -76,7 +76,7 @@ def test_the_documentation_shows_a_complete_report() -> None:
 
 
 @pytest.mark.parametrize("title", GALLERY)
-def test_gallery(title: str) -> None:
+def test_each_program_gives_its_report_and_its_fix_is_clean(title: str) -> None:
     program, report, fixed = GALLERY[title]
     findings = run(program)
     (marked,) = [i for i, line in enumerate(program.splitlines(), 1) if line.endswith("# <-")]
@@ -88,8 +88,8 @@ def test_gallery(title: str) -> None:
 
 
 def test_the_gallery_has_every_kind_and_the_known_failures_of_the_field() -> None:
-    found = {report.partition(":")[0] for _, report, _ in GALLERY.values()}
-    assert found >= {
+    kinds = {report.partition(":")[0] for _, report, _ in GALLERY.values()}
+    assert kinds >= {
         "host-read", "escape", "moved", "hook", "constant", "stale-output", "orphan", "generator", "tree", "collective",
         "differs",
     }  # fmt: skip
@@ -113,12 +113,12 @@ ON_CUDA = [  # the others name a CPU generator or a CPU tensor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("title", ON_CUDA)
-def test_gallery_on_cuda(title: str) -> None:
+def test_each_program_gives_its_finding_on_cuda_and_its_fix_is_clean(title: str) -> None:
     program, report, fixed = GALLERY[title]
     (marked,) = [i for i, line in enumerate(program.splitlines(), 1) if line.endswith("# <-")]
     with torch.device("cuda"):
-        found = run(program).items[0]
+        finding = run(program).items[0]
         clean = run(fixed)
-    assert (found.kind, found.where.line) == (report.partition(":")[0], marked)
+    assert (finding.kind, finding.where.line) == (report.partition(":")[0], marked)
     assert not len(clean), clean
     assert clean.graphs

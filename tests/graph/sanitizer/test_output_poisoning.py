@@ -72,16 +72,16 @@ def test_operations_that_read_no_value_of_a_poisoned_output_are_clean() -> None:
 
 def test_a_stale_read_is_reported_once() -> None:
     with sanitize() as findings:
-        graph, other = (capture(lambda x: x * 2, (torch.ones(1),)) for _ in range(2))
+        graph, next_graph = (capture(lambda x: x * 2, (torch.ones(1),)) for _ in range(2))
         old = graph(torch.ones(1))
         graph(torch.ones(1))
         old.item()
-        other(old)
-    assert [found.kind for found in findings] == ["stale-output"] * 2
-    assert len({found.where.line for found in findings}) == 2
+        next_graph(old)
+    assert [finding.kind for finding in findings] == ["stale-output"] * 2
+    assert len({finding.where.line for finding in findings}) == 2
 
 
-def test_an_output_that_autograd_saved_is_reported_when_its_backward_fails() -> None:
+def test_an_output_saved_by_autograd_is_reported_when_its_backward_fails() -> None:
     weight, seen = torch.ones(2, requires_grad=True), []
 
     def program() -> None:
@@ -94,7 +94,7 @@ def test_an_output_that_autograd_saved_is_reported_when_its_backward_fails() -> 
 
     with pytest.raises(RuntimeError, match="inplace"):
         program()
-    assert [found.kind for found in seen[0]] == ["stale-output"]
+    assert [finding.kind for finding in seen[0]] == ["stale-output"]
 
 
 def test_a_backward_that_fails_for_another_reason_is_not_reported() -> None:
