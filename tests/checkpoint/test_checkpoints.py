@@ -84,7 +84,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-# -- a load restores what was saved ----------------------------------------------------------------
+# -- saving and loading ---------------------------------------------------------------------------
 
 
 @BOTH

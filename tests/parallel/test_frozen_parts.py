@@ -131,9 +131,7 @@ def reference(ranks: int, steps: int = STEPS) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(("ranks", "slots", "overlap"), [(2, 2, True), (3, 2, True), (2, 1, True), (3, 3, False)])
-def test_the_bits_are_those_of_one_process(ranks: int, slots: int, overlap: bool) -> None:
-    """Both in the ring and in the full model."""
-
+def test_the_ring_and_the_full_model_have_the_bits_of_one_process(ranks: int, slots: int, overlap: bool) -> None:
     def run(mine: Rank) -> tuple[dict[str, Tensor], list[Tensor], Tensor, Tensor]:
         for step in range(STEPS):
             mine.step(step)
@@ -171,11 +169,11 @@ def test_frozen_tensors_have_no_gradients_and_no_state_in_checkpoints(tmp_path: 
         return pieces(mine.optimizer), values(mine.full_model())
 
     begun = simulated(begin, ranks=3)
-    state, weights = join(own for own, _ in begun), begun[0][1]
+    state, weights = join(of_rank for of_rank, _ in begun), begun[0][1]
     assert {name.partition(".")[2] for name, _ in state} == {"trained"}
     for ranks, options in ((2, {}), (2, {"shard": "optimizer"}), (1, {})):
         results = simulated(go_on, ranks=ranks, **options)
-        assert same(join(own for own, _ in results), state)  # type: ignore[arg-type]
+        assert same(join(of_rank for of_rank, _ in results), state)  # type: ignore[arg-type]
         assert all(same(loaded, weights) for _, loaded in results)
 
 

@@ -144,7 +144,7 @@ class DelayedLinks:
         self.rank, self.ranks = world.rank, world.size
         self.per_node = world.size // nodes
         self.network = network
-        self._free: dict[int, float] = {}  # when the link from a rank has delivered what was sent before
+        self._free: dict[int, float] = {}  # when the link from a rank is free again
 
     def exchange(self, mine: Tensor, to: int, theirs: Tensor, source: int) -> None:
         """Send one tensor of doubles, and receive another."""

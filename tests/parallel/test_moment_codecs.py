@@ -161,10 +161,10 @@ def compare_kernels(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_kernels_give_the_same_bits_in_the_interpreter() -> None:
+def test_kernels_have_the_same_bits_in_the_interpreter() -> None:
     run_interpreted(compare_kernels)
 
 
 @pytest.mark.gpu
-def test_kernels_give_the_same_bits() -> None:
+def test_kernels_have_the_same_bits() -> None:
     compare_kernels("cuda")

@@ -117,7 +117,7 @@ def test_fp32_state_has_the_bits_of_adamw() -> None:
 
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_on_the_host_gives_the_same_bits(state: StateFormat, dtype: torch.dtype) -> None:
+def test_state_on_the_host_has_the_same_bits(state: StateFormat, dtype: torch.dtype) -> None:
     states = []
     for offload in OFFLOADS:
         training = make(state, offload, dtype=dtype)

@@ -229,7 +229,7 @@ def find_refusals(mine: Rank) -> list[str]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_graphs_over_gloo_give_the_bits_of_one_process_and_refuse_other_layers(ranks: int, tmp_path: Path) -> None:
+def test_graphs_have_the_bits_of_one_process_and_refuse_other_layers(ranks: int, tmp_path: Path) -> None:
     """Layers 0, 2 and 4 share a slot: without a gather, a graph would read another layer, silently."""
     for result in run_world(ranks, tmp_path, run_cases):
         assert not isinstance(result, str), result
@@ -509,13 +509,13 @@ def test_checkpoints_load_in_every_layout_with_any_number_of_ranks(tmp_path: Pat
         return mine.values(), pieces(mine.optimizer)
 
     first = simulated(begin, ranks=3)
-    weights, state = first[0][0], join(own for _, own in first)
+    weights, state = first[0][0], join(of_rank for _, of_rank in first)
     layouts = [(2, "optimizer"), (2, "parameters"), (1, "parameters"), (3, "parameters")]
     for number, (ranks, shard) in enumerate(layouts):
         move = partial(go_on, source=str(number), target=str(number + 1))
         results = simulated(move, ranks=ranks, shard=shard)
-        assert join(own for _, own in results).keys() == state.keys()
-        assert same(join(own for _, own in results), state)  # type: ignore[arg-type]
+        assert join(of_rank for _, of_rank in results).keys() == state.keys()
+        assert same(join(of_rank for _, of_rank in results), state)  # type: ignore[arg-type]
         for loaded, _ in results:
             assert same(loaded, weights)
     mine = build()

@@ -130,7 +130,7 @@ def run_cases(world: World, cases: list[Case]) -> list[dict[str, Tensor]]:
     [(1, CASES), (3, CASES[::3]), *(pytest.param(size, CASES, marks=pytest.mark.slow) for size in (2, 3, 4))],
     ids=lambda value: value if isinstance(value, int) else f"{len(value)} cases",
 )
-def test_every_setting_gives_the_bits_of_one_process(size: int, cases: list[Case], tmp_path: Path) -> None:
+def test_all_settings_have_the_bits_of_one_process(size: int, cases: list[Case], tmp_path: Path) -> None:
     outputs = run_world(size, tmp_path, run_cases, cases)
     assert not any(isinstance(result, str) for result in outputs), next(r for r in outputs if isinstance(r, str))
     settings = {(case.accumulation, case.eps) for case in cases}

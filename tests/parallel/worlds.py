@@ -56,7 +56,7 @@ def run_world(
 
 
 def run_world_with_a_loss(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
-    """The same for a function that loses one rank: returns the results of the others, and kills what is left."""
+    """The same for a function that loses one rank: returns the results of the others, and kills all processes."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     context = mp.get_context("forkserver")
     processes = [
